@@ -1,0 +1,32 @@
+"""megatron-ext: any tokenizer library on Megatron, and distillation across tokenizers.
+
+Names load on first use, so that ``import megatron_ext`` stays instant.
+"""
+
+from importlib import import_module
+
+from megatron_ext.version import __version__
+
+_HOME_OF = {
+    "AlignmentBatch": "megatron_ext.alignment.batch",
+    "Alignment": "megatron_ext.alignment",
+    "LOSS_REGISTRY": "megatron_ext.losses",
+    "MegatronTokenizer": "megatron_ext.tokenizers",
+    "MegatronTokenizerText": "megatron_ext.tokenizers",
+    "MegatronTokenizerTextAbstract": "megatron_ext.tokenizers",
+    "SparseProjection": "megatron_ext.projection",
+    "TokenAligner": "megatron_ext.alignment",
+    "build_tokenizer": "megatron_ext.tokenizers",
+}
+
+__all__ = ["__version__", *_HOME_OF]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'megatron_ext' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,9 @@
+"""Numbers that several layers must agree on."""
+
+from typing import Final
+
+IGNORE_INDEX: Final = -100
+"""Label of a position that is not trained."""
+
+NO_CHUNK: Final = -1
+"""Chunk id of a token that belongs to no chunk: padding, a one-sided control token."""

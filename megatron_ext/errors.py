@@ -1,0 +1,76 @@
+"""Errors a user can act on: what went wrong, what was found, what was expected, what to do."""
+
+
+class MegatronExtError(Exception):
+    """Base of every error raised on purpose; its text is one line for a terminal.
+
+    Args:
+        what: The failure, as a clause without a full stop.
+        got: What was found.
+        expected: What would have been right.
+        fix: What the user can do, as an imperative clause.
+        where: File, ``file:line`` or configuration key the failure is about.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        got: object = None,
+        expected: object = None,
+        fix: str | None = None,
+        where: object = None,
+    ) -> None:
+        parts = [what if where is None else f"{where}: {what}"]
+        if got is not None:
+            parts.append(f"got {got}")
+        if expected is not None:
+            parts.append(f"expected {expected}")
+        if fix is not None:
+            parts.append(fix)
+        super().__init__("; ".join(str(part).replace("\n", " ") for part in parts))
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ConfigError(MegatronExtError, ValueError):
+    """A configuration key, flag or value that cannot be used."""
+
+
+class UnknownNameError(ConfigError, KeyError):
+    """A name that a registry does not hold."""
+
+
+class TokenizerError(MegatronExtError, ValueError):
+    """A tokenizer file, or a request to a tokenizer, that cannot be honoured."""
+
+
+class AlignmentError(MegatronExtError, ValueError):
+    """Two tokenizations that do not cover the same bytes."""
+
+
+class ProjectionError(MegatronExtError, ValueError):
+    """A vocabulary projection that is malformed, corrupt or made for another pair."""
+
+
+class LossError(MegatronExtError, ValueError):
+    """Inputs that an objective cannot use."""
+
+
+class DataError(MegatronExtError, ValueError):
+    """A corpus that cannot be read or holds nothing to train on."""
+
+
+class CheckpointError(MegatronExtError, RuntimeError):
+    """A checkpoint that is missing, incomplete or of another model."""
+
+
+class MissingDependencyError(MegatronExtError, ImportError):
+    """An optional package that this feature needs is not installed."""
+
+    def __init__(self, package: str, *, extra: str, feature: str) -> None:
+        super().__init__(
+            f"{feature} needs the package {package}, which is not installed",
+            fix=f'run: pip install "megatron-ext[{extra}]"',
+        )

@@ -1,0 +1,60 @@
+"""A name -> row table whose look-up error lists the choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import TypeVar
+
+from megatron_ext.errors import ConfigError, UnknownNameError
+
+Row = TypeVar("Row")
+
+
+class Registry(Mapping[str, Row]):
+    """A read-only mapping filled by ``register``.
+
+    Args:
+        noun: What a row is, for error messages: ``"tokenizer library"``.
+    """
+
+    def __init__(self, noun: str) -> None:
+        self._noun = noun
+        self._rows: dict[str, Row] = {}
+
+    def register(self, name: str, row: Row) -> Row:
+        """Add ``row`` under ``name``.
+
+        Raises:
+            ConfigError: ``name`` is taken.
+        """
+        if name in self._rows:
+            raise ConfigError(f"the {self._noun} {name!r} is registered already")
+        self._rows[name] = row
+        return row
+
+    def __getitem__(self, name: str) -> Row:
+        try:
+            return self._rows[name]
+        except KeyError:
+            raise UnknownNameError(
+                f"unknown {self._noun}",
+                got=repr(name),
+                expected=f"one of {', '.join(self._rows)}",
+                fix=did_you_mean(name, self._rows),
+            ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def did_you_mean(name: object, choices: Mapping[str, object] | list[str]) -> str | None:
+    """``did you mean 'x'?`` for the nearest choice, or None when nothing is near."""
+    near = get_close_matches(str(name), list(choices), n=1)
+    return f"did you mean {near[0]!r}?" if near else None

@@ -1,0 +1,149 @@
+"""The contract of a tokenizer library, and of what the rest of Megatron sees.
+
+One adapter per library implements ``MegatronTokenizerTextAbstract``. Bytes are the currency:
+display strings differ between libraries (``Ġthe``, ``▁the``, ``<0x0A>``), bytes do not. Two views of
+a token's bytes matter and both live here:
+
+* ``token_bytes(id)``: what the id contributes to a decoded stream, whatever stands before it;
+* ``encode_with_byte_ends(text)``: where each token of ``text`` ends in ``text.encode()``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+IdArray = NDArray[np.int32]
+ByteEnds = NDArray[np.int64]
+
+
+class MegatronTokenizerTextAbstract(ABC):
+    """One tokenizer, through one library.
+
+    Every id satisfies ``0 <= id < vocab_size``. A special id that the tokenizer does not have is
+    None; an id of 0 is an id.
+    """
+
+    library: ClassVar[str]
+    """Name in ``TOKENIZER_LIBRARIES``."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of ids, special tokens included, before any padding."""
+
+    # Text and ids.
+
+    @abstractmethod
+    def text_to_ids(self, text: str) -> list[int]:
+        """Ids of ``text`` alone: no BOS or EOS is added, special tokens in it are ordinary text."""
+
+    @abstractmethod
+    def text_to_ids_batch(self, texts: Sequence[str]) -> list[IdArray]:
+        """``text_to_ids`` of many texts, in parallel inside the library where it can."""
+
+    @abstractmethod
+    def ids_to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+
+    @abstractmethod
+    def encode_with_byte_ends(
+        self, text: str, *, parse_special: bool = False
+    ) -> tuple[IdArray, ByteEnds]:
+        """Ids of ``text`` and where each ends in ``text.encode()``.
+
+        Args:
+            text: Any string without lone surrogates.
+            parse_special: Turn special tokens written in ``text`` into their control ids.
+
+        Returns:
+            ids [T] int32 and ends [T] int64, non-decreasing, the last one ``len(text.encode())``.
+            Token ``i`` covers bytes ``[ends[i - 1], ends[i])``. A token that covers nothing (a
+            dummy prefix of its own, an inserted control token) repeats the end before it.
+        """
+
+    # Ids and bytes.
+
+    @abstractmethod
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Bytes of one id in the middle of a stream; None for a control token or unused id."""
+
+    @abstractmethod
+    def byte_ends(self, ids: Sequence[int] | IdArray) -> ByteEnds:
+        """Where each token of a given stream ends in the bytes that the stream decodes to [T]."""
+
+    # Ids and display strings.
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int:
+        """Id of a display string.
+
+        Raises:
+            KeyError: The vocabulary does not hold it. It never silently becomes the unknown id.
+        """
+
+    @abstractmethod
+    def id_to_token(self, token_id: int) -> str:
+        """Display string of an id."""
+
+    # Special ids.
+
+    @property
+    @abstractmethod
+    def bos_id(self) -> int | None:
+        """Beginning of sequence."""
+
+    @property
+    @abstractmethod
+    def eos_id(self) -> int | None:
+        """End of sequence."""
+
+    @property
+    @abstractmethod
+    def pad_id(self) -> int | None:
+        """Padding."""
+
+    @property
+    @abstractmethod
+    def unk_id(self) -> int | None:
+        """Unknown."""
+
+    @property
+    def eod(self) -> int | None:
+        """Megatron's end of document: the end of sequence unless the library has its own."""
+        return self.eos_id
+
+    # Identity.
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of every id's bytes or control name in id order.
+
+        Two files that hold the same vocabulary have the same fingerprint, whatever their library,
+        path or format, provided that they name their control tokens alike.
+        """
+
+
+class MegatronTokenizerBase(ABC):
+    """What Megatron code holds: a tokenizer with its configuration."""
+
+    def __init__(self, path: str | None, config: dict[str, Any]) -> None:
+        self.path = path
+        self.config = config
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of ids before padding."""
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of ``text``."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``."""
