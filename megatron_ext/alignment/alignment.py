@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 class Alignment:
     """Which student tokens and which teacher tokens cover the same bytes.
 
-    Chunk ``c`` pairs the half-open token spans ``student_spans[c]`` and ``teacher_spans[c]``. Chunks
-    are minimal: no cut inside one would fall on a token boundary of both sides.
+    Chunk ``c`` pairs the half-open token spans ``student_spans[c]`` and ``teacher_spans[c]``.
+    Chunks are minimal: no cut inside one would fall on a token boundary of both sides.
     """
 
     student_spans: NDArray[np.int32]

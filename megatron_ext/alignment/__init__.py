@@ -1,0 +1,16 @@
+"""Which student tokens and which teacher tokens cover the same bytes."""
+
+from megatron_ext.alignment.alignment import Alignment
+from megatron_ext.alignment.byte_alignment import align_byte_ends
+from megatron_ext.alignment.coverage import ChunkCounts
+from megatron_ext.alignment.token_aligner import TokenAligner
+from megatron_ext.alignment.window import Windows, cut_windows
+
+__all__ = [
+    "Alignment",
+    "ChunkCounts",
+    "TokenAligner",
+    "Windows",
+    "align_byte_ends",
+    "cut_windows",
+]

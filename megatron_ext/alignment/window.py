@@ -1,0 +1,147 @@
+"""Cutting a long text into windows that both models can take. T tokens, C chunks, W windows.
+
+A window starts and ends on a common byte boundary, so that what the teacher reads in it is exactly
+what the student reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.alignment.byte_alignment import (
+    ByteEnds,
+    Indices,
+    check_byte_ends,
+    common_boundaries,
+    wide_tokens,
+)
+from megatron_ext.errors import AlignmentError
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Ranges of one text, half-open. Windows and dropped ranges cover every byte exactly once."""
+
+    student_bounds: NDArray[np.int64]
+    """[W, 2] first student token and one past the last."""
+
+    teacher_bounds: NDArray[np.int64]
+    """[W, 2]; equal to ``student_bounds`` where there is no teacher."""
+
+    byte_bounds: NDArray[np.int64]
+    """[W, 2]"""
+
+    dropped_byte_bounds: NDArray[np.int64]
+    """[D, 2] bytes in no window: chunks longer than a budget, bytes that one side lacks."""
+
+    @property
+    def count(self) -> int:
+        """W."""
+        return len(self.byte_bounds)
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Number of bytes in no window."""
+        return int((self.dropped_byte_bounds[:, 1] - self.dropped_byte_bounds[:, 0]).sum())
+
+
+def cut_windows(
+    student_ends: ByteEnds,
+    teacher_ends: ByteEnds | None = None,
+    *,
+    student_length: int,
+    teacher_length: int | None = None,
+) -> Windows:
+    """Greedy windows: each takes as many chunks as fit both budgets.
+
+    A token that covers no byte (BOS, a dummy prefix) counts towards its budget. It goes into the
+    window of the byte that follows it, and one after the last byte (EOS) into the last window. A
+    chunk that with its zero-width tokens exceeds a budget alone is dropped, and so are bytes past
+    the last common boundary; both are in ``dropped_byte_bounds``.
+
+    Args:
+        student_ends: [Ts] int64, where each token ends in the bytes, non-decreasing.
+        teacher_ends: [Tt] int64, or None to cut the student's tokens alone.
+        student_length: Most student tokens in a window.
+        teacher_length: Most teacher tokens in a window; ``student_length`` unless given.
+
+    Raises:
+        AlignmentError: A budget below one token, or ends that go backwards.
+    """
+    teacher_length = student_length if teacher_length is None else teacher_length
+    for side, length in (("student", student_length), ("teacher", teacher_length)):
+        if length < 1:
+            raise AlignmentError(
+                f"{side}_length holds no token", got=length, expected="at least 1 token"
+            )
+    student_ends = check_byte_ends(student_ends, side="student")
+    student_last = _last_tokens(student_ends)
+    if teacher_ends is None:
+        teacher_ends, teacher_length, teacher_last = student_ends, student_length, student_last
+    else:
+        teacher_ends = check_byte_ends(teacher_ends, side="teacher")
+        teacher_last = _last_tokens(teacher_ends)
+    student_cuts, teacher_cuts = common_boundaries(
+        student_ends[student_last], teacher_ends[teacher_last]
+    )
+    byte_stops = student_ends[student_last[student_cuts]]
+    student_stops = _chunk_stops(student_ends, student_last, student_cuts)
+    teacher_stops = _chunk_stops(teacher_ends, teacher_last, teacher_cuts)
+
+    edges, is_window = _greedy_edges(student_stops, teacher_stops, student_length, teacher_length)
+    byte_bounds = _bounds(byte_stops, edges)
+    covered = int(byte_stops[-1]) if len(byte_stops) else 0
+    total = max((int(ends[-1]) for ends in (student_ends, teacher_ends) if len(ends)), default=0)
+    dropped = byte_bounds[~is_window]
+    if covered < total:
+        dropped = np.concatenate([dropped, np.array([[covered, total]], dtype=np.int64)])
+    return Windows(
+        student_bounds=_bounds(student_stops, edges)[is_window],
+        teacher_bounds=_bounds(teacher_stops, edges)[is_window],
+        byte_bounds=byte_bounds[is_window],
+        dropped_byte_bounds=dropped,
+    )
+
+
+def _last_tokens(ends: ByteEnds) -> Indices:
+    wide = wide_tokens(ends)
+    return np.arange(len(ends), dtype=np.intp) if wide is None else wide
+
+
+def _chunk_stops(ends: ByteEnds, wide: Indices, cuts: Indices) -> NDArray[np.int64]:
+    """One past the last token of each chunk [C]; after the last byte, the tokens behind it too."""
+    stops = wide[cuts].astype(np.int64) + 1
+    if len(cuts) and cuts[-1] == len(wide) - 1:
+        stops[-1] = len(ends)
+    return stops
+
+
+def _greedy_edges(
+    student_stops: NDArray[np.int64],
+    teacher_stops: NDArray[np.int64],
+    student_length: int,
+    teacher_length: int,
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Chunk indices where ranges start and stop [R + 1], and which of the ranges fit [R]."""
+    edges, fits = [0], []
+    student_start = teacher_start = 0
+    while edges[-1] < len(student_stops):
+        first = edges[-1]
+        stop = min(
+            int(student_stops.searchsorted(student_start + student_length, side="right")),
+            int(teacher_stops.searchsorted(teacher_start + teacher_length, side="right")),
+        )
+        fits.append(stop > first)
+        edges.append(max(stop, first + 1))
+        student_start = int(student_stops[edges[-1] - 1])
+        teacher_start = int(teacher_stops[edges[-1] - 1])
+    return np.array(edges, dtype=np.int64), np.array(fits, dtype=np.bool_)
+
+
+def _bounds(stops: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Start and stop of each range [R, 2], from the stop of each chunk [C]."""
+    fence = np.concatenate([np.zeros(1, dtype=np.int64), stops])[edges]
+    return np.stack([fence[:-1], fence[1:]], axis=1)

@@ -1,0 +1,165 @@
+"""Chunks from byte ends, against a brute-force truth over sets of bytes."""
+
+import numpy as np
+import pytest
+from byte_end_strategies import byte_ends, ends_of, pairs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.alignment import align_byte_ends
+from megatron_ext.constants import NO_CHUNK
+from megatron_ext.errors import AlignmentError
+
+
+def brute_force_chunks(student_ends, teacher_ends):
+    """Token sets of each chunk: tokens that share bytes belong together, directly or through others.
+
+    A group is a chunk when both of its sides are the same set of bytes.
+    """
+    groups = []
+    for side, ends in enumerate((student_ends, teacher_ends)):
+        start = 0
+        for token, end in enumerate(ends):
+            group = ([set(), set()], [set(), set()])
+            group[0][side].add(token)
+            group[1][side].update(range(start, end))
+            start = max(start, end)
+            if not group[1][side]:
+                continue
+            touching = [other for other in groups if other[1][1 - side] & group[1][side]]
+            for other in touching:
+                groups.remove(other)
+                for which in (0, 1):
+                    for s in (0, 1):
+                        group[which][s].update(other[which][s])
+            groups.append(group)
+    groups = [group for group in groups if group[1][0] == group[1][1]]
+    return [tuple(group[0]) for group in sorted(groups, key=lambda group: min(group[0][0]))]
+
+
+def chunks_of(alignment):
+    """Token sets of each chunk by chunk id."""
+    return [
+        tuple(
+            set(np.flatnonzero(ids == chunk).tolist())
+            for ids in (alignment.student_chunk_id, alignment.teacher_chunk_id)
+        )
+        for chunk in range(alignment.chunk_count)
+    ]
+
+
+@given(pairs())
+@settings(max_examples=500, deadline=None)
+def test_chunks_are_the_groups_of_tokens_that_share_bytes(pair):
+    alignment = align_byte_ends(*pair)
+    assert chunks_of(alignment) == brute_force_chunks(*(ends.tolist() for ends in pair))
+    assert alignment.is_exact.all()
+
+
+@given(pairs())
+@settings(deadline=None)
+def test_a_span_starts_and_ends_with_a_token_of_its_chunk_and_spans_ascend(pair):
+    alignment = align_byte_ends(*pair)
+    for spans, ids in (
+        (alignment.student_spans, alignment.student_chunk_id),
+        (alignment.teacher_spans, alignment.teacher_chunk_id),
+    ):
+        assert spans.shape == (alignment.chunk_count, 2)
+        assert (spans[:, 0] < spans[:, 1]).all()
+        assert (spans[1:, 0] >= spans[:-1, 1]).all()
+        for chunk, (start, stop) in enumerate(spans.tolist()):
+            assert ids[start] == ids[stop - 1] == chunk
+            assert set(ids[start:stop].tolist()) <= {chunk, NO_CHUNK}
+
+
+@given(pairs())
+@settings(deadline=None)
+def test_swapping_the_sides_swaps_spans_and_ids(pair):
+    forward, backward = align_byte_ends(*pair), align_byte_ends(*reversed(pair))
+    assert np.array_equal(forward.student_spans, backward.teacher_spans)
+    assert np.array_equal(forward.teacher_spans, backward.student_spans)
+    assert np.array_equal(forward.student_chunk_id, backward.teacher_chunk_id)
+    assert np.array_equal(forward.teacher_chunk_id, backward.student_chunk_id)
+
+
+@given(st.integers(0, 24).flatmap(lambda total: byte_ends(total, zero_width=False)))
+@settings(deadline=None)
+def test_a_tokenization_aligned_with_itself_is_the_identity(ends):
+    alignment = align_byte_ends(ends, ends)
+    identity = np.arange(len(ends))
+    assert np.array_equal(alignment.student_chunk_id, identity)
+    assert np.array_equal(alignment.teacher_chunk_id, identity)
+    assert np.array_equal(alignment.student_spans, np.stack([identity, identity + 1], axis=1))
+
+
+@given(pairs(), st.data())
+@settings(deadline=None)
+def test_a_zero_width_token_anywhere_shifts_positions_and_changes_no_chunk(pair, data):
+    student, teacher = pair
+    before = align_byte_ends(student, teacher)
+    where = data.draw(st.integers(0, len(student)))
+    end = student[where - 1] if where else 0
+    after = align_byte_ends(np.insert(student, where, end), teacher)
+    assert after.student_chunk_id[where] == NO_CHUNK
+    assert np.array_equal(np.delete(after.student_chunk_id, where), before.student_chunk_id)
+    assert np.array_equal(after.teacher_chunk_id, before.teacher_chunk_id)
+    assert np.array_equal(after.teacher_spans, before.teacher_spans)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "student_spans", "student_ids"),
+    [
+        pytest.param([0, 1, 3], [1, 3], [[1, 2], [2, 3]], [-1, 0, 1], id="at the start"),
+        pytest.param([1, 3, 3], [1, 3], [[0, 1], [1, 2]], [0, 1, -1], id="at the end"),
+        pytest.param([1, 1, 3], [1, 3], [[0, 1], [2, 3]], [0, -1, 1], id="between chunks"),
+        pytest.param([1, 1, 3], [3], [[0, 3]], [0, -1, 0], id="inside a chunk"),
+        pytest.param([0, 0], [1], [], [-1, -1], id="alone"),
+    ],
+)
+def test_a_zero_width_token_is_in_no_chunk(student, teacher, student_spans, student_ids):
+    alignment = align_byte_ends(np.array(student), np.array(teacher))
+    assert alignment.student_spans.tolist() == student_spans
+    assert alignment.student_chunk_id.tolist() == student_ids
+
+
+def test_the_tail_that_one_side_lacks_is_in_no_chunk():
+    alignment = align_byte_ends(ends_of(2, 3, 1, 4), ends_of(2, 4))
+    assert alignment.student_chunk_id.tolist() == [0, 1, 1, NO_CHUNK]
+    assert alignment.teacher_chunk_id.tolist() == [0, 1]
+
+
+def test_spans_and_ids_are_int32():
+    alignment = align_byte_ends(ends_of(1, 2), ends_of(3))
+    assert alignment.student_spans.dtype == alignment.teacher_spans.dtype == np.int32
+    assert alignment.student_chunk_id.dtype == alignment.teacher_chunk_id.dtype == np.int32
+    assert alignment.is_exact.dtype == np.bool_
+
+
+def test_no_tokens_give_no_chunks():
+    alignment = align_byte_ends(np.empty(0, np.int64), ends_of(3))
+    assert alignment.chunk_count == 0
+    assert alignment.student_spans.shape == (0, 2)
+    assert alignment.teacher_chunk_id.tolist() == [NO_CHUNK]
+
+
+def test_arguments_are_left_as_they_are():
+    student, teacher = ends_of(1, 0, 2), ends_of(3)
+    student.setflags(write=False)
+    teacher.setflags(write=False)
+    assert align_byte_ends(student, teacher).chunk_count == 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        pytest.param([3, 2], "token 1; got 2; expected at least 3", id="falling"),
+        pytest.param([-1, 2], "token 0; got -1; expected at least 0", id="negative"),
+        pytest.param([[1, 2]], "shape", id="two rows"),
+        pytest.param([0.5, 1.0], "float64", id="fractions"),
+    ],
+)
+def test_ends_that_are_no_ends_are_refused(ends, message):
+    with pytest.raises(AlignmentError, match=message):
+        align_byte_ends(ends_of(1), np.array(ends))
+    with pytest.raises(AlignmentError, match="student"):
+        align_byte_ends(np.array(ends), ends_of(1))

@@ -1,0 +1,138 @@
+"""Windows of a long text: what they cover, and that they fit."""
+
+import numpy as np
+import pytest
+from byte_end_strategies import byte_ends, ends_of, pairs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.alignment import align_byte_ends, cut_windows
+from megatron_ext.errors import AlignmentError
+
+budgets = st.tuples(st.integers(1, 6), st.integers(1, 6))
+
+
+def slow_windows(student, teacher, student_length, teacher_length):
+    """Byte bounds of kept and of dropped ranges, one chunk at a time."""
+    common = sorted((set(student.tolist()) & set(teacher.tolist())) - {0})
+    total = max([0, *student.tolist(), *teacher.tolist()])
+    kept, dropped = [], []
+
+    def tokens(ends, start, stop):
+        before = np.searchsorted(ends, start, side="right") if start else 0
+        last = stop == ends[-1]
+        # Those at the start boundary belong here; those at the stop belong to the next window.
+        first = before - np.count_nonzero((ends == start) & (np.diff(ends, prepend=0) == 0))
+        first = 0 if start == 0 else first
+        after = len(ends) if last else np.searchsorted(ends, stop, side="left") + 1
+        return after - first
+
+    def fits(start, stop):
+        return (
+            tokens(student, start, stop) <= student_length
+            and tokens(teacher, start, stop) <= teacher_length
+        )
+
+    start = 0
+    while common:
+        stops = [stop for stop in common if fits(start, stop)]
+        stop = max(stops) if stops else common[0]
+        (kept if stops else dropped).append([start, stop])
+        common = [boundary for boundary in common if boundary > stop]
+        start = stop
+    if start < total:
+        dropped.append([start, total])
+    return kept, dropped
+
+
+@given(pairs(), budgets)
+@settings(max_examples=400, deadline=None)
+def test_windows_are_those_of_a_slow_search(pair, budget):
+    windows = cut_windows(*pair, student_length=budget[0], teacher_length=budget[1])
+    kept, dropped = slow_windows(*pair, *budget)
+    assert windows.byte_bounds.tolist() == kept
+    assert windows.dropped_byte_bounds.tolist() == dropped
+
+
+@given(pairs(), budgets)
+@settings(deadline=None)
+def test_windows_and_dropped_ranges_cover_every_byte_exactly_once(pair, budget):
+    windows = cut_windows(*pair, student_length=budget[0], teacher_length=budget[1])
+    ranges = sorted(windows.byte_bounds.tolist() + windows.dropped_byte_bounds.tolist())
+    covered = [byte for start, stop in ranges for byte in range(start, stop)]
+    assert covered == list(range(max([0, *pair[0].tolist(), *pair[1].tolist()])))
+    kept = sum(stop - start for start, stop in windows.byte_bounds.tolist())
+    assert windows.dropped_bytes == len(covered) - kept
+
+
+@given(pairs(), budgets)
+@settings(deadline=None)
+def test_a_window_fits_both_budgets_and_its_tokens_cover_its_bytes(pair, budget):
+    windows = cut_windows(*pair, student_length=budget[0], teacher_length=budget[1])
+    sides = (windows.student_bounds, windows.teacher_bounds)
+    for ends, bounds, length in zip(pair, sides, budget, strict=True):
+        for (first, last), (start, stop) in zip(bounds, windows.byte_bounds, strict=True):
+            assert 0 < last - first <= length
+            assert (ends[first - 1] if first else 0) == start
+            assert ends[last - 1] == stop
+
+
+@given(pairs(), budgets)
+@settings(deadline=None)
+def test_no_chunk_is_cut(pair, budget):
+    windows = cut_windows(*pair, student_length=budget[0], teacher_length=budget[1])
+    alignment = align_byte_ends(*pair)
+    for spans, bounds in (
+        (alignment.student_spans, windows.student_bounds),
+        (alignment.teacher_spans, windows.teacher_bounds),
+    ):
+        for start, stop in spans.tolist():
+            assert not any(start < edge < stop for edge in bounds.ravel().tolist())
+
+
+@given(st.integers(0, 24).flatmap(byte_ends), st.integers(1, 6))
+@settings(deadline=None)
+def test_a_student_alone_is_cut_as_against_itself(ends, length):
+    alone = cut_windows(ends, student_length=length)
+    paired = cut_windows(ends, ends, student_length=length, teacher_length=length)
+    assert np.array_equal(alone.student_bounds, paired.student_bounds)
+    assert np.array_equal(alone.teacher_bounds, paired.student_bounds)
+    assert np.array_equal(alone.byte_bounds, paired.byte_bounds)
+
+
+def test_a_chunk_longer_than_a_budget_is_dropped_and_counted():
+    student, teacher = ends_of(1, 1, 5, 1, 1), ends_of(1, 1, 1, 1, 1, 1, 1, 1, 1)
+    windows = cut_windows(student, teacher, student_length=4, teacher_length=4)
+    assert windows.byte_bounds.tolist() == [[0, 2], [7, 9]]
+    assert windows.student_bounds.tolist() == [[0, 2], [3, 5]]
+    assert windows.teacher_bounds.tolist() == [[0, 2], [7, 9]]
+    assert windows.dropped_byte_bounds.tolist() == [[2, 7]]
+    assert windows.dropped_bytes == 5
+
+
+def test_bos_opens_the_first_window_and_eos_closes_the_last():
+    student, teacher = ends_of(0, 2, 2, 2, 0), ends_of(0, 0, 2, 2, 2)
+    windows = cut_windows(student, teacher, student_length=3, teacher_length=4)
+    assert windows.student_bounds.tolist() == [[0, 3], [3, 5]]
+    assert windows.teacher_bounds.tolist() == [[0, 4], [4, 5]]
+
+
+def test_a_text_without_bytes_has_no_window():
+    windows = cut_windows(ends_of(0, 0), ends_of(0), student_length=4)
+    assert windows.count == 0
+    assert windows.student_bounds.shape == windows.dropped_byte_bounds.shape == (0, 2)
+    assert windows.dropped_bytes == 0
+
+
+def test_bounds_are_int64():
+    windows = cut_windows(ends_of(1, 2), ends_of(3), student_length=2)
+    for bounds in (windows.student_bounds, windows.teacher_bounds, windows.byte_bounds):
+        assert bounds.dtype == np.int64
+    assert windows.dropped_byte_bounds.dtype == np.int64
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_a_budget_of_no_token_is_refused(side):
+    lengths = {"student_length": 4, "teacher_length": 4, f"{side}_length": 0}
+    with pytest.raises(AlignmentError, match=f"{side}_length holds no token; got 0"):
+        cut_windows(ends_of(1), ends_of(1), **lengths)
