@@ -12,7 +12,7 @@ from megatron_ext.errors import AlignmentError
 
 
 def brute_force_chunks(student_ends, teacher_ends):
-    """Token sets of each chunk: tokens that share bytes belong together, directly or through others.
+    """Token sets of each chunk: tokens that share bytes belong together, directly or not.
 
     A group is a chunk when both of its sides are the same set of bytes.
     """
