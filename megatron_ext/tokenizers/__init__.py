@@ -1,0 +1,19 @@
+"""Tokenizers of every library behind one interface, with bytes as the common currency."""
+
+from megatron_ext.tokenizers.base import MegatronTokenizerBase, MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.build import build_tokenizer, padded_vocab_size
+from megatron_ext.tokenizers.config import TokenizerConfig
+from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
+from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
+from megatron_ext.tokenizers.token_bytes import TokenBytes
+
+__all__ = [
+    "TOKENIZER_LIBRARIES",
+    "MegatronTokenizerBase",
+    "MegatronTokenizerText",
+    "MegatronTokenizerTextAbstract",
+    "TokenBytes",
+    "TokenizerConfig",
+    "build_tokenizer",
+    "padded_vocab_size",
+]

@@ -1,0 +1,162 @@
+"""Which tokenizer library a file belongs to, told from its first bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_ext.errors import TokenizerError
+
+FileFormat = Literal["huggingface", "sentencepiece", "tiktoken-json", "tekken", "tiktoken-ranks"]
+Library = Literal["huggingface", "sentencepiece", "tiktoken"]
+
+_LIBRARY_OF: Mapping[FileFormat, Library] = {
+    "huggingface": "huggingface",
+    "sentencepiece": "sentencepiece",
+    "tiktoken-json": "tiktoken",
+    "tekken": "tiktoken",
+    "tiktoken-ranks": "tiktoken",
+}
+# In a directory, the first of these that exists is the tokenizer.
+_NAMES_IN_DIRECTORY = ("tokenizer.json", "tekken.json", "tokenizer.model")
+_SUFFIXES_IN_DIRECTORY = (".model", ".tiktoken")
+_HEAD_BYTES = 1 << 16
+_RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*\n")
+_HUGGINGFACE_KEY = re.compile(rb'"(added_tokens|pre_tokenizer|normalizer|truncation)"\s*:')
+_TEKKEN_KEY = re.compile(rb'"(num_vocab_tokens|default_num_special_tokens|token_bytes)"\s*:')
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """A tokenizer file and what it holds."""
+
+    file: Path
+    """The file itself, where a directory was given."""
+    format: FileFormat
+    """How its bytes are to be read."""
+
+    @property
+    def library(self) -> Library:
+        """Name in ``TOKENIZER_LIBRARIES`` of the library that reads it."""
+        return _LIBRARY_OF[self.format]
+
+
+def file_kind(path: str | os.PathLike[str]) -> FileKind:
+    """Recognise a tokenizer file, or the tokenizer file of a directory.
+
+    Raises:
+        TokenizerError: It does not exist, cannot be read or is no tokenizer that we know.
+    """
+    file = _tokenizer_file(Path(path))
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(_HEAD_BYTES)
+    except OSError as error:
+        raise TokenizerError(
+            "cannot read the tokenizer file", got=error.strerror, where=file
+        ) from error
+    file_format = _format_of(head, file)
+    if file_format is None:
+        raise TokenizerError(
+            "this is no tokenizer file that we know",
+            got="an empty file" if not head else f"a file that begins with {head[:16]!r}",
+            expected="tokenizer.json (huggingface), a SentencePiece model, or a rank list (tiktoken)",
+            where=file,
+        )
+    return FileKind(file, file_format)
+
+
+def require_library(path: str | os.PathLike[str], library: Library) -> FileKind:
+    """``file_kind(path)``, which must be of ``library``.
+
+    Raises:
+        TokenizerError: As ``file_kind``, or the file belongs to another library.
+    """
+    kind = file_kind(path)
+    if kind.library != library:
+        raise TokenizerError(
+            f"the {library} library cannot read this file",
+            got=f"a {kind.format} file",
+            fix=f"use library {kind.library!r}",
+            where=kind.file,
+        )
+    return kind
+
+
+def read_json(file: Path) -> object:
+    """The JSON document in ``file``.
+
+    Raises:
+        TokenizerError: It cannot be read, or is not JSON: truncated, for one.
+    """
+    try:
+        with file.open(encoding="utf-8") as stream:
+            return json.load(stream)
+    except OSError as error:
+        raise TokenizerError("cannot read the file", got=error.strerror, where=file) from error
+    except ValueError as error:
+        raise TokenizerError(
+            "the file is not valid JSON",
+            got=str(error),
+            fix="fetch it again: it may be truncated",
+            where=file,
+        ) from error
+
+
+def _tokenizer_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise TokenizerError(
+            "the tokenizer does not exist",
+            expected="a file or a directory on this machine",
+            where=path,
+        )
+    for name in _NAMES_IN_DIRECTORY:
+        if (path / name).is_file():
+            return path / name
+    found = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES_IN_DIRECTORY)
+    if len(found) == 1:
+        return found[0]
+    raise TokenizerError(
+        "the directory holds no tokenizer" if not found else "the directory holds several",
+        got=", ".join(file.name for file in found) or "none",
+        expected=f"one of {', '.join(_NAMES_IN_DIRECTORY)}",
+        fix="name the file itself" if found else None,
+        where=path,
+    )
+
+
+def _format_of(head: bytes, file: Path) -> FileFormat | None:
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"["):
+        return "tiktoken-json"
+    if text.startswith(b"{"):
+        return _json_format(text, file)
+    if _RANK_LINE.match(head):
+        return "tiktoken-ranks"
+    return "sentencepiece" if _is_sentencepiece(head) else None
+
+
+def _json_format(head: bytes, file: Path) -> FileFormat | None:
+    if _HUGGINGFACE_KEY.search(head):
+        return "huggingface"
+    if _TEKKEN_KEY.search(head):
+        return "tekken"
+    document = read_json(file)
+    if isinstance(document, dict):
+        if "model" in document:
+            return "huggingface"
+        if {"config", "vocab"} <= document.keys():
+            return "tekken"
+    return None
+
+
+def _is_sentencepiece(head: bytes) -> bool:
+    """A ModelProto begins with its first piece: field 1, a length, and field 1 within it."""
+    return len(head) > 4 and head[0] == 0x0A and head[1] < 0x80 and head[2] == 0x0A

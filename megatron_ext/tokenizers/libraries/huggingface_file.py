@@ -1,0 +1,219 @@
+"""A HuggingFace ``tokenizer.json``: its vocabulary in bytes, and a copy that reads text as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.file_kind import read_json
+from megatron_ext.tokenizers.special_names import SpecialRole, conventional_id
+from megatron_ext.tokenizers.token_bytes import DummyPrefix, byte_of_character
+
+_METASPACE = "▁"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class HuggingFaceFile:
+    """One ``tokenizer.json`` and the ``tokenizer_config.json`` beside it.
+
+    Args:
+        file: The ``tokenizer.json``.
+
+    Raises:
+        TokenizerError: The file is broken or incomplete.
+    """
+
+    def __init__(self, file: Path) -> None:
+        document = read_json(file)
+        try:
+            assert isinstance(document, dict)
+            self._document: dict[str, Any] = document
+            self._model: dict[str, Any] = document["model"]
+            self._ids: dict[str, int] = _model_ids(self._model)
+            self._added: list[dict[str, Any]] = document.get("added_tokens") or []
+            self.special_names = {row["content"] for row in self._added if row["special"]}
+            self._added_ids: dict[str, int] = {row["content"]: row["id"] for row in self._added}
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            raise TokenizerError(
+                "the tokenizer.json is incomplete",
+                got=repr(error),
+                expected="a model with a vocabulary, and added_tokens",
+                where=file,
+            ) from error
+        self._file = file
+
+    def pieces(self) -> list[str]:
+        """Display string of each id [V]; the empty string where the file has a hole."""
+        ids = self._ids | self._added_ids
+        pieces = [""] * (max(ids.values(), default=-1) + 1)
+        for piece, token_id in ids.items():
+            pieces[token_id] = piece
+        return pieces
+
+    def token_bytes(self) -> list[bytes | None]:
+        """Bytes of each id [V]; None for a special token, the unknown token and a hole.
+
+        An added token that is not flagged special stands for its own text.
+        """
+        rows: list[bytes | None] = [None] * len(self.pieces())
+        to_bytes = self._byte_level if self._has("ByteLevel") else self._displayed
+        for piece, token_id in self._ids.items():
+            rows[token_id] = to_bytes(piece)
+        for name, token_id in self._added_ids.items():
+            if name not in self._ids:
+                rows[token_id] = name.encode()
+        silent = {*self.special_names, self._unknown()}
+        for name in silent & (self._ids.keys() | self._added_ids.keys()):
+            rows[self._ids.get(name, self._added_ids.get(name, 0))] = None
+        return rows
+
+    def dummy_prefix(self) -> DummyPrefix:
+        """Which stretches of text start with a space that the tokenizer puts there."""
+        if self._model.get("type") == "WordPiece":
+            return "each"
+        for part in self._parts():
+            if part["type"] == "Prepend" and part.get("prepend") == _METASPACE:
+                return "each"
+            if part["type"] == "Metaspace":
+                scheme = part.get("prepend_scheme")
+                if scheme is None:
+                    scheme = "always" if part.get("add_prefix_space", True) else "never"
+                return {"always": "each", "first": "first"}.get(scheme, "none")  # type: ignore[return-value]
+            if part["type"] == "ByteLevel" and part.get("add_prefix_space"):
+                return "each"
+        return "none"
+
+    def special_ids(self) -> dict[SpecialRole, int | None]:
+        """Ids that ``tokenizer_config.json`` names, or the conventional ones without that file."""
+        config_file = self._file.parent / "tokenizer_config.json"
+        find = {**self._ids, **self._added_ids}.get
+        if not config_file.is_file():
+            return {
+                "bos": conventional_id("bos", find),
+                "eos": conventional_id("eos", find),
+                "pad": conventional_id("pad", find),
+                "unk": conventional_id("unk", find),
+            }
+        config = read_json(config_file)
+        if not isinstance(config, dict):
+            raise TokenizerError("the configuration is no JSON object", where=config_file)
+        return {
+            "bos": find(_name_of(config.get("bos_token"))),
+            "eos": find(_name_of(config.get("eos_token"))),
+            "pad": find(_name_of(config.get("pad_token"))),
+            "unk": find(_name_of(config.get("unk_token"))),
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The document without truncation, padding and trimmed offsets."""
+        return {
+            **self._document,
+            "truncation": None,
+            "padding": None,
+            "post_processor": _untrimmed(self._document.get("post_processor")),
+        }
+
+    def text_only(self) -> dict[str, Any]:
+        """``whole`` in which no text spells a special token, nor one added to the vocabulary.
+
+        Added tokens that the model's own vocabulary holds and that are not special (white space,
+        HTML tags in Gemma) are ordinary vocabulary and stay.
+        """
+        kept = [row for row in self._added if not row["special"] and row["content"] in self._ids]
+        hidden = self.special_names & self._ids.keys()
+        return {
+            **self.whole(),
+            "added_tokens": kept,
+            "model": _without_names(self._model, hidden) if hidden else self._model,
+        }
+
+    def _parts(self) -> Iterator[Mapping[str, Any]]:
+        """Normalisers and pre-tokenizers, sequences flattened."""
+        for key, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+            part = self._document.get(key)
+            if part is not None:
+                yield from part[inner] if part["type"] == "Sequence" else [part]
+
+    def _has(self, part_type: str) -> bool:
+        return any(part["type"] == part_type for part in self._parts())
+
+    def _unknown(self) -> str | None:
+        unk_id = self._model.get("unk_id")
+        if unk_id is None:
+            return self._model.get("unk_token")
+        return next((piece for piece, i in self._ids.items() if i == unk_id), None)
+
+    def _byte_level(self, piece: str) -> bytes:
+        alphabet = byte_of_character()
+        try:
+            return bytes(map(alphabet.__getitem__, piece))
+        except KeyError:
+            return piece.encode()
+
+    def _displayed(self, piece: str) -> bytes:
+        """Bytes of a piece that is text: Metaspace, byte fallback, WordPiece or plain."""
+        if self._model.get("byte_fallback") and (byte := _BYTE_PIECE.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        if self._model.get("type") == "WordPiece":
+            prefix = self._model.get("continuing_subword_prefix") or ""
+            inside = prefix and piece.startswith(prefix)
+            return (piece.removeprefix(prefix) if inside else f" {piece}").encode()
+        suffix = self._model.get("end_of_word_suffix")
+        if suffix and piece.endswith(suffix):
+            piece = piece.removesuffix(suffix) + " "
+        return piece.replace(_METASPACE, " ").encode()
+
+
+def _model_ids(model: Mapping[str, Any]) -> dict[str, int]:
+    """Id of each piece of the model: Unigram lists pieces with scores, the others map to ids."""
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        return vocab
+    return {row[0]: token_id for token_id, row in enumerate(vocab)}
+
+
+def _without_names(model: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """A copy of ``model`` with the same ids in which no text can spell ``names``.
+
+    They are renamed to strings with a space, which every pre-tokenizer cuts at or replaces.
+    """
+
+    def hide(piece: str) -> str:
+        return f" {piece}" if piece in names else piece
+
+    vocab = model["vocab"]
+    hidden: dict[str, Any] = dict(model)
+    if isinstance(vocab, dict):
+        hidden["vocab"] = {hide(piece): token_id for piece, token_id in vocab.items()}
+    else:
+        hidden["vocab"] = [[hide(piece), score] for piece, score in vocab]
+    if model.get("unk_token") is not None:
+        hidden["unk_token"] = hide(model["unk_token"])
+    if "merges" in model:
+        pairs = (tuple(row.split(" ")) if isinstance(row, str) else row for row in model["merges"])
+        hidden["merges"] = [
+            [left, right]
+            for left, right in pairs
+            if left + right not in names and left not in names and right not in names
+        ]
+    return hidden
+
+
+def _untrimmed(part: Any) -> Any:
+    """A post-processor whose spans keep their white space."""
+    if isinstance(part, list):
+        return [_untrimmed(item) for item in part]
+    if isinstance(part, dict):
+        return {
+            key: False if key == "trim_offsets" else _untrimmed(item) for key, item in part.items()
+        }
+    return part
+
+
+def _name_of(token: Any) -> str:
+    """Name of a special token, which a configuration gives as a string or as an object."""
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else ""

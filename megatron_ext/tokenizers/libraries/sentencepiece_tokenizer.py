@@ -1,0 +1,196 @@
+"""SentencePiece model files: BPE and Unigram, with or without byte fallback."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from megatron_ext.errors import MissingDependencyError, TokenizerError
+from megatron_ext.tokenizers.base import ByteEnds, IdArray
+from megatron_ext.tokenizers.file_kind import require_library
+from megatron_ext.tokenizers.libraries.sentencepiece_spans import read_spans
+from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
+from megatron_ext.tokenizers.token_bytes import settle_ends, utf8
+
+_SPACE = "▁"
+_BATCH_THREADS = 0
+"""SentencePiece's own choice: one thread a core."""
+
+
+class SentencePieceTokenizer(TableTokenizer):
+    """One ``.model`` file.
+
+    SentencePiece never turns text into a control token, so ``parse_special`` cuts the text at the
+    names of control pieces and encodes what lies between, each stretch with its dummy prefix.
+
+    Args:
+        path: The model file, or a directory that holds ``tokenizer.model``.
+
+    Raises:
+        TokenizerError: The file is missing, truncated or of another library.
+        MissingDependencyError: sentencepiece is not installed.
+    """
+
+    library: ClassVar[str] = "sentencepiece"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        file = require_library(path, "sentencepiece").file
+        self._processor = _load(str(file))
+        size = self._processor.get_piece_size()
+        pieces = [self._processor.id_to_piece(i) for i in range(size)]
+        self._control = np.array([self._processor.is_control(i) for i in range(size)], np.bool_)
+        super().__init__(
+            pieces=pieces,
+            token_bytes=[_bytes_of(self._processor, i, piece) for i, piece in enumerate(pieces)],
+            special_ids={
+                "bos": _present(self._processor.bos_id()),
+                "eos": _present(self._processor.eos_id()),
+                "pad": _present(self._processor.pad_id()),
+                "unk": _present(self._processor.unk_id()),
+            },
+            dummy_prefix="each" if _drops_leading_space(self._processor, pieces) else "none",
+        )
+
+    def text_to_ids_batch(self, texts: Sequence[str]) -> list[IdArray]:
+        for text in texts:
+            utf8(text)
+        batch = self._processor.encode(list(texts), num_threads=_BATCH_THREADS)
+        return [np.array(ids, np.int32) for ids in batch]
+
+    def ids_to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self._decode_stretches(
+            ids,
+            lambda run: str(self._processor.decode(run.tolist())),
+            self._control,
+            skip_special_tokens=skip_special_tokens,
+        )
+
+    def _encode(self, text: str, *, parse_special: bool) -> IdArray:
+        if not parse_special:
+            return np.array(self._processor.encode(text), np.int32)
+        ids = [
+            [part] if isinstance(part, int) else self._processor.encode(part)
+            for part in self._cut_at_control(text)
+        ]
+        return np.array([i for run in ids for i in run], np.int32)
+
+    def _encode_normalised(
+        self, text: str, raw: bytes, *, parse_special: bool
+    ) -> tuple[IdArray, ByteEnds]:
+        parts = self._cut_at_control(text) if parse_special else iter([text])
+        ids: list[IdArray] = [np.empty(0, np.int32)]
+        ends: list[ByteEnds] = [np.empty(0, np.int64)]
+        begin = 0
+        for part in parts:
+            if isinstance(part, int):
+                begin += len(self._pieces[part].encode())
+                ids.append(np.array([part], np.int32))
+                ends.append(np.array([begin], np.int64))
+                continue
+            part_raw = part.encode()
+            part_ids, part_ends = self._locate(part, part_raw)
+            ids.append(part_ids)
+            ends.append(part_ends + begin)
+            begin += len(part_raw)
+        joined = np.concatenate(ends)
+        joined[len(joined) - 1 :] = len(raw)
+        return np.concatenate(ids), joined
+
+    def _locate(self, text: str, raw: bytes) -> tuple[IdArray, ByteEnds]:
+        """Ids and byte ends of a text without control tokens, by the library's own spans."""
+        proto = self._processor.encode(text, out_type="serialized_proto")
+        ids, starts, ends = read_spans(proto)
+        exact = self._table.ends_within(ids, raw)
+        if exact is not None:
+            return ids, exact
+        lengths = np.diff(self._table.byte_ends(ids, self._dummy_prefix), prepend=0).tolist()
+        pieces = [
+            (self._table[i] or b"")[-length:] if length else b""
+            for i, length in zip(ids.tolist(), lengths, strict=True)
+        ]
+        return ids, settle_ends(starts, ends, pieces, raw)
+
+    def _cut_at_control(self, text: str) -> Iterator[str | int]:
+        """The stretches of ``text`` between control tokens, and the ids of these."""
+        if self._control_pattern is None:
+            yield text
+            return
+        for part in self._control_pattern.split(text):
+            if part in self._control_ids:
+                yield self._control_ids[part]
+            elif part:
+                yield part
+
+    @cached_property
+    def _control_ids(self) -> dict[str, int]:
+        return {self._pieces[i]: i for i in np.flatnonzero(self._control).tolist()}
+
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str] | None:
+        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        if not longest_first:
+            return None
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state["_processor"] = self._processor.serialized_model_proto()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._processor = _import_sentencepiece().SentencePieceProcessor()
+        self._processor.LoadFromSerializedProto(state["_processor"])
+
+
+def _import_sentencepiece() -> Any:
+    try:
+        import sentencepiece
+    except ImportError:
+        raise MissingDependencyError(
+            "sentencepiece", extra="sentencepiece", feature="a SentencePiece model"
+        ) from None
+    return sentencepiece
+
+
+def _load(file: str) -> Any:
+    processor = _import_sentencepiece().SentencePieceProcessor()
+    try:
+        processor.Load(file)
+    except (OSError, RuntimeError) as error:
+        raise TokenizerError(
+            "sentencepiece cannot load the model",
+            got=str(error),
+            fix="fetch the file again: it may be truncated",
+            where=file,
+        ) from error
+    return processor
+
+
+def _bytes_of(processor: Any, token_id: int, piece: str) -> bytes | None:
+    if processor.is_byte(token_id):
+        return bytes([int(piece[3:5], 16)])
+    if (
+        processor.is_control(token_id)
+        or processor.is_unknown(token_id)
+        or processor.is_unused(token_id)
+    ):
+        return None
+    return piece.replace(_SPACE, " ").encode()
+
+
+def _drops_leading_space(processor: Any, pieces: list[str]) -> bool:
+    """Whether decoding drops the space of a first piece, as it does after a dummy prefix."""
+    for token_id, piece in enumerate(pieces):
+        if piece[:1] == _SPACE and piece[1:].isalpha():
+            return not str(processor.decode([token_id])).startswith(" ")
+    return False
+
+
+def _present(token_id: int) -> int | None:
+    return None if token_id < 0 else int(token_id)

@@ -1,0 +1,208 @@
+"""The bytes of every id of a vocabulary, in one flat buffer, and where tokens end in a text.
+
+Shape letters: V vocabulary, T tokens, N bytes of a text, M characters of a text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.base import ByteEnds, IdArray
+
+DummyPrefix = Literal["none", "first", "each"]
+"""Which stretches of text between control tokens the library starts with a space of its own."""
+
+_SPACE = ord(" ")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBytes:
+    """Bytes of each id: ``buffer[offsets[i] : offsets[i + 1]]``."""
+
+    buffer: NDArray[np.uint8]
+    """[N] the bytes of all ids, one after another."""
+    offsets: NDArray[np.int64]
+    """[V + 1] where the bytes of each id begin; the last entry is N."""
+    is_control: NDArray[np.bool_]
+    """[V] control tokens and unused ids, which have no bytes."""
+    lengths: NDArray[np.int64]
+    """[V] number of bytes of each id."""
+    starts_with_space: NDArray[np.bool_]
+    """[V] ids whose first byte is a space."""
+
+    @classmethod
+    def from_tokens(cls, tokens: Iterable[bytes | None]) -> TokenBytes:
+        """Table of the bytes of ids 0, 1, 2, ...; None marks a control token or an unused id."""
+        rows = list(tokens)
+        lengths = np.fromiter((len(row or b"") for row in rows), np.int64, count=len(rows))
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        return cls(
+            buffer=np.frombuffer(b"".join(row or b"" for row in rows), np.uint8),
+            offsets=offsets,
+            is_control=np.fromiter((row is None for row in rows), np.bool_, count=len(rows)),
+            lengths=lengths,
+            starts_with_space=np.fromiter(
+                (row is not None and row.startswith(b" ") for row in rows),
+                np.bool_,
+                count=len(rows),
+            ),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, token_id: int) -> bytes | None:
+        self.check(token_id)
+        if self.is_control[token_id]:
+            return None
+        return self.buffer[self.offsets[token_id] : self.offsets[token_id + 1]].tobytes()
+
+    def check(self, token_id: int) -> None:
+        """Refuse an id outside the vocabulary.
+
+        Raises:
+            TokenizerError: ``token_id`` is negative or not below V.
+        """
+        if not 0 <= token_id < len(self):
+            raise TokenizerError(
+                "the token id is outside the vocabulary",
+                got=int(token_id),
+                expected=f"0 to {len(self) - 1}",
+            )
+
+    def as_ids(self, ids: Sequence[int] | IdArray) -> IdArray:
+        """``ids`` as int32 [T], each inside the vocabulary.
+
+        Raises:
+            TokenizerError: An id is outside the vocabulary.
+        """
+        array = np.asarray(ids, dtype=np.int64)
+        if array.size:
+            self.check(int(array.min()))
+            self.check(int(array.max()))
+        return array.astype(np.int32)
+
+    def join(self, ids: IdArray) -> NDArray[np.uint8]:
+        """Bytes of ``ids`` one after another [N]; control tokens give none."""
+        lengths = self.lengths[ids]
+        ends = np.cumsum(lengths)
+        total = int(ends[-1]) if len(ends) else 0
+        shift = np.repeat(self.offsets[ids] - ends + lengths, lengths)
+        return self.buffer[shift + np.arange(total)]
+
+    def byte_ends(self, ids: IdArray, dummy_prefix: DummyPrefix = "none") -> ByteEnds:
+        """Cumulative byte counts of ``ids`` [T], each dummy prefix left out."""
+        lengths = self.lengths[ids]
+        if dummy_prefix != "none" and len(ids):
+            is_text = ~self.is_control[ids]
+            first_of_stretch = is_text & np.concatenate(([True], ~is_text[:-1]))
+            if dummy_prefix == "first":
+                first_of_stretch &= np.cumsum(first_of_stretch) == 1
+            lengths -= first_of_stretch & self.starts_with_space[ids]
+        return np.cumsum(lengths)
+
+    def ends_within(self, ids: IdArray, text: bytes) -> ByteEnds | None:
+        """Byte ends [T] when the bytes of ``ids`` spell ``text``, else None.
+
+        One space too many in front is the library's dummy prefix: it belongs to no byte.
+        """
+        ends = np.cumsum(self.lengths[ids])
+        extra = (int(ends[-1]) if len(ends) else 0) - len(text)
+        if extra not in (0, 1):
+            return None
+        joined = self.join(ids).tobytes()
+        if extra == 0:
+            return ends if joined == text else None
+        return np.maximum(ends - 1, 0) if joined[0] == _SPACE and joined[1:] == text else None
+
+    def fingerprint(self, control_name: Callable[[int], str]) -> str:
+        """SHA-256 (hex) of V, each id's kind, length and bytes; a control token's are its name."""
+        names = {int(i): control_name(int(i)).encode() for i in np.flatnonzero(self.is_control)}
+        lengths = self.lengths.copy()
+        lengths[list(names)] = [len(name) for name in names.values()]
+        digest = hashlib.sha256(lengths.astype("<i8").tobytes())
+        digest.update(self.is_control.tobytes())
+        digest.update(self.buffer.tobytes())
+        digest.update(b"".join(names.values()))
+        return digest.hexdigest()
+
+
+@cache
+def byte_of_character() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte, inverted: ``Ġ`` -> 32, ``a`` -> 97.
+
+    Bytes that are visible Latin-1 characters stand for themselves; the others take the code points
+    from 256 on, in byte order.
+    """
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
+    visible |= set(range(ord("®"), ord("ÿ") + 1))
+    hidden = (byte for byte in range(256) if byte not in visible)
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + n): byte for n, byte in enumerate(hidden)
+    }
+
+
+def utf8(text: str) -> bytes:
+    """``text.encode()``.
+
+    Raises:
+        TokenizerError: A lone surrogate, which has no bytes; the message says where.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"the text holds a lone surrogate at character {error.start}",
+            got=f"U+{ord(text[error.start]):04X}",
+            expected="text that UTF-8 can hold",
+            fix='clean it: text.encode("utf-8", "replace").decode()',
+        ) from None
+
+
+def character_starts(text: bytes) -> NDArray[np.int64]:
+    """Byte offset of each character of ``text`` and, last, its length [M + 1]."""
+    is_start = (np.frombuffer(text, np.uint8) & 0xC0) != 0x80
+    return np.append(np.flatnonzero(is_start), len(text))
+
+
+def settle_ends(
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    pieces: Sequence[bytes],
+    text: bytes,
+) -> ByteEnds:
+    """Byte ends [T] from the spans [T] that a library reports for a text it has normalised.
+
+    Tokens that share characters (an emoji cut into bytes) are told apart by their own bytes where
+    these spell the text; elsewhere the library's ends stand, made monotone. The last end is N.
+
+    Args:
+        starts: Byte where each token begins, as the library sees it.
+        ends: Byte where each token ends, as the library sees it.
+        pieces: Bytes of each token, without a dummy prefix.
+        text: The whole text, N bytes.
+    """
+    if not len(ends):
+        return ends.astype(np.int64)
+    settled = np.maximum.accumulate(np.clip(ends, 0, len(text)))
+    settled[-1] = len(text)
+    previous = np.concatenate(([0], settled[:-1]))
+    # A span goes on where a token covers nothing yet or the next one begins before its end.
+    goes_on = (settled[:-1] <= previous[:-1]) | (starts[1:] < settled[:-1])
+    cuts = [0, *(np.flatnonzero(~goes_on) + 1).tolist(), len(ends)]
+    for first, last in zip(cuts, cuts[1:], strict=False):
+        if last - first == 1:
+            continue
+        begin = int(previous[first])
+        group = pieces[first:last]
+        if b"".join(group) == text[begin : int(settled[last - 1])]:
+            settled[first:last] = begin + np.cumsum([len(piece) for piece in group])
+    return settled
