@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +11,10 @@ from numpy.typing import NDArray
 from megatron_ext.alignment.alignment import Alignment
 from megatron_ext.alignment.byte_alignment import ByteEnds, align_byte_ends
 from megatron_ext.errors import AlignmentError
-from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.base import IdArray, MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.token_bytes import TokenBytes
 
-Ids = Sequence[int] | NDArray[np.int32]
+Ids = Sequence[int] | IdArray
 
 
 class TokenAligner:
@@ -50,33 +52,55 @@ class TokenAligner:
         student_ends = self.student_tokenizer.byte_ends(student_ids)
         teacher_ends = self.teacher_tokenizer.byte_ends(teacher_ids)
         check_same_bytes(
-            stream_bytes(self.student_tokenizer, student_ids, student_ends),
-            stream_bytes(self.teacher_tokenizer, teacher_ids, teacher_ends),
+            stream_bytes(self._student_table, np.asarray(student_ids, np.int32), student_ends),
+            stream_bytes(self._teacher_table, np.asarray(teacher_ids, np.int32), teacher_ends),
         )
         return align_byte_ends(student_ends, teacher_ends)
 
+    # Built on first use: a text is aligned without them.
 
-def stream_bytes(tokenizer: MegatronTokenizerTextAbstract, ids: Ids, ends: ByteEnds) -> bytes:
+    @cached_property
+    def _student_table(self) -> TokenBytes:
+        return _table_of(self.student_tokenizer)
+
+    @cached_property
+    def _teacher_table(self) -> TokenBytes:
+        return _table_of(self.teacher_tokenizer)
+
+
+def _table_of(tokenizer: MegatronTokenizerTextAbstract) -> TokenBytes:
+    return TokenBytes.from_tokens(map(tokenizer.token_bytes, range(tokenizer.vocab_size)))
+
+
+def stream_bytes(table: TokenBytes, ids: IdArray, ends: ByteEnds) -> bytes:
     """The bytes that ``ids`` decode to.
 
     Token bytes are those of the middle of a stream. A library that drops a leading space at its
     start covers fewer bytes there, so each token gives as many of its last bytes as it covers.
 
+    Args:
+        table: Bytes of every id of the tokenizer.
+        ids: [T]
+        ends: [T] where each ends in the stream.
+
     Raises:
         AlignmentError: A token that covers more bytes than it has.
     """
-    pieces = []
-    for token_id, width in zip(ids, np.diff(ends, prepend=0).tolist(), strict=True):
-        piece = (tokenizer.token_bytes(int(token_id)) or b"") if width else b""
-        if len(piece) < width:
-            raise AlignmentError(
-                f"token id {int(token_id)} of the {tokenizer.library} tokenizer",
-                got=f"{width} bytes of the stream",
-                expected=f"at most the {len(piece)} bytes that the id stands for",
-                fix="align the text instead of the ids",
-            )
-        pieces.append(piece[len(piece) - width :])
-    return b"".join(pieces)
+    widths = np.diff(ends, prepend=0)
+    short = widths > table.lengths[ids]
+    if short.any():
+        at = int(np.argmax(short))
+        raise AlignmentError(
+            f"token {at} of the stream, id {int(ids[at])}, covers more bytes than it stands for",
+            got=f"{widths[at]} bytes",
+            expected=f"at most {table.lengths[ids[at]]}",
+            fix="align the text instead of the ids",
+        )
+    total = int(ends[-1]) if len(ends) else 0
+    # Byte b of the stream is in the buffer as far before its token's stop there as in the stream.
+    shift = np.repeat(table.offsets[ids + 1] - ends, widths)
+    stream: NDArray[np.uint8] = table.buffer[shift + np.arange(total)]
+    return stream.tobytes()
 
 
 def check_same_bytes(student_bytes: bytes, teacher_bytes: bytes) -> None:

@@ -1,0 +1,124 @@
+"""Building a projection from two vocabularies alone. V vocabularies Vs and Vt, K top-k.
+
+A student token that the teacher has is one entry of 1. Another is spelled with the teacher's
+tokens, piece ``i`` weighing ``0.9 * 0.1**i`` before its row is normalised, because what the student
+predicts at once is what the teacher predicts first: ``201`` is ``2``, ``0``, ``1`` with shares
+0.9009, 0.0901, 0.0090.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.errors import ProjectionError
+from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.speller import Speller
+from megatron_ext.projection.token_match import (
+    NO_MATCH,
+    match_control_tokens,
+    match_ordinary_tokens,
+)
+from megatron_ext.registry import Registry
+from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
+
+ProjectionMethod = Literal["exact", "retokenized"]
+
+FIRST_PIECE_WEIGHT = 0.9
+NEXT_PIECE_FACTOR = 0.1
+
+PROJECTION_METHODS: Registry[Callable[[Speller, Sequence[bytes]], list[list[int]]]] = Registry(
+    "projection method"
+)
+"""How the tokens that the teacher lacks are spelled with those it has: no pieces, an empty row."""
+
+PROJECTION_METHODS.register("exact", lambda speller, tokens: [[] for _ in tokens])
+PROJECTION_METHODS.register("retokenized", Speller.spell)
+
+
+def build_projection(
+    student: MegatronTokenizerTextAbstract,
+    teacher: MegatronTokenizerTextAbstract,
+    *,
+    method: ProjectionMethod = "retokenized",
+    top_k: int = 4,
+) -> SparseProjection:
+    """The projection of a pair; see ``SparseProjection.from_tokenizers``.
+
+    Control tokens are matched by role, then by name; one that the teacher lacks has an empty row.
+    """
+    spell = PROJECTION_METHODS[method]
+    if top_k < 1:
+        raise ProjectionError(
+            "top_k leaves no entry in a row", got=top_k, expected="at least 1", where="top_k"
+        )
+    student_bytes = [student.token_bytes(token_id) for token_id in range(student.vocab_size)]
+    speller = Speller(teacher)
+    matches = match_ordinary_tokens(student_bytes, speller)
+    control = np.flatnonzero([token is None for token in student_bytes]).astype(np.int64)
+    for student_id, teacher_id in match_control_tokens(student, teacher, control).items():
+        matches[student_id] = teacher_id
+
+    is_exact_row = matches != NO_MATCH
+    lacking = [(s, token) for s, token in enumerate(student_bytes) if token and not is_exact_row[s]]
+    pieces = [ids[:top_k] for ids in spell(speller, [token for _, token in lacking])]
+    exact_rows = np.flatnonzero(is_exact_row)
+    piece_counts = np.array([len(ids) for ids in pieces], dtype=np.int64)
+    indptr, indices, values = normalised_rows(
+        np.concatenate([exact_rows, np.repeat([s for s, _ in lacking], piece_counts)]),
+        np.concatenate([matches[exact_rows], np.fromiter(chain(*pieces), dtype=np.int64)]),
+        np.concatenate([np.ones(len(exact_rows)), piece_weights(piece_counts)]),
+        shape=(student.vocab_size, teacher.vocab_size),
+    )
+    return SparseProjection(
+        indptr=indptr,
+        indices=indices,
+        values=values,
+        shape=(student.vocab_size, teacher.vocab_size),
+        metadata={
+            "method": method,
+            "options": json.dumps({"top_k": top_k}),
+            "student_fingerprint": student.fingerprint(),
+            "student_vocab_size": str(student.vocab_size),
+            "teacher_fingerprint": teacher.fingerprint(),
+            "teacher_vocab_size": str(teacher.vocab_size),
+        },
+        is_exact_row=is_exact_row,
+    )
+
+
+def piece_weights(piece_counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Weight of every piece of every token [sum of counts], before a row is normalised."""
+    starts = np.cumsum(piece_counts) - piece_counts
+    place = np.arange(piece_counts.sum()) - np.repeat(starts, piece_counts)
+    return FIRST_PIECE_WEIGHT * NEXT_PIECE_FACTOR ** place.astype(np.float64)
+
+
+def normalised_rows(
+    rows: NDArray[np.int64],
+    columns: NDArray[np.int64],
+    weights: NDArray[np.float64],
+    *,
+    shape: tuple[int, int],
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
+    """Compressed rows of weighted entries: repeated columns added up, each row summing to 1.
+
+    A share that float32 cannot tell from 0, as of a fortieth piece, has no entry.
+
+    Returns:
+        indptr [Vs + 1], indices [nnz] ascending within a row, values [nnz].
+    """
+    entries, place = np.unique(rows * shape[1] + columns, return_inverse=True)
+    totals = np.bincount(place, weights=weights, minlength=len(entries))
+    entry_rows, entry_columns = np.divmod(entries, shape[1])
+    row_totals = np.bincount(entry_rows, weights=totals, minlength=shape[0])
+    values = (totals / row_totals[entry_rows]).astype(np.float32)
+    kept = values > 0
+    indptr = np.zeros(shape[0] + 1, dtype=np.int64)
+    np.cumsum(np.bincount(entry_rows[kept], minlength=shape[0]), out=indptr[1:])
+    return indptr, entry_columns[kept].astype(np.int32), values[kept]

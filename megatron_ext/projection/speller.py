@@ -1,0 +1,93 @@
+"""Spelling bytes with a vocabulary's tokens, as its tokenizer does in the middle of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
+
+
+class Speller:
+    """Which ids of a tokenizer spell a given string of bytes.
+
+    Args:
+        tokenizer: Whose ids to spell with; control tokens are never among them.
+    """
+
+    def __init__(self, tokenizer: MegatronTokenizerTextAbstract) -> None:
+        self._tokenizer = tokenizer
+        ids = range(tokenizer.vocab_size)
+        self._bytes = [tokenizer.token_bytes(token_id) or b"" for token_id in ids]
+        # SentencePiece starts every text with a space of its own. Behind a line break, which it
+        # never merges with anything, the pieces are those of the middle of a text.
+        starts_clean = self._trailing(tokenizer.text_to_ids("a"), b"a")
+        self._context = "" if starts_clean else "\n"
+        self._id_of = self._preferred_ids()
+        self._longest = max((len(token) for token in self._id_of), default=0)
+
+    def id_of(self, token: bytes) -> int | None:
+        """The id with these very bytes.
+
+        Where several ids have them, as ``A`` and ``<0x41>`` of a vocabulary with byte fallback, it
+        is the one that the tokenizer itself emits, and if it emits none of them the lowest.
+        """
+        return self._id_of.get(token)
+
+    def spell(self, tokens: Sequence[bytes]) -> list[list[int]]:
+        """Ids whose bytes, one after another, are each of ``tokens``; empty where there are none.
+
+        Valid UTF-8 is tokenized as in the middle of a text. The rest (parts of characters), and
+        what the tokenizer would change (normalisation), is cut into the longest tokens that fit,
+        from the left.
+        """
+        spelled = self._encode(tokens)
+        return [ids or self._segment(token) for ids, token in zip(spelled, tokens, strict=True)]
+
+    def _preferred_ids(self) -> dict[bytes, int]:
+        preferred: dict[bytes, int] = {}
+        shared: dict[bytes, set[int]] = {}
+        for token_id, token in enumerate(self._bytes):
+            if token and preferred.setdefault(token, token_id) != token_id:
+                shared.setdefault(token, {preferred[token]}).add(token_id)
+        for (token, ids), emitted in zip(shared.items(), self._encode(list(shared)), strict=True):
+            if len(emitted) == 1 and emitted[0] in ids:
+                preferred[token] = emitted[0]
+        return preferred
+
+    def _encode(self, tokens: Sequence[bytes]) -> list[list[int]]:
+        """Ids of each of ``tokens`` in the middle of a text; empty where they do not spell it."""
+        texts = {at: text for at, token in enumerate(tokens) if (text := _text_of(token))}
+        batch = self._tokenizer.text_to_ids_batch([self._context + t for t in texts.values()])
+        spelled: list[list[int]] = [[] for _ in tokens]
+        for at, ids in zip(texts, batch, strict=True):
+            spelled[at] = self._trailing(ids.tolist(), tokens[at])
+        return spelled
+
+    def _trailing(self, ids: list[int], token: bytes) -> list[int]:
+        """The last of ``ids`` whose bytes are ``token``, or none."""
+        left, at = len(token), len(ids)
+        while left > 0 and at > 0:
+            at -= 1
+            left -= len(self._bytes[ids[at]])
+        pieces = ids[at:]
+        return pieces if b"".join([self._bytes[piece] for piece in pieces]) == token else []
+
+    def _segment(self, token: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(token):
+            for stop in range(min(len(token), at + self._longest), at, -1):
+                token_id = self._id_of.get(token[at:stop])
+                if token_id is not None:
+                    break
+            else:
+                return []
+            ids.append(token_id)
+            at = stop
+        return ids
+
+
+def _text_of(token: bytes) -> str | None:
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return None
