@@ -1,9 +1,22 @@
-"""Collectives over a vocabulary that is sharded across a tensor-parallel group."""
+"""Softmax and argmax over a vocabulary that is sharded across a tensor-parallel group.
+
+T rows, Vp this rank's columns. Gradients follow the convention of ``shard_collectives``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_ext.distributed.row_slices import row_slices
+from megatron_ext.distributed.shard_collectives import (
+    all_reduce_max,
+    all_reduce_min,
+    all_reduce_sum,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -13,8 +26,8 @@ if TYPE_CHECKING:
 class VocabShard:
     """Columns ``[start, stop)`` of a vocabulary, as this rank holds them.
 
-    The group's ranks hold equally many columns each, in rank order (megatron-core's layout). Columns
-    at or beyond ``vocab_size`` are padding and take no probability mass.
+    The group's ranks hold equally many columns each, in rank order (megatron-core's layout).
+    Columns at or beyond ``vocab_size`` are padding and take no probability mass.
     """
 
     start: int
@@ -34,3 +47,128 @@ class VocabShard:
     def valid_width(self) -> int:
         """Columns of this shard that are real tokens."""
         return min(max(self.vocab_size - self.start, 0), self.width)
+
+    def excluded_columns(
+        self, device: torch.device, valid: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """bool [Vp]: padding and columns outside ``valid``; None when every column counts."""
+        if valid is None and self.valid_width == self.width:
+            return None
+        excluded = torch.arange(self.width, device=device) >= self.valid_width
+        return excluded if valid is None else excluded | ~valid
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What logits of ``dtype`` are summed in: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def scaled_logits(
+    logits: torch.Tensor, temperature: float, excluded: torch.Tensor | None
+) -> torch.Tensor:
+    """A new tensor ``logits / temperature`` in the accumulation dtype, -inf where ``excluded``."""
+    scaled = logits.detach().to(accumulation_dtype(logits.dtype), copy=True)
+    if temperature != 1.0:
+        scaled.div_(temperature)
+    return scaled if excluded is None else scaled.masked_fill_(excluded, -torch.inf)
+
+
+def local_log_sum_exp(
+    logits: torch.Tensor, temperature: float, excluded: torch.Tensor | None
+) -> torch.Tensor:
+    """Log-sum-exp [T] of this rank's columns alone, -inf where there are none. No collectives."""
+    lse = torch.empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype), device=logits.device)
+    for rows in row_slices(*logits.shape):
+        lse[rows] = torch.logsumexp(scaled_logits(logits[rows], temperature, excluded), dim=-1)
+    return lse
+
+
+def merge_log_sum_exp(local: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """Log-sum-exp over all shards from each shard's own, any shape. Two all-reduces."""
+    if group is None:
+        return local
+    peak = all_reduce_max(local, group)
+    # A row without any column has no peak; -inf - -inf would be NaN where -inf is the answer.
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    return all_reduce_sum(torch.exp(local - peak), group).log_().add_(peak)
+
+
+def local_argmax(values: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum [T] of this rank's real columns and its global column [T] int64. No collectives.
+
+    A rank of padding alone answers -inf and a column beyond every vocabulary.
+    """
+    if shard.valid_width:
+        best, column = values.detach()[:, : shard.valid_width].max(dim=-1)
+        return best, column + shard.start
+    best = values.new_full(values.shape[:1], -torch.inf)
+    return best, torch.full_like(best, torch.iinfo(torch.int64).max, dtype=torch.int64)
+
+
+def merge_argmax(
+    best: torch.Tensor, column: torch.Tensor, group: ProcessGroup | None
+) -> torch.Tensor:
+    """Global column of the maximum over shards, the first on a tie. Two all-reduces."""
+    if group is None:
+        return column
+    beaten = best != all_reduce_max(best, group)
+    return all_reduce_min(column.masked_fill(beaten, torch.iinfo(torch.int64).max), group)
+
+
+def vocab_argmax(values: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Global column [T] int64 of each row's maximum in ``values`` [T, Vp]. Two all-reduces."""
+    return merge_argmax(*local_argmax(values, shard), shard.group)
+
+
+def log_softmax(
+    logits: torch.Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float = 1.0,
+    valid: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This rank's columns of ``torch.log_softmax(logits / temperature, -1)`` over all shards.
+
+    Padding, and columns outside ``valid``, take no mass: they are -inf, and whatever gradient
+    arrives for them is dropped, NaN included. ``exp`` of the result is safe everywhere; a product
+    with it is not (``0 * -inf``), so weight with ``torch.where`` or ``torch.xlogy``.
+
+    Args:
+        logits: [..., Vp], any float dtype.
+        valid: bool [Vp], the columns to normalise over; None: all real ones.
+
+    Returns:
+        [..., Vp] fp32 (fp64 for fp64 logits), the only tensor kept for backward.
+        Forward: two all-reduces of [...]. Backward: one.
+    """
+    out: torch.Tensor = _LogSoftmax.apply(logits, shard, temperature, valid)
+    return out
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        shard: VocabShard,
+        temperature: float,
+        valid: torch.Tensor | None,
+    ) -> torch.Tensor:
+        excluded = shard.excluded_columns(logits.device, valid)
+        scaled = scaled_logits(logits, temperature, excluded)
+        lse = merge_log_sum_exp(torch.logsumexp(scaled, dim=-1, keepdim=True), shard.group)
+        log_probs = scaled.sub_(lse)
+        ctx.save_for_backward(log_probs)
+        ctx.excluded, ctx.group, ctx.temperature = excluded, shard.group, temperature
+        ctx.dtype = logits.dtype
+        return log_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (log_probs,) = ctx.saved_tensors
+        if ctx.excluded is not None:
+            grad = grad.masked_fill(ctx.excluded, 0.0)
+        total = all_reduce_sum(grad.sum(dim=-1, keepdim=True), ctx.group)
+        out = torch.exp(log_probs).mul_(total).neg_().add_(grad).div_(ctx.temperature)
+        return out.to(ctx.dtype), None, None, None

@@ -18,7 +18,7 @@ class TeacherTargets:
     """A frozen teacher's prediction at every position, free of temperature."""
 
     kind: TargetKind
-    """``logits``: this rank's columns. ``hidden``: final hidden states and this rank's head rows."""
+    """``logits``: this rank's columns. ``hidden``: last hidden states and this rank's head rows."""
 
     shard: VocabShard
     """Teacher vocabulary range of this rank."""
