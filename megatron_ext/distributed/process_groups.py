@@ -1,0 +1,160 @@
+"""Process groups of one rank, taken from megatron-core once and passed on explicitly."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGroups:
+    """Where this rank stands in the layout."""
+
+    tp: dist.ProcessGroup
+    """Tensor-parallel: ranks that share one stage's layers and vocabulary."""
+
+    pp: dist.ProcessGroup
+    """Pipeline-parallel: the stages of one model replica."""
+
+    dp: dist.ProcessGroup
+    """Data-parallel: the replicas."""
+
+    device: torch.device
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return dist.get_rank(self.pp) == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the head and computes the loss."""
+        return dist.get_rank(self.pp) == dist.get_world_size(self.pp) - 1
+
+    @property
+    def dp_rank(self) -> int:
+        """Index of this rank's replica."""
+        return dist.get_rank(self.dp)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of replicas."""
+        return dist.get_world_size(self.dp)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this one rank, which knows the losses, writes files and the progress line."""
+        return self.is_last_stage and self.dp_rank == 0 and dist.get_rank(self.tp) == 0
+
+    def vocab_shard(self, *, vocab_size: int, padded_vocab_size: int) -> VocabShard:
+        """This rank's columns of a head of ``padded_vocab_size`` rows."""
+        width = padded_vocab_size // dist.get_world_size(self.tp)
+        start = dist.get_rank(self.tp) * width
+        return VocabShard(start=start, stop=start + width, vocab_size=vocab_size, group=self.tp)
+
+    def broadcast_from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` of the last stage, on every stage; one broadcast over ``pp``."""
+        last = dist.get_process_group_ranks(self.pp)[-1]
+        dist.broadcast(values, src=last, group=self.pp)
+        return values
+
+
+def initialize(
+    *,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    timeout: timedelta = timedelta(minutes=30),
+) -> ProcessGroups:
+    """Join the process group that torchrun describes and cut it into a TP x PP x DP layout.
+
+    One process works too, without torchrun. NCCL with a GPU per local rank, otherwise gloo on CPU
+    (the caller installs ``training.cpu_megatron`` first).
+
+    Raises:
+        ConfigError: The number of processes is not a multiple of TP x PP.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_layout(
+        world_size=world_size,
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+    )
+    device = _local_device()
+    if not dist.is_initialized():
+        _join(device, world_size, timeout)
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    return ProcessGroups(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        device=device,
+    )
+
+
+def check_layout(
+    *, world_size: int, tensor_model_parallel_size: int, pipeline_model_parallel_size: int
+) -> None:
+    """Check that the processes divide into whole model replicas.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    replica = tensor_model_parallel_size * pipeline_model_parallel_size
+    if world_size % replica:
+        raise ConfigError(
+            "the processes do not divide into whole model replicas",
+            got=f"{world_size} process{'es' if world_size > 1 else ''}",
+            expected=(
+                f"a multiple of {replica} (tensor_model_parallel_size {tensor_model_parallel_size}"
+                f" x pipeline_model_parallel_size {pipeline_model_parallel_size})"
+            ),
+            fix="start with torchrun --nproc-per-node set to such a number, or change the sizes",
+        )
+
+
+def finalize() -> None:
+    """Leave the process group; safe to call when none was joined."""
+    if not dist.is_initialized():
+        return
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _local_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            "more local processes than GPUs",
+            got=f"local rank {local_rank} and {torch.cuda.device_count()} GPUs",
+            fix="start one process per GPU, or set CUDA_VISIBLE_DEVICES= to run on the CPU",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _join(device: torch.device, world_size: int, timeout: timedelta) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )

@@ -1,0 +1,32 @@
+"""What a teacher is. B batch, T tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from megatron_ext.losses.targets import TeacherTargets
+
+
+class TokenInputs(Protocol):
+    """One microbatch in the teacher's tokens."""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[B, T] int64"""
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """[B, T] int64"""
+
+
+class Teacher(Protocol):
+    """A frozen model that predicts every position of the microbatches it is given."""
+
+    def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
+        """Targets of each microbatch on the last pipeline stage; an empty list on the others.
+
+        Every rank of the layout calls it with its own replica's microbatches.
+        """

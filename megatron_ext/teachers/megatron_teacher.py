@@ -1,0 +1,78 @@
+"""A megatron-core teacher on the student's own ranks. B batch, T tokens, Vp partition, D hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.losses.targets import TeacherTargets
+from megatron_ext.teachers.base import TokenInputs
+
+
+class MegatronTeacher:
+    """Runs megatron-core's forward-only schedule over a whole global batch.
+
+    What stays on the last stage between the teacher's schedule and the student's is the final
+    hidden states, D numbers a token; the loss turns them into this rank's logits one microbatch at
+    a time.
+
+    Args:
+        gpt: This rank's stage, frozen.
+        shard: This rank's columns of the teacher's vocabulary.
+    """
+
+    def __init__(self, gpt: GPTModel, *, shard: VocabShard) -> None:
+        self._gpt = gpt
+        self._shard = shard
+        self._schedule = get_forward_backward_func()
+
+    def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
+        """Hidden-state targets of each microbatch; see ``Teacher``.
+
+        Collectives: the schedule's sends and receives between stages and each layer's own.
+        """
+        batch_size, length = microbatches[0].tokens.shape
+        with torch.no_grad():
+            hidden_states = self._schedule(
+                forward_step_func=_hidden_states_step,
+                data_iterator=iter(microbatches),
+                model=[self._gpt],
+                num_microbatches=len(microbatches),
+                seq_length=length,
+                micro_batch_size=batch_size,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        return [
+            TeacherTargets(
+                kind="hidden", shard=self._shard, hidden=hidden, head_weight=self._head_weight()
+            )
+            for hidden in hidden_states
+        ]
+
+    def _head_weight(self) -> torch.Tensor:
+        """[Vp, D]"""
+        if self._gpt.share_embeddings_and_output_weights:
+            return self._gpt.shared_embedding_or_output_weight()
+        return self._gpt.output_layer.weight
+
+
+def _hidden_states_step(inputs: Iterator[TokenInputs], gpt: GPTModel) -> tuple[torch.Tensor, Any]:
+    batch = next(inputs)
+    # megatron-core returns the final hidden states where a stage has no head to apply.
+    has_head, gpt.post_process = gpt.post_process, False
+    try:
+        hidden = gpt(batch.tokens, batch.position_ids, None)
+    finally:
+        gpt.post_process = has_head
+    return hidden, _batch_first
+
+
+def _batch_first(hidden: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
+    """[T, B, D] of megatron-core to [B, T, D]."""
+    return hidden.transpose(0, 1).contiguous()

@@ -1,0 +1,142 @@
+"""Command-line flags, generated from the configuration dataclasses.
+
+A field's flag is its name in kebab case behind the prefixes of the sections around it:
+``teacher.model.num_layers`` is ``--teacher-num-layers``, ``tokenizer.library`` is
+``--tokenizer-library``. The string under the field is the help text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config_file import build_config, read_config_file
+
+_SEPARATOR = "."
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One leaf of the configuration as a flag."""
+
+    name: str
+    keys: tuple[str, ...]
+    hint: Any
+    help: str
+    section: str
+
+
+def config_flags(config_type: type = DistillConfig) -> list[Flag]:
+    """Every flag of ``config_type``, in the order of its fields."""
+    return list(_walk(config_type, (), ""))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config`` and a flag for every configuration key; a flag overrides the file."""
+    parser.add_argument("--config", metavar="FILE", help="YAML configuration file")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for flag in config_flags():
+        group = groups.get(flag.section)
+        if group is None:
+            group = groups[flag.section] = parser.add_argument_group(flag.section)
+        group.add_argument(
+            flag.name,
+            dest=_SEPARATOR.join(flag.keys),
+            default=argparse.SUPPRESS,
+            help=flag.help.replace("%", "%%"),
+            **_argparse_type(flag.hint),
+        )
+
+
+def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:
+    """The configuration that the file and the flags describe together.
+
+    Raises:
+        ConfigError: As ``build_config``, naming the file and line, or the flag.
+    """
+    file_values, file_where = (
+        read_config_file(namespace.config) if namespace.config else ({}, lambda keys: "flags")
+    )
+    overrides = {
+        tuple(name.split(_SEPARATOR)): value
+        for name, value in vars(namespace).items()
+        if name in {_SEPARATOR.join(flag.keys) for flag in config_flags()}
+    }
+    flag_of = {flag.keys: flag.name for flag in config_flags()}
+    values = file_values
+    for keys, value in overrides.items():
+        values = _with(values, keys, value)
+
+    def where(keys: tuple[str, ...]) -> str:
+        return flag_of[keys] if keys in overrides else file_where(keys)
+
+    return build_config(DistillConfig, values, where)
+
+
+def _with(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """A copy of ``values`` with the leaf at ``keys`` set."""
+    if len(keys) == 1:
+        return {**values, keys[0]: value}
+    inner = values.get(keys[0])
+    return {**values, keys[0]: _with(inner if isinstance(inner, dict) else {}, keys[1:], value)}
+
+
+def _walk(config_type: Any, keys: tuple[str, ...], prefix: str) -> Iterator[Flag]:
+    hints = typing.get_type_hints(config_type)
+    docs = _field_docs(config_type)
+    for field in dataclasses.fields(config_type):
+        path = (*keys, field.name)
+        hint = _without_none(hints[field.name])
+        if dataclasses.is_dataclass(hint):
+            yield from _walk(hint, path, prefix + field.metadata.get("prefix", ""))
+            continue
+        yield Flag(
+            name=f"--{prefix}{field.name.replace('_', '-')}",
+            keys=path,
+            hint=hint,
+            help=docs.get(field.name, ""),
+            section=_SEPARATOR.join(keys) or "run",
+        )
+
+
+def _field_docs(config_type: type) -> dict[str, str]:
+    """The string literal under each field of a dataclass."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config_type))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            docs[statement.target.id] = inspect.cleandoc(str(following.value.value))
+    return docs
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(a for a in typing.get_args(hint) if a is not type(None))
+    return hint
+
+
+def _argparse_type(hint: Any) -> dict[str, Any]:
+    """How argparse parses a field of type ``hint``."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return {"choices": typing.get_args(hint)}
+    if origin is tuple:
+        return {"nargs": "+", "metavar": "VALUE"}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": hint, "metavar": hint.__name__.upper()}

@@ -1,0 +1,304 @@
+"""Everything a distillation run is told, as frozen dataclasses.
+
+Names are megatron-core's wherever it has one. The YAML file nests as the dataclasses do; every leaf
+also has a flag (``training.arguments``). The string under a field is its help text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.tokenizers.config import TokenizerConfig
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class ModelConfig:
+    """A dense decoder-only transformer (megatron-core ``GPTModel``)."""
+
+    num_layers: int
+    """Transformer layers, over all pipeline stages."""
+
+    hidden_size: int
+    """Width of the residual stream."""
+
+    num_attention_heads: int
+    """Attention heads."""
+
+    num_query_groups: int | None = None
+    """Key-value heads of grouped-query attention; as many as attention heads when not given."""
+
+    ffn_hidden_size: int | None = None
+    """Inner width of the feed-forward layers; 4 x hidden_size when not given."""
+
+    seq_length: int = 1024
+    """Longest sequence in this model's own tokens."""
+
+    position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
+    """How positions enter the model."""
+
+    rotary_base: int = 10000
+    """Base period of rotary embeddings."""
+
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """Normalisation of every layer."""
+
+    swiglu: bool = True
+    """Gated SiLU feed-forward layers; GELU otherwise."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the head weights of its own."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
+        _check_divides(self, "hidden_size", "num_attention_heads")
+        if self.num_query_groups is not None:
+            _check_divides(self, "num_attention_heads", "num_query_groups")
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class TeacherConfig:
+    """The frozen model to learn from."""
+
+    tokenizer: TokenizerConfig = field(metadata={"prefix": "tokenizer-"})
+
+    model: ModelConfig = field(metadata={"prefix": ""})
+
+    checkpoint: str
+    """Checkpoint folder of the teacher: a run's ``checkpoints``, or one iteration in it."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class ParallelConfig:
+    """How one model is spread over processes; what is left over is data parallelism."""
+
+    tensor_model_parallel_size: int = 1
+    """Processes that share each layer and the vocabulary."""
+
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages."""
+
+    use_distributed_optimizer: bool = False
+    """Shard the optimizer's state over data-parallel ranks."""
+
+    distributed_timeout_minutes: int = 30
+    """How long a collective may wait before the run ends with an error."""
+
+    def __post_init__(self) -> None:
+        _check_positive(
+            self,
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "distributed_timeout_minutes",
+        )
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 1e-4
+    """Peak learning rate."""
+
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the decay after the warm-up, over all of ``train_iters``."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+
+    adam_beta1: float = 0.9
+    """First-moment decay."""
+
+    adam_beta2: float = 0.95
+    """Second-moment decay."""
+
+    adam_eps: float = 1e-8
+    """Denominator term of AdamW."""
+
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "lr")
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class DataConfig:
+    """Text to train on and text to measure on."""
+
+    train: tuple[str, ...]
+    """Training files: .jsonl, or text files of one document each."""
+
+    validation: tuple[str, ...] = ()
+    """Held-out files."""
+
+    text_key: str = "text"
+    """Field of a JSON line that holds the text."""
+
+    append_eod: bool = True
+    """End every document with the end-of-document token."""
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            raise ConfigError("no training data", expected="at least one file in data.train")
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class LossConfig:
+    """What is minimised: ``kd_weight * KD / chunks + ce_weight * CE / tokens``, counts global."""
+
+    objective: str = "projected_kl"
+    """Distillation objective, or ``next_token`` to train without a teacher."""
+
+    temperature: float = 1.0
+    """Temperature of both models in the distillation term."""
+
+    kd_weight: float = 1.0
+    """Weight of the distillation term, per chunk."""
+
+    ce_weight: float = 1.0
+    """Weight of the next-token cross-entropy, per token."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "temperature")
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class TrainingConfig:
+    """The loop."""
+
+    train_iters: int
+    """Optimizer steps."""
+
+    micro_batch_size: int = 1
+    """Sequences per forward pass and data-parallel rank."""
+
+    global_batch_size: int = 8
+    """Sequences per optimizer step, over all ranks and microbatches."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Parameter and activation dtype; gradients are accumulated in fp32."""
+
+    seed: int = 1234
+    """Seed of the initial weights and of the order of the data."""
+
+    eval_interval: int = 100
+    """Iterations between measurements on held-out text; one is always made at the end."""
+
+    save_interval: int = 100
+    """Iterations between checkpoints; one is always made at the end."""
+
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        _check_positive(
+            self,
+            "train_iters",
+            "micro_batch_size",
+            "global_batch_size",
+            "eval_interval",
+            "save_interval",
+            "keep_checkpoints",
+        )
+        _check_divides(self, "global_batch_size", "micro_batch_size")
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class DistillConfig:
+    """One run of ``megatron-ext distill``."""
+
+    run_dir: str
+    """Folder for checkpoints, metrics, plot and projection; a run that is there is resumed."""
+
+    tokenizer: TokenizerConfig = field(metadata={"prefix": "tokenizer-"})
+
+    student: ModelConfig = field(metadata={"prefix": ""})
+
+    data: DataConfig = field(metadata={"prefix": "data-"})
+
+    training: TrainingConfig = field(metadata={"prefix": ""})
+
+    teacher: TeacherConfig | None = field(default=None, metadata={"prefix": "teacher-"})
+
+    loss: LossConfig = field(default_factory=LossConfig, metadata={"prefix": "loss-"})
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"prefix": ""})
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig, metadata={"prefix": ""})
+
+    projection: str | None = None
+    """Projection file (safetensors); built once into ``run_dir`` when not given."""
+
+    def __post_init__(self) -> None:
+        if self.distils and self.teacher is None:
+            raise ConfigError(
+                f"the objective {self.loss.objective!r} needs a teacher",
+                got="no teacher section",
+                fix="add one, or set loss.objective to next_token",
+            )
+        if self.optimizer.lr_warmup_iters >= self.training.train_iters:
+            raise ConfigError(
+                "lr_warmup_iters leaves no iteration at the full learning rate",
+                got=self.optimizer.lr_warmup_iters,
+                expected=f"less than train_iters, {self.training.train_iters}",
+            )
+        for name, model in self._models():
+            tp, pp = (
+                self.parallel.tensor_model_parallel_size,
+                self.parallel.pipeline_model_parallel_size,
+            )
+            _check_layout(name, "num_layers", model.num_layers, pp, "pipeline_model_parallel_size")
+            heads = model.num_query_groups or model.num_attention_heads
+            _check_layout(name, "attention heads", heads, tp, "tensor_model_parallel_size")
+            ffn = model.ffn_hidden_size or 4 * model.hidden_size
+            _check_layout(name, "ffn_hidden_size", ffn, tp, "tensor_model_parallel_size")
+
+    @property
+    def distils(self) -> bool:
+        """Whether the objective consumes a teacher."""
+        return self.loss.objective != "next_token"
+
+    def _models(self) -> list[tuple[str, ModelConfig]]:
+        models = [("student", self.student)]
+        if self.teacher is not None:
+            models.append(("teacher", self.teacher.model))
+        return models
+
+
+def _check_positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value <= 0:
+            raise ConfigError(f"{name} must be positive", got=value)
+
+
+def _check_divides(config: object, whole: str, part: str) -> None:
+    if getattr(config, whole) % getattr(config, part):
+        raise ConfigError(
+            f"{whole} is not a multiple of {part}",
+            got=f"{whole} {getattr(config, whole)} and {part} {getattr(config, part)}",
+        )
+
+
+def _check_layout(model: str, what: str, count: int, size: int, axis: str) -> None:
+    if count % size:
+        raise ConfigError(
+            f"the {model}'s {what} do not divide over {axis}",
+            got=f"{count} over {size}",
+            expected=f"a multiple of {size}",
+            fix=f"change {model} {what} or {axis}",
+        )

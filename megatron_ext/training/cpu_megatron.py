@@ -1,0 +1,103 @@
+"""megatron-core on a CPU with gloo, as a supported mode.
+
+megatron-core 0.16 asks for CUDA by name in its schedules, gradient buffers, optimizers and
+checkpoints, but nothing it does there needs a GPU. ``install`` redirects those requests for this
+process: a torch function mode turns ``device="cuda"`` into the CPU, and the handful of
+``torch.cuda`` calls and random-state helpers that megatron-core makes get CPU stand-ins. Nothing
+installed on disk changes. Schedules, layers, collectives and optimizers run as they are, so every
+parallel layout can be tested on any machine.
+
+Not available in this mode: CUDA graphs, stream overlap, Transformer Engine (hence sequence and
+context parallelism), fused kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_installed: _CudaToCpu | None = None
+
+
+def install() -> None:
+    """Redirect megatron-core's CUDA requests to the CPU for the life of this process; idempotent.
+
+    Raises:
+        RuntimeError: CUDA is in use already, so that tensors would silently move off the GPU.
+    """
+    global _installed
+    if _installed is not None:
+        return
+    if torch.cuda.is_initialized():
+        raise RuntimeError("CUDA is initialised in this process, so it cannot run on the CPU")
+    _replace_cuda_calls()
+    _replace_random_state_helpers()
+    _installed = _CudaToCpu()
+    _installed.__enter__()
+
+
+def is_installed() -> bool:
+    """Whether this process runs megatron-core on the CPU."""
+    return _installed is not None
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Sends every tensor that asks for CUDA to the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizers sort parameters by this string, "torch.cuda.FloatTensor" and so on.
+            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], "cpu", *args[2:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: object) -> bool:
+    """Whether a ``device`` argument names a GPU; a bare integer does."""
+    if isinstance(device, bool):
+        return False
+    if isinstance(device, int):
+        return True
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+
+
+def _replace_cuda_calls() -> None:
+    stand_ins: dict[str, Callable[..., Any]] = {
+        "current_device": lambda: "cpu",
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda device="cpu": torch.get_rng_state(),
+        "set_rng_state": lambda state, device="cpu": torch.set_rng_state(state),
+    }
+    for name, stand_in in stand_ins.items():
+        setattr(torch.cuda, name, stand_in)
+
+
+def _replace_random_state_helpers() -> None:
+    """Point the model-parallel random-number tracker at the CPU generator."""
+    from megatron.core.tensor_parallel import random
+
+    def get_state(*_: object, **__: object) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, *_: object, **__: object) -> None:
+        torch.set_rng_state(new_state)
+
+    random._get_cuda_rng_state = get_state
+    random._set_cuda_rng_state = set_state

@@ -1,0 +1,189 @@
+"""Windows of text, tokenized by both models. T tokens, N windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.alignment.byte_alignment import align_byte_ends
+from megatron_ext.alignment.coverage import ChunkCounts
+from megatron_ext.alignment.window import cut_windows
+from megatron_ext.constants import NO_CHUNK
+from megatron_ext.errors import DataError
+from megatron_ext.tokenizers import MegatronTokenizerText
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """One model's view of a window, led by a token that is read but never predicted."""
+
+    ids: Ids
+    """[T + 1]"""
+
+    chunk_id: Ids
+    """[T + 1] chunk of each token, ``NO_CHUNK`` where it is in none."""
+
+    covers_text: NDArray[np.bool_]
+    """[T + 1] false for control tokens, which stand for no byte."""
+
+    def head(self, count: int) -> TokenSequence:
+        """The first ``count`` tokens."""
+        return TokenSequence(self.ids[:count], self.chunk_id[:count], self.covers_text[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The same bytes for both models."""
+
+    student: TokenSequence
+    teacher: TokenSequence | None
+    byte_count: int
+
+
+class WindowDataset(Sequence[Window]):
+    """Documents cut at common byte boundaries into windows that fit both models.
+
+    Args:
+        documents: Texts.
+        student_tokenizer: Tokenizer of the student.
+        student_length: Most predicted tokens in a window, for the student.
+        teacher_tokenizer: Tokenizer of the teacher; None to serve the student alone.
+        teacher_length: The same limit for the teacher.
+        append_eod: End each document with the end-of-document token, where a side has one.
+
+    Attributes:
+        byte_count: Bytes in all windows.
+        dropped_bytes: Bytes in none, because one chunk exceeds a model's length.
+        chunk_counts: How the two tokenizations relate over all windows; None without a teacher.
+
+    Raises:
+        DataError: No window fits.
+    """
+
+    def __init__(
+        self,
+        documents: Iterable[str],
+        *,
+        student_tokenizer: MegatronTokenizerText,
+        student_length: int,
+        teacher_tokenizer: MegatronTokenizerText | None = None,
+        teacher_length: int | None = None,
+        append_eod: bool = True,
+    ) -> None:
+        self._student = _Side(student_tokenizer, append_eod)
+        self._teacher = _Side(teacher_tokenizer, append_eod) if teacher_tokenizer else None
+        self._lengths = (student_length, teacher_length or student_length)
+        self._windows: list[Window] = []
+        self.dropped_bytes = 0
+        self.chunk_counts = ChunkCounts() if self._teacher else None
+        for document in documents:
+            self._add(document)
+        self.byte_count = sum(window.byte_count for window in self._windows)
+        if not self._windows:
+            raise DataError(
+                "no text fits the models' sequence lengths",
+                got=f"seq_length {self._lengths[0]} and {self.dropped_bytes} bytes dropped",
+                fix="raise seq_length",
+            )
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> Window:  # type: ignore[override]
+        return self._windows[index]
+
+    def padded_to_multiple(self, multiple: int) -> list[Window]:
+        """Every window once, then windows that predict nothing up to a multiple of ``multiple``."""
+        missing = -len(self._windows) % multiple
+        return self._windows + [_blank(self._windows[0])] * missing
+
+    def _add(self, document: str) -> None:
+        student_ids, student_ends = self._student.encode(document)
+        teacher_ids, teacher_ends = (
+            self._teacher.encode(document) if self._teacher else (None, None)
+        )
+        windows = cut_windows(
+            student_ends,
+            teacher_ends,
+            student_length=self._lengths[0],
+            teacher_length=self._lengths[1],
+        )
+        self.dropped_bytes += windows.dropped_bytes
+        for student, teacher, (start, stop) in zip(
+            windows.student_bounds, windows.teacher_bounds, windows.byte_bounds, strict=True
+        ):
+            ends = _slice_ends(student_ends, student, start)
+            if teacher_ids is None or teacher_ends is None or self._teacher is None:
+                self._windows.append(
+                    Window(self._student.sequence(student_ids, student, ends), None, stop - start)
+                )
+                continue
+            other_ends = _slice_ends(teacher_ends, teacher, start)
+            alignment = align_byte_ends(ends, other_ends)
+            self.chunk_counts = self.chunk_counts + ChunkCounts.of(alignment)
+            self._windows.append(
+                Window(
+                    self._student.sequence(student_ids, student, ends, alignment.student_chunk_id),
+                    self._teacher.sequence(
+                        teacher_ids, teacher, other_ends, alignment.teacher_chunk_id
+                    ),
+                    stop - start,
+                )
+            )
+
+
+class _Side:
+    """One tokenizer and its leading token."""
+
+    def __init__(self, tokenizer: MegatronTokenizerText, append_eod: bool) -> None:
+        self._tokenizer = tokenizer
+        self._lead = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
+        self._eod = tokenizer.eod if append_eod else None
+
+    def encode(self, document: str) -> tuple[Ids, NDArray[np.int64]]:
+        ids, ends = self._tokenizer.encode_with_byte_ends(document)
+        if self._eod is None or not len(ids):
+            return ids, ends
+        return np.append(ids, np.int32(self._eod)), np.append(ends, ends[-1])
+
+    def sequence(
+        self,
+        ids: Ids,
+        bounds: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        chunk_id: Ids | None = None,
+    ) -> TokenSequence:
+        """The tokens in ``bounds`` behind the leading token.
+
+        Without a BOS or EOD to lead with, the first token leads and is not predicted itself.
+        """
+        window = ids[bounds[0] : bounds[1]]
+        chunks = np.full(len(window), NO_CHUNK, np.int32) if chunk_id is None else chunk_id
+        covers = np.diff(ends, prepend=0) > 0
+        if self._lead is None:
+            return TokenSequence(window, chunks, covers)
+        return TokenSequence(
+            np.insert(window, 0, self._lead),
+            np.insert(chunks, 0, NO_CHUNK),
+            np.insert(covers, 0, False),
+        )
+
+
+def _blank(window: Window) -> Window:
+    """The leading token alone, with nothing to predict."""
+    return Window(
+        student=window.student.head(1),
+        teacher=window.teacher.head(1) if window.teacher else None,
+        byte_count=0,
+    )
+
+
+def _slice_ends(
+    ends: NDArray[np.int64], bounds: NDArray[np.int64], start: int
+) -> NDArray[np.int64]:
+    return ends[bounds[0] : bounds[1]] - start

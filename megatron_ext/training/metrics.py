@@ -1,0 +1,106 @@
+"""What a run leaves to look at: ``metrics.jsonl``, a progress line, a loss-curve PNG."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_ext.atomic_file import write_bytes, write_text
+
+METRICS_FILE = "metrics.jsonl"
+PLOT_FILE = "loss_curve.png"
+
+
+class MetricsLog:
+    """One JSON object a line in the order of the iterations, never one twice.
+
+    Args:
+        run_dir: Folder of the run.
+        last_iteration: Rows after it are dropped: a resumed run computes them again.
+    """
+
+    def __init__(self, run_dir: Path, *, last_iteration: int) -> None:
+        self._path = run_dir / METRICS_FILE
+        rows = [row for row in read_metrics(run_dir) if row["iteration"] <= last_iteration]
+        write_text(self._path, "".join(_line(row) for row in rows))
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def write(self, **row: Any) -> None:
+        """Append one row and flush it."""
+        self._file.write(_line(row))
+        self._file.flush()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Rows of a run's ``metrics.jsonl``; a last line cut short by a crash is left out."""
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            rows.append(json.loads(line))
+    return rows
+
+
+def progress_bar(description: str, *, total: int, done: int) -> tqdm[Any]:
+    """A line with the share done, the time left and the last numbers."""
+    return tqdm(
+        total=total,
+        initial=done,
+        desc=description,
+        unit="it",
+        dynamic_ncols=True,
+        smoothing=0.1,
+        mininterval=0.5,
+    )
+
+
+def plot_loss_curve(run_dir: Path, *, title: str) -> Path:
+    """Draw every loss term over the iterations, and the held-out bits per byte beside them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = read_metrics(run_dir)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, held_out = figure.subplots(1, 2)
+    for axes, panel, names in (
+        (losses, "training", ("loss", "kd", "ce")),
+        (held_out, "held-out bits per byte", ("student_bits_per_byte", "teacher_bits_per_byte")),
+    ):
+        for name in names:
+            points = [(row["iteration"], row[name]) for row in rows if row.get(name) is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=name.removesuffix("_bits_per_byte"))
+        axes.set_title(panel)
+        axes.set_xlabel("iteration")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    figure.suptitle(title)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    path = run_dir / PLOT_FILE
+    write_bytes(path, image.getvalue())
+    return path
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row) + "\n"

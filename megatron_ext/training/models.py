@@ -1,0 +1,122 @@
+"""megatron-core models for student and teacher.
+
+Both are ``GPTModel`` on the same tensor- and pipeline-parallel groups; they may differ in
+everything else: width, depth, vocabulary, sequence length.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.utils import is_te_min_version
+
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.training import cpu_megatron
+from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_gpt_model(
+    model: ModelConfig,
+    *,
+    padded_vocab_size: int,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+    groups: ProcessGroups,
+) -> GPTModel:
+    """This rank's stage of a model, on its device, in the run's precision."""
+    torch.manual_seed(training.seed)
+    model_parallel_cuda_manual_seed(training.seed)
+    gpt = GPTModel(
+        config=transformer_config(model, parallel=parallel, training=training),
+        transformer_layer_spec=_layer_spec(model),
+        vocab_size=padded_vocab_size,
+        max_sequence_length=model.seq_length,
+        pre_process=groups.is_first_stage,
+        post_process=groups.is_last_stage,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_base=model.rotary_base,
+    )
+    return gpt.to(device=groups.device, dtype=DTYPES[training.precision])
+
+
+def transformer_config(
+    model: ModelConfig, *, parallel: ParallelConfig, training: TrainingConfig
+) -> TransformerConfig:
+    """megatron-core's configuration of one model.
+
+    ``calculate_per_token_loss`` makes the schedules sum microbatches without dividing: our losses
+    arrive divided by their global counts.
+    """
+    on_cpu = cpu_megatron.is_installed()
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        ffn_hidden_size=model.ffn_hidden_size,
+        normalization=model.normalization,
+        layernorm_epsilon=1e-5,
+        gated_linear_unit=model.swiglu,
+        activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        add_bias_linear=False,
+        init_method_std=model.init_method_std,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        pipeline_dtype=DTYPES[training.precision],
+        params_dtype=DTYPES[training.precision],
+        bf16=training.precision == "bf16",
+        calculate_per_token_loss=True,
+        # Weights are drawn whole and then cut: tensor parallelism does not change them.
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=not on_cpu,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=not on_cpu,
+        apply_rope_fusion=False,
+    )
+
+
+def wrap_in_ddp(
+    gpt: GPTModel, *, parallel: ParallelConfig, groups: ProcessGroups
+) -> DistributedDataParallel:
+    """The student behind megatron-core's gradient buffers, fp32, summed over replicas."""
+    return DistributedDataParallel(
+        config=gpt.config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+            overlap_grad_reduce=False,
+        ),
+        module=gpt,
+    )
+
+
+def freeze(gpt: GPTModel) -> GPTModel:
+    """The model in evaluation mode without gradients."""
+    return gpt.requires_grad_(False).eval()
+
+
+def _layer_spec(model: ModelConfig) -> ModuleSpec:
+    if not cpu_megatron.is_installed() and _has_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec()
+    return get_gpt_layer_local_spec(normalization=model.normalization)
+
+
+def _has_transformer_engine() -> bool:
+    try:
+        return bool(is_te_min_version("1.7.0"))
+    except (ImportError, ModuleNotFoundError, AttributeError):
+        return False

@@ -1,0 +1,124 @@
+"""The model that is trained, with its optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.losses import SumCount, TeacherTargets
+from megatron_ext.training.collator import Batch
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.forward_step import StudentStep
+from megatron_ext.training.models import wrap_in_ddp
+
+
+class Student:
+    """megatron-core's DDP, optimizer and scheduler around one stage of the student."""
+
+    def __init__(self, gpt: GPTModel, *, config: DistillConfig, groups: ProcessGroups) -> None:
+        self.gpt = gpt
+        self.ddp = wrap_in_ddp(gpt, parallel=config.parallel, groups=groups)
+        self.optimizer = get_megatron_optimizer(
+            _optimizer_config(config), [self.ddp], use_gloo_process_groups=False
+        )
+        self.scheduler = _scheduler(self.optimizer, config)
+        self._schedule = get_forward_backward_func()
+        gpt.config.finalize_model_grads_func = _finalize_sums
+        gpt.config.no_sync_func = self.ddp.no_sync
+        gpt.config.grad_scale_func = self.optimizer.scale_loss
+
+    def forward_backward(
+        self, step: StudentStep, microbatches: list[tuple[Batch, TeacherTargets | None]]
+    ) -> list[dict[str, SumCount]]:
+        """Accumulate the gradient of one global batch; reports on the last stage, [] elsewhere."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        batch_size, length = microbatches[0][0].student.tokens.shape
+        return list(
+            self._schedule(
+                forward_step_func=step,
+                data_iterator=iter(microbatches),
+                model=[self.ddp],
+                num_microbatches=len(microbatches),
+                seq_length=length,
+                micro_batch_size=batch_size,
+                forward_only=False,
+            )
+        )
+
+    def update(self) -> float:
+        """Clip, step and move the learning rate; the global gradient norm before clipping."""
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=1)
+        return float(grad_norm)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def sharded_state(self, *, is_loading: bool = False) -> dict[str, Any]:
+        """Weights, optimizer and scheduler for ``dist_checkpointing``."""
+        model = self.gpt.sharded_state_dict()
+        return {
+            "model": model,
+            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a loaded ``sharded_state``."""
+        self.gpt.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _finalize_sums(
+    model: list[Any], num_tokens: torch.Tensor | None = None, **groups_and_flags: Any
+) -> None:
+    """megatron-core's gradient reductions without its division: our losses are divided already."""
+    finalize_model_grads(model, None, **groups_and_flags)
+
+
+def _optimizer_config(config: DistillConfig) -> MegatronOptimizerConfig:
+    optimizer = config.optimizer
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        clip_grad=optimizer.clip_grad,
+        bf16=config.training.precision == "bf16",
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+
+
+def _scheduler(optimizer: Any, config: DistillConfig) -> OptimizerParamScheduler:
+    """Counted in iterations; a resumed run follows the schedule of its own configuration."""
+    settings = config.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.lr_warmup_iters,
+        lr_decay_steps=config.training.train_iters,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=config.training.train_iters,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

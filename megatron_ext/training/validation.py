@@ -1,0 +1,120 @@
+"""Held-out bits per byte of student and teacher.
+
+Bits per byte is ``sum(-log2 p(token)) / bytes``: the cross-entropy of the text, in bits, over the
+number of bytes of the text. It does not know how the text was cut into tokens, so models with
+different tokenizers compare. Control tokens, which stand for no byte, are left out of the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.losses import DistillationInputs, Objective
+from megatron_ext.teachers import Teacher
+from megatron_ext.training.collator import Batch, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class BitsPerByte:
+    """Results of one measurement; None where a model was not measured or on other stages."""
+
+    student: float | None
+    teacher: float | None
+
+
+def measure_bits_per_byte(
+    batches: Sequence[Batch],
+    *,
+    student: Any,
+    student_shard: VocabShard,
+    teacher: Teacher | None,
+    next_token: Objective,
+    groups: ProcessGroups,
+) -> BitsPerByte:
+    """Bits per byte over this replica's batches and all others.
+
+    Every rank calls it with equally many batches, collated with ``text_only``. Collectives: the
+    schedules', those of ``next_token``, and one all-reduce over ``dp`` a model.
+    """
+    byte_count = sum(batch.byte_count for batch in batches)
+    student_nats = _student_nats(batches, student, student_shard, next_token)
+    teacher_nats = None
+    if teacher is not None:
+        teacher_nats = _teacher_nats(batches, teacher, next_token)
+    return BitsPerByte(
+        student=_to_bits_per_byte(student_nats, byte_count, groups),
+        teacher=_to_bits_per_byte(teacher_nats, byte_count, groups),
+    )
+
+
+def _student_nats(
+    batches: Sequence[Batch], student: Any, shard: VocabShard, next_token: Objective
+) -> list[torch.Tensor]:
+    """Summed cross-entropy of each batch on the last stage, nothing elsewhere."""
+    sides = [batch.student for batch in batches]
+    student.eval()
+    with torch.no_grad():
+        sums = get_forward_backward_func()(
+            forward_step_func=partial(_student_step, shard, next_token),
+            data_iterator=iter(sides),
+            model=[student],
+            num_microbatches=len(sides),
+            seq_length=sides[0].tokens.shape[1],
+            micro_batch_size=sides[0].tokens.shape[0],
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    student.train()
+    return list(sums)
+
+
+def _student_step(
+    shard: VocabShard, next_token: Objective, sides: Iterator[TokenBatch], model: Any
+) -> tuple[torch.Tensor, Any]:
+    side = next(sides)
+
+    def nats(logits: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
+        return _cross_entropy(logits, side.labels, shard, next_token)
+
+    return model(side.tokens, side.position_ids, None), nats
+
+
+def _teacher_nats(
+    batches: Sequence[Batch], teacher: Teacher, next_token: Objective
+) -> list[torch.Tensor]:
+    sides = [batch.teacher for batch in batches if batch.teacher is not None]
+    targets = teacher.targets(sides)
+    with torch.no_grad():
+        return [
+            _cross_entropy(target.to_logits(), side.labels, target.shard, next_token)
+            for target, side in zip(targets, sides, strict=False)
+        ]
+
+
+def _cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, next_token: Objective
+) -> torch.Tensor:
+    inputs = DistillationInputs(student_logits=logits, student_shard=shard, labels=labels)
+    return next_token(inputs).loss_sum
+
+
+def _to_bits_per_byte(
+    nats: list[torch.Tensor] | None, byte_count: int, groups: ProcessGroups
+) -> float | None:
+    if not nats:
+        return None
+    summed = torch.stack(nats).double().sum()
+    totals = torch.stack([summed, torch.full_like(summed, byte_count)])
+    dist.all_reduce(totals, group=groups.dp)
+    total_nats, total_bytes = totals.tolist()
+    return float(total_nats / math.log(2) / total_bytes)
