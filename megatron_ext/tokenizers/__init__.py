@@ -4,11 +4,14 @@ from megatron_ext.tokenizers.base import MegatronTokenizerBase, MegatronTokenize
 from megatron_ext.tokenizers.build import build_tokenizer, padded_vocab_size
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
+from megatron_ext.tokenizers.megatron_core_abc import register_with_megatron_core
+from megatron_ext.tokenizers.megatron_tokenizer import MegatronTokenizer
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 __all__ = [
     "TOKENIZER_LIBRARIES",
+    "MegatronTokenizer",
     "MegatronTokenizerBase",
     "MegatronTokenizerText",
     "MegatronTokenizerTextAbstract",
@@ -16,4 +19,5 @@ __all__ = [
     "TokenizerConfig",
     "build_tokenizer",
     "padded_vocab_size",
+    "register_with_megatron_core",
 ]

@@ -1,8 +1,8 @@
 """The contract of a tokenizer library, and of what the rest of Megatron sees.
 
 One adapter per library implements ``MegatronTokenizerTextAbstract``. Bytes are the currency:
-display strings differ between libraries (``Ġthe``, ``▁the``, ``<0x0A>``), bytes do not. Two views of
-a token's bytes matter and both live here:
+display strings differ between libraries (``Ġthe``, ``▁the``, ``<0x0A>``), bytes do not. Two views
+of a token's bytes matter and both live here:
 
 * ``token_bytes(id)``: what the id contributes to a decoded stream, whatever stands before it;
 * ``encode_with_byte_ends(text)``: where each token of ``text`` ends in ``text.encode()``.

@@ -35,7 +35,7 @@ class TokenizerConfig:
     """Pattern that cuts text before merging: v1, v2 or a regular expression; v2 when unset."""
 
     tiktoken_num_special_tokens: int | None = None
-    """Ids kept for special tokens of a tiktoken vocabulary; 1000 when neither set nor in the file."""
+    """Ids kept for special tokens of a tiktoken vocabulary; 1000 unless set here or in the file."""
 
     vocab_size: int | None = None
     """Cut a tiktoken vocabulary to this many ids, special tokens included."""

@@ -65,7 +65,7 @@ def file_kind(path: str | os.PathLike[str]) -> FileKind:
         raise TokenizerError(
             "this is no tokenizer file that we know",
             got="an empty file" if not head else f"a file that begins with {head[:16]!r}",
-            expected="tokenizer.json (huggingface), a SentencePiece model, or a rank list (tiktoken)",
+            expected="tokenizer.json (huggingface), a SentencePiece model or a tiktoken rank list",
             where=file,
         )
     return FileKind(file, file_format)

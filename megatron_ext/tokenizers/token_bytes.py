@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -19,8 +20,6 @@ from megatron_ext.tokenizers.base import ByteEnds, IdArray
 
 DummyPrefix = Literal["none", "first", "each"]
 """Which stretches of text between control tokens the library starts with a space of its own."""
-
-_SPACE = ord(" ")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,23 +36,24 @@ class TokenBytes:
     """[V] number of bytes of each id."""
     starts_with_space: NDArray[np.bool_]
     """[V] ids whose first byte is a space."""
+    rows: list[bytes]
+    """[V] the same bytes as objects; empty for a control token or an unused id."""
 
     @classmethod
     def from_tokens(cls, tokens: Iterable[bytes | None]) -> TokenBytes:
         """Table of the bytes of ids 0, 1, 2, ...; None marks a control token or an unused id."""
-        rows = list(tokens)
-        lengths = np.fromiter((len(row or b"") for row in rows), np.int64, count=len(rows))
-        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        given = list(tokens)
+        rows = [row or b"" for row in given]
+        lengths = np.fromiter(map(len, rows), np.int64, count=len(rows))
         return cls(
-            buffer=np.frombuffer(b"".join(row or b"" for row in rows), np.uint8),
-            offsets=offsets,
-            is_control=np.fromiter((row is None for row in rows), np.bool_, count=len(rows)),
+            buffer=np.frombuffer(b"".join(rows), np.uint8),
+            offsets=np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))),
+            is_control=np.fromiter((row is None for row in given), np.bool_, count=len(rows)),
             lengths=lengths,
             starts_with_space=np.fromiter(
-                (row is not None and row.startswith(b" ") for row in rows),
-                np.bool_,
-                count=len(rows),
+                (row.startswith(b" ") for row in rows), np.bool_, count=len(rows)
             ),
+            rows=rows,
         )
 
     def __len__(self) -> int:
@@ -61,9 +61,7 @@ class TokenBytes:
 
     def __getitem__(self, token_id: int) -> bytes | None:
         self.check(token_id)
-        if self.is_control[token_id]:
-            return None
-        return self.buffer[self.offsets[token_id] : self.offsets[token_id + 1]].tobytes()
+        return None if self.is_control[token_id] else self.rows[token_id]
 
     def check(self, token_id: int) -> None:
         """Refuse an id outside the vocabulary.
@@ -96,7 +94,8 @@ class TokenBytes:
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
         shift = np.repeat(self.offsets[ids] - ends + lengths, lengths)
-        return self.buffer[shift + np.arange(total)]
+        joined: NDArray[np.uint8] = self.buffer[shift + np.arange(total)]
+        return joined
 
     def byte_ends(self, ids: IdArray, dummy_prefix: DummyPrefix = "none") -> ByteEnds:
         """Cumulative byte counts of ``ids`` [T], each dummy prefix left out."""
@@ -114,14 +113,16 @@ class TokenBytes:
 
         One space too many in front is the library's dummy prefix: it belongs to no byte.
         """
-        ends = np.cumsum(self.lengths[ids])
-        extra = (int(ends[-1]) if len(ends) else 0) - len(text)
-        if extra not in (0, 1):
+        joined = b"".join([self.rows[i] for i in ids.tolist()])
+        prefix = len(joined) - len(text)
+        if (
+            prefix not in (0, 1)
+            or not joined.endswith(text)
+            or not joined.startswith(b" " * prefix)
+        ):
             return None
-        joined = self.join(ids).tobytes()
-        if extra == 0:
-            return ends if joined == text else None
-        return np.maximum(ends - 1, 0) if joined[0] == _SPACE and joined[1:] == text else None
+        ends: ByteEnds = self.lengths.take(ids).cumsum()
+        return np.maximum(ends - 1, 0) if prefix else ends
 
     def fingerprint(self, control_name: Callable[[int], str]) -> str:
         """SHA-256 (hex) of V, each id's kind, length and bytes; a control token's are its name."""
@@ -174,35 +175,41 @@ def character_starts(text: bytes) -> NDArray[np.int64]:
 
 
 def settle_ends(
-    starts: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    pieces: Sequence[bytes],
-    text: bytes,
-) -> ByteEnds:
+    spans: Iterable[tuple[int, int]], pieces: Sequence[bytes], text: bytes
+) -> list[int]:
     """Byte ends [T] from the spans [T] that a library reports for a text it has normalised.
 
     Tokens that share characters (an emoji cut into bytes) are told apart by their own bytes where
     these spell the text; elsewhere the library's ends stand, made monotone. The last end is N.
 
     Args:
-        starts: Byte where each token begins, as the library sees it.
-        ends: Byte where each token ends, as the library sees it.
-        pieces: Bytes of each token, without a dummy prefix.
+        spans: Bytes where each token begins and ends, as the library sees it.
+        pieces: Bytes of each token.
         text: The whole text, N bytes.
     """
-    if not len(ends):
-        return ends.astype(np.int64)
-    settled = np.maximum.accumulate(np.clip(ends, 0, len(text)))
-    settled[-1] = len(text)
-    previous = np.concatenate(([0], settled[:-1]))
-    # A span goes on where a token covers nothing yet or the next one begins before its end.
-    goes_on = (settled[:-1] <= previous[:-1]) | (starts[1:] < settled[:-1])
-    cuts = [0, *(np.flatnonzero(~goes_on) + 1).tolist(), len(ends)]
-    for first, last in zip(cuts, cuts[1:], strict=False):
-        if last - first == 1:
-            continue
-        begin = int(previous[first])
-        group = pieces[first:last]
-        if b"".join(group) == text[begin : int(settled[last - 1])]:
-            settled[first:last] = begin + np.cumsum([len(piece) for piece in group])
-    return settled
+    ends: list[int] = []
+    first = begin = high = 0
+    for index, (start, end) in enumerate(spans):
+        # A group goes on while it covers nothing yet, or a token begins before its end.
+        if high > begin and start >= high:
+            _tell_apart(ends, pieces, first, text[begin:high])
+            first, begin = index, high
+        high = max(high, min(end, len(text)))
+        ends.append(high)
+    if ends:
+        ends[-1] = len(text)
+        _tell_apart(ends, pieces, first, text[begin:])
+    return ends
+
+
+def _tell_apart(ends: list[int], pieces: Sequence[bytes], first: int, covered: bytes) -> None:
+    """Set ``ends[first:]``, which share ``covered``, from the pieces if these spell it."""
+    if len(ends) - first < 2:
+        return
+    group = pieces[first : len(ends)]
+    joined = b"".join(group)
+    begin = ends[-1] - len(covered)
+    extra = len(joined) - len(covered)
+    if joined == covered or (extra == 1 and joined == b" " + covered):
+        sums = accumulate(map(len, group))
+        ends[first:] = [begin + max(0, total - extra) for total in sums]

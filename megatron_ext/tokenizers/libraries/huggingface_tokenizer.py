@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError
-from megatron_ext.tokenizers.base import ByteEnds, IdArray
+from megatron_ext.tokenizers.base import IdArray
 from megatron_ext.tokenizers.file_kind import require_library
 from megatron_ext.tokenizers.libraries.huggingface_file import HuggingFaceFile
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
@@ -61,26 +61,21 @@ class HuggingFaceTokenizer(TableTokenizer):
         known = self._table.as_ids(ids).tolist()
         return str(self._whole.decode(known, skip_special_tokens=skip_special_tokens))
 
-    def _encode(self, text: str, *, parse_special: bool) -> IdArray:
-        return np.array(self._encoding(text, parse_special).ids, np.int32)
-
-    def _encode_normalised(
-        self, text: str, raw: bytes, *, parse_special: bool
-    ) -> tuple[IdArray, ByteEnds]:
-        encoding = self._encoding(text, parse_special)
-        ids = np.array(encoding.ids, np.int32)
-        byte_of = character_starts(raw)
-        spans = byte_of[np.array(encoding.offsets, np.int64).reshape(-1, 2)]
-        lengths = np.diff(self._table.byte_ends(ids, self._dummy_prefix), prepend=0).tolist()
-        pieces = [
-            (self._table[i] or b"")[-length:] if length else b""
-            for i, length in zip(ids.tolist(), lengths, strict=True)
-        ]
-        return ids, settle_ends(spans[:, 0], spans[:, 1], pieces, raw)
-
-    def _encoding(self, text: str, parse_special: bool) -> Any:
+    def _encode(self, text: str, *, parse_special: bool) -> tuple[list[int], Any]:
         tokenizer = self._whole if parse_special else self._text_only
-        return tokenizer.encode(text, add_special_tokens=self._add_special)
+        encoding = tokenizer.encode(text, add_special_tokens=self._add_special)
+        return encoding.ids, encoding
+
+    def _locate(
+        self, text: str, raw: bytes, encoded: Any, *, parse_special: bool
+    ) -> tuple[list[int], list[int]]:
+        ids: list[int] = encoded.ids
+        spans: list[tuple[int, int]] = encoded.offsets
+        if len(raw) != len(text):
+            byte_of = character_starts(raw).tolist()
+            spans = [(byte_of[start], byte_of[end]) for start, end in spans]
+        table = self._written_table if parse_special else self._table
+        return ids, settle_ends(spans, [table.rows[i] for i in ids], raw)
 
     @cached_property
     def _whole(self) -> Any:

@@ -7,25 +7,22 @@ this message (``out_type="serialized_proto"``); the ones with objects in them co
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
 _PIECES, _ID, _BEGIN, _END = 2, 2, 4, 5
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 
-def read_spans(
-    message: bytes,
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Ids int32 [T], and the bytes int64 [T] where each piece begins and ends."""
-    rows = []
+def read_spans(message: bytes) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids [T], and the bytes [T] where each piece begins and ends."""
+    ids = []
+    spans = []
     at = 0
     while at < len(message):
         number, wire, value, at = _field(message, at)
         if number == _PIECES and wire == _LENGTH_DELIMITED:
-            rows.append(_piece(message, at - value, at))
-    table = np.array(rows, np.int64).reshape(-1, 3)
-    return table[:, 0].astype(np.int32), table[:, 1].copy(), table[:, 2].copy()
+            token_id, begin, end = _piece(message, at - value, at)
+            ids.append(token_id)
+            spans.append((begin, end))
+    return ids, spans
 
 
 def _piece(message: bytes, at: int, stop: int) -> tuple[int, int, int]:

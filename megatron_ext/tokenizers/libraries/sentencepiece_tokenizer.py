@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError
-from megatron_ext.tokenizers.base import ByteEnds, IdArray
+from megatron_ext.tokenizers.base import IdArray
 from megatron_ext.tokenizers.file_kind import require_library
 from megatron_ext.tokenizers.libraries.sentencepiece_spans import read_spans
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
@@ -70,50 +70,43 @@ class SentencePieceTokenizer(TableTokenizer):
             skip_special_tokens=skip_special_tokens,
         )
 
-    def _encode(self, text: str, *, parse_special: bool) -> IdArray:
+    def _encode(self, text: str, *, parse_special: bool) -> tuple[list[int], None]:
         if not parse_special:
-            return np.array(self._processor.encode(text), np.int32)
-        ids = [
-            [part] if isinstance(part, int) else self._processor.encode(part)
-            for part in self._cut_at_control(text)
-        ]
-        return np.array([i for run in ids for i in run], np.int32)
+            return self._processor.encode(text), None
+        ids: list[int] = []
+        for part in self._cut_at_control(text):
+            ids += [part] if isinstance(part, int) else self._processor.encode(part)
+        return ids, None
 
-    def _encode_normalised(
-        self, text: str, raw: bytes, *, parse_special: bool
-    ) -> tuple[IdArray, ByteEnds]:
-        parts = self._cut_at_control(text) if parse_special else iter([text])
-        ids: list[IdArray] = [np.empty(0, np.int32)]
-        ends: list[ByteEnds] = [np.empty(0, np.int64)]
+    def _locate(
+        self, text: str, raw: bytes, encoded: Any, *, parse_special: bool
+    ) -> tuple[list[int], list[int]]:
+        ids: list[int] = []
+        ends: list[int] = []
         begin = 0
-        for part in parts:
+        for part in self._cut_at_control(text) if parse_special else (text,):
             if isinstance(part, int):
                 begin += len(self._pieces[part].encode())
-                ids.append(np.array([part], np.int32))
-                ends.append(np.array([begin], np.int64))
+                ids.append(part)
+                ends.append(begin)
                 continue
             part_raw = part.encode()
-            part_ids, part_ends = self._locate(part, part_raw)
-            ids.append(part_ids)
-            ends.append(part_ends + begin)
+            part_ids, part_ends = self._locate_text(part, part_raw)
+            ids += part_ids
+            ends += [begin + end for end in part_ends]
             begin += len(part_raw)
-        joined = np.concatenate(ends)
-        joined[len(joined) - 1 :] = len(raw)
-        return np.concatenate(ids), joined
+        if ends:
+            ends[-1] = len(raw)
+        return ids, ends
 
-    def _locate(self, text: str, raw: bytes) -> tuple[IdArray, ByteEnds]:
+    def _locate_text(self, text: str, raw: bytes) -> tuple[list[int], list[int]]:
         """Ids and byte ends of a text without control tokens, by the library's own spans."""
         proto = self._processor.encode(text, out_type="serialized_proto")
-        ids, starts, ends = read_spans(proto)
-        exact = self._table.ends_within(ids, raw)
+        ids, spans = read_spans(proto)
+        exact = self._table.ends_within(np.array(ids, np.int32), raw)
         if exact is not None:
-            return ids, exact
-        lengths = np.diff(self._table.byte_ends(ids, self._dummy_prefix), prepend=0).tolist()
-        pieces = [
-            (self._table[i] or b"")[-length:] if length else b""
-            for i, length in zip(ids.tolist(), lengths, strict=True)
-        ]
-        return ids, settle_ends(starts, ends, pieces, raw)
+            return ids, exact.tolist()
+        return ids, settle_ends(spans, [self._table.rows[i] for i in ids], raw)
 
     def _cut_at_control(self, text: str) -> Iterator[str | int]:
         """The stretches of ``text`` between control tokens, and the ids of these."""

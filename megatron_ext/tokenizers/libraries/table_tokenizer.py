@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,13 +39,13 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
         self._dummy_prefix: DummyPrefix = dummy_prefix
 
     @abstractmethod
-    def _encode(self, text: str, *, parse_special: bool) -> IdArray:
-        """Ids of ``text`` [T], by the fastest call of the library."""
+    def _encode(self, text: str, *, parse_special: bool) -> tuple[list[int], Any]:
+        """Ids of ``text`` [T] and whatever ``_locate`` can use again, by the fastest call."""
 
     @abstractmethod
-    def _encode_normalised(
-        self, text: str, raw: bytes, *, parse_special: bool
-    ) -> tuple[IdArray, ByteEnds]:
+    def _locate(
+        self, text: str, raw: bytes, encoded: Any, *, parse_special: bool
+    ) -> tuple[list[int], list[int]]:
         """Ids and byte ends of a ``text`` (its UTF-8 is ``raw``) that the tokens do not spell."""
 
     @property
@@ -58,19 +59,20 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
 
     def text_to_ids(self, text: str) -> list[int]:
         utf8(text)
-        ids: list[int] = self._encode(text, parse_special=False).tolist()
-        return ids
+        return self._encode(text, parse_special=False)[0]
 
     def encode_with_byte_ends(
         self, text: str, *, parse_special: bool = False
     ) -> tuple[IdArray, ByteEnds]:
         raw = utf8(text)
-        ids = self._encode(text, parse_special=parse_special)
+        ids, encoded = self._encode(text, parse_special=parse_special)
+        array = np.array(ids, np.int32)
         table = self._written_table if parse_special else self._table
-        ends = table.ends_within(ids, raw)
+        ends = table.ends_within(array, raw)
         if ends is not None:
-            return ids, ends
-        return self._encode_normalised(text, raw, parse_special=parse_special)
+            return array, ends
+        ids, located = self._locate(text, raw, encoded, parse_special=parse_special)
+        return np.array(ids, np.int32), np.array(located, np.int64)
 
     def token_bytes(self, token_id: int) -> bytes | None:
         return self._table[token_id]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError
-from megatron_ext.tokenizers.base import ByteEnds, IdArray
+from megatron_ext.tokenizers.base import IdArray
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
 from megatron_ext.tokenizers.libraries.tiktoken_file import TiktokenVocabulary, read_vocabulary
 from megatron_ext.tokenizers.special_names import conventional_id
@@ -24,7 +24,7 @@ class TiktokenTokenizer(TableTokenizer):
     follow. Names are filled up with ``<SPECIAL_i>``.
 
     Args:
-        path: A JSON rank list, ``tekken.json``, a ``.tiktoken`` file or a Llama ``tokenizer.model``.
+        path: A JSON rank list, ``tekken.json``, a ``.tiktoken`` file or Llama's rank file.
         pattern: How text is cut before merging: ``v1``, ``v2`` or a regular expression. A Tekken
             file brings its own; for the others the default is ``v2``.
         vocab_size: Ids, special tokens included; the ranks beyond are cut off. The default is what
@@ -33,7 +33,8 @@ class TiktokenTokenizer(TableTokenizer):
         special_tokens: Their names, in id order; a Tekken file brings its own.
 
     Raises:
-        TokenizerError: The file is missing, broken or of another library, or an option does not fit.
+        TokenizerError: The file is missing, broken or of another library, or an option does not
+            fit it.
         MissingDependencyError: tiktoken is not installed.
     """
 
@@ -93,14 +94,14 @@ class TiktokenTokenizer(TableTokenizer):
             skip_special_tokens=skip_special_tokens,
         )
 
-    def _encode(self, text: str, *, parse_special: bool) -> IdArray:
-        allowed: Any = "all" if parse_special else set()
-        ids = self._encoding.encode_to_numpy(text, allowed_special=allowed, disallowed_special=())
-        return np.asarray(ids, np.int32)
+    def _encode(self, text: str, *, parse_special: bool) -> tuple[list[int], None]:
+        if parse_special:
+            return self._encoding.encode(text, allowed_special="all"), None
+        return self._encoding.encode_ordinary(text), None
 
-    def _encode_normalised(
-        self, text: str, raw: bytes, *, parse_special: bool
-    ) -> tuple[IdArray, ByteEnds]:
+    def _locate(
+        self, text: str, raw: bytes, encoded: Any, *, parse_special: bool
+    ) -> tuple[list[int], list[int]]:
         raise TokenizerError(
             "the pattern leaves out part of the text",
             got=repr(self._encoding._pat_str),

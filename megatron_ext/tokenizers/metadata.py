@@ -1,0 +1,109 @@
+"""``tokenizer_metadata.json``: what Megatron keeps beside a tokenizer file.
+
+Both layouts in use are read: with ``model_type`` and without. Unknown keys are kept, so that a file
+of another version survives a rewrite.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.file_kind import read_json
+from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
+
+METADATA_FILE: Final = "tokenizer_metadata.json"
+"""Name of the file beside a tokenizer."""
+
+_TEXT_KEYS = ("library", "class_name", "class_path", "chat_template", "model_type")
+
+
+def metadata_file(tokenizer_path: str | os.PathLike[str]) -> Path:
+    """Where the metadata of a tokenizer file or directory lies."""
+    path = Path(tokenizer_path)
+    return (path.parent if path.is_file() else path) / METADATA_FILE
+
+
+def read_metadata(file: str | os.PathLike[str]) -> dict[str, Any]:
+    """The metadata in ``file``, checked.
+
+    Raises:
+        TokenizerError: It is missing, broken, or ``check_metadata`` refuses it.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise TokenizerError(
+            "there is no tokenizer metadata",
+            fix="write it with MegatronTokenizer.write_metadata, or pass a dict",
+            where=path,
+        )
+    document = read_json(path)
+    if not isinstance(document, dict):
+        raise TokenizerError(
+            "the tokenizer metadata is no JSON object", got=type(document).__name__, where=path
+        )
+    return check_metadata(document, where=path)
+
+
+def check_metadata(metadata: Mapping[str, Any], *, where: object = None) -> dict[str, Any]:
+    """A checked copy of ``metadata``.
+
+    Raises:
+        TokenizerError: A key has a value of the wrong type, or only one of ``class_name`` and
+            ``class_path`` is set.
+        UnknownNameError: ``library`` is not in ``TOKENIZER_LIBRARIES``, for a tokenizer that has no
+            class of its own.
+    """
+    for key in _TEXT_KEYS:
+        value = metadata.get(key)
+        if value is not None and not isinstance(value, str):
+            raise TokenizerError(
+                f"the metadata key {key} is malformed",
+                got=repr(value),
+                expected="a string",
+                where=where,
+            )
+    if (metadata.get("class_name") is None) != (metadata.get("class_path") is None):
+        raise TokenizerError(
+            "a tokenizer class needs both of its keys",
+            got=f"class_name = {metadata.get('class_name')!r}, "
+            f"class_path = {metadata.get('class_path')!r}",
+            fix="set both or neither",
+            where=where,
+        )
+    library = metadata.get("library")
+    if library is None:
+        raise TokenizerError(
+            "the metadata names no library",
+            expected=f"library, one of {', '.join(TOKENIZER_LIBRARIES)}",
+            where=where,
+        )
+    if metadata.get("class_name") is None:
+        _ = TOKENIZER_LIBRARIES[library]
+    return dict(metadata)
+
+
+def write_json(file: Path, document: Mapping[str, Any]) -> None:
+    """Write ``document`` so that a reader sees the old file or the whole new one.
+
+    Raises:
+        TokenizerError: The directory cannot be written.
+    """
+    try:
+        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+                json.dump(dict(document), stream, ensure_ascii=False, indent=2)
+            # mkstemp makes files that only their owner can read.
+            os.chmod(name, 0o644)
+            os.replace(name, file)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise TokenizerError("cannot write the file", got=error.strerror, where=file) from error
