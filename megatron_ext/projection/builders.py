@@ -65,13 +65,15 @@ def build_projection(
         matches[student_id] = teacher_id
 
     is_exact_row = matches != NO_MATCH
-    lacking = [(s, token) for s, token in enumerate(student_bytes) if token and not is_exact_row[s]]
-    pieces = [ids[:top_k] for ids in spell(speller, [token for _, token in lacking])]
     exact_rows = np.flatnonzero(is_exact_row)
+    lacking = [row for row, token in enumerate(student_bytes) if token and not is_exact_row[row]]
+    pieces = [ids[:top_k] for ids in spell(speller, [student_bytes[row] or b"" for row in lacking])]
     piece_counts = np.array([len(ids) for ids in pieces], dtype=np.int64)
+    spelled_rows = np.repeat(np.array(lacking, dtype=np.int64), piece_counts)
+    spelled_columns = np.fromiter(chain.from_iterable(pieces), dtype=np.int64)
     indptr, indices, values = normalised_rows(
-        np.concatenate([exact_rows, np.repeat([s for s, _ in lacking], piece_counts)]),
-        np.concatenate([matches[exact_rows], np.fromiter(chain(*pieces), dtype=np.int64)]),
+        np.concatenate([exact_rows, spelled_rows]),
+        np.concatenate([matches[exact_rows], spelled_columns]),
         np.concatenate([np.ones(len(exact_rows)), piece_weights(piece_counts)]),
         shape=(student.vocab_size, teacher.vocab_size),
     )

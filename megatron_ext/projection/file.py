@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 FORMAT: Final = "megatron-ext-projection"
 FORMAT_VERSION: Final = "1"
 ARRAYS: Final = ("indptr", "indices", "values", "is_exact_row")
+FILE_ENTRIES: Final = ("format", "format_version", "shape")
+"""Metadata of the file, as opposed to that of the projection."""
 
 
 def save_projection(projection: SparseProjection, path: Path) -> None:
@@ -86,14 +88,25 @@ def load_projection(
     for role, tokenizer in (("student", student), ("teacher", teacher)):
         if tokenizer is not None:
             _check_built_for(path, metadata, role, tokenizer)
-    rows, _, columns = metadata.pop("shape").partition("x")
+    shape = _shape(path, metadata)
+    own = {name: text for name, text in metadata.items() if name not in FILE_ENTRIES}
     try:
-        shape = int(rows), int(columns)
-        for name in ("format", "format_version"):
-            del metadata[name]
-        return SparseProjection(shape=shape, metadata=metadata, **{n: arrays[n] for n in ARRAYS})
+        return SparseProjection(shape=shape, metadata=own, **{n: arrays[n] for n in ARRAYS})
     except ProjectionError as error:
         raise ProjectionError(str(error), where=path) from error
+
+
+def _shape(path: Path, metadata: dict[str, str]) -> tuple[int, int]:
+    rows, _, columns = metadata.get("shape", "").partition("x")
+    if not (rows.isdecimal() and columns.isdecimal()):
+        raise ProjectionError(
+            "the projection does not say its shape",
+            where=path,
+            got=repr(metadata.get("shape")),
+            expected="student ids x teacher ids, as in 131072x32768",
+            fix="build the projection again from the two tokenizers",
+        )
+    return int(rows), int(columns)
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:

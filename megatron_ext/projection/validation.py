@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from megatron_ext.errors import ProjectionError
 
 ROW_SUM_TOLERANCE = 1e-6
-"""Float32 shares of a row that sums to 1 are each within 2**-25 of what they should be, relative to
-themselves, so that their sum is within 2**-25 of 1 for any number of entries."""
+"""Rounding to float32 moves a share by at most 2**-24 of itself, and so the sum of a row by at most
+2**-24, for any number of entries; shares are added up in float64."""
 
 
 def check_projection(

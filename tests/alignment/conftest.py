@@ -1,0 +1,21 @@
+"""Real vocabularies, from the data of mistral_common."""
+
+from pathlib import Path
+
+import mistral_common
+import pytest
+
+from megatron_ext.tokenizers.libraries.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron_ext.tokenizers.libraries.tiktoken_tokenizer import TiktokenTokenizer
+
+DATA = Path(mistral_common.__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def tekken():
+    return TiktokenTokenizer(DATA / "tekken_240911.json")
+
+
+@pytest.fixture(scope="session")
+def sentencepiece():
+    return SentencePieceTokenizer(DATA / "mistral_instruct_tokenizer_240323.model.v3")

@@ -1,0 +1,128 @@
+"""Alignment through real tokenizers, over any text."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from brute_force import brute_force_chunks, chunks_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.alignment import TokenAligner, align_byte_ends
+from megatron_ext.constants import NO_CHUNK
+from megatron_ext.errors import AlignmentError
+
+any_text = settings(deadline=None, max_examples=150)
+texts = st.one_of(
+    st.text(max_size=40),
+    st.text(st.sampled_from(" \t\n\u00a0a1é中🙂\u200d"), max_size=40),
+    st.lists(st.sampled_from(["the ", "201 ", "संस्कृत", "日本語", "Привет ", "==", "\r\n"])).map(
+        "".join
+    ),
+)
+
+PASSAGES = [
+    pytest.param("The year 2017 saw 1,048,576 bytes aligned.\n\n  def f(x):\n", id="English"),
+    pytest.param("每个字符的字节都必须对齐，不多不少。", id="Chinese"),
+    pytest.param("बाइट ही एकमात्र साझा मुद्रा हैं।", id="Hindi"),
+    pytest.param("バイトだけが共通の通貨です。", id="Japanese"),
+    pytest.param("Только байты одинаковы у всех.", id="Russian"),
+    pytest.param("👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \u0000 \ufeff", id="emoji and marks"),
+    pytest.param("", id="nothing"),
+]
+
+
+@pytest.fixture(scope="session")
+def aligner(tekken, sentencepiece):
+    return TokenAligner(tekken, sentencepiece)
+
+
+@given(text=texts)
+@any_text
+def test_chunks_of_any_text_are_the_groups_of_tokens_that_share_bytes(aligner, text):
+    ends = [
+        tokenizer.encode_with_byte_ends(text)[1].tolist()
+        for tokenizer in (aligner.student_tokenizer, aligner.teacher_tokenizer)
+    ]
+    assert chunks_of(aligner.align(text)) == brute_force_chunks(*ends)
+
+
+@given(text=texts)
+@any_text
+def test_both_sides_of_a_chunk_spell_the_same_bytes_and_chunks_spell_the_text(aligner, text):
+    alignment = aligner.align(text)
+    spelled = []
+    for tokenizer, spans in (
+        (aligner.student_tokenizer, alignment.student_spans),
+        (aligner.teacher_tokenizer, alignment.teacher_spans),
+    ):
+        ends = tokenizer.encode_with_byte_ends(text)[1]
+        stops = ends[spans[:, 1] - 1].tolist()
+        starts = [0, *stops[:-1]] if stops else []
+        raw = text.encode()
+        spelled.append([raw[start:stop] for start, stop in zip(starts, stops, strict=True)])
+    assert spelled[0] == spelled[1]
+    assert b"".join(spelled[0]) == text.encode()
+
+
+@given(text=texts)
+@any_text
+def test_ids_align_as_the_text_that_they_came_from(aligner, text):
+    student = aligner.student_tokenizer.text_to_ids(text)
+    teacher = aligner.teacher_tokenizer.text_to_ids(text)
+    from_text, from_ids = aligner.align(text), aligner.align_ids(student, teacher)
+    assert np.array_equal(from_ids.student_chunk_id, from_text.student_chunk_id)
+    assert np.array_equal(from_ids.teacher_chunk_id, from_text.teacher_chunk_id)
+
+
+@pytest.mark.parametrize("text", PASSAGES)
+def test_a_tokenizer_aligned_with_itself_is_one_to_one(tekken, text):
+    alignment = TokenAligner(tekken, tekken).align(text)
+    identity = np.arange(len(tekken.text_to_ids(text)))
+    assert np.array_equal(alignment.student_chunk_id, identity)
+    assert np.array_equal(alignment.teacher_chunk_id, identity)
+
+
+@pytest.mark.parametrize("text", PASSAGES)
+def test_one_sided_control_tokens_desynchronise_nothing(aligner, text):
+    student = aligner.student_tokenizer.text_to_ids(text)
+    teacher = aligner.teacher_tokenizer.text_to_ids(text)
+    plain = aligner.align_ids(student, teacher)
+    framed = aligner.align_ids(
+        student, [aligner.teacher_tokenizer.bos_id, *teacher, aligner.teacher_tokenizer.eos_id]
+    )
+    assert np.array_equal(framed.student_chunk_id, plain.student_chunk_id)
+    expected = [NO_CHUNK, *plain.teacher_chunk_id.tolist(), NO_CHUNK]
+    assert framed.teacher_chunk_id.tolist() == expected
+
+
+@given(text=st.text(max_size=30), data=st.data())
+@settings(deadline=None)
+def test_any_cutting_of_any_text_aligns(text, data):
+    raw = text.encode()
+    cuts = st.sets(st.integers(1, len(raw))) if raw else st.just(set())
+    ends = [sorted(data.draw(cuts) | ({len(raw)} if raw else set())) for _ in range(2)]
+    alignment = align_byte_ends(*(np.array(side, np.int64) for side in ends))
+    assert chunks_of(alignment) == brute_force_chunks(*ends)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "message"),
+    [
+        pytest.param("a cat", "a cow", "byte 3 on; got b'at'; expected b'ow'", id="other text"),
+        pytest.param("a cat", "a", "from byte 1 on; got b' cat'; expected the end", id="shorter"),
+        pytest.param("", "a", "from byte 0 on; got the end after 0 bytes", id="nothing"),
+    ],
+)
+def test_streams_of_different_bytes_are_refused(aligner, student, teacher, message):
+    with pytest.raises(AlignmentError, match=message):
+        aligner.align_ids(
+            aligner.student_tokenizer.text_to_ids(student),
+            aligner.teacher_tokenizer.text_to_ids(teacher),
+        )
+
+
+def test_importing_the_alignment_does_not_import_torch():
+    code = "import sys, megatron_ext.alignment; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

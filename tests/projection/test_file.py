@@ -1,0 +1,174 @@
+"""A projection on disk: whole, for its own pair, or not read."""
+
+import os
+
+import numpy as np
+import pytest
+from greedy_tokenizer import GreedyTokenizer
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from megatron_ext.errors import ProjectionError
+from megatron_ext.projection import SparseProjection
+
+STUDENT = GreedyTokenizer(["<s>", b"aa", b"ab", b"b", "<mine>"], bos="<s>")
+TEACHER = GreedyTokenizer([b"a", b"b", "<bos>"], bos="<bos>")
+ARRAYS = ("indptr", "indices", "values", "is_exact_row")
+
+
+@pytest.fixture
+def projection():
+    return SparseProjection.from_tokenizers(STUDENT, TEACHER)
+
+
+@pytest.fixture
+def path(tmp_path, projection):
+    path = tmp_path / "pair.safetensors"
+    projection.save(path)
+    return path
+
+
+def assert_equal(first, second):
+    for name in ARRAYS:
+        left, right = getattr(first, name), getattr(second, name)
+        assert left.dtype == right.dtype
+        assert left.tobytes() == right.tobytes()
+    assert first.shape == second.shape
+    assert first.metadata == second.metadata
+
+
+def rewrite(path, metadata=(), without=()):
+    """The same file with other metadata, or without some arrays."""
+    with safe_open(path, framework="numpy") as file:
+        entries = {**file.metadata(), **dict(metadata)}
+    arrays = {n: a for n, a in load_file(path).items() if n not in without}
+    save_file(arrays, path, metadata={n: v for n, v in entries.items() if v is not None})
+
+
+def test_what_is_saved_is_loaded_bit_for_bit(path, projection):
+    assert_equal(SparseProjection.load(path), projection)
+    assert_equal(SparseProjection.load(str(path), STUDENT, TEACHER), projection)
+
+
+def test_the_demo_pair_is_loaded_bit_for_bit(tmp_path, tekken, sentencepiece):
+    projection = SparseProjection.from_tokenizers(sentencepiece, tekken)
+    projection.save(tmp_path / "demo.safetensors")
+    loaded = SparseProjection.load(tmp_path / "demo.safetensors", sentencepiece, tekken)
+    assert_equal(loaded, projection)
+
+
+def test_a_row_block_is_saved_and_loaded(tmp_path, projection):
+    block = projection.row_block(1, 8)
+    block.save(tmp_path / "block.safetensors")
+    assert_equal(SparseProjection.load(tmp_path / "block.safetensors"), block)
+
+
+def test_an_empty_projection_is_saved_and_loaded(tmp_path, projection):
+    empty = projection.row_block(0, 0)
+    empty.save(tmp_path / "empty.safetensors")
+    assert_equal(SparseProjection.load(tmp_path / "empty.safetensors"), empty)
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_projection_for_another_pair_is_refused(path, role):
+    other = GreedyTokenizer([b"a", b"b", "<pad>"])
+    with pytest.raises(ProjectionError, match=f"built for another {role}.*got.*expected.*build it"):
+        SparseProjection.load(path, **{role: other})
+
+
+def test_swapped_tokenizers_are_another_pair(path):
+    with pytest.raises(ProjectionError, match="built for another student"):
+        SparseProjection.load(path, TEACHER, STUDENT)
+
+
+def test_a_missing_file_says_how_to_build_it(tmp_path):
+    with pytest.raises(ProjectionError, match=r"there is no projection file.*from_tokenizers"):
+        SparseProjection.load(tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_a_truncated_file_is_refused(path, kept):
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ProjectionError, match="not a whole safetensors file"):
+        SparseProjection.load(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"PK\x03\x04 a pickle" * 20, id="pickle"),
+        pytest.param(b"\xff" * 64, id="noise"),
+        pytest.param(b'{"indptr": [0]}', id="json"),
+    ],
+)
+def test_a_foreign_file_is_refused(tmp_path, content):
+    path = tmp_path / "foreign.pt"
+    path.write_bytes(content)
+    with pytest.raises(ProjectionError, match="not a whole safetensors file"):
+        SparseProjection.load(path)
+
+
+def test_a_directory_is_refused(tmp_path):
+    with pytest.raises(ProjectionError, match="not a whole safetensors file"):
+        SparseProjection.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "without", "message"),
+    [
+        pytest.param({"format": None}, (), "without a format entry", id="model weights"),
+        pytest.param({"format": "other"}, (), "got other version 1", id="other format"),
+        pytest.param({"format_version": "2"}, (), "version 2; expected", id="newer version"),
+        pytest.param({"shape": "many"}, (), "does not say its shape; got 'many'", id="no shape"),
+        pytest.param({"shape": "4x3"}, (), "indptr", id="other shape"),
+        pytest.param({}, ("values",), "incomplete; got no values", id="no values"),
+    ],
+)
+def test_a_file_that_is_no_projection_is_refused(path, metadata, without, message):
+    rewrite(path, metadata, without)
+    with pytest.raises(ProjectionError, match=message) as refusal:
+        SparseProjection.load(path)
+    assert str(path) in str(refusal.value)
+
+
+def test_a_file_with_a_changed_share_is_refused(path):
+    arrays = load_file(path)
+    content = path.read_bytes()
+    at = content.index(arrays["values"].tobytes())
+    path.write_bytes(content[:at] + np.float32(0.5).tobytes() + content[at + 4 :])
+    with pytest.raises(ProjectionError, match="row 0 of the projection does not sum to 1"):
+        SparseProjection.load(path)
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(path, projection, monkeypatch):
+    before = path.read_bytes()
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ProjectionError, match="cannot be written; got No space left on device"):
+        projection.row_block(0, 2).save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_save_that_is_interrupted_leaves_no_part(tmp_path, projection, monkeypatch):
+    def interrupt(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        projection.save(tmp_path / "pair.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_missing_folder_says_so(tmp_path, projection):
+    with pytest.raises(ProjectionError, match=r"cannot be written.*create the folder"):
+        projection.save(tmp_path / "none" / "pair.safetensors")
+
+
+def test_a_save_replaces_the_file_that_was_there(path, projection):
+    block = projection.row_block(0, 2)
+    block.save(path)
+    assert_equal(SparseProjection.load(path), block)
