@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -152,12 +153,16 @@ def _csr(
     order = np.lexsort((column, row))
     indptr = np.zeros(shape[0] + 1, dtype=np.int32)
     indptr[1:] = np.cumsum(np.bincount(row, minlength=shape[0]))
-    return torch.sparse_csr_tensor(
-        _to(indptr, device),
-        _to(column[order].astype(np.int32), device),
-        _to(value[order], device),
-        size=shape,
-    )
+    with warnings.catch_warnings():
+        # torch announces once a process that its CSR tensors are in beta.
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        return torch.sparse_csr_tensor(
+            _to(indptr, device),
+            _to(column[order].astype(np.int32), device),
+            _to(value[order], device),
+            size=shape,
+            check_invariants=True,
+        )
 
 
 def _to(array: NDArray[np.generic], device: torch.device | str) -> torch.Tensor:

@@ -4,8 +4,8 @@ import multiprocessing
 import time
 
 import pytest
-from rank_functions import fail_on_rank_one, sleep_on_rank_one, sum_of_ranks
 
+from tests.distributed.rank_functions import fail_on_rank_one, sleep_on_rank_one, sum_of_ranks
 from tests.process_group import RankError, run_ranks
 
 

@@ -1,0 +1,127 @@
+"""Everything vocab-parallel on one rank, for ``test_sharding.py`` to put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import shard_collectives as collectives
+from megatron_ext.distributed import vocab_parallel as vp
+from megatron_ext.losses import LOSS_REGISTRY, LossOutput
+from tests.losses.inputs import Microbatch, columns, vocab_shard
+
+PADDING = (15, 5)
+"""37 + 15 student columns in four shards of 13: the last one is padding alone."""
+
+Result = dict[str, tuple[list[torch.Tensor], torch.Tensor]]
+"""Name -> (what is replicated, this rank's columns)."""
+
+
+def every_size(rank: int, sizes: tuple[int, ...]) -> dict[int, Result]:
+    """The cases on groups of each size, ranks in order; all ranks make all groups."""
+    groups = {}
+    for size in sizes:
+        for first in range(0, dist.get_world_size(), size):
+            group = dist.new_group(list(range(first, first + size)))
+            if first <= rank < first + size:
+                groups[size] = group
+    return {size: cases(rank % size, size, group) for size, group in groups.items()}
+
+
+def cases(rank: int, ranks: int, group: Any) -> Result:
+    results: Result = {}
+    for name, case in CASES.items():
+        results[name] = case(rank, ranks, group)
+    return results
+
+
+def _log_softmax(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """A loss that weights every column, summed shard by shard."""
+    full = Microbatch.random().student_logits
+    valid = torch.arange(37) % 5 != 2
+    shard = vocab_shard(37, PADDING[0], rank, ranks, group)
+    logits = columns(full, shard).requires_grad_()
+    kept = torch.zeros(shard.width, dtype=torch.bool)
+    kept[: shard.valid_width] = valid[shard.start : shard.stop]
+    log_probs = vp.log_softmax(logits, shard, temperature=1.5, valid=kept)
+    weights = torch.sin(torch.arange(shard.start, shard.stop, dtype=torch.float32))
+    local = torch.where(kept, log_probs * weights, 0.0).sum()
+    loss = collectives.sum_over_shards(local, group).square()
+    (grad,) = torch.autograd.grad(loss, logits)
+    return [loss.detach()], grad
+
+
+def _copy_to_shards(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """A replicated vector against each shard's columns of a matrix."""
+    full = Microbatch.random().teacher_logits
+    shard = vocab_shard(23, PADDING[1], rank, ranks, group)
+    matrix = columns(full, shard)[..., : shard.valid_width]
+    vector = torch.linspace(-1, 1, full.shape[1]).requires_grad_()
+    copied = collectives.copy_to_shards(vector, group)
+    loss = collectives.sum_over_shards((copied[:, None] * matrix).square().sum(), group)
+    (grad,) = torch.autograd.grad(loss, vector)
+    return [loss.detach(), grad], matrix.new_zeros(1, 0)
+
+
+def _reduce_scatter(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Partial sums over the ranks' rows, as a projection makes them."""
+    student = vocab_shard(37, PADDING[0], rank, ranks, group)
+    teacher = vocab_shard(23, PADDING[1], rank, ranks, group)
+    batch = Microbatch.random()
+    x = columns(batch.student_logits[0], student)
+    x[:, student.valid_width :] = 0.0
+    x.requires_grad_()
+    rows = torch.zeros(student.width, 23)
+    rows[: student.valid_width] = batch.projection[student.start : student.stop]
+    projected = collectives.reduce_scatter_columns(x @ rows, teacher.width, group)
+    weights = torch.cos(torch.arange(teacher.start, teacher.stop, dtype=torch.float32))
+    loss = collectives.sum_over_shards((projected.square() * weights).sum(), group)
+    (grad,) = torch.autograd.grad(loss, x)
+    gathered = collectives.gather_columns(projected.detach(), group)
+    return [loss.detach(), gathered[:, :23]], grad
+
+
+def _argmax(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Ties across shards, and rows of -inf."""
+    full = Microbatch.random().student_logits.flatten(0, 1).round()
+    full[0] = -torch.inf
+    shard = vocab_shard(37, PADDING[0], rank, ranks, group)
+    return [vp.vocab_argmax(columns(full, shard), shard)], full.new_zeros(1, 0)
+
+
+def _objective(
+    name: str, *, chunks: int = 4, **options: Any
+) -> Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tensor]]:
+    def run(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+        batch = Microbatch.random(chunks=chunks)
+        inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=PADDING)
+        output: LossOutput = LOSS_REGISTRY[name](**options)(inputs)
+        (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
+        pairs = [part for pair in output.metrics.values() for part in pair]
+        return [output.loss_sum.detach(), output.count, *pairs], grad
+
+    return run
+
+
+def _sliced(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The projected KL in slices of a few rows, with collectives in each."""
+    with patch.object(row_slices, "SLICE_ELEMENTS", 160):
+        return _objective("projected_kl")(rank, ranks, group)
+
+
+CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tensor]]] = {
+    "log-softmax": _log_softmax,
+    "copy to shards": _copy_to_shards,
+    "reduce-scatter": _reduce_scatter,
+    "argmax": _argmax,
+    "next token": _objective("next_token"),
+    "forward projected KL": _objective("projected_kl", temperature=1.4),
+    "reverse projected KL": _objective("projected_kl", direction="reverse"),
+    "projected KL without chunks": _objective("projected_kl", chunks=0),
+    "projected KL in slices": _sliced,
+}

@@ -1,0 +1,51 @@
+"""Every vocab-parallel value and gradient is the unsharded one, for 1, 2 and 4 shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.sharded_cases import CASES, Result, cases, every_size
+from tests.process_group import run_ranks
+
+SIZES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def unsharded() -> Result:
+    return cases(0, 1, None)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[int, Result]]:
+    """One spawn for all sizes: four ranks as four groups of one, two of two and one of four."""
+    results: list[dict[int, Result]] = run_ranks(4, every_size, SIZES)
+    return results
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", CASES)
+def test_shards_reproduce_the_unsharded_loss_and_gradient(
+    name: str, size: int, unsharded: Result, ranks: list[dict[int, Result]]
+) -> None:
+    truth, true_grad = unsharded[name]
+    for first in range(0, 4, size):
+        group = [ranks[rank][size][name] for rank in range(first, first + size)]
+        for replicated, _ in group:
+            for value, true_value in zip(replicated, truth, strict=True):
+                # Sums over shards are taken in another order: a few units of fp32 rounding.
+                torch.testing.assert_close(value, true_value, rtol=1e-6, atol=1e-6)
+        grad = torch.cat([columns for _, columns in group], dim=-1)
+        assert (grad[..., true_grad.shape[-1] :] == 0).all()
+        grad = grad[..., : true_grad.shape[-1]]
+        scale = true_grad.abs().max().item() if true_grad.numel() else 0.0
+        torch.testing.assert_close(grad, true_grad, rtol=0, atol=1e-6 * max(scale, 1e-30))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_of_a_group_holds_the_same_bits(
+    name: str, ranks: list[dict[int, Result]]
+) -> None:
+    values = [ranks[rank][4][name][0] for rank in range(4)]
+    for other in values[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(values[0], other, strict=True))

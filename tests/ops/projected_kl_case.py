@@ -1,0 +1,147 @@
+"""Random inputs of the projected KL. T rows, Vs Vt vocabularies, C chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.projected_kl import ProjectedKL, projected_kl, projected_kl_reference
+
+
+def random_projection(student_vocab: int, teacher_vocab: int, seed: int = 0) -> torch.Tensor:
+    """fp64 dense [Vs, Vt]: rows of one to three entries that sum to 1, some rows empty, the last
+    tenth of the columns unreachable."""
+    generator = torch.Generator().manual_seed(seed)
+    reachable = max(1, teacher_vocab - teacher_vocab // 10)
+    dense = torch.zeros(student_vocab, teacher_vocab, dtype=torch.float64)
+    for row in range(student_vocab):
+        if row % 7 == 3:
+            continue
+        columns = torch.randperm(reachable, generator=generator)[: 1 + row % 3]
+        dense[row, columns] = torch.rand(len(columns), generator=generator).double() + 0.1
+    return dense / dense.sum(dim=-1, keepdim=True).clamp(min=1e-9)
+
+
+def random_chunks(lengths: tuple[int, int], chunk_count: int, seed: int = 0) -> list[torch.Tensor]:
+    """int64 [Ts], [Tt]: every chunk at least once on both sides, in any order, and rows in none."""
+    generator = torch.Generator().manual_seed(seed)
+    sides = []
+    for rows in lengths:
+        others = torch.randint(-1, chunk_count, (rows - chunk_count,), generator=generator)
+        ids = torch.cat([torch.arange(chunk_count), others])
+        sides.append(ids[torch.randperm(rows, generator=generator)])
+    return sides
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Unsharded inputs in fp64."""
+
+    student_logits: torch.Tensor
+    teacher_logits: torch.Tensor
+    student_chunk_id: torch.Tensor
+    teacher_chunk_id: torch.Tensor
+    chunk_count: int
+    projection: torch.Tensor
+
+    @classmethod
+    def random(
+        cls,
+        *,
+        vocabs: tuple[int, int] = (37, 23),
+        lengths: tuple[int, int] = (11, 9),
+        chunk_count: int = 4,
+        scale: float = 3.0,
+        seed: int = 0,
+    ) -> Case:
+        generator = torch.Generator().manual_seed(seed)
+        logits = [
+            scale * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
+            for rows, vocab in zip(lengths, vocabs, strict=True)
+        ]
+        chunks = random_chunks(lengths, chunk_count, seed)
+        return cls(
+            student_logits=logits[0],
+            teacher_logits=logits[1],
+            student_chunk_id=chunks[0],
+            teacher_chunk_id=chunks[1],
+            chunk_count=chunk_count,
+            projection=random_projection(*vocabs, seed=seed),
+        )
+
+    def to(self, dtype: torch.dtype) -> Case:
+        """The same case with logits and projection in ``dtype``."""
+        return replace(
+            self,
+            student_logits=self.student_logits.to(dtype),
+            teacher_logits=self.teacher_logits.to(dtype),
+            projection=self.projection.to(dtype),
+        )
+
+    def truth(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Value and student gradient of the reference, in the dtype of the case."""
+        logits = self.student_logits.detach().requires_grad_()
+        value = projected_kl_reference(
+            logits,
+            self.teacher_logits,
+            student_chunk_id=self.student_chunk_id,
+            teacher_chunk_id=self.teacher_chunk_id,
+            chunk_count=self.chunk_count,
+            projection=self.projection,
+            **options,
+        )
+        (grad,) = torch.autograd.grad(value, logits)
+        return value.detach(), grad
+
+    def run(
+        self,
+        *,
+        dtype: torch.dtype = torch.float64,
+        padding: tuple[int, int] = (0, 0),
+        rank: int = 0,
+        ranks: int = 1,
+        group: Any = None,
+        pad_value: float = 50.0,
+        **options: Any,
+    ) -> tuple[ProjectedKL, torch.Tensor]:
+        """``projected_kl`` on rank ``rank``'s columns, and its gradient [Ts, Vps].
+
+        Padded columns hold ``pad_value``, far above the real logits.
+        """
+        student = _shard(self.student_logits.shape[1], padding[0], rank, ranks, group)
+        teacher = _shard(self.teacher_logits.shape[1], padding[1], rank, ranks, group)
+        logits = _columns(self.student_logits, student, pad_value).to(dtype).requires_grad_()
+        rows = _columns(self.projection.t(), student, 0.0).t()
+        reachable = (self.projection > 0).any(dim=0).double()[None]
+        weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        out = projected_kl(
+            logits,
+            _columns(self.teacher_logits, teacher, pad_value).to(dtype),
+            student_chunk_id=self.student_chunk_id,
+            teacher_chunk_id=self.teacher_chunk_id,
+            chunk_count=self.chunk_count,
+            weight=rows.to(weight_dtype).to_sparse_csr(),
+            weight_transposed=rows.t().contiguous().to(weight_dtype).to_sparse_csr(),
+            row_mass=rows.sum(dim=-1).to(weight_dtype),
+            reachable=_columns(reachable, teacher, 0.0)[0] > 0,
+            student_shard=student,
+            teacher_shard=teacher,
+            **options,
+        )
+        (grad,) = torch.autograd.grad(out.loss_sum, logits)
+        return out, grad
+
+
+def _shard(vocab: int, padding: int, rank: int, ranks: int, group: Any) -> VocabShard:
+    width = -(-(vocab + padding) // ranks)
+    return VocabShard(start=rank * width, stop=(rank + 1) * width, vocab_size=vocab, group=group)
+
+
+def _columns(full: torch.Tensor, shard: VocabShard, pad_value: float) -> torch.Tensor:
+    """This shard's columns [T, Vp] of unpadded ``full`` [T, V]."""
+    missing = max(shard.stop - full.shape[1], 0)
+    padded = torch.nn.functional.pad(full, (0, missing), value=pad_value)
+    return padded[:, shard.start : shard.stop].clone()
