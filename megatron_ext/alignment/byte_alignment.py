@@ -125,15 +125,26 @@ def _spans(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Spans [C, 2] and chunk ids [T] of one side, from the last wide token of each chunk [C]."""
     spans = np.empty((len(cuts), 2), dtype=np.int32)
-    spans[:, 1] = cuts + 1
     spans[:1, 0] = 0
+    spans[:, 1] = cuts
+    spans[:, 1] += 1
     spans[1:, 0] = spans[:-1, 1]
-    chunk_id = np.full(token_count, NO_CHUNK, dtype=np.int32)
-    ids = np.repeat(np.arange(len(cuts), dtype=np.int32), spans[:, 1] - spans[:, 0])
     if wide is None:
-        chunk_id[: len(ids)] = ids
-        return spans, chunk_id
-    chunk_id[wide[: len(ids)]] = ids
+        return spans, _chunk_ids(cuts, token_count)
+    chunk_id = np.full(token_count, NO_CHUNK, dtype=np.int32)
+    chunk_id[wide] = _chunk_ids(cuts, len(wide))
     spans[:, 0] = wide[spans[:, 0]]
     spans[:, 1] = wide[cuts] + 1
     return spans, chunk_id
+
+
+def _chunk_ids(cuts: Indices, token_count: int) -> NDArray[np.int32]:
+    """Chunk of each wide token: how many chunks end before it."""
+    chunk_id = np.full(token_count, NO_CHUNK, dtype=np.int32)
+    if len(cuts):
+        inside = int(cuts[-1]) + 1
+        is_last = np.zeros(inside, dtype=np.bool_)
+        is_last[cuts] = True
+        chunk_id[0] = 0
+        np.cumsum(is_last[:-1], dtype=np.int32, out=chunk_id[1:inside])
+    return chunk_id

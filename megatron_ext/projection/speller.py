@@ -64,13 +64,15 @@ class Speller:
         return spelled
 
     def _trailing(self, ids: list[int], token: bytes) -> list[int]:
-        """The last of ``ids`` whose bytes are ``token``, or none."""
+        """The last of ``ids`` that have bytes, where they spell ``token``; else none."""
         left, at = len(token), len(ids)
         while left > 0 and at > 0:
             at -= 1
             left -= len(self._bytes[ids[at]])
-        pieces = ids[at:]
-        return pieces if b"".join([self._bytes[piece] for piece in pieces]) == token else []
+        spelled = [self._bytes[piece] for piece in ids[at:]]
+        if b"".join(spelled) != token:
+            return []
+        return [piece for piece, own in zip(ids[at:], spelled, strict=True) if own]
 
     def _segment(self, token: bytes) -> list[int]:
         ids, at = [], 0

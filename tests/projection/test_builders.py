@@ -141,6 +141,18 @@ def test_bytes_that_the_teacher_cannot_spell_leave_a_row_empty():
 # Control tokens.
 
 
+def test_a_control_token_that_the_teacher_inserts_stands_for_nothing():
+    class Separating(GreedyTokenizer):
+        def text_to_ids(self, text):
+            separator = self.token_to_id("<sep>")
+            return [i for token_id in super().text_to_ids(text) for i in (token_id, separator)]
+
+    projection = SparseProjection.from_tokenizers(
+        GreedyTokenizer([b"ab"]), Separating(["<sep>", b"a", b"b"])
+    )
+    assert row(projection, 0) == pytest.approx({1: 10 / 11, 2: 1 / 11}, rel=1e-6)
+
+
 def test_control_tokens_match_by_role_then_by_name():
     student = GreedyTokenizer(["<|start|>", "</s>", "[INST]", "<mine>", b"a"], bos="<|start|>")
     teacher = GreedyTokenizer([b"a", "[INST]", "</s>", "<bos>"], bos="<bos>")
