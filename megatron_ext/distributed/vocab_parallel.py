@@ -6,7 +6,7 @@ T rows, Vp this rank's columns. Gradients follow the convention of ``shard_colle
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -73,24 +73,50 @@ def scaled_logits(
     return scaled if excluded is None else scaled.masked_fill_(excluded, -torch.inf)
 
 
+class LogSumExp(NamedTuple):
+    """``peak + log_sum`` in two tensors of one shape, at least [T].
+
+    Kept apart since a log-probability of fp32 logits near 1e4 would lose 1e-3 to their sum.
+    """
+
+    peak: torch.Tensor
+    """Largest logit; 0 in a row that has none."""
+
+    log_sum: torch.Tensor
+    """Logarithm of the sum of ``exp(logit - peak)``."""
+
+    def normalise_(self, scaled: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Turn ``scaled`` [T', Vp], logits of these rows, into log-probabilities in place."""
+        return scaled.sub_(self.peak[rows, None]).sub_(self.log_sum[rows, None])
+
+
 def local_log_sum_exp(
     logits: torch.Tensor, temperature: float, excluded: torch.Tensor | None
-) -> torch.Tensor:
-    """Log-sum-exp [T] of this rank's columns alone, -inf where there are none. No collectives."""
-    lse = torch.empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype), device=logits.device)
-    for rows in row_slices(*logits.shape):
-        lse[rows] = torch.logsumexp(scaled_logits(logits[rows], temperature, excluded), dim=-1)
-    return lse
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Peak and sum of ``exp(logit - peak)``, [T] each, of this rank's columns. No collectives."""
+    rows, dtype = logits.shape[0], accumulation_dtype(logits.dtype)
+    peak, total = torch.empty(2, rows, dtype=dtype, device=logits.device)
+    for part in row_slices(*logits.shape):
+        scaled = scaled_logits(logits[part], temperature, excluded)
+        peak[part] = _finite_peak(scaled.amax(dim=-1))
+        total[part] = scaled.sub_(peak[part, None]).exp_().sum(dim=-1)
+    return peak, total
 
 
-def merge_log_sum_exp(local: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+def merge_log_sum_exp(
+    peak: torch.Tensor, total: torch.Tensor, group: ProcessGroup | None
+) -> LogSumExp:
     """Log-sum-exp over all shards from each shard's own, any shape. Two all-reduces."""
     if group is None:
-        return local
-    peak = all_reduce_max(local, group)
-    # A row without any column has no peak; -inf - -inf would be NaN where -inf is the answer.
-    peak = peak.masked_fill(peak == -torch.inf, 0.0)
-    return all_reduce_sum(torch.exp(local - peak), group).log_().add_(peak)
+        return LogSumExp(peak, total.log())
+    # A shard of padding alone has total 0; its peak must not win over negative logits.
+    top = _finite_peak(all_reduce_max(peak.masked_fill(total == 0, -torch.inf), group))
+    return LogSumExp(top, all_reduce_sum(total * torch.exp(peak - top), group).log_())
+
+
+def _finite_peak(peak: torch.Tensor) -> torch.Tensor:
+    """``peak`` with 0 where no column is left: -inf - -inf would be NaN."""
+    return peak.masked_fill(peak == -torch.inf, 0.0)
 
 
 def local_argmax(values: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,8 +182,10 @@ class _LogSoftmax(torch.autograd.Function):
     ) -> torch.Tensor:
         excluded = shard.excluded_columns(logits.device, valid)
         scaled = scaled_logits(logits, temperature, excluded)
-        lse = merge_log_sum_exp(torch.logsumexp(scaled, dim=-1, keepdim=True), shard.group)
-        log_probs = scaled.sub_(lse)
+        peak = _finite_peak(scaled.amax(dim=-1, keepdim=True))
+        total = torch.exp(scaled - peak).sum(dim=-1, keepdim=True)
+        lse = merge_log_sum_exp(peak, total, shard.group)
+        log_probs = scaled.sub_(lse.peak).sub_(lse.log_sum)
         ctx.save_for_backward(log_probs)
         ctx.excluded, ctx.group, ctx.temperature = excluded, shard.group, temperature
         ctx.dtype = logits.dtype

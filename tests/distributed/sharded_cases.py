@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -22,15 +23,16 @@ Result = dict[str, tuple[list[torch.Tensor], torch.Tensor]]
 """Name -> (what is replicated, this rank's columns)."""
 
 
-def every_size(rank: int, sizes: tuple[int, ...]) -> dict[int, Result]:
-    """The cases on groups of each size, ranks in order; all ranks make all groups."""
+def every_size(rank: int, sizes: tuple[int, ...]) -> tuple[dict[int, Result], dict[str, list[str]]]:
+    """The cases on groups of each size, ranks in order, and the collectives of the whole group."""
     groups = {}
     for size in sizes:
         for first in range(0, dist.get_world_size(), size):
             group = dist.new_group(list(range(first, first + size)))
             if first <= rank < first + size:
                 groups[size] = group
-    return {size: cases(rank % size, size, group) for size, group in groups.items()}
+    results = {size: cases(rank % size, size, group) for size, group in groups.items()}
+    return results, collectives_of(rank, dist.get_world_size())
 
 
 def cases(rank: int, ranks: int, group: Any) -> Result:
@@ -125,3 +127,33 @@ CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tenso
     "projected KL without chunks": _objective("projected_kl", chunks=0),
     "projected KL in slices": _sliced,
 }
+
+
+def collectives_of(rank: int, size: int) -> dict[str, list[str]]:
+    """The collectives of each objective's forward and backward, in order."""
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    group, made = dist.new_group(list(range(size))), {}
+    names = ("all_reduce", "all_gather", "reduce_scatter")
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(dist, name, counted(name)))
+        for name, chunks in (("next_token", 4), ("projected_kl", 4), ("projected_kl", 0)):
+            inputs = Microbatch.random(chunks=chunks).inputs(rank=rank, ranks=size, group=group)
+            output = LOSS_REGISTRY[name]()(inputs)
+            forward = len(calls)
+            output.loss_sum.backward()
+            label = name if chunks else f"{name} without chunks"
+            made[f"{label} forward"] = calls[:forward]
+            made[f"{label} backward"] = calls[forward:]
+            calls.clear()
+    return made

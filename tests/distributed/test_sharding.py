@@ -17,10 +17,16 @@ def unsharded() -> Result:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[int, Result]]:
+def ranks(
+    spawned: list[tuple[dict[int, Result], dict[str, list[str]]]],
+) -> list[dict[int, Result]]:
+    return [results for results, _ in spawned]
+
+
+@pytest.fixture(scope="module")
+def spawned() -> list[tuple[dict[int, Result], dict[str, list[str]]]]:
     """One spawn for all sizes: four ranks as four groups of one, two of two and one of four."""
-    results: list[dict[int, Result]] = run_ranks(4, every_size, SIZES)
-    return results
+    return run_ranks(4, every_size, SIZES)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -49,3 +55,19 @@ def test_every_rank_of_a_group_holds_the_same_bits(
     values = [ranks[rank][4][name][0] for rank in range(4)]
     for other in values[1:]:
         assert all(torch.equal(a, b) for a, b in zip(values[0], other, strict=True))
+
+
+def test_every_rank_makes_the_collectives_that_the_docstrings_state(
+    spawned: list[tuple[dict[int, Result], dict[str, list[str]]]],
+) -> None:
+    # On the CPU a reduce-scatter is an all-reduce: the ninth of the projected KL.
+    stated = {
+        "next_token forward": ["all_reduce"] * 5,
+        "next_token backward": [],
+        "projected_kl forward": ["all_reduce"] * 9,
+        "projected_kl backward": ["all_gather", "all_reduce"],
+        "projected_kl without chunks forward": ["all_reduce"] * 8,
+        "projected_kl without chunks backward": ["all_reduce"],
+    }
+    for _, made in spawned:
+        assert made == stated

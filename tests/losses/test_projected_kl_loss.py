@@ -113,7 +113,7 @@ def _alignment(student: tuple[int, int], teacher: tuple[int, int]) -> AlignmentB
 
 SHARD = VocabShard(start=0, stop=23, vocab_size=23)
 
-BAD_INPUTS = {
+BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
     "no teacher": ({"teacher": None}, "needs a teacher and an alignment; got no teacher"),
     "no alignment": ({"alignment": None}, "got no alignment"),
     "no projection": ({"projection": None}, "needs a vocabulary projection; got none"),

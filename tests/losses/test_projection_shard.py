@@ -50,12 +50,17 @@ def test_a_sparse_projection_is_cut_as_its_arrays_are_and_stays_as_it_was() -> N
 
 def _cut(**changes: Any) -> ProjectionShard:
     indptr, indices, values = csr_arrays(DENSE)
-    arguments = {"indptr": indptr, "indices": indices, "values": values, "shape": (37, 23)}
+    arguments: dict[str, Any] = {
+        "indptr": indptr,
+        "indices": indices,
+        "values": values,
+        "shape": (37, 23),
+    }
     whole = {
         "student_shard": VocabShard(start=0, stop=40, vocab_size=37),
         "teacher_shard": VocabShard(start=0, stop=24, vocab_size=23),
     }
-    return ProjectionShard.from_csr(**(arguments | whole | changes))
+    return ProjectionShard.from_csr(**(whole | changes))
 
 
 def test_a_shard_of_another_vocabulary_is_refused_with_both_sizes() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megatron_ext.distributed.row_slices import row_slices
-from megatron_ext.distributed.vocab_parallel import accumulation_dtype, scaled_logits
+from megatron_ext.distributed.vocab_parallel import LogSumExp, accumulation_dtype, scaled_logits
 
 
 def chunk_slots(chunk_id: torch.Tensor, chunk_count: int) -> torch.Tensor:
@@ -26,7 +26,7 @@ def chunk_sizes(slots: torch.Tensor, chunk_count: int, dtype: torch.dtype) -> to
 
 def chunk_mean_softmax(
     logits: torch.Tensor,
-    lse: torch.Tensor,
+    lse: LogSumExp,
     slots: torch.Tensor,
     sizes: torch.Tensor,
     *,
@@ -37,7 +37,7 @@ def chunk_mean_softmax(
 
     Args:
         logits: [T, Vp], any float dtype; a few rows at a time are turned into probabilities.
-        lse: [T], over every shard, at the same temperature.
+        lse: of [T], over every shard, at the same temperature.
         slots: int64 [T] from ``chunk_slots``.
         sizes: [C + 1] from ``chunk_sizes``.
         excluded: bool [Vp], columns that get zero.
@@ -52,6 +52,6 @@ def chunk_mean_softmax(
         device=logits.device,
     )
     for rows in row_slices(*logits.shape):
-        probs = scaled_logits(logits[rows], temperature, excluded).sub_(lse[rows, None]).exp_()
-        sums.index_add_(0, slots[rows], probs)
+        scaled = scaled_logits(logits[rows], temperature, excluded)
+        sums.index_add_(0, slots[rows], lse.normalise_(scaled, rows).exp_())
     return sums.div_(sizes[:, None])[:-1]

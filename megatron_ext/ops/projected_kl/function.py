@@ -18,6 +18,7 @@ from megatron_ext.distributed.shard_collectives import (
     sum_columns,
 )
 from megatron_ext.distributed.vocab_parallel import (
+    LogSumExp,
     VocabShard,
     accumulation_dtype,
     local_argmax,
@@ -121,7 +122,7 @@ class _Side(NamedTuple):
         return cls(logits.detach(), slots, sizes, excluded, shard)
 
     def chunk_means(
-        self, lse: torch.Tensor, temperature: float, excluded: torch.Tensor | None
+        self, lse: LogSumExp, temperature: float, excluded: torch.Tensor | None
     ) -> torch.Tensor:
         return chunk_mean_softmax(
             self.logits, lse, self.slots, self.sizes, temperature=temperature, excluded=excluded
@@ -134,15 +135,14 @@ def _teacher_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """P_c [C, Vpt] over the reachable columns, and the mass they leave out. Two all-reduces."""
     unreached = teacher.shard.excluded_columns(teacher.logits.device, reachable)
-    both = torch.stack(
-        [
-            local_log_sum_exp(teacher.logits, temperature, teacher.excluded),
-            local_log_sum_exp(teacher.logits, temperature, unreached),
-        ]
-    )
-    whole, reached = merge_log_sum_exp(both, teacher.shard.group)
+    columns = (teacher.excluded, unreached)
+    local = [local_log_sum_exp(teacher.logits, temperature, excluded) for excluded in columns]
+    # Both in one pair of all-reduces.
+    peaks, totals = (torch.stack(parts) for parts in zip(*local, strict=True))
+    merged = merge_log_sum_exp(peaks, totals, teacher.shard.group)
+    whole, reached = (LogSumExp(*parts) for parts in zip(*merged, strict=True))
     used = teacher.slots < teacher.sizes.shape[0] - 1
-    left_out = -torch.expm1(reached - whole)
+    left_out = -torch.expm1((reached.peak - whole.peak).add_(reached.log_sum).sub_(whole.log_sum))
     offsupport_sum = torch.where(used, left_out, 0.0).sum()
     return teacher.chunk_means(reached, temperature, unreached), offsupport_sum
 
@@ -163,9 +163,8 @@ class _ProjectedKL(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weight, weight_transposed, row_mass = projection
         group = student.shard.group
-        lse = merge_log_sum_exp(
-            local_log_sum_exp(student.logits, temperature, student.excluded), group
-        )
+        local = local_log_sum_exp(student.logits, temperature, student.excluded)
+        lse = merge_log_sum_exp(*local, group)
         means = student.chunk_means(lse, temperature, student.excluded)
         # The projection follows the logits: fp64 in a gradient check, else fp32.
         onto_teacher = weight_transposed.to(means.dtype).t()
@@ -187,7 +186,7 @@ class _ProjectedKL(torch.autograd.Function):
             grad.sub_((kl / mass)[:, None])
         p_top, q_top = merge_argmax(best, column, group)
 
-        ctx.save_for_backward(student_logits, lse, student.slots, student.sizes, grad)
+        ctx.save_for_backward(student_logits, *lse, student.slots, student.sizes, grad)
         ctx.student, ctx.weight, ctx.temperature = student.shard, weight, temperature
         outputs = (temperature**2 * kl.sum(), entropy.sum(), (p_top == q_top).to(kl.dtype).sum())
         ctx.mark_non_differentiable(*outputs[1:])
@@ -196,14 +195,16 @@ class _ProjectedKL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        logits, lse, slots, sizes, grad_projected = ctx.saved_tensors
+        logits, peak, log_sum, slots, sizes, grad_projected = ctx.saved_tensors
+        lse = LogSumExp(peak, log_sum)
         group, temperature = ctx.student.group, ctx.temperature
         chunk_grad = _onto_student(grad_projected, ctx.weight, group, sizes)
         excluded = ctx.student.excluded_columns(logits.device)
         unused = (slots == sizes.shape[0] - 1)[:, None]
         out = torch.empty_like(logits)
         for rows in row_slices(*logits.shape):
-            probs = scaled_logits(logits[rows], temperature, excluded).sub_(lse[rows, None]).exp_()
+            scaled = scaled_logits(logits[rows], temperature, excluded)
+            probs = lse.normalise_(scaled, rows).exp_()
             row_grad = chunk_grad[slots[rows]]
             centre = all_reduce_sum((probs * row_grad).sum(dim=-1, keepdim=True), group)
             # tau^2 of the loss over the tau that divides the logits.

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import (
+    LogSumExp,
     VocabShard,
     local_log_sum_exp,
     merge_log_sum_exp,
@@ -29,7 +30,7 @@ def token_log_prob(
 
     Returns:
         [T] fp32 (fp64 for fp64 logits). Forward: three all-reduces of [T]. Backward: none; keeps
-        ``logits`` and two vectors.
+        ``logits`` and five vectors.
     """
     out: torch.Tensor = _TokenLogProb.apply(logits, token_id, shard, temperature)
     return out
@@ -45,30 +46,31 @@ class _TokenLogProb(torch.autograd.Function):
         temperature: float,
     ) -> torch.Tensor:
         excluded = shard.excluded_columns(logits.device)
-        local_lse = local_log_sum_exp(logits, temperature, excluded)
-        lse = merge_log_sum_exp(local_lse, shard.group)
+        local = local_log_sum_exp(logits, temperature, excluded)
+        lse = merge_log_sum_exp(*local, shard.group)
         column = token_id - shard.start
         here = (column >= 0) & (column < shard.valid_width)
         column = torch.where(here, column, 0)
-        picked = logits.detach().gather(-1, column[:, None])[:, 0].to(lse.dtype) / temperature
+        picked = logits.detach().gather(-1, column[:, None])[:, 0].to(lse.peak.dtype) / temperature
         picked = all_reduce_sum(torch.where(here, picked, 0.0), shard.group)
-        log_prob = torch.where(token_id < shard.vocab_size, picked - lse, torch.nan)
+        log_prob = (picked - lse.peak).sub_(lse.log_sum)
+        log_prob.masked_fill_(token_id >= shard.vocab_size, torch.nan)
 
-        ctx.save_for_backward(logits, lse, token_id, here, column)
+        ctx.save_for_backward(logits, *lse, token_id, here, column)
         ctx.excluded, ctx.temperature = excluded, temperature
         return log_prob.masked_fill_(token_id < 0, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits, lse, token_id, here, column = ctx.saved_tensors
+        logits, *lse, token_id, here, column = ctx.saved_tensors
         trained = token_id >= 0
         scale = grad.masked_fill(~trained, 0.0).div(ctx.temperature)[:, None]
         picked = torch.where(here[:, None], scale, 0.0)
         out = torch.empty_like(logits)
         for rows in row_slices(*logits.shape):
-            probs = scaled_logits(logits[rows], ctx.temperature, ctx.excluded)
-            probs.sub_(lse[rows, None]).exp_().mul_(-scale[rows])
+            scaled = scaled_logits(logits[rows], ctx.temperature, ctx.excluded)
+            probs = LogSumExp(*lse).normalise_(scaled, rows).exp_().mul_(-scale[rows])
             probs.scatter_add_(-1, column[rows, None], picked[rows])
             out[rows] = probs.masked_fill_(~trained[rows, None], 0.0)
         return out, None, None, None
