@@ -50,13 +50,11 @@ def test_a_sparse_projection_is_cut_as_its_arrays_are_and_stays_as_it_was() -> N
 
 def _cut(**changes: Any) -> ProjectionShard:
     indptr, indices, values = csr_arrays(DENSE)
-    arguments: dict[str, Any] = {
+    whole: dict[str, Any] = {
         "indptr": indptr,
         "indices": indices,
         "values": values,
         "shape": (37, 23),
-    }
-    whole = {
         "student_shard": VocabShard(start=0, stop=40, vocab_size=37),
         "teacher_shard": VocabShard(start=0, stop=24, vocab_size=23),
     }
