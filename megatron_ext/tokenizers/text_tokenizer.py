@@ -60,6 +60,12 @@ class MegatronTokenizerText(MegatronTokenizerBase):
         """Ids of ``text`` alone: special tokens in it are ordinary text."""
         return self._tokenizer.text_to_ids(text)
 
+    text_to_ids = tokenize
+
+    def text_to_ids_batch(self, texts: Sequence[str]) -> list[IdArray]:
+        """``tokenize`` of many texts, in parallel inside the library where it can."""
+        return self._tokenizer.text_to_ids_batch(texts)
+
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ``ids``."""
         return self._tokenizer.ids_to_text(ids, skip_special_tokens=skip_special_tokens)

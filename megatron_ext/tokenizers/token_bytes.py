@@ -180,7 +180,9 @@ def settle_ends(
     """Byte ends [T] from the spans [T] that a library reports for a text it has normalised.
 
     Tokens that share characters (an emoji cut into bytes) are told apart by their own bytes where
-    these spell the text; elsewhere the library's ends stand, made monotone. The last end is N.
+    these spell the text; elsewhere the library's ends stand, made monotone. Bytes between two spans
+    go to the token before (a combining mark that was composed away), white space to the one after.
+    The last end is N.
 
     Args:
         spans: Bytes where each token begins and ends, as the library sees it.
@@ -193,6 +195,8 @@ def settle_ends(
         # A group goes on while it covers nothing yet, or a token begins before its end.
         if high > begin and start >= high:
             _tell_apart(ends, pieces, first, text[begin:high])
+            if start > high and not text[high:start].decode(errors="ignore")[:1].isspace():
+                ends[-1] = high = min(start, len(text))
             first, begin = index, high
         high = max(high, min(end, len(text)))
         ends.append(high)

@@ -75,14 +75,12 @@ class HuggingFaceFile:
         if self._model.get("type") == "WordPiece":
             return "each"
         for part in self._parts():
-            if part["type"] == "Prepend" and part.get("prepend") == _METASPACE:
+            kind = part.get("type")
+            if kind == "Metaspace":
+                return _metaspace_prefix(part)
+            if kind == "Prepend" and part.get("prepend") == _METASPACE:
                 return "each"
-            if part["type"] == "Metaspace":
-                scheme = part.get("prepend_scheme")
-                if scheme is None:
-                    scheme = "always" if part.get("add_prefix_space", True) else "never"
-                return {"always": "each", "first": "first"}.get(scheme, "none")  # type: ignore[return-value]
-            if part["type"] == "ByteLevel" and part.get("add_prefix_space"):
+            if kind == "ByteLevel" and part.get("add_prefix_space"):
                 return "each"
         return "none"
 
@@ -132,13 +130,19 @@ class HuggingFaceFile:
 
     def _parts(self) -> Iterator[Mapping[str, Any]]:
         """Normalisers and pre-tokenizers, sequences flattened."""
-        for key, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
-            part = self._document.get(key)
-            if part is not None:
-                yield from part[inner] if part["type"] == "Sequence" else [part]
+        waiting = [self._document.get("pre_tokenizer"), self._document.get("normalizer")]
+        while waiting:
+            part = waiting.pop()
+            if part is None:
+                continue
+            inner = part.get("normalizers") or part.get("pretokenizers")
+            if inner is None:
+                yield part
+            else:
+                waiting += reversed(inner)
 
     def _has(self, part_type: str) -> bool:
-        return any(part["type"] == part_type for part in self._parts())
+        return any(part.get("type") == part_type for part in self._parts())
 
     def _unknown(self) -> str | None:
         unk_id = self._model.get("unk_id")
@@ -165,6 +169,13 @@ class HuggingFaceFile:
         if suffix and piece.endswith(suffix):
             piece = piece.removesuffix(suffix) + " "
         return piece.replace(_METASPACE, " ").encode()
+
+
+def _metaspace_prefix(part: Mapping[str, Any]) -> DummyPrefix:
+    """What a Metaspace puts in front; files from before ``prepend_scheme`` have a flag."""
+    scheme = part.get("prepend_scheme", "always" if part.get("add_prefix_space", True) else "never")
+    prefixes: Mapping[Any, DummyPrefix] = {"always": "each", "first": "first"}
+    return prefixes.get(scheme, "none")
 
 
 def _model_ids(model: Mapping[str, Any]) -> dict[str, int]:

@@ -235,6 +235,8 @@ def _rank_lines(file: Path) -> dict[bytes, int]:
                 fix="fetch the file again: it may be truncated",
                 where=f"{file}:{number}",
             ) from None
+    if min(ranks.values(), default=0) < 0 or len(set(ranks.values())) < len(ranks):
+        raise TokenizerError("two tokens share a rank, or a rank is negative", where=file)
     return _with_all_bytes(ranks, file)
 
 

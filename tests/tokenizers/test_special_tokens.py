@@ -1,0 +1,172 @@
+"""Text cannot spell a control token unless it is asked to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizer_files import MAKERS
+
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+
+CONTROL = {
+    "sentencepiece-v1": ["<s>", "</s>"],
+    "sentencepiece-v3": ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"],
+    "tekken": ["<s>", "</s>", "[INST]", "<SPECIAL_20>"],
+    "json-rank-list": ["<unk>", "<s>", "</s>", "<pad>", "<SPECIAL_7>"],
+    "rank-file": ["<unk>", "<s>", "</s>", "<SPECIAL_999>"],
+    "huggingface-byte-level": ["<|end|>", "<tool>"],
+    "huggingface-nfc": ["<|end|>"],
+    "huggingface-metaspace": ["<unk>", "<s>", "</s>"],
+    "huggingface-wordpiece": ["[CLS]", "[SEP]", "[PAD]"],
+    "huggingface-unigram": ["<pad>", "</s>"],
+}
+
+
+@pytest.mark.parametrize(("name", "control"), CONTROL.items(), ids=CONTROL)
+def test_text_that_spells_a_special_token_is_ordinary_text(tokenizer, name, control):
+    for token in control:
+        token_id = tokenizer(name).token_to_id(token)
+        text = f"the {token} of{token}"
+        ids, _ = tokenizer(name).encode_with_byte_ends(text)
+        assert token_id not in ids
+        assert token_id not in tokenizer(name).tokenize(token)
+
+
+@pytest.mark.parametrize(("name", "control"), CONTROL.items(), ids=CONTROL)
+def test_parse_special_turns_it_into_its_id_over_its_own_characters(tokenizer, name, control):
+    for token in control:
+        text = f"the {token} of{token}"
+        ids, ends = tokenizer(name).encode_with_byte_ends(text, parse_special=True)
+        token_id = tokenizer(name).token_to_id(token)
+        assert ids.tolist().count(token_id) == 2
+        first = ids.tolist().index(token_id)
+        assert ends[first] == len(f"the {token}")
+        assert ids[-1] == token_id
+        assert ends[-1] == len(text)
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_control_tokens_have_no_bytes_and_no_length_in_a_stream(tokenizer, name):
+    control = [t for t in CONTROL[name] if t != "<tool>"]
+    for token in control:
+        token_id = tokenizer(name).token_to_id(token)
+        assert tokenizer(name).token_bytes(token_id) is None
+        ids = tokenizer(name).tokenize("the parser")
+        ends = tokenizer(name).byte_ends([token_id, *ids, token_id])
+        assert ends.tolist() == [0, *tokenizer(name).byte_ends(ids), len("the parser")]
+
+
+def test_an_added_token_that_is_not_special_stands_for_its_own_text(tokenizer):
+    ours = tokenizer("huggingface-byte-level")
+    token_id = ours.token_to_id("<tool>")
+    assert ours.token_bytes(token_id) == b"<tool>"
+    assert ours.byte_ends([token_id, token_id]).tolist() == [6, 12]
+    assert ours.detokenize([token_id], skip_special_tokens=True) == "<tool>"
+
+
+@pytest.mark.parametrize("name", ["sentencepiece-v1", "sentencepiece-v3", "tekken", "rank-file"])
+def test_decoding_names_control_tokens_or_leaves_them_out(tokenizer, name):
+    ours = tokenizer(name)
+    ids, _ = ours.encode_with_byte_ends("<s>the parser</s><s>ends</s>", parse_special=True)
+    assert ours.detokenize(ids.tolist()) == "<s>the parser</s><s>ends</s>"
+    assert "<s>" not in ours.detokenize(ids.tolist(), skip_special_tokens=True)
+    assert ours.detokenize([ours.eos_id], skip_special_tokens=True) == ""
+
+
+def test_the_dummy_prefix_of_each_stretch_between_control_tokens_has_no_bytes(tokenizer):
+    for name in ("sentencepiece-v1", "huggingface-metaspace"):
+        ours = tokenizer(name)
+        words = ours.tokenize("the parser")
+        stream = [ours.bos_id, *words, ours.eos_id, ours.bos_id, *words]
+        assert ours.byte_ends(stream)[-1] == 2 * len("the parser")
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_special_ids_are_inside_the_vocabulary_and_zero_counts(tokenizer, name):
+    ours = tokenizer(name)
+    for token_id in (ours.bos_id, ours.eos_id, ours.pad_id, ours.unk_id):
+        assert token_id is None or 0 <= token_id < ours.vocab_size
+    assert ours.eod == ours.eos_id
+    assert (ours.bos, ours.eos, ours.pad, ours.unk) == (
+        ours.bos_id,
+        ours.eos_id,
+        ours.pad_id,
+        ours.unk_id,
+    )
+
+
+def test_special_ids_of_huggingface_come_from_the_configuration_beside_it(tokenizer):
+    assert tokenizer("huggingface-unigram").pad_id == 0
+    assert tokenizer("huggingface-wordpiece").pad_id == 0
+    assert tokenizer("huggingface-wordpiece").bos_id is None
+    nfc = tokenizer("huggingface-nfc")
+    assert nfc.eos_id == nfc.token_to_id("<|end|>")
+
+
+def test_special_ids_without_a_configuration_follow_the_usual_names(tokenizer):
+    ours = tokenizer("huggingface-metaspace")
+    assert (ours.unk_id, ours.bos_id, ours.eos_id, ours.pad_id) == (0, 1, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("part", "stripped"),
+    [
+        ({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}, (3, 6)),
+        ({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"}, (3, 7)),
+        ({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never"}, (4, 8)),
+        ({"type": "Metaspace", "replacement": "▁", "add_prefix_space": True}, (3, 6)),
+    ],
+    ids=["always", "first", "never", "old-flag"],
+)
+def test_metaspace_says_which_stretches_have_a_dummy_prefix(tmp_path, part, stripped):
+    document = {
+        "added_tokens": [{"id": 0, "content": "</s>", "special": True, "single_word": False}],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [part]},
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {"</s>": 0, "▁the": 1}, "unk_token": "</s>"},
+    }
+    document["added_tokens"][0] |= {"lstrip": False, "rstrip": False, "normalized": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document), encoding="utf-8")
+    ours = build_tokenizer(TokenizerConfig(model=str(tmp_path)))
+    assert ours.byte_ends([0, 1, 0, 1]).tolist() == [0, stripped[0], stripped[0], stripped[1]]
+
+
+def test_included_special_tokens_cover_nothing(tokenizer_path):
+    ours = build_tokenizer(TokenizerConfig(model=str(tokenizer_path("huggingface-metaspace"))))
+    with_special = type(ours)(
+        tokenizer_path("huggingface-metaspace"),
+        {"library": "huggingface"},
+        include_special_tokens=True,
+    )
+    ids, ends = with_special.encode_with_byte_ends("the parser")
+    plain, plain_ends = ours.encode_with_byte_ends("the parser")
+    assert ids.tolist() == [1, *plain, 2]
+    assert ends.tolist() == [0, *plain_ends, 10]
+    ids, ends = with_special.encode_with_byte_ends("▁the parser")
+    assert (ids[0], ids[-1], ends[0], ends[-1]) == (1, 2, 0, 13)
+
+
+def test_a_special_token_that_merges_could_spell_stays_text(tokenizer_path, tmp_path):
+    source = tokenizer_path("huggingface-byte-level") / "tokenizer.json"
+    document = json.loads(source.read_text(encoding="utf-8"))
+    left, right = document["model"]["merges"][0]
+    document["added_tokens"].append(
+        {
+            "id": document["model"]["vocab"][left + right],
+            "content": left + right,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document), encoding="utf-8")
+    ours = build_tokenizer(TokenizerConfig(model=str(tmp_path)))
+    token_id = ours.token_to_id(left + right)
+    written = (left + right).replace("Ġ", " ")
+    assert ours.token_bytes(token_id) is None
+    assert token_id not in ours.tokenize(f"{written}x {written}")
+    assert ours.detokenize(ours.tokenize(f"{written}x {written}")) == f"{written}x {written}"

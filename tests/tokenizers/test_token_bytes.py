@@ -1,0 +1,118 @@
+"""The byte table on its own, against slow loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers import TokenBytes
+from megatron_ext.tokenizers.token_bytes import byte_of_character, character_starts, settle_ends
+
+ROWS = [b"a", b" b", None, b"", b"\xf0\x9f", b" ", b"\x99\x82", None]
+TABLE = TokenBytes.from_tokens(ROWS)
+IDS = st.lists(st.integers(0, len(ROWS) - 1), max_size=20)
+
+
+def test_the_byte_alphabet_is_the_one_of_the_tokenizers_library():
+    table = byte_of_character()
+    assert sorted(table.values()) == list(range(256))
+    assert sorted(table) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    for byte in range(0x80):
+        ((character, _),) = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        ).pre_tokenize_str(chr(byte))
+        assert table[character] == byte
+
+
+def test_the_flat_buffer_holds_every_row():
+    assert len(TABLE) == len(ROWS)
+    assert [TABLE[i] for i in range(len(ROWS))] == ROWS
+    begins, ends = TABLE.offsets[:-1], TABLE.offsets[1:]
+    assert [TABLE.buffer[a:b].tobytes() for a, b in zip(begins, ends, strict=True)] == [
+        row or b"" for row in ROWS
+    ]
+    assert TABLE.is_control.tolist() == [row is None for row in ROWS]
+
+
+@given(IDS)
+def test_join_and_byte_ends_are_those_of_a_loop(ids):
+    array = TABLE.as_ids(ids)
+    rows = [ROWS[i] or b"" for i in ids]
+    assert TABLE.join(array).tobytes() == b"".join(rows)
+    assert TABLE.byte_ends(array).tolist() == np.cumsum([len(row) for row in rows]).tolist()
+
+
+@given(IDS, st.sampled_from(["first", "each"]))
+def test_dummy_prefixes_are_those_of_a_loop(ids, dummy_prefix):
+    at, expected, fresh, seen = 0, [], True, False
+    for i in ids:
+        row = ROWS[i]
+        if row is None:
+            fresh = True
+        else:
+            dropped = fresh and row.startswith(b" ") and not (dummy_prefix == "first" and seen)
+            at += len(row) - dropped
+            fresh, seen = False, True
+        expected.append(at)
+    assert TABLE.byte_ends(TABLE.as_ids(ids), dummy_prefix).tolist() == expected
+
+
+@given(IDS, st.binary(max_size=3))
+def test_ends_within_asks_for_the_very_bytes(ids, other):
+    array = TABLE.as_ids(ids)
+    joined = TABLE.join(array).tobytes()
+    assert TABLE.ends_within(array, joined).tolist() == TABLE.byte_ends(array).tolist()
+    if joined.startswith(b" "):
+        ends = TABLE.ends_within(array, joined[1:])
+        assert ends.tolist() == np.maximum(TABLE.byte_ends(array) - 1, 0).tolist()
+    if other and other != b" ":
+        assert TABLE.ends_within(array, joined + other) is None
+
+
+@pytest.mark.parametrize("ids", [[-1], [0, len(ROWS)], [2**40]], ids=["negative", "over", "wide"])
+def test_ids_outside_the_table_are_refused(ids):
+    with pytest.raises(TokenizerError, match=f"expected 0 to {len(ROWS) - 1}"):
+        TABLE.as_ids(ids)
+
+
+@given(st.text(max_size=30))
+def test_character_starts_are_those_of_a_loop(text):
+    expected = np.cumsum([0, *(len(character.encode()) for character in text)])
+    assert character_starts(text.encode()).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("spans", "pieces", "text", "ends"),
+    [
+        ([], [], b"abc", []),
+        ([(0, 2), (2, 4)], [b"AB", b"CD"], b"abcd", [2, 4]),
+        ([(0, 4), (0, 4)], [b"\xf0\x9f", b"\x99\x82"], "🙂".encode(), [2, 4]),
+        ([(0, 0), (0, 0), (0, 4)], [b"\xf0", b"\x9f", b"\x99\x82"], "🙂".encode(), [1, 2, 4]),
+        ([(0, 0), (0, 4), (0, 4)], [b" ", b"\xf0\x9f", b"\x99\x82"], "🙂".encode(), [0, 2, 4]),
+        ([(0, 3), (0, 3)], [b"x", b"y"], b"abc", [3, 3]),
+        ([(0, 2), (3, 5)], [b"ab", b"cd"], b"ab cd", [2, 5]),
+        ([(0, 1), (3, 4)], [b"e", b"x"], "e\u0301x".encode(), [3, 4]),
+        ([(0, 3), (2, 2), (4, 99)], [b"", b"", b""], b"abc e", [3, 3, 5]),
+        ([(0, 3), (9, 99)], [b"", b""], b"abcde", [5, 5]),
+        ([(0, 1)], [b"a"], b"a   ", [4]),
+    ],
+    ids=[
+        "empty",
+        "as-reported",
+        "shared-character",
+        "last-byte-has-the-span",
+        "own-dummy-prefix",
+        "pieces-differ",
+        "white-space-goes-forward",
+        "composed-mark-goes-back",
+        "clipped-and-monotone",
+        "begins-after-the-end",
+        "trailing-space",
+    ],
+)
+def test_reported_spans_are_settled(spans, pieces, text, ends):
+    assert settle_ends(spans, pieces, text) == ends
