@@ -21,6 +21,7 @@ MANY = settings(
 OF_HUGGINGFACE = [name for name in MAKERS if name.startswith("huggingface")]
 OF_SENTENCEPIECE = [name for name in MAKERS if name.startswith("sentencepiece")]
 ORDINARY = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[|"), max_size=40)
+NAMES = st.sampled_from(["<s>", "</s>", "<unk>", "<|end|>", "<tool>", "[CLS]", "[SEP]", "<pad>"])
 
 
 @pytest.mark.parametrize("name", OF_SENTENCEPIECE)
@@ -41,6 +42,17 @@ def test_huggingface_ids_are_those_of_tokenizers(tokenizer, tokenizer_path, name
     ids = theirs.encode(text, add_special_tokens=False).ids
     assert tokenizer(name).tokenize(text) == ids
     assert tokenizer(name).detokenize(ids) == theirs.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", OF_HUGGINGFACE)
+@MANY
+@given(text=st.lists(st.one_of(ORDINARY, NAMES), max_size=5).map("".join))
+def test_parsed_special_tokens_are_those_of_tokenizers(tokenizer, tokenizer_path, name, text):
+    theirs = Tokenizer.from_file(str(tokenizer_path(name) / "tokenizer.json"))
+    theirs.no_truncation()
+    theirs.no_padding()
+    ids, _ = tokenizer(name).encode_with_byte_ends(text, parse_special=True)
+    assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids
 
 
 @pytest.fixture(scope="session")
