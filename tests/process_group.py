@@ -43,9 +43,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [
-            context.Process(
-                target=_rank_main, args=(rank, world_size, folder, timeout_s, fn, args), daemon=True
-            )
+            context.Process(target=_rank_main, args=(rank, world_size, folder, timeout_s, fn, args))
             for rank in range(world_size)
         ]
         try:

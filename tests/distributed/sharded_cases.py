@@ -97,10 +97,11 @@ def _argmax(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torc
 
 
 def _objective(
-    name: str, *, chunks: int = 4, **options: Any
+    name: str, *, chunks: int = 4, shift: float = 0.0, **options: Any
 ) -> Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tensor]]:
     def run(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
         batch = Microbatch.random(chunks=chunks)
+        batch.student_logits.add_(shift)
         inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=PADDING)
         output: LossOutput = LOSS_REGISTRY[name](**options)(inputs)
         (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
@@ -122,6 +123,8 @@ CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tenso
     "reduce-scatter": _reduce_scatter,
     "argmax": _argmax,
     "next token": _objective("next_token"),
+    # exp(-300) is zero in fp32: the shard of padding alone must not set the peak.
+    "next token of very negative logits": _objective("next_token", shift=-300.0),
     "forward projected KL": _objective("projected_kl", temperature=1.4),
     "reverse projected KL": _objective("projected_kl", direction="reverse"),
     "projected KL without chunks": _objective("projected_kl", chunks=0),

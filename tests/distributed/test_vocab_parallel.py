@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from megatron_ext.distributed import row_slices
-from megatron_ext.distributed.shard_collectives import reduce_scatter_columns
+from megatron_ext.distributed.shard_collectives import (
+    copy_to_shards,
+    reduce_scatter_columns,
+    sum_over_shards,
+)
 from megatron_ext.distributed.vocab_parallel import VocabShard, log_softmax, vocab_argmax
 
 PADDED = VocabShard(start=0, stop=12, vocab_size=9)
@@ -87,6 +93,17 @@ def test_argmax_takes_the_first_of_equals_and_never_padding() -> None:
     values = torch.tensor([[0.0, 3.0, 3.0, 1.0, 9.0], [5.0, 3.0, 5.0, 6.0, 9.0]])
     shard = VocabShard(start=0, stop=5, vocab_size=4)
     assert vocab_argmax(values, shard).tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("function", [sum_over_shards, copy_to_shards])
+def test_one_rank_alone_sums_and_copies_without_scaling(
+    function: Callable[[torch.Tensor, None], torch.Tensor],
+) -> None:
+    x = torch.tensor([2.0, -3.0], requires_grad=True)
+    out = function(x, None)
+    assert torch.equal(out, x)
+    (grad,) = torch.autograd.grad(out, x, torch.tensor([5.0, 7.0]))
+    assert grad.tolist() == [5.0, 7.0]
 
 
 def test_reduce_scatter_on_one_rank_fills_missing_columns_with_zeros() -> None:
