@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -51,7 +52,30 @@ class ProcessGroups:
     @property
     def is_main(self) -> bool:
         """Whether this one rank, which knows the losses, writes files and the progress line."""
-        return self.is_last_stage and self.dp_rank == 0 and dist.get_rank(self.tp) == 0
+        return dist.get_rank() == self._main_rank()
+
+    def on_main(self, work: Callable[[], object]) -> None:
+        """Do ``work`` on the main rank while the others wait; its error is raised on every rank.
+
+        Collectives: one object broadcast over all ranks.
+        """
+        outcome: list[Exception | None] = [None]
+        if self.is_main:
+            try:
+                work()
+            except Exception as error:
+                outcome = [error]
+        dist.broadcast_object_list(outcome, src=self._main_rank())
+        if outcome[0] is not None:
+            raise outcome[0]
+
+    def _main_rank(self) -> int:
+        """Global rank for which ``is_main`` holds: the first of the last stage.
+
+        megatron-core lays ranks out with tensor parallelism innermost and pipeline stages outermost.
+        """
+        stages = dist.get_world_size(self.pp)
+        return dist.get_world_size() // stages * (stages - 1)
 
     def vocab_shard(self, *, vocab_size: int, padded_vocab_size: int) -> VocabShard:
         """This rank's columns of a head of ``padded_vocab_size`` rows."""

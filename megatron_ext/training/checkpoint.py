@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.models.gpt import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.atomic_file import write_text
 from megatron_ext.distributed.process_groups import ProcessGroups
@@ -64,7 +65,7 @@ def load_checkpoint(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         return dict(dist_checkpointing.load(state, str(checkpoint)))
-    except (CheckpointingException, KeyError, RuntimeError, OSError) as error:
+    except (CheckpointingException, CheckpointException, KeyError, RuntimeError) as error:
         raise CheckpointError(
             "the checkpoint does not fit the model",
             where=checkpoint,
@@ -109,13 +110,18 @@ def find_checkpoint(path: str) -> Path:
             "no checkpoint found",
             where=path,
             expected="a run's checkpoints folder, or one iteration in it",
-            fix="check teacher.checkpoint",
+            fix="check teacher.checkpoint and initial_checkpoint",
         )
     return checkpoint
 
 
-def load_teacher(path: str, gpt: GPTModel, *, fingerprint: str) -> None:
+def load_weights(path: str, gpt: GPTModel, *, fingerprint: str) -> None:
     """Load a model's weights alone, and check that it was trained on this tokenizer.
+
+    Args:
+        path: As for ``find_checkpoint``.
+        gpt: This rank's stage of the model, under any layout.
+        fingerprint: Of the tokenizer that the run gives the model.
 
     Raises:
         CheckpointError: Missing, of another shape, or of another tokenizer.
@@ -125,11 +131,11 @@ def load_teacher(path: str, gpt: GPTModel, *, fingerprint: str) -> None:
     trained_on = _tokenizer_fingerprint(common)
     if trained_on is not None and trained_on != fingerprint:
         raise CheckpointError(
-            "the teacher was trained with another tokenizer",
+            "the model was trained with another tokenizer",
             where=checkpoint,
             got=f"vocabulary {trained_on[:12]}",
-            expected=f"{fingerprint[:12]}, the configured teacher tokenizer",
-            fix="set teacher.tokenizer to the tokenizer of the checkpoint",
+            expected=f"{fingerprint[:12]}, the configured tokenizer",
+            fix="configure the tokenizer of the checkpoint",
         )
     state = load_checkpoint(checkpoint, {"model": gpt.sharded_state_dict()})
     gpt.load_state_dict(state["model"])

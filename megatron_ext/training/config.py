@@ -240,6 +240,9 @@ class DistillConfig:
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig, metadata={"prefix": ""})
 
+    initial_checkpoint: str | None = None
+    """Checkpoint to take the student's first weights from; random weights when not given."""
+
     projection: str | None = None
     """Projection file (safetensors); built once into ``run_dir`` when not given."""
 

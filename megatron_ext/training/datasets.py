@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +98,15 @@ class WindowDataset(Sequence[Window]):
     def __getitem__(self, index: int) -> Window:  # type: ignore[override]
         return self._windows[index]
 
+    def summary(self) -> dict[str, Any]:
+        """What a user should know of the data before training on it; plain values."""
+        return {
+            "windows": len(self),
+            "bytes": self.byte_count,
+            "dropped_bytes": self.dropped_bytes,
+            "chunk_shares": self.chunk_counts.shares() if self.chunk_counts else None,
+        }
+
     def padded_to_multiple(self, multiple: int) -> list[Window]:
         """Every window once, then windows that predict nothing up to a multiple of ``multiple``."""
         missing = -len(self._windows) % multiple
@@ -120,7 +130,9 @@ class WindowDataset(Sequence[Window]):
             ends = _slice_ends(student_ends, student, start)
             if teacher_ids is None or teacher_ends is None or self._teacher is None:
                 self._windows.append(
-                    Window(self._student.sequence(student_ids, student, ends), None, stop - start)
+                    Window(
+                        self._student.sequence(student_ids, student, ends), None, int(stop - start)
+                    )
                 )
                 continue
             other_ends = _slice_ends(teacher_ends, teacher, start)
@@ -132,7 +144,7 @@ class WindowDataset(Sequence[Window]):
                     self._teacher.sequence(
                         teacher_ids, teacher, other_ends, alignment.teacher_chunk_id
                     ),
-                    stop - start,
+                    int(stop - start),
                 )
             )
 

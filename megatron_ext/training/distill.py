@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from megatron_ext.atomic_file import write_text
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import ConfigError
@@ -19,13 +20,18 @@ from megatron_ext.teachers import MegatronTeacher, Teacher
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron
-from megatron_ext.training.checkpoint import load_teacher
+from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.config import DataConfig, DistillConfig, ModelConfig, TeacherConfig
 from megatron_ext.training.corpus import read_documents
 from megatron_ext.training.datasets import WindowDataset
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep
 from megatron_ext.training.models import build_gpt_model, freeze
-from megatron_ext.training.run_folder import PROJECTION_FILE, config_values, open_run_folder
+from megatron_ext.training.run_folder import (
+    DATA_FILE,
+    PROJECTION_FILE,
+    config_values,
+    open_run_folder,
+)
 from megatron_ext.training.student import Student
 from megatron_ext.training.trainer import Trainer
 
@@ -57,7 +63,7 @@ def distill(config: DistillConfig) -> Path:
 def build_trainer(config: DistillConfig, groups: ProcessGroups) -> Trainer:
     """Read, check and build everything a run needs.
 
-    Collectives: two barriers around the run folder and the projection, and those that build models.
+    Collectives: those of ``ProcessGroups.on_main`` and those that build and load models.
     """
     _check_batch(config, groups)
     _seed(config.training.seed)
@@ -69,8 +75,9 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups) -> Trainer:
         if config.data.validation
         else None
     )
-    run_dir = open_run_folder(config, is_main=groups.is_main)
-    dist.barrier()
+    run_dir = Path(config.run_dir)
+    groups.on_main(lambda: open_run_folder(config))
+    groups.on_main(lambda: _write_data_summary(run_dir, train_data, validation_data))
     student_size = _vocab_sizes(tokenizer, config.student, config)
     step = StudentStep(
         shard=groups.vocab_shard(vocab_size=student_size[0], padded_vocab_size=student_size[1]),
@@ -92,6 +99,8 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups) -> Trainer:
         training=config.training,
         groups=groups,
     )
+    if config.initial_checkpoint:
+        load_weights(config.initial_checkpoint, gpt, fingerprint=tokenizer.fingerprint())
     return Trainer(
         config=config,
         groups=groups,
@@ -127,7 +136,7 @@ def _with_teacher(
         training=config.training,
         groups=groups,
     )
-    load_teacher(teacher_config.checkpoint, gpt, fingerprint=teacher_tokenizer.fingerprint())
+    load_weights(teacher_config.checkpoint, gpt, fingerprint=teacher_tokenizer.fingerprint())
     projection = _projection(config, tokenizer, teacher_tokenizer, run_dir, groups)
     return MegatronTeacher(freeze(gpt), shard=shard), StudentStep(
         shard=step.shard,
@@ -150,11 +159,15 @@ def _projection(
     run_dir: Path,
     groups: ProcessGroups,
 ) -> SparseProjection:
-    """The configured projection, or the run's own, built once by the main rank; one barrier."""
+    """The configured projection, or the run's own, built once by the main rank."""
     path = Path(config.projection) if config.projection else run_dir / PROJECTION_FILE
-    if not config.projection and groups.is_main and not path.exists():
-        SparseProjection.from_tokenizers(tokenizer, teacher_tokenizer).save(path)
-    dist.barrier()
+    if not config.projection:
+        groups.on_main(
+            lambda: (
+                path.exists()
+                or SparseProjection.from_tokenizers(tokenizer, teacher_tokenizer).save(path)
+            )
+        )
     return SparseProjection.load(path, student=tokenizer, teacher=teacher_tokenizer)
 
 
@@ -173,6 +186,16 @@ def _dataset(
         teacher_length=config.teacher.model.seq_length if config.teacher else None,
         append_eod=data.append_eod,
     )
+
+
+def _write_data_summary(
+    run_dir: Path, train_data: WindowDataset, validation_data: WindowDataset | None
+) -> None:
+    summary = {
+        "train": train_data.summary(),
+        "validation": validation_data.summary() if validation_data else None,
+    }
+    write_text(run_dir / DATA_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def _vocab_sizes(

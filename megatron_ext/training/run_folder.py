@@ -15,10 +15,12 @@ from megatron_ext.training.config import DistillConfig
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
+DATA_FILE = "data.json"
 PROJECTION_FILE = "projection.safetensors"
 
 _MAY_CHANGE = (
     "run_dir",
+    "initial_checkpoint",
     "projection",
     "parallel",
     "teacher.checkpoint",
@@ -30,8 +32,8 @@ _MAY_CHANGE = (
 )
 
 
-def open_run_folder(config: DistillConfig, *, is_main: bool) -> Path:
-    """The run's folder; its ``config.yaml`` is written on the first start and checked afterwards.
+def open_run_folder(config: DistillConfig) -> None:
+    """Make the run's folder, or check that what is there is the same run; one rank calls it.
 
     Layout, checkpoint intervals and the number of iterations may change between starts; anything
     that would make another experiment of it may not.
@@ -39,15 +41,11 @@ def open_run_folder(config: DistillConfig, *, is_main: bool) -> Path:
     Raises:
         ConfigError: The folder holds a run with another configuration.
     """
-    folder = Path(config.run_dir)
-    stored = folder / CONFIG_FILE
+    stored = Path(config.run_dir) / CONFIG_FILE
     values = config_values(config)
     if stored.exists():
         _check_same_run(yaml.safe_load(stored.read_text(encoding="utf-8")), values, stored)
-    if is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(stored, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-    return folder
+    write_text(stored, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 def config_values(config: DistillConfig) -> dict[str, Any]:

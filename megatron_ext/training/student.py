@@ -20,6 +20,10 @@ from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.models import wrap_in_ddp
 
 
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""The distributed optimizer's checkpoint format that any layout can read."""
+
+
 class Student:
     """megatron-core's DDP, optimizer and scheduler around one stage of the student."""
 
@@ -70,7 +74,9 @@ class Student:
         model = self.gpt.sharded_state_dict()
         return {
             "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading),
+            "optimizer": self.optimizer.sharded_state_dict(
+                model, is_loading=is_loading, metadata=_OPTIMIZER_FORMAT
+            ),
             "scheduler": self.scheduler.state_dict(),
         }
 

@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Each makes .venv and installs what it needs on its first call; nothing else is touched.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+TRITON := triton==3.6.0
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.ready
+	@echo "==> demo: three short training runs, about ten minutes on 2 CPU cores; see runs/demo"
+	@$(BIN)/python examples/demo/run.py
+
+test: $(VENV)/.ready
+	@echo "==> test: the whole suite"
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# torch comes first and pinned, so that no other package chooses a larger build of it.
+$(VENV)/.ready: pyproject.toml
+	@echo "==> installing into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet "$(TORCH)" "$(TRITON)"
+	@$(BIN)/python -m pip install --quiet --editable ".[test]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.ready
+	@$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs

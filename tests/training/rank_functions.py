@@ -1,0 +1,50 @@
+"""What spawned ranks run in the training tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megatron.core import parallel_state
+
+from megatron_ext.distributed import process_groups
+from megatron_ext.training import cpu_megatron
+from megatron_ext.training.checkpoint import save_checkpoint
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.distill import build_trainer
+from megatron_ext.training.trainer import Trainer
+from tests.training.tiny_run import student_run, teacher_run
+
+
+def train_alone(rank: int, folder: Path) -> None:
+    """A teacher, the student's first weights, and the unsharded run that others are compared to."""
+    _trainer(teacher_run(folder)).train()
+    start = _trainer(student_run(folder, "start"))
+    save_checkpoint(
+        Path(start.run_dir) / "checkpoints",
+        0,
+        {"model": start.student.gpt.sharded_state_dict(), "run": start.run_record},
+        groups=start.groups,
+        keep=1,
+    )
+    train_layouts(rank, folder, [("alone", {})])
+
+
+def train_layouts(rank: int, folder: Path, layouts: list[tuple[str, dict[str, Any]]]) -> None:
+    """One run per layout, one after the other, all from the same first weights."""
+    for name, parallel in layouts:
+        config = student_run(folder, name, **parallel)
+        start = str(folder / "start" / "checkpoints")
+        _trainer(dataclasses.replace(config, initial_checkpoint=start)).train()
+
+
+def _trainer(config: DistillConfig) -> Trainer:
+    """A trainer in a fresh layout over the ranks that are there."""
+    cpu_megatron.install()
+    parallel_state.destroy_model_parallel()
+    groups = process_groups.initialize(
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+    )
+    return build_trainer(config, groups)

@@ -1,0 +1,98 @@
+"""The same weights and data train the same model under every parallel layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from megatron_ext.training.metrics import read_metrics
+from tests.process_group import run_ranks
+from tests.training.rank_functions import train_alone, train_layouts
+from tests.training.tiny_run import ITERATIONS, write_corpus, write_rank_list
+
+TWO_RANKS = [
+    ("tp2", {"tensor_model_parallel_size": 2}),
+    ("pp2", {"pipeline_model_parallel_size": 2}),
+    ("dp2", {}),
+    ("dp2-sharded-optimizer", {"use_distributed_optimizer": True}),
+]
+FOUR_RANKS = [
+    ("tp2-pp2", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+]
+LAYOUTS = [name for name, _ in TWO_RANKS + FOUR_RANKS]
+
+# fp32 sums in another order: a few ulps in each gradient, which AdamW turns into at most a small
+# share of one step of size lr = 1e-3 where a gradient is itself near rounding.
+PARAMETER_TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    write_corpus(folder)
+    write_rank_list(folder)
+    run_ranks(1, train_alone, folder)
+    run_ranks(2, train_layouts, folder, TWO_RANKS, timeout_s=240)
+    run_ranks(4, train_layouts, folder, FOUR_RANKS, timeout_s=240)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("quantity", ["loss", "kd", "ce", "grad_norm", "kd/top1_agreement"])
+def test_every_iteration_measures_what_one_process_measures(
+    runs: Path, layout: str, quantity: str
+) -> None:
+    alone, sharded = read_metrics(runs / "alone"), read_metrics(runs / layout)
+    assert len(alone) == ITERATIONS
+    assert [row["iteration"] for row in sharded] == [row["iteration"] for row in alone]
+    assert [row["chunks"] for row in sharded] == [row["chunks"] for row in alone]
+    expected = [row[quantity] for row in alone]
+    assert [row[quantity] for row in sharded] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_held_out_bits_per_byte_do_not_depend_on_the_layout(runs: Path, layout: str) -> None:
+    alone, sharded = read_metrics(runs / "alone")[-1], read_metrics(runs / layout)[-1]
+    for name in ("student_bits_per_byte", "teacher_bits_per_byte"):
+        assert sharded[name] == pytest.approx(alone[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_trained_weights_are_the_same(runs: Path, layout: str) -> None:
+    alone, sharded = _weights(runs / "alone"), _weights(runs / layout)
+    start = _weights(runs / "start", iteration=0)
+    assert alone.keys() == sharded.keys()
+    assert any((alone[name] - start[name]).abs().max() > 1e-3 for name in alone)
+    for name, weight in alone.items():
+        rows = min(len(weight), len(sharded[name]))
+        torch.testing.assert_close(
+            sharded[name][:rows], weight[:rows], rtol=0, atol=PARAMETER_TOLERANCE
+        )
+
+
+def test_the_loss_goes_down(runs: Path) -> None:
+    losses = [row["loss"] for row in read_metrics(runs / "alone")]
+    assert losses[-1] < losses[0]
+
+
+def _weights(run: Path, iteration: int = ITERATIONS) -> dict[str, torch.Tensor]:
+    """The model's tensors in a checkpoint, whole, read without any process group."""
+    folder = run / "checkpoints" / f"iter_{iteration:07d}"
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state,
+        storage_reader=FileSystemReader(str(folder)),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, torch.Tensor) and not name.startswith("optimizer")
+    }

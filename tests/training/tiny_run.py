@@ -1,0 +1,114 @@
+"""A distillation run small enough for a test, on real vocabularies of two libraries."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.tokenizers import TokenizerConfig
+from megatron_ext.training.config import (
+    DataConfig,
+    DistillConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TeacherConfig,
+    TrainingConfig,
+)
+
+SENTENCES = (
+    "A dictionary display yields a new dictionary object. ",
+    "Le café coûte 2,50 € ; naïveté, œuvre, garçon. ",
+    "日本語の文章も、ふつうに学習できます。 ",
+    "def f(x):\n    return x ** 2  # 201 + 1999\n",
+    "Ελληνικά, русский язык и हिन्दी 😀. ",
+)
+ITERATIONS = 3
+STUDENT_VOCAB_SIZE = 8001
+
+
+def vocabulary(name: str) -> str:
+    """Path of a vocabulary file that mistral-common carries."""
+    return str(importlib.resources.files("mistral_common") / "data" / name)
+
+
+def write_corpus(folder: Path) -> Path:
+    """Documents of different lengths, mixed scripts, as JSON lines."""
+    path = folder / "train.jsonl"
+    documents = ["".join(SENTENCES[(i + k) % 5] for k in range(1 + i % 7)) for i in range(24)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return path
+
+
+def write_rank_list(folder: Path) -> Path:
+    """The head of Tekken's vocabulary as Megatron's JSON rank list: an odd size, quick to train."""
+    path = folder / "ranks.json"
+    vocabulary_file = json.loads(Path(vocabulary("tekken_240911.json")).read_text())
+    path.write_text(json.dumps(vocabulary_file["vocab"][: STUDENT_VOCAB_SIZE - 100]))
+    return path
+
+
+def teacher_run(folder: Path) -> DistillConfig:
+    """One step of next-token training, for a checkpoint to distil from."""
+    return DistillConfig(
+        run_dir=str(folder / "teacher"),
+        tokenizer=_teacher().tokenizer,
+        student=_teacher().model,
+        data=DataConfig(train=(str(folder / "train.jsonl"),)),
+        loss=LossConfig(objective="next_token"),
+        training=TrainingConfig(train_iters=1, global_batch_size=4),
+    )
+
+
+def student_run(folder: Path, name: str, **parallel: Any) -> DistillConfig:
+    """Projected KL plus cross-entropy from that checkpoint; ``parallel`` is the layout."""
+    teacher = dataclasses.replace(_teacher(), checkpoint=str(folder / "teacher" / "checkpoints"))
+    return DistillConfig(
+        run_dir=str(folder / name),
+        tokenizer=TokenizerConfig(
+            library="tiktoken",
+            model=str(folder / "ranks.json"),
+            tiktoken_num_special_tokens=100,
+            vocab_size=STUDENT_VOCAB_SIZE,
+        ),
+        student=ModelConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_query_groups=2,
+            ffn_hidden_size=64,
+            seq_length=41,
+            make_vocab_size_divisible_by=8,
+        ),
+        teacher=teacher,
+        data=DataConfig(
+            train=(str(folder / "train.jsonl"),), validation=(str(folder / "train.jsonl"),)
+        ),
+        loss=LossConfig(temperature=1.5, kd_weight=1.0, ce_weight=0.5),
+        optimizer=OptimizerConfig(lr=1e-3),
+        training=TrainingConfig(
+            train_iters=ITERATIONS, micro_batch_size=2, global_batch_size=8, save_interval=2
+        ),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def _teacher() -> TeacherConfig:
+    return TeacherConfig(
+        tokenizer=TokenizerConfig(
+            library="sentencepiece",
+            model=vocabulary("mistral_instruct_tokenizer_240323.model.v3"),
+        ),
+        model=ModelConfig(
+            num_layers=2,
+            hidden_size=48,
+            num_attention_heads=4,
+            seq_length=53,
+            untie_embeddings_and_output_weights=True,
+        ),
+        checkpoint="",
+    )
