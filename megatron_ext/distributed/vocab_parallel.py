@@ -110,7 +110,8 @@ def merge_log_sum_exp(
     if group is None:
         return LogSumExp(peak, total.log())
     # A shard of padding alone has total 0; its peak must not win over negative logits.
-    top = _finite_peak(all_reduce_max(peak.masked_fill(total == 0, -torch.inf), group))
+    peak = peak.masked_fill(total == 0, -torch.inf)
+    top = _finite_peak(all_reduce_max(peak, group))
     return LogSumExp(top, all_reduce_sum(total * torch.exp(peak - top), group).log_())
 
 
