@@ -72,7 +72,7 @@ class ProcessGroups:
     def _main_rank(self) -> int:
         """Global rank for which ``is_main`` holds: the first of the last stage.
 
-        megatron-core lays ranks out with tensor parallelism innermost and pipeline stages outermost.
+        megatron-core lays ranks out with tensor parallelism innermost and stages outermost.
         """
         stages = dist.get_world_size(self.pp)
         return dist.get_world_size() // stages * (stages - 1)

@@ -5,7 +5,6 @@ from megatron_ext.losses.base import (
     Objective,
     SumCount,
 )
-from megatron_ext.losses.distillation_loss import DistillationLoss, DistillationOutput
 from megatron_ext.losses.next_token import NextTokenLoss
 from megatron_ext.losses.projected_kl import ProjectedKLLoss
 from megatron_ext.losses.projection_shard import ProjectionShard
@@ -14,8 +13,6 @@ from megatron_ext.losses.targets import TargetKind, TeacherTargets
 __all__ = [
     "LOSS_REGISTRY",
     "DistillationInputs",
-    "DistillationLoss",
-    "DistillationOutput",
     "LossOutput",
     "NextTokenLoss",
     "Objective",

@@ -13,6 +13,8 @@ context parallelism), fused kernels.
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -35,6 +37,7 @@ def install() -> None:
         raise RuntimeError("CUDA is initialised in this process, so it cannot run on the CPU")
     _replace_cuda_calls()
     _replace_random_state_helpers()
+    _keep_freed_memory()
     _installed = _CudaToCpu()
     _installed.__enter__()
 
@@ -87,6 +90,20 @@ def _replace_cuda_calls() -> None:
     }
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc reuse the pages of freed tensors instead of returning them to the kernel.
+
+    A step allocates and frees buffers of the size of the logits; handing them back and faulting
+    them in again, zeroed, took a quarter of it. Other C libraries are left as they are.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    m_trim_threshold, m_mmap_max = -1, -4
+    libc = ctypes.CDLL(None)
+    libc.mallopt(m_mmap_max, 0)
+    libc.mallopt(m_trim_threshold, -1)
 
 
 def _replace_random_state_helpers() -> None:

@@ -19,7 +19,6 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.models import wrap_in_ddp
 
-
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 """The distributed optimizer's checkpoint format that any layout can read."""
 

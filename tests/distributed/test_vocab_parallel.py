@@ -118,7 +118,7 @@ def test_reduce_scatter_on_one_rank_fills_missing_columns_with_zeros() -> None:
 def test_row_slices_cover_every_row_once(
     rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_slices, "SLICE_ELEMENTS", 10)
+    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 10)
     slices = list(row_slices.row_slices(rows, columns))
     covered = [row for part in slices for row in range(rows)[part]]
     assert covered == list(range(rows))
