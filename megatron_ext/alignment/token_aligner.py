@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron_ext.alignment.alignment import Alignment
 from megatron_ext.alignment.byte_alignment import ByteEnds, align_byte_ends
 from megatron_ext.errors import AlignmentError
-from megatron_ext.tokenizers.base import IdArray, MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.base import ByteTokenizer, IdArray
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 Ids = Sequence[int] | IdArray
@@ -27,8 +27,8 @@ class TokenAligner:
 
     def __init__(
         self,
-        student_tokenizer: MegatronTokenizerTextAbstract,
-        teacher_tokenizer: MegatronTokenizerTextAbstract,
+        student_tokenizer: ByteTokenizer,
+        teacher_tokenizer: ByteTokenizer,
     ) -> None:
         self.student_tokenizer = student_tokenizer
         self.teacher_tokenizer = teacher_tokenizer
@@ -68,7 +68,7 @@ class TokenAligner:
         return _table_of(self.teacher_tokenizer)
 
 
-def _table_of(tokenizer: MegatronTokenizerTextAbstract) -> TokenBytes:
+def _table_of(tokenizer: ByteTokenizer) -> TokenBytes:
     return TokenBytes.from_tokens(map(tokenizer.token_bytes, range(tokenizer.vocab_size)))
 
 

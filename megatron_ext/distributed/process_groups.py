@@ -180,5 +180,9 @@ def _join(device: torch.device, world_size: int, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            backend,
+            store=torch._C._distributed_c10d.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=timeout,
         )

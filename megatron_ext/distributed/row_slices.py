@@ -15,7 +15,7 @@ cache, and the allocator hands the same pages out again (twice as fast on the lo
 """
 
 
-def row_slices(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
+def row_slices(rows: int, columns: int, *, device: torch.device) -> Iterator[slice]:
     """Cut ``rows`` rows so that each slice holds at most ``SLICE_ELEMENTS`` elements.
 
     Collectives run once a slice, so ``columns`` must be a width that is equal on every rank:

@@ -96,7 +96,7 @@ def local_log_sum_exp(
     """Peak and sum of ``exp(logit - peak)``, [T] each, of this rank's columns. No collectives."""
     rows, dtype = logits.shape[0], accumulation_dtype(logits.dtype)
     peak, total = torch.empty(2, rows, dtype=dtype, device=logits.device)
-    for part in row_slices(*logits.shape, logits.device):
+    for part in row_slices(*logits.shape, device=logits.device):
         scaled = scaled_logits(logits[part], temperature, excluded)
         peak[part] = _finite_peak(scaled.amax(dim=-1))
         total[part] = scaled.sub_(peak[part, None]).exp_().sum(dim=-1)

@@ -25,7 +25,7 @@ from megatron_ext.projection.token_match import (
     match_ordinary_tokens,
 )
 from megatron_ext.registry import Registry
-from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.base import ByteTokenizer
 
 ProjectionMethod = Literal["exact", "retokenized"]
 
@@ -42,8 +42,8 @@ PROJECTION_METHODS.register("retokenized", Speller.spell)
 
 
 def build_projection(
-    student: MegatronTokenizerTextAbstract,
-    teacher: MegatronTokenizerTextAbstract,
+    student: ByteTokenizer,
+    teacher: ByteTokenizer,
     *,
     method: ProjectionMethod = "retokenized",
     top_k: int = 4,

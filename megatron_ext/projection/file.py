@@ -14,7 +14,7 @@ from megatron_ext.errors import MissingDependencyError, ProjectionError
 from megatron_ext.projection.sparse_projection import SparseProjection
 
 if TYPE_CHECKING:
-    from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
+    from megatron_ext.tokenizers.base import ByteTokenizer
 
 FORMAT: Final = "megatron-ext-projection"
 FORMAT_VERSION: Final = "1"
@@ -62,8 +62,8 @@ def save_projection(projection: SparseProjection, path: Path) -> None:
 
 def load_projection(
     path: Path,
-    student: MegatronTokenizerTextAbstract | None,
-    teacher: MegatronTokenizerTextAbstract | None,
+    student: ByteTokenizer | None,
+    teacher: ByteTokenizer | None,
 ) -> SparseProjection:
     """Read the file at ``path``; see ``SparseProjection.load``."""
     metadata, arrays = _read(path)
@@ -133,7 +133,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
 
 
 def _check_built_for(
-    path: Path, metadata: dict[str, str], role: str, tokenizer: MegatronTokenizerTextAbstract
+    path: Path, metadata: dict[str, str], role: str, tokenizer: ByteTokenizer
 ) -> None:
     built_for, given = metadata.get(f"{role}_fingerprint"), tokenizer.fingerprint()
     if built_for != given:

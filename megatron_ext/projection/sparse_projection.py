@@ -19,7 +19,7 @@ from megatron_ext.projection.validation import check_projection
 
 if TYPE_CHECKING:
     from megatron_ext.projection.builders import ProjectionMethod
-    from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
+    from megatron_ext.tokenizers.base import ByteTokenizer
 
 
 _ROWS_OF_ONE_ENTRY: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
@@ -128,8 +128,8 @@ class SparseProjection:
     def load(
         cls,
         path: str | Path,
-        student: MegatronTokenizerTextAbstract | None = None,
-        teacher: MegatronTokenizerTextAbstract | None = None,
+        student: ByteTokenizer | None = None,
+        teacher: ByteTokenizer | None = None,
     ) -> SparseProjection:
         """Read what ``save`` wrote.
 
@@ -148,8 +148,8 @@ class SparseProjection:
     @classmethod
     def from_tokenizers(
         cls,
-        student: MegatronTokenizerTextAbstract,
-        teacher: MegatronTokenizerTextAbstract,
+        student: ByteTokenizer,
+        teacher: ByteTokenizer,
         method: ProjectionMethod = "retokenized",
         top_k: int = 4,
     ) -> SparseProjection:

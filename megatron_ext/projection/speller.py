@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.base import ByteTokenizer
 
 
 class Speller:
@@ -14,7 +14,7 @@ class Speller:
         tokenizer: Whose ids to spell with; control tokens are never among them.
     """
 
-    def __init__(self, tokenizer: MegatronTokenizerTextAbstract) -> None:
+    def __init__(self, tokenizer: ByteTokenizer) -> None:
         self._tokenizer = tokenizer
         ids = range(tokenizer.vocab_size)
         self._bytes = [tokenizer.token_bytes(token_id) or b"" for token_id in ids]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.projection.speller import Speller
-from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.base import ByteTokenizer
 
 NO_MATCH: Final = -1
 
@@ -27,8 +27,8 @@ def match_ordinary_tokens(student_bytes: list[bytes | None], speller: Speller) -
 
 
 def match_control_tokens(
-    student: MegatronTokenizerTextAbstract,
-    teacher: MegatronTokenizerTextAbstract,
+    student: ByteTokenizer,
+    teacher: ByteTokenizer,
     control_ids: NDArray[np.int64],
 ) -> dict[int, int]:
     """Teacher id of each student control token: the one of its role, else the one of its name.

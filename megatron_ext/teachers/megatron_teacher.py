@@ -57,9 +57,12 @@ class MegatronTeacher:
 
     def _head_weight(self) -> torch.Tensor:
         """[Vp, D]"""
-        if self._gpt.share_embeddings_and_output_weights:
-            return self._gpt.shared_embedding_or_output_weight()
-        return self._gpt.output_layer.weight
+        weight: torch.Tensor = (
+            self._gpt.shared_embedding_or_output_weight()
+            if self._gpt.share_embeddings_and_output_weights
+            else self._gpt.output_layer.weight
+        )
+        return weight
 
 
 def _hidden_states_step(inputs: Iterator[TokenInputs], gpt: GPTModel) -> tuple[torch.Tensor, Any]:

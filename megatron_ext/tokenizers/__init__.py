@@ -1,6 +1,10 @@
 """Tokenizers of every library behind one interface, with bytes as the common currency."""
 
-from megatron_ext.tokenizers.base import MegatronTokenizerBase, MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.base import (
+    ByteTokenizer,
+    MegatronTokenizerBase,
+    MegatronTokenizerTextAbstract,
+)
 from megatron_ext.tokenizers.build import build_tokenizer, padded_vocab_size
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
@@ -11,6 +15,7 @@ from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 __all__ = [
     "TOKENIZER_LIBRARIES",
+    "ByteTokenizer",
     "MegatronTokenizer",
     "MegatronTokenizerBase",
     "MegatronTokenizerText",

@@ -60,7 +60,6 @@ class WindowDataset(Sequence[Window]):
     Attributes:
         byte_count: Bytes in all windows.
         dropped_bytes: Bytes in none, because one chunk exceeds a model's length.
-        chunk_counts: How the two tokenizations relate over all windows; None without a teacher.
 
     Raises:
         DataError: No window fits.
@@ -81,7 +80,7 @@ class WindowDataset(Sequence[Window]):
         self._lengths = (student_length, teacher_length or student_length)
         self._windows: list[Window] = []
         self.dropped_bytes = 0
-        self.chunk_counts = ChunkCounts() if self._teacher else None
+        self._chunk_counts = ChunkCounts()
         for document in documents:
             self._add(document)
         self.byte_count = sum(window.byte_count for window in self._windows)
@@ -97,6 +96,11 @@ class WindowDataset(Sequence[Window]):
 
     def __getitem__(self, index: int) -> Window:  # type: ignore[override]
         return self._windows[index]
+
+    @property
+    def chunk_counts(self) -> ChunkCounts | None:
+        """How the two tokenizations relate over all windows; None without a teacher."""
+        return self._chunk_counts if self._teacher else None
 
     def summary(self) -> dict[str, Any]:
         """What a user should know of the data before training on it; plain values."""
@@ -137,7 +141,7 @@ class WindowDataset(Sequence[Window]):
                 continue
             other_ends = _slice_ends(teacher_ends, teacher, start)
             alignment = align_byte_ends(ends, other_ends)
-            self.chunk_counts = self.chunk_counts + ChunkCounts.of(alignment)
+            self._chunk_counts += ChunkCounts.of(alignment)
             self._windows.append(
                 Window(
                     self._student.sequence(student_ids, student, ends, alignment.student_chunk_id),

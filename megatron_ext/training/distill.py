@@ -162,13 +162,15 @@ def _projection(
     """The configured projection, or the run's own, built once by the main rank."""
     path = Path(config.projection) if config.projection else run_dir / PROJECTION_FILE
     if not config.projection:
-        groups.on_main(
-            lambda: (
-                path.exists()
-                or SparseProjection.from_tokenizers(tokenizer, teacher_tokenizer).save(path)
-            )
-        )
+        groups.on_main(lambda: _build_projection(path, tokenizer, teacher_tokenizer))
     return SparseProjection.load(path, student=tokenizer, teacher=teacher_tokenizer)
+
+
+def _build_projection(
+    path: Path, tokenizer: MegatronTokenizerText, teacher_tokenizer: MegatronTokenizerText
+) -> None:
+    if not path.exists():
+        SparseProjection.from_tokenizers(tokenizer, teacher_tokenizer).save(path)
 
 
 def _dataset(

@@ -51,7 +51,7 @@ def chunk_mean_softmax(
         dtype=accumulation_dtype(logits.dtype),
         device=logits.device,
     )
-    for rows in row_slices(*logits.shape, logits.device):
+    for rows in row_slices(*logits.shape, device=logits.device):
         scaled = scaled_logits(logits[rows], temperature, excluded)
         sums.index_add_(0, slots[rows], lse.normalise_(scaled, rows).exp_())
     return sums.div_(sizes[:, None])[:-1]

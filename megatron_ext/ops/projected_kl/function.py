@@ -173,7 +173,8 @@ class _ProjectedKL(torch.autograd.Function):
         grad = torch.empty_like(teacher_probs, dtype=means.dtype)
         sums = means.new_zeros(2, mass.shape[0])
         best, column = means.new_zeros(2, mass.shape[0]), torch.zeros_like(sums, dtype=torch.int64)
-        for rows in row_slices(mass.shape[0], teacher_shard.width * group_size(group), mass.device):
+        onto_width = teacher_shard.width * group_size(group)
+        for rows in row_slices(mass.shape[0], onto_width, device=mass.device):
             q = sum_columns(means[rows] @ onto_teacher, teacher_shard.width, group)
             p = teacher_probs[rows].to(q.dtype)
             for side, values in enumerate((p, q)):
@@ -202,7 +203,7 @@ class _ProjectedKL(torch.autograd.Function):
         excluded = ctx.student.excluded_columns(logits.device)
         unused = (slots == sizes.shape[0] - 1)[:, None]
         out = torch.empty_like(logits)
-        for rows in row_slices(*logits.shape, logits.device):
+        for rows in row_slices(*logits.shape, device=logits.device):
             scaled = scaled_logits(logits[rows], temperature, excluded)
             probs = lse.normalise_(scaled, rows).exp_()
             row_grad = chunk_grad[slots[rows]]
@@ -250,6 +251,6 @@ def _onto_student(
     student_width, teacher_vocab = weight.shape
     onto_student = weight.to(grad.dtype).t()
     out = grad.new_zeros(grad.shape[0] + 1, student_width)
-    for rows in row_slices(grad.shape[0], grad.shape[1] * group_size(group), grad.device):
+    for rows in row_slices(grad.shape[0], grad.shape[1] * group_size(group), device=grad.device):
         out[rows] = gather_columns(grad[rows], group)[:, :teacher_vocab] @ onto_student
     return out.div_(sizes[:, None])

@@ -68,7 +68,7 @@ class _TokenLogProb(torch.autograd.Function):
         scale = grad.masked_fill(~trained, 0.0).div(ctx.temperature)[:, None]
         picked = torch.where(here[:, None], scale, 0.0)
         out = torch.empty_like(logits)
-        for rows in row_slices(*logits.shape, logits.device):
+        for rows in row_slices(*logits.shape, device=logits.device):
             scaled = scaled_logits(logits[rows], ctx.temperature, ctx.excluded)
             probs = LogSumExp(*lse).normalise_(scaled, rows).exp_().mul_(-scale[rows])
             probs.scatter_add_(-1, column[rows, None], picked[rows])
