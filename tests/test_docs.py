@@ -1,0 +1,85 @@
+"""The documentation says what is so: programs run, links lead somewhere, references are current."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from _pytest.mark import ParameterSet
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "megatron_ext").glob("**/README.md")),
+]
+PROGRAM = re.compile(
+    r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE
+)
+"""A Python block, and the text block right after it, which is what the program prints."""
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```\n", re.DOTALL | re.MULTILINE)
+
+
+def programs() -> list[ParameterSet]:
+    return [
+        pytest.param(*match.groups(), id=f"{page.relative_to(ROOT)}-{number}")
+        for page in PAGES
+        for number, match in enumerate(PROGRAM.finditer(page.read_text(encoding="utf-8")), 1)
+    ]
+
+
+def links() -> list[ParameterSet]:
+    return [
+        pytest.param(page, link, id=f"{page.relative_to(ROOT)}-{link}")
+        for page in PAGES
+        for link in dict.fromkeys(LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))))
+        if not link.startswith(("http://", "https://"))
+    ]
+
+
+@pytest.mark.parametrize(("program", "output"), programs())
+def test_a_program_in_the_documentation_prints_what_is_said(
+    program: str, output: str | None, tmp_path: Path
+) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    if output is not None:
+        assert finished.stdout == output
+
+
+@pytest.mark.parametrize(("page", "link"), links())
+def test_a_link_leads_to_a_file_and_a_heading(page: Path, link: str) -> None:
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    assert target.exists()
+    if anchor:
+        assert anchor in headings(target.read_text(encoding="utf-8"))
+
+
+def test_the_configuration_reference_is_current() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "generate_configuration.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["configuration_page"](), (
+        "run: python docs/generate_configuration.py"
+    )
+
+
+def headings(markdown: str) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", CODE.sub("", markdown), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
