@@ -16,6 +16,13 @@ from megatron_ext.errors import AlignmentError
 
 ByteEnds = NDArray[np.int64]
 Indices = NDArray[np.intp]
+Mask = NDArray[np.bool_]
+
+BLOCK_TOKENS = 32_768
+"""Tokens worked on at a time, so that what is computed on the way stays in the processor's cache.
+
+At a million tokens, whole-sequence temporaries cost more in fresh pages and cache misses than the
+work on them."""
 
 
 def align_byte_ends(student_ends: ByteEnds, teacher_ends: ByteEnds) -> Alignment:
@@ -38,15 +45,11 @@ def align_byte_ends(student_ends: ByteEnds, teacher_ends: ByteEnds) -> Alignment
     Raises:
         AlignmentError: Ends that are not a non-decreasing row of byte positions.
     """
-    student_ends = check_byte_ends(student_ends, side="student")
-    teacher_ends = check_byte_ends(teacher_ends, side="teacher")
-    student_wide = wide_tokens(student_ends)
-    teacher_wide = wide_tokens(teacher_ends)
-    student_cuts, teacher_cuts = common_boundaries(
-        _take(student_ends, student_wide), _take(teacher_ends, teacher_wide)
-    )
-    student_spans, student_chunk_id = _spans(student_cuts, student_wide, len(student_ends))
-    teacher_spans, teacher_chunk_id = _spans(teacher_cuts, teacher_wide, len(teacher_ends))
+    student_ends, student_covers = check_byte_ends(student_ends, side="student")
+    teacher_ends, teacher_covers = check_byte_ends(teacher_ends, side="teacher")
+    student_is_common, teacher_is_common = common_boundaries(student_ends, teacher_ends)
+    student_spans, student_chunk_id = _chunks(student_is_common, student_covers)
+    teacher_spans, teacher_chunk_id = _chunks(teacher_is_common, teacher_covers)
     return Alignment(
         student_spans=student_spans,
         teacher_spans=teacher_spans,
@@ -56,40 +59,35 @@ def align_byte_ends(student_ends: ByteEnds, teacher_ends: ByteEnds) -> Alignment
     )
 
 
-def common_boundaries(student_ends: ByteEnds, teacher_ends: ByteEnds) -> tuple[Indices, Indices]:
-    """Where two strictly increasing rows of positive ends agree.
+def common_boundaries(student_ends: ByteEnds, teacher_ends: ByteEnds) -> tuple[Mask, Mask]:
+    """Which boundaries of each side the other side has too.
 
-    One mark per byte instead of a merge: no sort and no binary search, so it is linear, and faster
-    than ``searchsorted`` (threefold) or ``intersect1d`` (fivefold) on 4,096 tokens.
+    One mark per byte instead of a merge: no sort, and no binary search but for the ends of blocks,
+    so it is linear, and several times faster than ``searchsorted`` or ``intersect1d``.
+
+    Args:
+        student_ends: [Ts] byte ends as ``check_byte_ends`` returns them.
+        teacher_ends: [Tt]
 
     Returns:
-        Student indices [C] and teacher indices [C] of the equal ends, ascending.
+        [Ts + 1] and [Tt + 1]: boundary 0 is byte 0, where both sides start, and boundary ``t + 1``
+        is the end of token ``t``.
     """
-    if not len(student_ends) or not len(teacher_ends):
-        return np.empty(0, dtype=np.intp), np.empty(0, dtype=np.intp)
-    size = int(max(student_ends[-1], teacher_ends[-1])) + 1
-    student_marks = np.zeros(size, dtype=np.bool_)
-    student_marks[student_ends] = True
-    teacher_marks = np.zeros(size, dtype=np.bool_)
-    teacher_marks[teacher_ends] = True
-    return (
-        np.flatnonzero(teacher_marks[student_ends]),
-        np.flatnonzero(student_marks[teacher_ends]),
-    )
+    student_is_common = np.ones(len(student_ends) + 1, dtype=np.bool_)
+    teacher_is_common = np.ones(len(teacher_ends) + 1, dtype=np.bool_)
+    first_byte = student_first = teacher_first = 0
+    for last_byte, student_stop, teacher_stop in _blocks(student_ends, teacher_ends):
+        student = student_ends[student_first:student_stop] - first_byte
+        teacher = teacher_ends[teacher_first:teacher_stop] - first_byte
+        marks = np.empty(last_byte - first_byte + 1, dtype=np.bool_)
+        student_is_common[student_first + 1 : student_stop + 1] = _occur(student, teacher, marks)
+        teacher_is_common[teacher_first + 1 : teacher_stop + 1] = _occur(teacher, student, marks)
+        first_byte, student_first, teacher_first = last_byte, student_stop, teacher_stop
+    return student_is_common, teacher_is_common
 
 
-def wide_tokens(ends: ByteEnds) -> Indices | None:
-    """Indices of the tokens that cover at least one byte, or None where every token does."""
-    if not len(ends):
-        return None
-    wide = np.empty(len(ends), dtype=np.bool_)
-    wide[0] = ends[0] > 0
-    np.greater(ends[1:], ends[:-1], out=wide[1:])
-    return None if wide.all() else np.flatnonzero(wide)
-
-
-def check_byte_ends(ends: ByteEnds, *, side: str) -> ByteEnds:
-    """``ends`` as int64.
+def check_byte_ends(ends: ByteEnds, *, side: str) -> tuple[ByteEnds, Mask]:
+    """``ends`` as int64 [T], and which tokens cover at least one byte [T].
 
     Raises:
         AlignmentError: Not one row of integers, or an end that is negative or before its
@@ -104,47 +102,82 @@ def check_byte_ends(ends: ByteEnds, *, side: str) -> ByteEnds:
             fix="pass the ends that encode_with_byte_ends or byte_ends returns",
         )
     array = array.astype(np.int64, copy=False)
-    falls = array[1:] < array[:-1]
-    if falls.any() or (array.size and array[0] < 0):
-        index = 0 if array[0] < 0 else int(np.argmax(falls)) + 1
+    covers = np.empty(len(array), dtype=np.bool_)
+    covers[:1] = array[:1] > 0
+    np.greater(array[1:], array[:-1], out=covers[1:])
+    if not covers.all():
+        _refuse_falling(array, side)
+    return array, covers
+
+
+def _refuse_falling(ends: ByteEnds, side: str) -> None:
+    falls = ends[1:] < ends[:-1]
+    if ends[0] < 0 or falls.any():
+        index = 0 if ends[0] < 0 else int(np.argmax(falls)) + 1
         raise AlignmentError(
             f"{side} byte ends go backwards at token {index}",
-            got=int(array[index]),
-            expected=f"at least {0 if index == 0 else int(array[index - 1])}",
+            got=int(ends[index]),
+            expected=f"at least {0 if index == 0 else int(ends[index - 1])}",
             fix="pass cumulative ends, not the byte length of each token",
         )
-    return array
 
 
-def _take(ends: ByteEnds, wide: Indices | None) -> ByteEnds:
-    return ends if wide is None else ends[wide]
+def _blocks(student_ends: ByteEnds, teacher_ends: ByteEnds) -> list[tuple[int, int, int]]:
+    """Last byte and one past the last token of each side, for blocks cut at the same bytes.
+
+    No side has more than ``BLOCK_TOKENS`` tokens in a block, those aside that cover no byte.
+    """
+    last_bytes = {int(ends[-1]) for ends in (student_ends, teacher_ends) if len(ends)}
+    for ends in (student_ends, teacher_ends):
+        last_bytes.update(ends[BLOCK_TOKENS - 1 :: BLOCK_TOKENS].tolist())
+    fence = sorted(last_bytes)
+    student_stops = student_ends.searchsorted(fence, side="right").tolist()
+    teacher_stops = teacher_ends.searchsorted(fence, side="right").tolist()
+    return list(zip(fence, student_stops, teacher_stops, strict=True))
 
 
-def _spans(
-    cuts: Indices, wide: Indices | None, token_count: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Spans [C, 2] and chunk ids [T] of one side, from the last wide token of each chunk [C]."""
-    spans = np.empty((len(cuts), 2), dtype=np.int32)
-    spans[:1, 0] = 0
-    spans[:, 1] = cuts
-    spans[:, 1] += 1
-    spans[1:, 0] = spans[:-1, 1]
-    if wide is None:
-        return spans, _chunk_ids(cuts, token_count)
-    chunk_id = np.full(token_count, NO_CHUNK, dtype=np.int32)
-    chunk_id[wide] = _chunk_ids(cuts, len(wide))
-    spans[:, 0] = wide[spans[:, 0]]
-    spans[:, 1] = wide[cuts] + 1
+def _occur(ends: ByteEnds, other_ends: ByteEnds, marks: Mask) -> Mask:
+    """Which of ``ends`` are 0 or among the others; ``marks`` [last byte + 1] is overwritten."""
+    marks.fill(False)
+    marks[0] = True
+    marks[other_ends] = True
+    occur: Mask = marks[ends]
+    return occur
+
+
+def _chunks(is_common: Mask, covers: Mask) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Spans [C, 2] and chunk ids [T] of one side.
+
+    Of the tokens that cover bytes, one behind a common boundary starts a chunk and one before a
+    common boundary ends it. The chunk id of each is the number of starts up to it, less 1.
+    """
+    # Boundary 0 ends no chunk: its row is for a last start that nothing ends.
+    spans = np.empty((np.count_nonzero(is_common), 2), dtype=np.int32)
+    spans[0, 0] = 0
+    chunk_id = np.empty(len(covers), dtype=np.int32)
+    all_cover = bool(covers.all())
+    started = ended = 0
+    for first in range(0, len(covers), BLOCK_TOKENS):
+        block_covers = covers[first : first + BLOCK_TOKENS]
+        stop = first + len(block_covers)
+        is_start = is_common[first:stop] & block_covers
+        block_ids = chunk_id[first:stop]
+        np.cumsum(is_start, out=block_ids)
+        block_ids += started - 1
+        stops = (is_common[first + 1 : stop + 1] & block_covers).nonzero()[0]
+        stops += first + 1
+        spans[ended : ended + len(stops), 1] = stops
+        if all_cover:
+            # Each chunk starts where the one before it stops.
+            spans[ended + 1 : ended + 1 + len(stops), 0] = stops
+        else:
+            starts = is_start.nonzero()[0]
+            starts += first
+            spans[started : started + len(starts), 0] = starts
+        ended += len(stops)
+        started = int(block_ids[-1]) + 1
+        if not all_cover:
+            block_ids[~block_covers] = NO_CHUNK
+    spans = spans[:ended]
+    chunk_id[spans[-1, 1] if ended else 0 :] = NO_CHUNK
     return spans, chunk_id
-
-
-def _chunk_ids(cuts: Indices, token_count: int) -> NDArray[np.int32]:
-    """Chunk of each wide token: how many chunks end before it."""
-    chunk_id = np.full(token_count, NO_CHUNK, dtype=np.int32)
-    if len(cuts):
-        inside = int(cuts[-1]) + 1
-        is_last = np.zeros(inside, dtype=np.bool_)
-        is_last[cuts] = True
-        chunk_id[0] = 0
-        np.cumsum(is_last[:-1], dtype=np.int32, out=chunk_id[1:inside])
-    return chunk_id

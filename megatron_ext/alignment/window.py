@@ -16,7 +16,6 @@ from megatron_ext.alignment.byte_alignment import (
     Indices,
     check_byte_ends,
     common_boundaries,
-    wide_tokens,
 )
 from megatron_ext.errors import AlignmentError
 
@@ -77,19 +76,18 @@ def cut_windows(
             raise AlignmentError(
                 f"{side}_length holds no token", got=length, expected="at least 1 token"
             )
-    student_ends = check_byte_ends(student_ends, side="student")
-    student_last = _last_tokens(student_ends)
+    student_ends, student_covers = check_byte_ends(student_ends, side="student")
     if teacher_ends is None:
-        teacher_ends, teacher_length, teacher_last = student_ends, student_length, student_last
+        teacher_ends, teacher_covers = student_ends, student_covers
+        teacher_length = student_length
     else:
-        teacher_ends = check_byte_ends(teacher_ends, side="teacher")
-        teacher_last = _last_tokens(teacher_ends)
-    student_cuts, teacher_cuts = common_boundaries(
-        student_ends[student_last], teacher_ends[teacher_last]
-    )
-    byte_stops = student_ends[student_last[student_cuts]]
-    student_stops = _chunk_stops(student_ends, student_last, student_cuts)
-    teacher_stops = _chunk_stops(teacher_ends, teacher_last, teacher_cuts)
+        teacher_ends, teacher_covers = check_byte_ends(teacher_ends, side="teacher")
+    student_is_common, teacher_is_common = common_boundaries(student_ends, teacher_ends)
+    student_last = np.flatnonzero(student_is_common[1:] & student_covers)
+    teacher_last = np.flatnonzero(teacher_is_common[1:] & teacher_covers)
+    byte_stops = student_ends[student_last]
+    student_stops = _chunk_stops(student_ends, student_last)
+    teacher_stops = _chunk_stops(teacher_ends, teacher_last)
 
     edges, is_window = _greedy_edges(student_stops, teacher_stops, student_length, teacher_length)
     byte_bounds = _bounds(byte_stops, edges)
@@ -106,15 +104,10 @@ def cut_windows(
     )
 
 
-def _last_tokens(ends: ByteEnds) -> Indices:
-    wide = wide_tokens(ends)
-    return np.arange(len(ends), dtype=np.intp) if wide is None else wide
-
-
-def _chunk_stops(ends: ByteEnds, wide: Indices, cuts: Indices) -> NDArray[np.int64]:
+def _chunk_stops(ends: ByteEnds, last_tokens: Indices) -> NDArray[np.int64]:
     """One past the last token of each chunk [C]; after the last byte, the tokens behind it too."""
-    stops = wide[cuts].astype(np.int64) + 1
-    if len(cuts) and cuts[-1] == len(wide) - 1:
+    stops = last_tokens.astype(np.int64) + 1
+    if len(stops) and ends[last_tokens[-1]] == ends[-1]:
         stops[-1] = len(ends)
     return stops
 

@@ -1,5 +1,8 @@
 """Chunks from byte ends, against a brute-force truth over sets of bytes."""
 
+from dataclasses import fields
+from unittest import mock
+
 import numpy as np
 import pytest
 from brute_force import brute_force_chunks, chunks_of
@@ -7,7 +10,7 @@ from byte_end_strategies import byte_ends, ends_of, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.alignment import align_byte_ends
+from megatron_ext.alignment import Alignment, align_byte_ends, byte_alignment
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 
@@ -18,6 +21,34 @@ def test_chunks_are_the_groups_of_tokens_that_share_bytes(pair):
     alignment = align_byte_ends(*pair)
     assert chunks_of(alignment) == brute_force_chunks(*(ends.tolist() for ends in pair))
     assert alignment.is_exact.all()
+
+
+def aligned_in_blocks(pair, block_tokens):
+    with mock.patch.object(byte_alignment, "BLOCK_TOKENS", block_tokens):
+        return align_byte_ends(*pair)
+
+
+def assert_equal(first, second):
+    for field in fields(Alignment):
+        left, right = getattr(first, field.name), getattr(second, field.name)
+        assert left.dtype == right.dtype
+        assert np.array_equal(left, right), field.name
+
+
+@given(pairs(), st.integers(1, 6))
+@settings(max_examples=300, deadline=None)
+def test_blocks_of_any_size_give_the_alignment_of_the_whole(pair, block_tokens):
+    assert_equal(aligned_in_blocks(pair, block_tokens), align_byte_ends(*pair))
+
+
+@pytest.mark.parametrize("least_width", [0, 1], ids=["zero-width tokens", "none"])
+def test_a_sequence_of_several_blocks_is_aligned_as_one_block(least_width):
+    generator = np.random.default_rng(0)
+    token_counts = (3 * byte_alignment.BLOCK_TOKENS + 1, 2 * byte_alignment.BLOCK_TOKENS)
+    pair = [np.cumsum(generator.integers(least_width, 7, size=count)) for count in token_counts]
+    alignment = align_byte_ends(*pair)
+    assert alignment.teacher_spans[-1, 0] > byte_alignment.BLOCK_TOKENS
+    assert_equal(alignment, aligned_in_blocks(pair, max(token_counts)))
 
 
 @given(pairs())

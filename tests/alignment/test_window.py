@@ -1,12 +1,15 @@
 """Windows of a long text: what they cover, and that they fit."""
 
+from dataclasses import fields
+from unittest import mock
+
 import numpy as np
 import pytest
 from byte_end_strategies import byte_ends, ends_of, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.alignment import align_byte_ends, cut_windows
+from megatron_ext.alignment import Windows, align_byte_ends, byte_alignment, cut_windows
 from megatron_ext.errors import AlignmentError
 
 budgets = st.tuples(st.integers(1, 6), st.integers(1, 6))
@@ -98,6 +101,17 @@ def test_a_student_alone_is_cut_as_against_itself(ends, length):
     assert np.array_equal(alone.student_bounds, paired.student_bounds)
     assert np.array_equal(alone.teacher_bounds, paired.student_bounds)
     assert np.array_equal(alone.byte_bounds, paired.byte_bounds)
+
+
+@given(pairs(), budgets, st.integers(1, 6))
+@settings(deadline=None)
+def test_blocks_of_any_size_give_the_windows_of_the_whole(pair, budget, block_tokens):
+    lengths = {"student_length": budget[0], "teacher_length": budget[1]}
+    whole = cut_windows(*pair, **lengths)
+    with mock.patch.object(byte_alignment, "BLOCK_TOKENS", block_tokens):
+        blocked = cut_windows(*pair, **lengths)
+    for field in fields(Windows):
+        assert np.array_equal(getattr(blocked, field.name), getattr(whole, field.name))
 
 
 def test_a_chunk_longer_than_a_budget_is_dropped_and_counted():
