@@ -8,9 +8,9 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -29,7 +29,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```\n", re.DOTALL | re.MULTILINE)
 
 
-def programs() -> list[ParameterSet]:
+def programs() -> list[Any]:
     return [
         pytest.param(*match.groups(), id=f"{page.relative_to(ROOT)}-{number}")
         for page in PAGES
@@ -37,7 +37,7 @@ def programs() -> list[ParameterSet]:
     ]
 
 
-def links() -> list[ParameterSet]:
+def links() -> list[Any]:
     return [
         pytest.param(page, link, id=f"{page.relative_to(ROOT)}-{link}")
         for page in PAGES
