@@ -33,6 +33,10 @@ class MegatronExtError(Exception):
     def __str__(self) -> str:
         return str(self.args[0])
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # An error of one rank is pickled and raised on the others, whatever made its text.
+        return _from_text, (type(self), str(self))
+
 
 class ConfigError(MegatronExtError, ValueError):
     """A configuration key, flag or value that cannot be used."""
@@ -74,3 +78,7 @@ class MissingDependencyError(MegatronExtError, ImportError):
             f"{feature} needs the package {package}, which is not installed",
             fix=f'run: pip install "megatron-ext[{extra}]"',
         )
+
+
+def _from_text(kind: type[MegatronExtError], text: str) -> MegatronExtError:
+    return kind.__new__(kind, text)
