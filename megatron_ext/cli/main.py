@@ -7,11 +7,13 @@ Each verb is a module with ``add_arguments`` and ``run``; it is imported when it
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
-from megatron_ext.errors import MegatronExtError
+from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.version import __version__
 
 VERBS = {
@@ -20,34 +22,45 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one verb and exit: 0 when done, 2 on an error the user can mend."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = _parser()
-    if not argv or argv[0] not in VERBS:
-        parser.parse_args(argv)
-        parser.print_help()
+    """Run one verb; exit with 2 and one line on standard error when the user can mend it."""
+    try:
+        _run(sys.argv[1:] if argv is None else list(argv))
+    except MegatronExtError as error:
+        rank = os.environ.get("RANK", "0")
+        who = "megatron-ext: error" if rank == "0" else f"megatron-ext: error (rank {rank})"
+        sys.stderr.write(f"{who}: {error}\n")
         sys.exit(2)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line, as every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, fix=f"see {self.prog} --help")
+
+
+def _run(argv: list[str]) -> None:
+    if not argv or argv[0] not in VERBS:
+        _parser().parse_args(argv)
     verb = import_module(f"megatron_ext.cli.{argv[0]}")
-    verb_parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"megatron-ext {argv[0]}",
         description=verb.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    verb.add_arguments(verb_parser)
-    try:
-        verb.run(verb_parser.parse_args(argv[1:]))
-    except MegatronExtError as error:
-        sys.stderr.write(f"megatron-ext: error: {error}\n")
-        sys.exit(2)
+    verb.add_arguments(parser)
+    verb.run(parser.parse_args(argv[1:]))
 
 
 def _parser() -> argparse.ArgumentParser:
     lines = "\n".join(f"  {name:<12} {summary}" for name, summary in VERBS.items())
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megatron-ext",
         description="The tokenizer and cross-tokenizer distillation layer for Megatron.",
         epilog=f"verbs:\n{lines}\n\nmegatron-ext VERB --help lists the options of a verb.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"megatron-ext {__version__}")
     parser.add_argument("verb", choices=VERBS, metavar="VERB", help="what to do")

@@ -86,8 +86,11 @@ def _with(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> dict[str
     """A copy of ``values`` with the leaf at ``keys`` set."""
     if len(keys) == 1:
         return {**values, keys[0]: value}
-    inner = values.get(keys[0])
-    return {**values, keys[0]: _with(inner if isinstance(inner, dict) else {}, keys[1:], value)}
+    inner = {} if values.get(keys[0]) is None else values[keys[0]]
+    if not isinstance(inner, dict):
+        # Left as it is, for the complaint that this section is no mapping.
+        return values
+    return {**values, keys[0]: _with(inner, keys[1:], value)}
 
 
 def _walk(config_type: Any, keys: tuple[str, ...], prefix: str) -> Iterator[Flag]:

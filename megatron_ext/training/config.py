@@ -57,7 +57,17 @@ class ModelConfig:
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
+        _check_positive(
+            self,
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "ffn_hidden_size",
+            "seq_length",
+            "rotary_base",
+            "make_vocab_size_divisible_by",
+        )
         _check_divides(self, "hidden_size", "num_attention_heads")
         if self.num_query_groups is not None:
             _check_divides(self, "num_attention_heads", "num_query_groups")
@@ -132,7 +142,17 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "lr")
+        _check_positive(self, "lr", "adam_eps")
+        _check_not_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
+        if self.min_lr > self.lr:
+            raise ConfigError(
+                "min_lr is above lr", got=self.min_lr, expected=f"at most lr, {self.lr}"
+            )
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} is no decay", got=getattr(self, name), expected="0 <= decay < 1"
+                )
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -174,6 +194,7 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         _check_positive(self, "temperature")
+        _check_not_negative(self, "kd_weight", "ce_weight")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -285,8 +306,16 @@ class DistillConfig:
 def _check_positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if value <= 0:
+        # Not ``value <= 0``, which NaN passes.
+        if value is not None and not value > 0:
             raise ConfigError(f"{name} must be positive", got=value)
+
+
+def _check_not_negative(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not value >= 0:
+            raise ConfigError(f"{name} must not be negative", got=value)
 
 
 def _check_divides(config: object, whole: str, part: str) -> None:

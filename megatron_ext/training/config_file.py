@@ -35,8 +35,11 @@ def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
             "the configuration file cannot be read", where=path, got=error.strerror
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
         raise ConfigError(
-            "the configuration file is not valid YAML", where=path, got=error
+            "the configuration file is not valid YAML",
+            where=f"{path}:{mark.line + 1}" if mark else path,
+            got=getattr(error, "problem", None) or error,
         ) from error
     if not isinstance(values, dict):
         raise ConfigError(
@@ -44,8 +47,21 @@ def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
             where=path,
             got=type(values).__name__,
         )
-    lines = dict(_key_lines(root, ()))
-    return values, lambda keys: f"{path}:{_nearest(lines, keys)}: {'.'.join(keys)}"
+    lines: dict[tuple[str, ...], int] = {}
+    for keys, line in _key_lines(root, ()):
+        if keys in lines:
+            raise ConfigError(
+                "the key is given twice",
+                where=f"{path}:{line}: {'.'.join(keys)}",
+                got=f"it in line {lines[keys]} too",
+                fix="remove one of them",
+            )
+        lines[keys] = line
+
+    def where(keys: tuple[str, ...]) -> str:
+        return f"{path}:{_nearest(lines, keys)}: {'.'.join(keys)}" if keys else str(path)
+
+    return values, where
 
 
 def build_config(config_type: type[Config], values: Mapping[str, Any], where: Where) -> Config:
@@ -78,7 +94,10 @@ def _build(config_type: Any, values: Any, keys: tuple[str, ...], where: Where) -
     missing = [name for name, field in fields.items() if _is_required(field) and name not in values]
     if missing:
         raise ConfigError(
-            "a required configuration key is missing", where=where(keys), expected=missing[0]
+            "a required configuration key is missing",
+            where=where(keys),
+            expected=missing[0],
+            fix="add it to the file, or pass its flag",
         )
     try:
         return config_type(**arguments)
