@@ -14,7 +14,9 @@ import sys
 
 import yaml
 
+from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
+from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.run_folder import config_values
 
 
@@ -29,6 +31,8 @@ def run(arguments: argparse.Namespace) -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(yaml.safe_dump(config_values(config), sort_keys=False) + "\n")
         sys.stdout.flush()
+    inputs = read_inputs(config, world_size=launched_processes())
+    # After every check that does without them: megatron-core and torch take seconds to load.
     from megatron_ext.training.distill import distill
 
-    distill(config)
+    distill(config, inputs)

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_ext.distributed.layout import data_parallel_size, launched_processes
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
 
@@ -104,8 +105,8 @@ def initialize(
     Raises:
         ConfigError: The number of processes is not a multiple of TP x PP.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_layout(
+    world_size = launched_processes()
+    data_parallel_size(
         world_size=world_size,
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
@@ -126,27 +127,6 @@ def initialize(
         dp=parallel_state.get_data_parallel_group(),
         device=device,
     )
-
-
-def check_layout(
-    *, world_size: int, tensor_model_parallel_size: int, pipeline_model_parallel_size: int
-) -> None:
-    """Check that the processes divide into whole model replicas.
-
-    Raises:
-        ConfigError: They do not.
-    """
-    replica = tensor_model_parallel_size * pipeline_model_parallel_size
-    if world_size % replica:
-        raise ConfigError(
-            "the processes do not divide into whole model replicas",
-            got=f"{world_size} process{'es' if world_size > 1 else ''}",
-            expected=(
-                f"a multiple of {replica} (tensor_model_parallel_size {tensor_model_parallel_size}"
-                f" x pipeline_model_parallel_size {pipeline_model_parallel_size})"
-            ),
-            fix="start with torchrun --nproc-per-node set to such a number, or change the sizes",
-        )
 
 
 def finalize() -> None:

@@ -1,8 +1,7 @@
 """Checkpoints through ``megatron.core.dist_checkpointing``: complete or absent, never in between.
 
-``checkpoints/iter_0000040`` holds one iteration, readable under any layout; ``checkpoints/latest``
-names the newest complete one. A checkpoint is written beside its final name and renamed when every
-rank is done.
+A checkpoint is readable under any layout. It is written beside its final name and renamed when
+every rank is done; where it lies is ``training.checkpoint_folder``'s.
 """
 
 from __future__ import annotations
@@ -11,20 +10,32 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
+from queue import Queue
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
+from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
 
-_LATEST = "latest"
-_PREFIX = "iter_"
+_LOADING_ERRORS = (
+    CheckpointingException,
+    CheckpointException,
+    OSError,
+    EOFError,
+    UnpicklingError,
+    KeyError,
+    RuntimeError,
+    # megatron-core 0.16 stumbles over its own message when the file of common state is missing.
+    AttributeError,
+)
 
 
 def save_checkpoint(
@@ -39,22 +50,32 @@ def save_checkpoint(
 
     Collectives: those of ``dist_checkpointing.save`` and two barriers.
     """
-    final = folder / f"{_PREFIX}{iteration:07d}"
+    final = checkpoint_path(folder, iteration)
     partial = folder / f".{final.name}.partial"
     if groups.is_main:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
+    _report_writes_in_process()
     dist_checkpointing.save(state, str(partial))
     dist.barrier()
     if groups.is_main:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
-        write_text(folder / _LATEST, final.name)
-        for old in _complete_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+        set_latest_checkpoint(final, keep=keep)
     dist.barrier()
     return final
+
+
+def _report_writes_in_process() -> None:
+    """Give megatron-core's writer a queue of this process for its results.
+
+    It would start a manager process on every rank to carry them, which an asynchronous save needs
+    and this one does not: seconds at the first checkpoint, and a process that outlives a killed
+    run.
+    """
+    if getattr(filesystem_async, "_results_queue", None) is None:
+        filesystem_async._results_queue = Queue()
 
 
 def load_checkpoint(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +86,7 @@ def load_checkpoint(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         return dict(dist_checkpointing.load(state, str(checkpoint)))
-    except (CheckpointingException, CheckpointException, KeyError, RuntimeError) as error:
+    except _LOADING_ERRORS as error:
         raise CheckpointError(
             "the checkpoint does not fit the model",
             where=checkpoint,
@@ -74,61 +95,39 @@ def load_checkpoint(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None.
-
-    Raises:
-        CheckpointError: ``latest`` names a checkpoint that is not there.
-    """
-    pointer = folder / _LATEST
-    if not pointer.exists():
-        return None
-    checkpoint = folder / pointer.read_text(encoding="utf-8").strip()
-    if not checkpoint.is_dir():
-        raise CheckpointError(
-            "the latest checkpoint is missing",
-            where=pointer,
-            got=checkpoint.name,
-            expected=f"one of {', '.join(p.name for p in _complete_checkpoints(folder)) or 'none'}",
-            fix=f"write the name of a checkpoint that exists into {pointer}",
-        )
-    return checkpoint
-
-
-def find_checkpoint(path: str) -> Path:
-    """A checkpoint folder, or the latest one of a run's ``checkpoints``.
-
-    Raises:
-        CheckpointError: There is none.
-    """
-    folder = Path(path)
-    if dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
-        return folder
-    checkpoint = latest_checkpoint(folder) if folder.is_dir() else None
-    if checkpoint is None:
-        raise CheckpointError(
-            "no checkpoint found",
-            where=path,
-            expected="a run's checkpoints folder, or one iteration in it",
-            fix="check teacher.checkpoint and initial_checkpoint",
-        )
-    return checkpoint
-
-
-def load_weights(path: str, gpt: GPTModel, *, fingerprint: str) -> None:
+def load_weights(checkpoint: Path, gpt: GPTModel, *, fingerprint: str) -> None:
     """Load a model's weights alone, and check that it was trained on this tokenizer.
 
     Args:
-        path: As for ``find_checkpoint``.
+        checkpoint: One iteration's folder.
         gpt: This rank's stage of the model, under any layout.
         fingerprint: Of the tokenizer that the run gives the model.
 
     Raises:
-        CheckpointError: Missing, of another shape, or of another tokenizer.
+        CheckpointError: Unreadable, of another shape, or of another tokenizer.
     """
-    checkpoint = find_checkpoint(path)
-    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
-    trained_on = _tokenizer_fingerprint(common)
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    except _LOADING_ERRORS as error:
+        raise CheckpointError(
+            "the checkpoint cannot be read",
+            where=checkpoint,
+            got=str(error)[:300],
+            fix="copy it again: a file of it is missing or cut short",
+        ) from error
+    check_tokenizer(checkpoint, common, fingerprint=fingerprint)
+    state = load_checkpoint(checkpoint, {"model": gpt.sharded_state_dict()})
+    gpt.load_state_dict(state["model"])
+
+
+def check_tokenizer(checkpoint: Path, state: Mapping[str, Any], *, fingerprint: str) -> None:
+    """Check that the model in ``checkpoint``, whose loaded state is given, reads these ids.
+
+    Raises:
+        CheckpointError: It was trained with another tokenizer.
+    """
+    run = state.get("run")
+    trained_on = run.get("tokenizer_fingerprint") if isinstance(run, Mapping) else None
     if trained_on is not None and trained_on != fingerprint:
         raise CheckpointError(
             "the model was trained with another tokenizer",
@@ -137,14 +136,3 @@ def load_weights(path: str, gpt: GPTModel, *, fingerprint: str) -> None:
             expected=f"{fingerprint[:12]}, the configured tokenizer",
             fix="configure the tokenizer of the checkpoint",
         )
-    state = load_checkpoint(checkpoint, {"model": gpt.sharded_state_dict()})
-    gpt.load_state_dict(state["model"])
-
-
-def _tokenizer_fingerprint(common: Mapping[str, Any]) -> str | None:
-    run = common.get("run")
-    return run.get("tokenizer_fingerprint") if isinstance(run, Mapping) else None
-
-
-def _complete_checkpoints(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())

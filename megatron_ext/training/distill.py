@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from datetime import timedelta
 from pathlib import Path
@@ -10,34 +9,36 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.errors import ConfigError
 from megatron_ext.losses import LOSS_REGISTRY, ProjectionShard
 from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers import MegatronTeacher, Teacher
-from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
+from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import load_weights
-from megatron_ext.training.config import DataConfig, DistillConfig, ModelConfig, TeacherConfig
-from megatron_ext.training.corpus import read_documents
-from megatron_ext.training.datasets import WindowDataset
+from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
+from megatron_ext.training.config import DistillConfig, ModelConfig, TeacherConfig
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep
+from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.models import build_gpt_model, freeze
 from megatron_ext.training.run_folder import (
-    DATA_FILE,
+    CHECKPOINTS,
     PROJECTION_FILE,
     config_values,
-    open_run_folder,
+    record_run,
 )
 from megatron_ext.training.student import Student
 from megatron_ext.training.trainer import Trainer
 
 
-def distill(config: DistillConfig) -> Path:
+def distill(config: DistillConfig, inputs: Inputs) -> Path:
     """Train the student that ``config`` describes; call it on every rank, under torchrun or alone.
+
+    Args:
+        config: The run.
+        inputs: What ``read_inputs`` read for it.
 
     Returns:
         The run's folder.
@@ -53,31 +54,20 @@ def distill(config: DistillConfig) -> Path:
         timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
     )
     try:
-        trainer = build_trainer(config, groups)
+        trainer = build_trainer(config, groups, inputs)
         trainer.train()
         return trainer.run_dir
     finally:
         process_groups.finalize()
 
 
-def build_trainer(config: DistillConfig, groups: ProcessGroups) -> Trainer:
-    """Read, check and build everything a run needs.
+def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) -> Trainer:
+    """Build and load everything a run needs; what it is goes to its folder once that has worked.
 
     Collectives: those of ``ProcessGroups.on_main`` and those that build and load models.
     """
-    _check_batch(config, groups)
     _seed(config.training.seed)
-    tokenizer = build_tokenizer(config.tokenizer)
-    teacher_tokenizer = build_tokenizer(config.teacher.tokenizer) if config.teacher else None
-    train_data = _dataset(config, config.data.train, tokenizer, teacher_tokenizer)
-    validation_data = (
-        _dataset(config, config.data.validation, tokenizer, teacher_tokenizer)
-        if config.data.validation
-        else None
-    )
-    run_dir = Path(config.run_dir)
-    groups.on_main(lambda: open_run_folder(config))
-    groups.on_main(lambda: _write_data_summary(run_dir, train_data, validation_data))
+    tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
     student_size = _vocab_sizes(tokenizer, config.student, config)
     step = StudentStep(
         shard=groups.vocab_shard(vocab_size=student_size[0], padded_vocab_size=student_size[1]),
@@ -88,9 +78,9 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups) -> Trainer:
         counts=GlobalCounts(tokens=0, chunks=0),
     )
     teacher = None
-    if config.distils and config.teacher and teacher_tokenizer:
+    if config.distils and config.teacher and inputs.teacher_tokenizer:
         teacher, step = _with_teacher(
-            config, config.teacher, tokenizer, teacher_tokenizer, step, run_dir, groups
+            config, config.teacher, inputs, inputs.teacher_tokenizer, step, groups
         )
     gpt = build_gpt_model(
         config.student,
@@ -100,16 +90,19 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups) -> Trainer:
         groups=groups,
     )
     if config.initial_checkpoint:
-        load_weights(config.initial_checkpoint, gpt, fingerprint=tokenizer.fingerprint())
+        start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
+        load_weights(start, gpt, fingerprint=tokenizer.fingerprint())
+    student = Student(gpt, config=config, groups=groups)
+    groups.on_main(lambda: record_run(config, inputs.data_summary()))
     return Trainer(
         config=config,
         groups=groups,
         run_dir=run_dir,
-        student=Student(gpt, config=config, groups=groups),
+        student=student,
         step=step,
         teacher=teacher,
-        train_data=train_data,
-        validation_data=validation_data,
+        train_data=inputs.train_data,
+        validation_data=inputs.validation_data,
         run_record={
             "config": config_values(config),
             "tokenizer_fingerprint": tokenizer.fingerprint(),
@@ -120,14 +113,13 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups) -> Trainer:
 def _with_teacher(
     config: DistillConfig,
     teacher_config: TeacherConfig,
+    inputs: Inputs,
     tokenizer: MegatronTokenizerText,
-    teacher_tokenizer: MegatronTokenizerText,
     step: StudentStep,
-    run_dir: Path,
     groups: ProcessGroups,
 ) -> tuple[Teacher, StudentStep]:
     """The loaded teacher, and the forward step that learns from it."""
-    vocab_size, padded_size = _vocab_sizes(teacher_tokenizer, teacher_config.model, config)
+    vocab_size, padded_size = _vocab_sizes(tokenizer, teacher_config.model, config)
     shard = groups.vocab_shard(vocab_size=vocab_size, padded_vocab_size=padded_size)
     gpt = build_gpt_model(
         teacher_config.model,
@@ -136,8 +128,11 @@ def _with_teacher(
         training=config.training,
         groups=groups,
     )
-    load_weights(teacher_config.checkpoint, gpt, fingerprint=teacher_tokenizer.fingerprint())
-    projection = _projection(config, tokenizer, teacher_tokenizer, run_dir, groups)
+    checkpoint = find_checkpoint(teacher_config.checkpoint, where="teacher.checkpoint")
+    load_weights(checkpoint, gpt, fingerprint=tokenizer.fingerprint())
+    projection = inputs.projection or _own_projection(
+        Path(config.run_dir), inputs.tokenizer, tokenizer, groups
+    )
     return MegatronTeacher(freeze(gpt), shard=shard), StudentStep(
         shard=step.shard,
         next_token=step.next_token,
@@ -152,52 +147,26 @@ def _with_teacher(
     )
 
 
-def _projection(
-    config: DistillConfig,
+def _own_projection(
+    run_dir: Path,
     tokenizer: MegatronTokenizerText,
     teacher_tokenizer: MegatronTokenizerText,
-    run_dir: Path,
     groups: ProcessGroups,
 ) -> SparseProjection:
-    """The configured projection, or the run's own, built once by the main rank."""
-    path = Path(config.projection) if config.projection else run_dir / PROJECTION_FILE
-    if not config.projection:
-        groups.on_main(lambda: _build_projection(path, tokenizer, teacher_tokenizer))
+    """The run's own projection, built once by the main rank.
+
+    One that a start without a checkpoint left is built again: it may be of another pair.
+    """
+    path = run_dir / PROJECTION_FILE
+
+    def build() -> None:
+        is_resumed = latest_checkpoint(run_dir / CHECKPOINTS) is not None
+        if not (is_resumed and path.exists()):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            SparseProjection.from_tokenizers(tokenizer, teacher_tokenizer).save(path)
+
+    groups.on_main(build)
     return SparseProjection.load(path, student=tokenizer, teacher=teacher_tokenizer)
-
-
-def _build_projection(
-    path: Path, tokenizer: MegatronTokenizerText, teacher_tokenizer: MegatronTokenizerText
-) -> None:
-    if not path.exists():
-        SparseProjection.from_tokenizers(tokenizer, teacher_tokenizer).save(path)
-
-
-def _dataset(
-    config: DistillConfig,
-    paths: tuple[str, ...],
-    tokenizer: MegatronTokenizerText,
-    teacher_tokenizer: MegatronTokenizerText | None,
-) -> WindowDataset:
-    data: DataConfig = config.data
-    return WindowDataset(
-        read_documents(paths, text_key=data.text_key),
-        student_tokenizer=tokenizer,
-        student_length=config.student.seq_length,
-        teacher_tokenizer=teacher_tokenizer,
-        teacher_length=config.teacher.model.seq_length if config.teacher else None,
-        append_eod=data.append_eod,
-    )
-
-
-def _write_data_summary(
-    run_dir: Path, train_data: WindowDataset, validation_data: WindowDataset | None
-) -> None:
-    summary = {
-        "train": train_data.summary(),
-        "validation": validation_data.summary() if validation_data else None,
-    }
-    write_text(run_dir / DATA_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def _vocab_sizes(
@@ -209,20 +178,6 @@ def _vocab_sizes(
         make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
     )
-
-
-def _check_batch(config: DistillConfig, groups: ProcessGroups) -> None:
-    training = config.training
-    step = training.micro_batch_size * groups.dp_size
-    if training.global_batch_size % step:
-        raise ConfigError(
-            "global_batch_size does not divide into microbatches",
-            got=training.global_batch_size,
-            expected=(
-                f"a multiple of {step} (micro_batch_size {training.micro_batch_size} x "
-                f"{groups.dp_size} data-parallel replicas)"
-            ),
-        )
 
 
 def _seed(seed: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import yaml
 
 from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import ConfigError
+from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config_file import read_config_file
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -32,26 +36,52 @@ _MAY_CHANGE = (
 )
 
 
-def open_run_folder(config: DistillConfig) -> None:
-    """Make the run's folder, or check that what is there is the same run; one rank calls it.
+def check_run_folder(config: DistillConfig) -> None:
+    """Check that ``config`` continues the run that is in its folder; nothing is written.
 
-    Layout, checkpoint intervals and the number of iterations may change between starts; anything
-    that would make another experiment of it may not.
+    Layout, intervals and the number of iterations may change between starts; anything that would
+    make another experiment of it may not. A folder without a checkpoint holds nothing to continue
+    and takes any configuration, so that a start that failed does not stand in the way of the next.
 
     Raises:
-        ConfigError: The folder holds a run with another configuration.
+        ConfigError: The folder cannot be used, or holds a run with another configuration.
+        CheckpointError: The run's latest checkpoint is missing.
     """
-    stored = Path(config.run_dir) / CONFIG_FILE
-    values = config_values(config)
-    if stored.exists():
-        _check_same_run(yaml.safe_load(stored.read_text(encoding="utf-8")), values, stored)
-    write_text(stored, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    folder = Path(config.run_dir)
+    _check_writable(folder)
+    stored = folder / CONFIG_FILE
+    if latest_checkpoint(folder / CHECKPOINTS) is not None and stored.exists():
+        _check_same_run(read_config_file(stored)[0], config_values(config), stored)
+
+
+def record_run(config: DistillConfig, data_summary: Mapping[str, Any]) -> None:
+    """Write down what is about to run; one rank calls it, when nothing else can be wrong."""
+    folder = Path(config.run_dir)
+    write_text(
+        folder / CONFIG_FILE,
+        yaml.safe_dump(config_values(config), sort_keys=False, allow_unicode=True),
+    )
+    write_text(folder / DATA_FILE, json.dumps(data_summary, indent=2) + "\n")
 
 
 def config_values(config: DistillConfig) -> dict[str, Any]:
     """The configuration as plain nested values."""
     values: dict[str, Any] = _plain(dataclasses.asdict(config))
     return values
+
+
+def _check_writable(folder: Path) -> None:
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return
+    raise ConfigError(
+        "the run folder cannot be written to",
+        where="run_dir",
+        got=f"{folder}; {existing} is {'read-only' if existing.is_dir() else 'a file'}",
+        fix="change run_dir, or the permissions there",
+    )
 
 
 def _plain(value: Any) -> Any:

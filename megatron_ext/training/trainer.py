@@ -15,7 +15,8 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers import Teacher
-from megatron_ext.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from megatron_ext.training.checkpoint import check_tokenizer, load_checkpoint, save_checkpoint
+from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.collator import Batch, collate
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.datasets import WindowDataset
@@ -59,12 +60,16 @@ class Trainer:
         if not self.groups.is_main:
             self._loop(done, total, None, None)
             return
+        if done >= total:
+            print(f"the run in {self.run_dir} is finished: {done} iterations are done", flush=True)
+            self._plot()
+            return
         with (
             MetricsLog(self.run_dir, last_iteration=done) as log,
             progress_bar("distil" if self.teacher else "train", total=total, done=done) as bar,
         ):
             self._loop(done, total, log, bar)
-        plot_loss_curve(self.run_dir, title=self.run_dir.name)
+        self._plot()
 
     def _loop(self, done: int, total: int, log: MetricsLog | None, bar: Any) -> None:
         training = self.config.training
@@ -159,7 +164,8 @@ class Trainer:
             raise DivergedError(
                 f"the {what} is not finite at iteration {iteration}",
                 got=shared.item(),
-                fix="lower the learning rate, or resume from an earlier checkpoint",
+                fix="start another run with a lower optimizer.lr; initial_checkpoint may name a "
+                "checkpoint of this one",
             )
 
     def _save(self, iteration: int) -> None:
@@ -175,6 +181,9 @@ class Trainer:
             keep=self.config.training.keep_checkpoints,
         )
 
+    def _plot(self) -> None:
+        plot_loss_curve(self.run_dir, title=self.run_dir.name)
+
     def _resume(self) -> int:
         """Load the newest checkpoint of the run, if any; iterations done."""
         checkpoint = latest_checkpoint(self.run_dir / CHECKPOINTS)
@@ -183,5 +192,6 @@ class Trainer:
         state = load_checkpoint(
             checkpoint, {**self.student.sharded_state(is_loading=True), "iteration": 0}
         )
+        check_tokenizer(checkpoint, state, fingerprint=self.run_record["tokenizer_fingerprint"])
         self.student.load_state(state)
         return int(state["iteration"])

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
@@ -13,6 +14,7 @@ from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.distill import build_trainer
+from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.trainer import Trainer
 from tests.training.tiny_run import student_run, teacher_run
 
@@ -47,4 +49,5 @@ def _trainer(config: DistillConfig) -> Trainer:
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
     )
-    return build_trainer(config, groups)
+    inputs = read_inputs(config, world_size=dist.get_world_size())
+    return build_trainer(config, groups, inputs)

@@ -1,0 +1,34 @@
+"""How many processes a parallel layout needs; plain numbers, so that it is checked first."""
+
+from __future__ import annotations
+
+import os
+
+from megatron_ext.errors import ConfigError
+
+
+def launched_processes() -> int:
+    """Number of processes that torchrun started; one without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def data_parallel_size(
+    *, world_size: int, tensor_model_parallel_size: int, pipeline_model_parallel_size: int
+) -> int:
+    """Number of whole model replicas that the processes make.
+
+    Raises:
+        ConfigError: The processes do not divide into whole replicas.
+    """
+    replica = tensor_model_parallel_size * pipeline_model_parallel_size
+    if world_size % replica:
+        raise ConfigError(
+            "the processes do not divide into whole model replicas",
+            got=f"{world_size} process{'es' if world_size > 1 else ''}",
+            expected=(
+                f"a multiple of {replica} (tensor_model_parallel_size {tensor_model_parallel_size}"
+                f" x pipeline_model_parallel_size {pipeline_model_parallel_size})"
+            ),
+            fix="start with torchrun --nproc-per-node set to such a number, or change the sizes",
+        )
+    return world_size // replica

@@ -1,0 +1,137 @@
+"""What a run reads before any model is built: tokenizers, text, projection; all checks on the way.
+
+Cheap checks come first and nothing is written, so that a wrong start ends in seconds and leaves no
+trace. torch is loaded late and megatron-core not at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.distributed.layout import data_parallel_size
+from megatron_ext.errors import ConfigError
+from megatron_ext.projection import SparseProjection
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.corpus import read_documents
+from megatron_ext.training.datasets import WindowDataset
+from megatron_ext.training.run_folder import check_run_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Everything a run reads but checkpoints; the same on every rank."""
+
+    tokenizer: MegatronTokenizerText
+    teacher_tokenizer: MegatronTokenizerText | None
+    train_data: WindowDataset
+    validation_data: WindowDataset | None
+
+    projection: SparseProjection | None
+    """The configured one; None where the run builds its own."""
+
+    def data_summary(self) -> dict[str, Any]:
+        """What a user should know of the text; plain values."""
+        return {
+            "train": self.train_data.summary(),
+            "validation": self.validation_data.summary() if self.validation_data else None,
+        }
+
+
+def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
+    """Check and read what ``config`` names, for a run on ``world_size`` processes.
+
+    Raises:
+        MegatronExtError: Anything that can be known to be wrong before a model is built.
+    """
+    _check_batch(config, world_size)
+    check_run_folder(config)
+    _check_checkpoints(config)
+    tokenizer = _tokenizer(config.tokenizer, "tokenizer")
+    teacher_tokenizer = (
+        _tokenizer(config.teacher.tokenizer, "teacher.tokenizer") if config.teacher else None
+    )
+    projection = None
+    if config.distils and config.projection:
+        projection = SparseProjection.load(
+            config.projection, student=tokenizer, teacher=teacher_tokenizer
+        )
+    train = read_documents(config.data.train, text_key=config.data.text_key)
+    validation = (
+        read_documents(config.data.validation, text_key=config.data.text_key)
+        if config.data.validation
+        else None
+    )
+    _check_objective(config)
+    return Inputs(
+        tokenizer=tokenizer,
+        teacher_tokenizer=teacher_tokenizer,
+        train_data=_windows(config, train, tokenizer, teacher_tokenizer),
+        validation_data=(
+            _windows(config, validation, tokenizer, teacher_tokenizer) if validation else None
+        ),
+        projection=projection,
+    )
+
+
+def _check_batch(config: DistillConfig, world_size: int) -> None:
+    training, parallel = config.training, config.parallel
+    replicas = data_parallel_size(
+        world_size=world_size,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+    )
+    step = training.micro_batch_size * replicas
+    if training.global_batch_size % step:
+        raise ConfigError(
+            "global_batch_size does not divide into microbatches",
+            got=training.global_batch_size,
+            expected=(
+                f"a multiple of {step} (micro_batch_size {training.micro_batch_size} x "
+                f"{replicas} data-parallel replicas)"
+            ),
+            fix="change global_batch_size, micro_batch_size or the number of processes",
+        )
+
+
+def _check_checkpoints(config: DistillConfig) -> None:
+    if config.distils and config.teacher:
+        find_checkpoint(config.teacher.checkpoint, where="teacher.checkpoint")
+    if config.initial_checkpoint:
+        find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
+
+
+def _check_objective(config: DistillConfig) -> None:
+    # The rows of the registry bring torch with them: seconds that the checks above do without.
+    from megatron_ext.losses import LOSS_REGISTRY
+
+    LOSS_REGISTRY[config.loss.objective]
+
+
+def _tokenizer(config: TokenizerConfig, section: str) -> MegatronTokenizerText:
+    if config.model is None:
+        raise ConfigError(
+            "no tokenizer is named",
+            where=f"{section}.model",
+            expected="a tokenizer file, or a directory that holds one",
+            fix=f"set it, or pass --{section.replace('.', '-')}-model",
+        )
+    return build_tokenizer(config)
+
+
+def _windows(
+    config: DistillConfig,
+    documents: list[str],
+    tokenizer: MegatronTokenizerText,
+    teacher_tokenizer: MegatronTokenizerText | None,
+) -> WindowDataset:
+    return WindowDataset(
+        documents,
+        student_tokenizer=tokenizer,
+        student_length=config.student.seq_length,
+        teacher_tokenizer=teacher_tokenizer,
+        teacher_length=config.teacher.model.seq_length if config.teacher else None,
+        append_eod=config.data.append_eod,
+    )

@@ -1,0 +1,84 @@
+"""What may import what, and how soon the package and the command line answer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from importlinter.api import read_configuration
+from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
+
+from megatron_ext.training.arguments import config_flags
+
+PYPROJECT = str(Path(__file__).parents[1] / "pyproject.toml")
+CONTRACTS = [contract["id"] for contract in read_configuration(PYPROJECT)["contracts_options"]]
+SECONDS = 0.3
+HEAVY = ("torch", "megatron", "transformers", "triton", "numpy", "yaml", "tokenizers", "tiktoken")
+"""Everything that is not the standard library and takes time to load."""
+
+_IMPORT = "import megatron_ext"
+_HELP = """
+from megatron_ext.cli.main import main
+try:
+    main({arguments})
+except SystemExit as exit:
+    assert exit.code == 0, exit.code
+"""
+_MEASURE = """
+import sys, time
+begin = time.perf_counter()
+{code}
+seconds = time.perf_counter() - begin
+print(seconds, *{{name.split(".")[0] for name in sys.modules}}, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_the_import_contract_is_kept(
+    contract: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = lint_imports(
+        config_filename=PYPROJECT, limit_to_contracts=(contract,), cache_dir=str(tmp_path)
+    )
+    assert status == EXIT_STATUS_SUCCESS, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "code",
+    [_IMPORT, _HELP.format(arguments=["--help"]), _HELP.format(arguments=["--version"])],
+    ids=["import", "help", "version"],
+)
+def test_the_package_and_its_help_answer_at_once_and_load_nothing_heavy(code: str) -> None:
+    runs = [_fresh_interpreter(code) for _ in range(3)]
+    assert min(seconds for seconds, _ in runs) < SECONDS
+    assert runs[0][1].isdisjoint(HEAVY)
+
+
+def test_the_help_of_a_verb_does_not_wait_for_torch() -> None:
+    _, modules = _fresh_interpreter(_HELP.format(arguments=["distill", "--help"]))
+    assert modules.isdisjoint({"torch", "megatron", "transformers", "triton"})
+
+
+def test_every_flag_has_a_name_of_its_own() -> None:
+    names = [flag.name for flag in config_flags()]
+    assert len(names) == len(set(names))
+
+
+def test_every_configuration_key_says_what_it_is() -> None:
+    assert [flag.name for flag in config_flags() if not flag.help.endswith(".")] == []
+
+
+def _fresh_interpreter(code: str) -> tuple[float, set[str]]:
+    """Seconds that ``code`` takes in a new interpreter, and the packages it has loaded then."""
+    finished = subprocess.run(
+        [sys.executable, "-c", _MEASURE.format(code=code)],
+        cwd=Path(PYPROJECT).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seconds, *modules = finished.stderr.split()
+    assert "megatron_ext" in modules
+    return float(seconds), set(modules)
