@@ -47,7 +47,10 @@ def align_byte_ends(student_ends: ByteEnds, teacher_ends: ByteEnds) -> Alignment
     """
     student_ends, student_covers = check_byte_ends(student_ends, side="student")
     teacher_ends, teacher_covers = check_byte_ends(teacher_ends, side="teacher")
-    student_is_common, teacher_is_common = common_boundaries(student_ends, teacher_ends)
+    student_stop, teacher_stop = _padding_start(student_ends), _padding_start(teacher_ends)
+    student_is_common, teacher_is_common = common_boundaries(
+        student_ends[:student_stop], teacher_ends[:teacher_stop]
+    )
     student_spans, student_chunk_id = _chunks(student_is_common, student_covers)
     teacher_spans, teacher_chunk_id = _chunks(teacher_is_common, teacher_covers)
     return Alignment(
@@ -122,6 +125,11 @@ def _refuse_falling(ends: ByteEnds, side: str) -> None:
         )
 
 
+def _padding_start(ends: ByteEnds) -> int:
+    """One past the token that reaches the last byte: no chunk goes further."""
+    return int(ends.searchsorted(ends[-1])) + 1 if len(ends) else 0
+
+
 def _blocks(student_ends: ByteEnds, teacher_ends: ByteEnds) -> list[tuple[int, int, int]]:
     """Last byte and one past the last token of each side, for blocks cut at the same bytes.
 
@@ -146,7 +154,7 @@ def _occur(ends: ByteEnds, other_ends: ByteEnds, marks: Mask) -> Mask:
 
 
 def _chunks(is_common: Mask, covers: Mask) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Spans [C, 2] and chunk ids [T] of one side.
+    """Spans [C, 2] and chunk ids [T] of one side, from its boundaries up to the padding.
 
     Of the tokens that cover bytes, one behind a common boundary starts a chunk and one before a
     common boundary ends it. The chunk id of each is the number of starts up to it, less 1.
@@ -155,6 +163,7 @@ def _chunks(is_common: Mask, covers: Mask) -> tuple[NDArray[np.int32], NDArray[n
     spans = np.empty((np.count_nonzero(is_common), 2), dtype=np.int32)
     spans[0, 0] = 0
     chunk_id = np.empty(len(covers), dtype=np.int32)
+    covers = covers[: len(is_common) - 1]
     all_cover = bool(covers.all())
     started = ended = 0
     for first in range(0, len(covers), BLOCK_TOKENS):
