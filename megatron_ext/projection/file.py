@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.atomic_file import write_bytes
 from megatron_ext.errors import MissingDependencyError, ProjectionError
 from megatron_ext.projection.sparse_projection import SparseProjection
 
@@ -24,10 +23,10 @@ FILE_ENTRIES: Final = ("format", "format_version", "shape")
 
 
 def save_projection(projection: SparseProjection, path: Path) -> None:
-    """Write ``projection`` beside ``path`` and move it there in one step.
+    """Replace ``path`` by ``projection`` in one step.
 
     Raises:
-        ProjectionError: The folder cannot be written to.
+        ProjectionError: The folder does not exist or cannot be written to.
         MissingDependencyError: safetensors is not installed.
     """
     save = _import_safetensors().numpy.save
@@ -40,14 +39,10 @@ def save_projection(projection: SparseProjection, path: Path) -> None:
             "shape": f"{projection.shape[0]}x{projection.shape[1]}",
         },
     )
-    # Beside the target, because a rename is atomic within one file system only.
-    part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with part.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        # A missing folder is more often a slip in the path than one to make.
+        path.parent.stat()
+        write_bytes(path, content)
     except OSError as error:
         raise ProjectionError(
             "the projection cannot be written",
@@ -56,8 +51,6 @@ def save_projection(projection: SparseProjection, path: Path) -> None:
             expected="a file name in an existing folder with room and write permission",
             fix="create the folder first",
         ) from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load_projection(

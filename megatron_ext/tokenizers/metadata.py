@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.file_kind import read_json
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
@@ -89,21 +89,12 @@ def check_metadata(metadata: Mapping[str, Any], *, where: object = None) -> dict
 
 
 def write_json(file: Path, document: Mapping[str, Any]) -> None:
-    """Write ``document`` so that a reader sees the old file or the whole new one.
+    """Replace ``file`` by ``document`` in one step; folders on the way are made.
 
     Raises:
         TokenizerError: The directory cannot be written.
     """
     try:
-        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                json.dump(dict(document), stream, ensure_ascii=False, indent=2)
-            # mkstemp makes files that only their owner can read.
-            os.chmod(name, 0o644)
-            os.replace(name, file)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_text(file, json.dumps(dict(document), ensure_ascii=False, indent=2))
     except OSError as error:
         raise TokenizerError("cannot write the file", got=error.strerror, where=file) from error

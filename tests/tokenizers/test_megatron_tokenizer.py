@@ -76,7 +76,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(folder, monkeypatch
     def full_disk(*_args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(TokenizerError, match="cannot write the file; got No space left"):
         MegatronTokenizer.write_metadata(folder, "huggingface", overwrite=True)
     assert (folder / "tokenizer_metadata.json").read_bytes() == before
