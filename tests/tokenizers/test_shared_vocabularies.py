@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,7 +45,9 @@ def vocabularies() -> list[Path]:
     return found
 
 
-@cache
+# The last few, for the tests that take one up again: to hold all of them, millions of objects,
+# would slow every garbage collection of the run.
+@lru_cache(maxsize=8)
 def built(path: Path) -> MegatronTokenizerText:
     return build_tokenizer(TokenizerConfig(model=str(path)))
 
