@@ -85,13 +85,19 @@ def build_projection(
         metadata={
             "method": method,
             "options": json.dumps({"top_k": top_k}),
-            "student_fingerprint": student.fingerprint(),
-            "student_vocab_size": str(student.vocab_size),
-            "teacher_fingerprint": teacher.fingerprint(),
-            "teacher_vocab_size": str(teacher.vocab_size),
+            **_identity("student", student),
+            **_identity("teacher", teacher),
         },
         is_exact_row=is_exact_row,
     )
+
+
+def _identity(role: str, tokenizer: ByteTokenizer) -> dict[str, str]:
+    """What a projection says of the tokenizer it was built for."""
+    return {
+        f"{role}_fingerprint": tokenizer.fingerprint(),
+        f"{role}_vocab_size": str(tokenizer.vocab_size),
+    }
 
 
 def piece_weights(piece_counts: NDArray[np.int64]) -> NDArray[np.float64]:

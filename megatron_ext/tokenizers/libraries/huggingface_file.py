@@ -29,14 +29,15 @@ class HuggingFaceFile:
     def __init__(self, file: Path) -> None:
         document = read_json(file)
         try:
-            assert isinstance(document, dict)
+            if not isinstance(document, dict):
+                raise TypeError(f"{type(document).__name__} instead of an object")
             self._document: dict[str, Any] = document
             self._model: dict[str, Any] = document["model"]
             self._ids: dict[str, int] = _model_ids(self._model)
             self._added: list[dict[str, Any]] = document.get("added_tokens") or []
             self.special_names = {row["content"] for row in self._added if row["special"]}
             self._added_ids: dict[str, int] = {row["content"]: row["id"] for row in self._added}
-        except (AssertionError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise TokenizerError(
                 "the tokenizer.json is incomplete",
                 got=repr(error),
@@ -66,8 +67,9 @@ class HuggingFaceFile:
             if name not in self._ids:
                 rows[token_id] = name.encode()
         silent = {*self.special_names, self._unknown()}
-        for name in silent & (self._ids.keys() | self._added_ids.keys()):
-            rows[self._ids.get(name, self._added_ids.get(name, 0))] = None
+        ids = self._added_ids | self._ids
+        for name in silent & ids.keys():
+            rows[ids[name]] = None
         return rows
 
     def dummy_prefix(self) -> DummyPrefix:

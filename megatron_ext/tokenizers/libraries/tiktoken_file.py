@@ -78,31 +78,14 @@ def read_vocabulary(
             fit the file.
     """
     kind = require_library(path, "tiktoken")
-    said: dict[str, Any] = {
-        "pattern": PATTERNS["v2"],
-        "num_special_tokens": _NUM_SPECIAL_TOKENS,
-        "special_tokens": list(MEGATRON_SPECIAL_TOKENS),
-    }
     tokens, from_file = _read(kind)
-    said |= from_file
     given = {
         "pattern": None if pattern is None else _pattern(pattern),
         "vocab_size": vocab_size,
         "num_special_tokens": num_special_tokens,
         "special_tokens": None if special_tokens is None else list(special_tokens),
     }
-    for name, value in given.items():
-        if value is None:
-            continue
-        if name in from_file and from_file[name] != value:
-            raise TokenizerError(
-                f"the option {name} differs from what the file says",
-                got=value,
-                expected=from_file[name],
-                fix="leave it out",
-                where=kind.file,
-            )
-        said[name] = value
+    said = _settle_options(given, from_file, kind.file)
     names = _special_names(said["special_tokens"], said["num_special_tokens"])
     specials_first = kind.format != "tiktoken-ranks"
     size = _size(said.get("vocab_size"), tokens, len(names), specials_first, kind.file)
@@ -116,6 +99,31 @@ def read_vocabulary(
         special_ids={name: special_begin + i for i, name in enumerate(names)},
         vocab_size=size,
     )
+
+
+def _settle_options(
+    given: Mapping[str, Any], from_file: Mapping[str, Any], file: Path
+) -> dict[str, Any]:
+    """The options given, else those of the file, else the defaults."""
+    said: dict[str, Any] = {
+        "pattern": PATTERNS["v2"],
+        "num_special_tokens": _NUM_SPECIAL_TOKENS,
+        "special_tokens": list(MEGATRON_SPECIAL_TOKENS),
+        **from_file,
+    }
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name in from_file and from_file[name] != value:
+            raise TokenizerError(
+                f"the option {name} differs from what the file says",
+                got=value,
+                expected=from_file[name],
+                fix="leave it out",
+                where=file,
+            )
+        said[name] = value
+    return said
 
 
 def _pattern(pattern: str) -> str:
