@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 
 import yaml
 
@@ -32,6 +33,9 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write(yaml.safe_dump(config_values(config), sort_keys=False) + "\n")
         sys.stdout.flush()
     inputs = read_inputs(config, world_size=launched_processes())
+    if not sys.warnoptions:
+        # torch and megatron-core warn their own developers, on every rank; -W brings it back.
+        warnings.simplefilter("ignore")
     # After every check that does without them: megatron-core and torch take seconds to load.
     from megatron_ext.training.distill import distill
 

@@ -1,0 +1,20 @@
+"""What the command-line tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.run_files import finish, start, write_config
+from tests.training.tiny_run import teacher_run, write_corpus, write_rank_list
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text, vocabularies, and a teacher trained for a step."""
+    folder = tmp_path_factory.mktemp("cli")
+    write_corpus(folder)
+    write_rank_list(folder)
+    finish(start("distill", "--config", str(write_config(folder, teacher_run(folder)))))
+    return folder

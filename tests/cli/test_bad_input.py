@@ -1,0 +1,277 @@
+"""Whatever a user gets wrong is one line on standard error, a non-zero exit, and no output."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_ext.cli.main import main
+from megatron_ext.projection import SparseProjection
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.training.run_folder import check_run_folder, config_values, record_run
+from tests.cli.run_files import start, write_config
+from tests.training.tiny_run import student_run, write_corpus, write_rank_list
+
+PREFIX = "megatron-ext: error: "
+Values = dict[str, Any]
+
+
+@pytest.fixture
+def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Values:
+    """A right configuration, as a mapping to spoil; its teacher's checkpoint is only a folder."""
+    # Nothing here may get as far as megatron-core, which changes torch for its whole process.
+    monkeypatch.setitem(sys.modules, "megatron_ext.training.distill", None)
+    write_corpus(tmp_path)
+    write_rank_list(tmp_path)
+    _checkpoint(tmp_path / "teacher" / "checkpoints")
+    return copy.deepcopy(config_values(student_run(tmp_path, "run")))
+
+
+@pytest.fixture
+def refused(
+    values: Values, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Start ``values`` with extra flags; the one line it is refused with."""
+
+    def refused(*flags: str) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        with pytest.raises(SystemExit) as stopped:
+            main(["distill", "--config", str(file), *flags])
+        assert stopped.value.code == 2
+        assert sorted(tmp_path.rglob("*")) == sorted({*before, file})
+        return one_line(capsys.readouterr().err)
+
+    return refused
+
+
+def one_line(errors: str) -> str:
+    assert errors.count("\n") == 1, errors
+    assert errors.startswith(PREFIX)
+    return errors.removeprefix(PREFIX).strip()
+
+
+def test_a_right_configuration_gets_past_every_check(values: Values, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ImportError, match=r"megatron_ext\.training\.distill"):
+        main(["distill", "--config", str(tmp_path / "run.yaml")])
+
+
+@pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
+def test_a_missing_tokenizer_file_is_named(values, refused, section) -> None:
+    _section(values, section)["model"] = "/nowhere/tokenizer.model"
+    assert refused().startswith("/nowhere/tokenizer.model: the tokenizer does not exist")
+
+
+@pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
+def test_a_tokenizer_that_is_not_named_is_asked_for_by_key_and_flag(
+    values, refused, section
+) -> None:
+    del _section(values, section)["model"]
+    line = refused()
+    assert line.startswith(f"{section}.model: no tokenizer is named")
+    assert f"--{section.replace('.', '-')}-model" in line
+
+
+def test_the_wrong_library_is_told_the_right_one(values, refused) -> None:
+    values["teacher"]["tokenizer"]["library"] = "huggingface"
+    assert "got a sentencepiece file; use library 'sentencepiece'" in refused()
+
+
+def test_a_truncated_sentencepiece_model_is_refused(values, refused, tmp_path) -> None:
+    whole = Path(values["teacher"]["tokenizer"]["model"]).read_bytes()
+    cut = tmp_path / "cut.model"
+    cut.write_bytes(whole[: len(whole) // 2])
+    values["teacher"]["tokenizer"]["model"] = str(cut)
+    line = refused()
+    assert line.startswith(f"{cut}: ")
+    assert "truncated" in line
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+@pytest.mark.parametrize(
+    ("name", "contents", "place", "words"),
+    [
+        ("absent.txt", None, "", "cannot be read"),
+        ("", None, "", "cannot be read"),
+        ("latin.txt", "café".encode("latin-1"), "", "not UTF-8"),
+        ("empty.txt", b"", None, "holds no text"),
+        ("blank.jsonl", b'\n{"text": ""}\n\n', None, "holds no text"),
+        ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', ":3", "not JSON"),
+        ("list.jsonl", b"[1, 2]\n", ":1", "no text under 'text'; got list"),
+        ("other.jsonl", b'{"body": "a"}\n', ":1", "got keys ['body']; set data.text_key"),
+    ],
+    ids=["absent", "folder", "latin-1", "empty", "blank", "broken-json", "list", "other-key"],
+)
+def test_text_that_cannot_be_used_is_refused_with_its_place(
+    values, refused, tmp_path, part, name, contents, place, words
+) -> None:
+    file = tmp_path / name
+    if contents is not None:
+        file.write_bytes(contents)
+    values["data"][part] = [str(file)]
+    line = refused()
+    assert words in line
+    assert str(file) in line
+    if place is not None:
+        assert line.startswith(f"{file}{place}: ")
+
+
+def test_text_that_no_window_holds_is_refused(values, refused, tmp_path) -> None:
+    (tmp_path / "x.txt").write_text("a")
+    values["data"]["train"] = [str(tmp_path / "x.txt")]
+    values["student"]["seq_length"] = values["teacher"]["model"]["seq_length"] = 1
+    assert "raise seq_length" in refused()
+
+
+def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_key(values, refused) -> None:
+    values["optimizer"]["learning_rat"] = values["optimizer"].pop("lr")
+    line = refused()
+    assert "run.yaml:" in line
+    assert "optimizer.learning_rat: unknown configuration key; expected one of lr, min_lr" in line
+
+
+def test_a_value_of_the_wrong_type_is_refused_with_its_line(values, refused, tmp_path) -> None:
+    values["training"]["train_iters"] = "many"
+    line = refused()
+    number = int(line.removeprefix(f"{tmp_path / 'run.yaml'}:").split(":")[0])
+    assert "train_iters" in (tmp_path / "run.yaml").read_text().splitlines()[number - 1]
+    assert "training.train_iters: a value has the wrong type; got 'many'; expected int" in line
+
+
+def test_an_unknown_objective_lists_the_known_ones(values, refused) -> None:
+    values["loss"]["objective"] = "projected_lk"
+    line = refused()
+    assert "got 'projected_lk'; expected one of" in line
+    assert "did you mean 'projected_kl'?" in line
+
+
+def test_a_projection_of_another_pair_is_refused(values, refused, tmp_path) -> None:
+    other = TokenizerConfig(model=values["tokenizer"]["model"], vocab_size=1400)
+    teacher = TokenizerConfig(model=values["teacher"]["tokenizer"]["model"])
+    file = tmp_path / "other.safetensors"
+    SparseProjection.from_tokenizers(build_tokenizer(other), build_tokenizer(teacher)).save(file)
+    values["projection"] = str(file)
+    line = refused()
+    assert line.startswith(f"{file}: this projection was built for another student; got a vocab")
+    assert "1400 ids" in line
+    assert "8001 ids" in line
+
+
+def test_a_missing_projection_is_refused(values, refused) -> None:
+    values["projection"] = "/nowhere/projection.safetensors"
+    assert refused().startswith("/nowhere/projection.safetensors: there is no projection file")
+
+
+def test_processes_that_make_no_whole_replica_are_refused(values, refused, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    values["parallel"] |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    line = refused()
+    assert "got 6 processes; expected a multiple of 4 (tensor_model_parallel_size 2" in line
+    assert "--nproc-per-node" in line
+
+
+def test_a_batch_that_does_not_divide_over_the_replicas_is_refused(
+    values, refused, monkeypatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "got 8; expected a multiple of 6 (micro_batch_size 2 x 3" in refused()
+
+
+def test_layers_that_do_not_divide_over_the_stages_are_refused(values, refused) -> None:
+    values["student"]["num_layers"] = 3
+    line = refused("--pipeline-model-parallel-size", "2")
+    assert "the student's num_layers do not divide over pipeline_model_parallel_size" in line
+    assert "got 3 over 2; expected a multiple of 2" in line
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["absent", "empty"])
+def test_a_missing_teacher_checkpoint_is_refused(values, refused, tmp_path, exists) -> None:
+    if exists:
+        (tmp_path / "none").mkdir()
+    values["teacher"]["checkpoint"] = str(tmp_path / "none")
+    line = refused()
+    assert line.startswith("teacher.checkpoint: no checkpoint found; got")
+    assert str(tmp_path / "none") in line
+
+
+def test_a_missing_first_checkpoint_of_the_student_is_refused(values, refused) -> None:
+    assert refused("--initial-checkpoint", "/nowhere").startswith("initial_checkpoint: no check")
+
+
+def test_a_run_folder_of_another_configuration_is_refused(values, refused, tmp_path) -> None:
+    config = student_run(tmp_path, "run")
+    record_run(config, {})
+    _checkpoint(tmp_path / "run" / "checkpoints")
+    line = refused("--lr", "0.5")
+    assert line.startswith(f"{tmp_path / 'run' / 'config.yaml'}: the run folder holds a run with")
+    assert "another optimizer.lr; got 0.5; expected 0.001; use another run_dir" in line
+
+
+def test_a_run_folder_that_is_a_file_is_refused(values, refused, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    assert refused("--run-dir", str(tmp_path / "file" / "run")).startswith(
+        "run_dir: the run folder cannot be written to"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "the following arguments are required: VERB"),
+        (["distil"], "invalid choice: 'distil'"),
+        (["distill", "--train-iters", "many"], "argument --train-iters: invalid int value: 'many'"),
+        (["distill", "--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
+        (["distill", "--learning-rate", "1"], "unrecognized arguments: --learning-rate 1"),
+        (["distill", "--train-it", "5"], "unrecognized arguments: --train-it 5"),
+        (["distill"], "a required configuration key is missing; expected run_dir"),
+        (["distill", "--config", "/nowhere.yaml"], "/nowhere.yaml: the configuration file cannot"),
+    ],
+    ids=["no-verb", "verb", "int", "choice", "flag", "short-flag", "nothing", "file"],
+)
+def test_a_wrong_command_line_is_refused(capsys, arguments, words) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert words in one_line(capsys.readouterr().err)
+
+
+def test_other_ranks_say_which_they_are(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit):
+        main(["distill", "--config", "/nowhere.yaml"])
+    output = capsys.readouterr()
+    assert output.err.startswith("megatron-ext: error (rank 3): /nowhere.yaml: ")
+    assert output.out == ""
+
+
+def test_a_start_that_fails_late_is_one_line_too_and_binds_no_folder(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = student_run(folder, "late")
+    file = write_config(tmp_path, config)
+    process = start("distill", "--config", str(file), "--teacher-hidden-size", "96")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "the checkpoint does not fit the model" in one_line(errors)
+    assert not Path(config.run_dir).exists()
+    check_run_folder(config)
+
+
+def _checkpoint(folder: Path) -> None:
+    """What tells a folder of checkpoints from others, without any weights."""
+    (folder / "iter_0000001").mkdir(parents=True)
+    (folder / "latest").write_text("iter_0000001")
+
+
+def _section(values: Values, keys: str) -> Values:
+    for key in keys.split("."):
+        values = values[key]
+    return values

@@ -1,0 +1,126 @@
+"""A run that is killed and started again is the run that was never killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.metrics import METRICS_FILE, PLOT_FILE, read_metrics
+from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE, PROJECTION_FILE
+from tests.cli.run_files import finish, kill, start, write_config
+from tests.training.tiny_run import student_run
+
+ITERATIONS = 9
+SAVE_INTERVAL = 3
+QUANTITIES = ("iteration", "loss", "kd", "ce", "grad_norm", "learning_rate", "tokens", "chunks")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path) -> Path:
+    """A student's run that nothing interrupted."""
+    config = _student(folder, "uninterrupted")
+    finish(start("distill", "--config", str(write_config(folder, config))))
+    return Path(config.run_dir)
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path) -> Path:
+    """The same run, killed between checkpoints and once more while it writes one."""
+    config = _student(folder, "killed")
+    run = Path(config.run_dir)
+    checkpoints = run / "checkpoints"
+    file = write_config(folder, config)
+
+    _kill_when(file, lambda: _row_count(run) > SAVE_INTERVAL)
+    interrupted_at = _row_count(run)
+    assert SAVE_INTERVAL < interrupted_at < ITERATIONS
+    _kill_when(file, lambda: any(checkpoints.glob(".iter_*.partial/*")))
+    assert any(checkpoints.glob(".iter_*.partial"))
+    assert (checkpoints / "latest").read_text() != f"iter_{ITERATIONS:07d}"
+
+    finish(start("distill", "--config", str(file)))
+    return run
+
+
+def test_every_number_is_bitwise_that_of_the_uninterrupted_run(
+    uninterrupted: Path, killed: Path
+) -> None:
+    expected, resumed = read_metrics(uninterrupted), read_metrics(killed)
+    assert len(expected) == ITERATIONS
+    for name in (*QUANTITIES, "kd/top1_agreement"):
+        assert [row[name] for row in resumed] == [row[name] for row in expected]
+
+
+def test_what_is_measured_on_held_out_text_is_bitwise_the_same(
+    uninterrupted: Path, killed: Path
+) -> None:
+    expected, resumed = read_metrics(uninterrupted), read_metrics(killed)
+    measured = [row for row in expected if "student_bits_per_byte" in row]
+    assert len(measured) == 3
+    for row in measured:
+        again = resumed[row["iteration"] - 1]
+        for name in ("student_bits_per_byte", "teacher_bits_per_byte"):
+            assert again[name] == row[name]
+
+
+def test_no_unfinished_file_stays_behind(killed: Path) -> None:
+    in_run = {path.name for path in killed.iterdir()}
+    assert in_run == {
+        "checkpoints",
+        CONFIG_FILE,
+        DATA_FILE,
+        METRICS_FILE,
+        PLOT_FILE,
+        PROJECTION_FILE,
+    }
+    in_checkpoints = {path.name for path in (killed / "checkpoints").iterdir()}
+    assert in_checkpoints == {"latest", "iter_0000006", "iter_0000009"}
+
+
+def test_a_finished_run_started_again_says_so_and_changes_nothing(
+    folder: Path, killed: Path
+) -> None:
+    before = _contents(killed)
+    output = finish(start("distill", "--config", str(folder / "killed.yaml")))
+    assert f"the run in {killed} is finished: {ITERATIONS} iterations" in output.splitlines()[-1]
+    assert _contents(killed) == before
+
+
+def _student(folder: Path, name: str) -> DistillConfig:
+    config = student_run(folder, name)
+    training = dataclasses.replace(
+        config.training, train_iters=ITERATIONS, save_interval=SAVE_INTERVAL, eval_interval=4
+    )
+    return dataclasses.replace(config, training=training)
+
+
+def _kill_when(config: Path, condition: Callable[[], bool]) -> None:
+    """Start the run and end it with SIGKILL as soon as ``condition`` holds."""
+    process = start("distill", "--config", str(config))
+    deadline = time.monotonic() + 120
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            kill(process)
+            pytest.fail(f"the moment to kill did not come:\n{process.communicate()[1]}")
+        time.sleep(0.002)
+    kill(process)
+    process.communicate()
+
+
+def _row_count(run: Path) -> int:
+    path = run / METRICS_FILE
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _contents(run: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(run.rglob("*"))
+        if path.is_file()
+    }
