@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from megatron_ext import errors
+from megatron_ext.errors import MegatronExtError, MissingDependencyError
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, MegatronExtError)
+]
+
+
+def test_the_text_says_where_what_got_expected_and_fix_in_one_line() -> None:
+    error = MegatronExtError(
+        "the key is wrong", where="run.yaml:3", got="a\nb", expected=0, fix="mend it"
+    )
+    assert str(error) == "run.yaml:3: the key is wrong; got a b; expected 0; mend it"
+
+
+def test_parts_that_are_not_given_leave_no_trace() -> None:
+    assert str(MegatronExtError("it failed")) == "it failed"
+
+
+@pytest.mark.parametrize("value", [0, "", False, 0.0], ids=repr)
+def test_a_false_value_is_still_shown(value: object) -> None:
+    assert str(MegatronExtError("it failed", got=value)) == f"it failed; got {value}"
+
+
+def test_a_missing_package_says_what_to_install() -> None:
+    error = MissingDependencyError("tiktoken", extra="tiktoken", feature="this tokenizer")
+    assert isinstance(error, ImportError)
+    assert 'pip install "megatron-ext[tiktoken]"' in str(error)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_error_reaches_another_process_with_its_text(kind: type[MegatronExtError]) -> None:
+    error = (
+        kind("torch", extra="train", feature="training")
+        if kind is MissingDependencyError
+        else kind("it failed", got=3)
+    )
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind
+    assert str(copy) == str(error)
