@@ -22,11 +22,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# torch comes first and pinned, so that no other package chooses a larger build of it.
+# The machine's pip fills the environment: Debian's Python has no ensurepip until python3-venv is
+# there. torch comes first and pinned, so that no other package chooses a larger build of it.
 $(VENV)/.ready: pyproject.toml
 	@echo "==> installing into $(VENV)"
-	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(PYTHON) -m venv --without-pip $(VENV)
+	@$(PYTHON) -m pip --python $(BIN)/python install --quiet --upgrade pip
 	@$(BIN)/python -m pip install --quiet "$(TORCH)" "$(TRITON)"
 	@$(BIN)/python -m pip install --quiet --editable ".[test]"
 	@touch $@

@@ -90,7 +90,7 @@ def load_checkpoint(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             "the checkpoint does not fit the model",
             where=checkpoint,
-            got=str(error)[:300],
+            got=_reason(error),
             fix="check that the model's configuration is the one it was trained with",
         ) from error
 
@@ -112,12 +112,19 @@ def load_weights(checkpoint: Path, gpt: GPTModel, *, fingerprint: str) -> None:
         raise CheckpointError(
             "the checkpoint cannot be read",
             where=checkpoint,
-            got=str(error)[:300],
+            got=_reason(error),
             fix="copy it again: a file of it is missing or cut short",
         ) from error
     check_tokenizer(checkpoint, common, fingerprint=fingerprint)
     state = load_checkpoint(checkpoint, {"model": gpt.sharded_state_dict()})
     gpt.load_state_dict(state["model"])
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong, on whichever rank it did."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def check_tokenizer(checkpoint: Path, state: Mapping[str, Any], *, fingerprint: str) -> None:

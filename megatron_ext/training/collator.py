@@ -26,12 +26,16 @@ class TokenBatch:
     position_ids: torch.Tensor
     """[B, T] int64"""
 
+    byte_count: int
+    """Bytes of the text that the labels stand for; on the host."""
+
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on ``device``."""
         return TokenBatch(
             self.tokens.to(device, non_blocking=True),
             self.labels.to(device, non_blocking=True),
             self.position_ids.to(device, non_blocking=True),
+            self.byte_count,
         )
 
 
@@ -45,9 +49,6 @@ class Batch:
 
     token_count: int
     """Student labels that are trained; on the host."""
-
-    byte_count: int
-    """Bytes of text that the labels stand for."""
 
     @property
     def chunk_count(self) -> int:
@@ -97,7 +98,6 @@ def collate(
         teacher=teacher,
         alignment=alignment,
         token_count=int((student.labels != IGNORE_INDEX).sum()),
-        byte_count=sum(window.byte_count for window in windows),
     )
 
 
@@ -109,9 +109,10 @@ def _pad(sequences: Sequence[TokenSequence], length: int, text_only: bool) -> To
         tokens[row, :count] = sequence.ids[:-1]
         labels[row, :count] = sequence.ids[1:]
         if text_only:
-            labels[row, :count][~sequence.covers_text[1:]] = IGNORE_INDEX
+            labels[row, :count][sequence.text_bytes[1:] == 0] = IGNORE_INDEX
     return TokenBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         position_ids=torch.arange(length).expand(len(sequences), length),
+        byte_count=sum(int(sequence.text_bytes[1:].sum()) for sequence in sequences),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +30,12 @@ class TokenSequence:
     chunk_id: Ids
     """[T + 1] chunk of each token, ``NO_CHUNK`` where it is in none."""
 
-    covers_text: NDArray[np.bool_]
-    """[T + 1] false for control tokens, which stand for no byte."""
+    text_bytes: NDArray[np.int64]
+    """[T + 1] bytes of the text that each token stands for; 0 for a control token."""
 
     def head(self, count: int) -> TokenSequence:
         """The first ``count`` tokens."""
-        return TokenSequence(self.ids[:count], self.chunk_id[:count], self.covers_text[:count])
+        return TokenSequence(self.ids[:count], self.chunk_id[:count], self.text_bytes[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class WindowDataset(Sequence[Window]):
         self._windows: list[Window] = []
         self.dropped_bytes = 0
         self._chunk_counts = ChunkCounts()
+        self._text_hash = hashlib.sha256()
         for document in documents:
             self._add(document)
         self.byte_count = sum(window.byte_count for window in self._windows)
@@ -105,6 +107,7 @@ class WindowDataset(Sequence[Window]):
     def summary(self) -> dict[str, Any]:
         """What a user should know of the data before training on it; plain values."""
         return {
+            "sha256": self._text_hash.hexdigest(),
             "windows": len(self),
             "bytes": self.byte_count,
             "dropped_bytes": self.dropped_bytes,
@@ -117,6 +120,7 @@ class WindowDataset(Sequence[Window]):
         return self._windows + [_blank(self._windows[0])] * missing
 
     def _add(self, document: str) -> None:
+        self._text_hash.update(document.encode() + b"\0")
         student_ids, student_ends = self._student.encode(document)
         teacher_ids, teacher_ends = (
             self._teacher.encode(document) if self._teacher else (None, None)
@@ -180,13 +184,13 @@ class _Side:
         """
         window = ids[bounds[0] : bounds[1]]
         chunks = np.full(len(window), NO_CHUNK, np.int32) if chunk_id is None else chunk_id
-        covers = np.diff(ends, prepend=0) > 0
+        text_bytes = np.diff(ends, prepend=0)
         if self._lead is None:
-            return TokenSequence(window, chunks, covers)
+            return TokenSequence(window, chunks, text_bytes)
         return TokenSequence(
             np.insert(window, 0, self._lead),
             np.insert(chunks, 0, NO_CHUNK),
-            np.insert(covers, 0, False),
+            np.insert(text_bytes, 0, 0),
         )
 
 

@@ -17,7 +17,7 @@ from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.corpus import read_documents
 from megatron_ext.training.datasets import WindowDataset
-from megatron_ext.training.run_folder import check_run_folder
+from megatron_ext.training.run_folder import check_run_folder, check_same_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
         else None
     )
     _check_objective(config)
-    return Inputs(
+    inputs = Inputs(
         tokenizer=tokenizer,
         teacher_tokenizer=teacher_tokenizer,
         train_data=_windows(config, train, tokenizer, teacher_tokenizer),
@@ -74,6 +74,8 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
         ),
         projection=projection,
     )
+    check_same_text(config, inputs.data_summary())
+    return inputs
 
 
 def _check_batch(config: DistillConfig, world_size: int) -> None:

@@ -24,9 +24,16 @@ PROJECTION_FILE = "projection.safetensors"
 
 _MAY_CHANGE = (
     "run_dir",
+    # Paths may move: what they hold is compared instead, by fingerprint and by hash.
+    "tokenizer.model",
+    "teacher.tokenizer.model",
+    "data.train",
+    "data.validation",
     "initial_checkpoint",
     "projection",
-    "parallel",
+    "parallel.tensor_model_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.distributed_timeout_minutes",
     "teacher.checkpoint",
     "training.train_iters",
     "training.micro_batch_size",
@@ -52,6 +59,29 @@ def check_run_folder(config: DistillConfig) -> None:
     stored = folder / CONFIG_FILE
     if latest_checkpoint(folder / CHECKPOINTS) is not None and stored.exists():
         _check_same_run(read_config_file(stored)[0], config_values(config), stored)
+
+
+def check_same_text(config: DistillConfig, data_summary: Mapping[str, Any]) -> None:
+    """Check that a run that goes on reads the text that it was started with.
+
+    Raises:
+        ConfigError: The training or the held-out text is another.
+    """
+    folder = Path(config.run_dir)
+    stored = folder / DATA_FILE
+    if latest_checkpoint(folder / CHECKPOINTS) is None or not stored.exists():
+        return
+    before = json.loads(stored.read_text(encoding="utf-8"))
+    for split in ("train", "validation"):
+        hashes = [(summary.get(split) or {}).get("sha256") for summary in (data_summary, before)]
+        if hashes[0] != hashes[1]:
+            raise ConfigError(
+                f"the run was started with another text in data.{split}",
+                where=stored,
+                got=f"sha256 {str(hashes[0])[:12]}",
+                expected=str(hashes[1])[:12],
+                fix="use another run_dir, or the text the run was started with",
+            )
 
 
 def record_run(config: DistillConfig, data_summary: Mapping[str, Any]) -> None:

@@ -18,9 +18,7 @@ from megatron_ext.training.collator import Batch
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.models import wrap_in_ddp
-
-_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""The distributed optimizer's checkpoint format that any layout can read."""
+from megatron_ext.training.sharded_optimizer import CHECKPOINT_FORMAT, prepare_to_load
 
 
 class Student:
@@ -71,10 +69,12 @@ class Student:
     def sharded_state(self, *, is_loading: bool = False) -> dict[str, Any]:
         """Weights, optimizer and scheduler for ``dist_checkpointing``."""
         model = self.gpt.sharded_state_dict()
+        if is_loading:
+            prepare_to_load(self.optimizer)
         return {
             "model": model,
             "optimizer": self.optimizer.sharded_state_dict(
-                model, is_loading=is_loading, metadata=_OPTIMIZER_FORMAT
+                model, is_loading=is_loading, metadata=CHECKPOINT_FORMAT
             ),
             "scheduler": self.scheduler.state_dict(),
         }

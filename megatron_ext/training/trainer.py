@@ -86,6 +86,8 @@ class Trainer:
                 log.write(iteration=iteration, seconds=seconds, **metrics)
                 bar.set_postfix({"loss": f"{metrics['loss']:.4f}"}, refresh=False)
                 bar.update()
+                if "student_bits_per_byte" in metrics:
+                    self._plot()
             if is_last or iteration % training.save_interval == 0:
                 self._save(iteration)
 
@@ -141,14 +143,18 @@ class Trainer:
         return list(targets) or [None] * len(batches)
 
     def _validate(self, data: WindowDataset) -> BitsPerByte:
-        size, replicas = self.config.training.micro_batch_size, self.groups.dp_size
-        rows = data.padded_to_multiple(size * replicas)
-        batches = [
-            self._collate(rows[start : start + size], text_only=True)
-            for start in range(self.groups.dp_rank * size, len(rows), size * replicas)
-        ]
+        size, whole = self.config.training.micro_batch_size, self.config.training.global_batch_size
+        rows = data.padded_to_multiple(whole)
+        global_batches = (
+            [
+                self._collate(rows[start : start + size], text_only=True)
+                for start in range(first, first + whole, size)
+                if start // size % self.groups.dp_size == self.groups.dp_rank
+            ]
+            for first in range(0, len(rows), whole)
+        )
         return measure_bits_per_byte(
-            batches,
+            global_batches,
             student=self.student.ddp,
             student_shard=self.step.shard,
             teacher=self.teacher,

@@ -8,7 +8,7 @@ different tokenizers compare. Control tokens, which stand for no byte, are left 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ class BitsPerByte:
 
 
 def measure_bits_per_byte(
-    batches: Sequence[Batch],
+    global_batches: Iterable[Sequence[Batch]],
     *,
     student: Any,
     student_shard: VocabShard,
@@ -41,27 +41,35 @@ def measure_bits_per_byte(
     next_token: Objective,
     groups: ProcessGroups,
 ) -> BitsPerByte:
-    """Bits per byte over this replica's batches and all others.
+    """Bits per byte over this replica's microbatches and all others.
 
-    Every rank calls it with equally many batches, collated with ``text_only``. Collectives: the
-    schedules', those of ``next_token``, and one all-reduce over ``dp`` a model.
+    Args:
+        global_batches: This replica's microbatches, as many at a time as one schedule runs over,
+            collated with ``text_only``; equally many on every rank.
+
+    Collectives: the schedules', those of ``next_token``, and one all-reduce over ``dp`` a model.
     """
-    byte_count = sum(batch.byte_count for batch in batches)
-    student_nats = _student_nats(batches, student, student_shard, next_token)
-    teacher_nats = None
-    if teacher is not None:
-        teacher_nats = _teacher_nats(batches, teacher, next_token)
+    student_bytes = teacher_bytes = 0
+    student_nats: list[torch.Tensor] = []
+    teacher_nats: list[torch.Tensor] = []
+    for batches in global_batches:
+        sides = [batch.student for batch in batches]
+        student_bytes += sum(side.byte_count for side in sides)
+        student_nats += _student_nats(sides, student, student_shard, next_token)
+        if teacher is not None:
+            sides = [batch.teacher for batch in batches if batch.teacher is not None]
+            teacher_bytes += sum(side.byte_count for side in sides)
+            teacher_nats += _teacher_nats(sides, teacher, next_token)
     return BitsPerByte(
-        student=_to_bits_per_byte(student_nats, byte_count, groups),
-        teacher=_to_bits_per_byte(teacher_nats, byte_count, groups),
+        student=_to_bits_per_byte(student_nats, student_bytes, groups),
+        teacher=_to_bits_per_byte(teacher_nats, teacher_bytes, groups),
     )
 
 
 def _student_nats(
-    batches: Sequence[Batch], student: Any, shard: VocabShard, next_token: Objective
+    sides: Sequence[TokenBatch], student: Any, shard: VocabShard, next_token: Objective
 ) -> list[torch.Tensor]:
-    """Summed cross-entropy of each batch on the last stage, nothing elsewhere."""
-    sides = [batch.student for batch in batches]
+    """Summed cross-entropy of each microbatch on the last stage, nothing elsewhere."""
     student.eval()
     with torch.no_grad():
         sums = get_forward_backward_func()(
@@ -90,9 +98,8 @@ def _student_step(
 
 
 def _teacher_nats(
-    batches: Sequence[Batch], teacher: Teacher, next_token: Objective
+    sides: Sequence[TokenBatch], teacher: Teacher, next_token: Objective
 ) -> list[torch.Tensor]:
-    sides = [batch.teacher for batch in batches if batch.teacher is not None]
     targets = teacher.targets(sides)
     with torch.no_grad():
         return [
@@ -109,7 +116,7 @@ def _cross_entropy(
 
 
 def _to_bits_per_byte(
-    nats: list[torch.Tensor] | None, byte_count: int, groups: ProcessGroups
+    nats: list[torch.Tensor], byte_count: int, groups: ProcessGroups
 ) -> float | None:
     if not nats:
         return None

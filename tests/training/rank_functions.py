@@ -12,11 +12,12 @@ from megatron.core import parallel_state
 from megatron_ext.distributed import process_groups
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import save_checkpoint
+from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.trainer import Trainer
-from tests.training.tiny_run import student_run, teacher_run
+from tests.training.tiny_run import ITERATIONS, student_run, teacher_run
 
 
 def train_alone(rank: int, folder: Path) -> None:
@@ -39,6 +40,17 @@ def train_layouts(rank: int, folder: Path, layouts: list[tuple[str, dict[str, An
         config = student_run(folder, name, **parallel)
         start = str(folder / "start" / "checkpoints")
         _trainer(dataclasses.replace(config, initial_checkpoint=start)).train()
+
+
+def repeat_last_iteration(rank: int, folder: Path, name: str, parallel: dict[str, Any]) -> None:
+    """Resume a finished run from the checkpoint before its last one."""
+    config = student_run(folder, name, **parallel)
+    if rank == 0:
+        before_last = checkpoint_path(Path(config.run_dir) / "checkpoints", ITERATIONS - 1)
+        set_latest_checkpoint(before_last, keep=2)
+    dist.barrier()
+    start = str(folder / "start" / "checkpoints")
+    _trainer(dataclasses.replace(config, initial_checkpoint=start)).train()
 
 
 def _trainer(config: DistillConfig) -> Trainer:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from megatron_ext.training.metrics import read_metrics
 from tests.process_group import run_ranks
-from tests.training.rank_functions import train_alone, train_layouts
+from tests.training.rank_functions import repeat_last_iteration, train_alone, train_layouts
 from tests.training.tiny_run import ITERATIONS, write_corpus, write_rank_list
 
 TWO_RANKS = [
@@ -86,6 +86,19 @@ def test_the_trained_weights_are_the_same(runs: Path, layout: str) -> None:
         torch.testing.assert_close(
             sharded[name][:rows], weight[:rows], rtol=0, atol=PARAMETER_TOLERANCE
         )
+
+
+@pytest.mark.parametrize("optimizer", ["", "-sharded-optimizer"])
+def test_a_run_goes_on_exactly_from_a_checkpoint(runs: Path, optimizer: str) -> None:
+    name = f"dp2{optimizer}"
+    before, weights = read_metrics(runs / name), _weights(runs / name)
+    run_ranks(2, repeat_last_iteration, runs, name, dict(TWO_RANKS)[name])
+    after = read_metrics(runs / name)
+    for row in before + after:
+        del row["seconds"]
+    assert after == before
+    for key, weight in _weights(runs / name).items():
+        assert torch.equal(weight, weights[key])
 
 
 def test_the_loss_goes_down(runs: Path) -> None:
