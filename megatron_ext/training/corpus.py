@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ext.errors import DataError
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_documents(paths: Sequence[str], *, text_key: str = "text") -> list[str]:
@@ -64,4 +67,12 @@ def _json_lines(path: Path, text_key: str) -> Iterator[str]:
                 got=f"keys {keys}" if isinstance(record, dict) else keys,
                 fix="set data.text_key to the field that holds the text",
             )
-        yield record[text_key]
+        text: str = record[text_key]
+        # JSON can spell half of a surrogate pair, which no tokenizer takes.
+        if not text.isascii() and _SURROGATE.search(text):
+            raise DataError(
+                "the text holds half of a surrogate pair, which UTF-8 cannot",
+                where=where,
+                fix='clean it: text.encode("utf-8", "replace").decode()',
+            )
+        yield text

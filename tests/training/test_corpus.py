@@ -23,6 +23,11 @@ def test_a_line_separator_inside_a_text_ends_no_line(tmp_path: Path) -> None:
     assert read_documents([str(tmp_path / "a.jsonl")]) == texts
 
 
+def test_a_whole_surrogate_pair_is_its_character(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(r'{"text": "\ud83d\ude00"}')
+    assert read_documents([str(tmp_path / "a.jsonl")]) == ["😀"]
+
+
 def test_the_last_line_needs_no_newline(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}')
     assert read_documents([str(tmp_path / "a.jsonl")]) == ["one", "two"]
@@ -54,10 +59,11 @@ def test_files_without_any_text_are_counted_and_named(tmp_path: Path) -> None:
         ("[]", "no text under 'text'; got list"),
         ('{"text": null}', "no text under 'text'; got keys ['text']"),
         ('{"body": "a", "id": 1}', "got keys ['body', 'id']; set data.text_key"),
+        (r'{"text": "a\ud83d b"}', "half of a surrogate pair"),
     ],
-    ids=["cut", "list", "null", "other-key"],
+    ids=["cut", "list", "null", "other-key", "surrogate"],
 )
-def test_a_line_without_a_text_is_refused_with_its_place(
+def test_a_line_without_a_usable_text_is_refused_with_its_place(
     tmp_path: Path, line: str, words: str
 ) -> None:
     file = tmp_path / "a.jsonl"

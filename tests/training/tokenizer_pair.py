@@ -12,10 +12,8 @@ DOCUMENTS = ["".join(SENTENCES[(i + k) % 5] for k in range(1 + i % 4)) for i in 
 
 @cache
 def student_tokenizer() -> MegatronTokenizerText:
-    """Tekken, cut to a size that is quick to build."""
-    return build_tokenizer(
-        TokenizerConfig(model=vocabulary("tekken_240911.json"), vocab_size=20000)
-    )
+    """Tekken."""
+    return build_tokenizer(TokenizerConfig(model=vocabulary("tekken_240911.json")))
 
 
 @cache
