@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.training.checkpoint_folder import (
+    checkpoint_path,
+    find_checkpoint,
+    latest_checkpoint,
+    set_latest_checkpoint,
+)
+
+
+def make(folder: Path, *iterations: int) -> list[Path]:
+    paths = [checkpoint_path(folder, iteration) for iteration in iterations]
+    for path in paths:
+        path.mkdir(parents=True)
+        (path / "metadata.json").write_text("{}")
+    return paths
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_latest_checkpoint_is_the_one_that_was_set(tmp_path: Path) -> None:
+    first, second = make(tmp_path, 20, 40)
+    assert latest_checkpoint(tmp_path) is None
+    set_latest_checkpoint(second, keep=2)
+    assert latest_checkpoint(tmp_path) == second
+    set_latest_checkpoint(first, keep=2)
+    assert latest_checkpoint(tmp_path) == first
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    paths = make(tmp_path, 20, 100, 40, 60)
+    set_latest_checkpoint(paths[1], keep=2)
+    assert names(tmp_path) == ["iter_0000060", "iter_0000100", "latest"]
+
+
+def test_going_back_to_an_earlier_checkpoint_removes_neither_it_nor_later_ones(
+    tmp_path: Path,
+) -> None:
+    make(tmp_path, 40, 60)
+    (again,) = make(tmp_path, 30)
+    set_latest_checkpoint(again, keep=1)
+    assert latest_checkpoint(tmp_path) == again
+    assert names(tmp_path) == ["iter_0000030", "iter_0000040", "iter_0000060", "latest"]
+
+
+def test_a_folder_that_is_not_there_has_no_latest(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("name", ["iter_0000080", ""], ids=["gone", "empty"])
+def test_a_pointer_to_nothing_lists_what_there_is(tmp_path: Path, name: str) -> None:
+    make(tmp_path, 20, 40)
+    (tmp_path / "latest").write_text(name)
+    with pytest.raises(CheckpointError) as caught:
+        latest_checkpoint(tmp_path)
+    assert f"got {name!r}; expected one of iter_0000020, iter_0000040; write" in str(caught.value)
+
+
+def test_a_checkpoint_is_found_by_its_own_folder_or_its_runs(tmp_path: Path) -> None:
+    first, second = make(tmp_path, 20, 40)
+    set_latest_checkpoint(second, keep=2)
+    assert find_checkpoint(str(tmp_path), where="x") == second
+    assert find_checkpoint(str(first), where="x") == first
+
+
+def test_an_unfinished_checkpoint_is_none(tmp_path: Path) -> None:
+    partial = tmp_path / ".iter_0000020.partial"
+    partial.mkdir()
+    for path in (tmp_path, partial):
+        with pytest.raises(CheckpointError, match="no checkpoint found"):
+            find_checkpoint(str(path), where="x")
+
+
+def test_a_missing_checkpoint_is_refused_by_its_key_and_path(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        find_checkpoint(str(tmp_path / "absent"), where="teacher.checkpoint")
+    assert str(caught.value).startswith(
+        f"teacher.checkpoint: no checkpoint found; got {tmp_path / 'absent'}, which is no folder; "
+    )

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.training.metrics import (
+    METRICS_FILE,
+    PLOT_FILE,
+    MetricsLog,
+    plot_loss_curve,
+    progress_bar,
+    read_metrics,
+)
+
+
+def write_rows(run: Path, *iterations: int, last_iteration: int = 0, loss: float = 1.5) -> None:
+    with MetricsLog(run, last_iteration=last_iteration) as log:
+        for iteration in iterations:
+            log.write(iteration=iteration, loss=loss / iteration)
+
+
+def test_rows_come_back_bitwise(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, last_iteration=0) as log:
+        log.write(iteration=1, loss=0.1 + 0.2, chunks=7, student_bits_per_byte=None)
+    assert read_metrics(tmp_path) == [
+        {"iteration": 1, "loss": 0.1 + 0.2, "chunks": 7, "student_bits_per_byte": None}
+    ]
+
+
+def test_a_row_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, last_iteration=0) as log:
+        log.write(iteration=1, loss=1.0)
+        assert len(read_metrics(tmp_path)) == 1
+
+
+def test_a_resumed_run_drops_the_rows_that_it_computes_again(tmp_path: Path) -> None:
+    write_rows(tmp_path, 1, 2, 3, 4, 5)
+    write_rows(tmp_path, 4, 5, 6, last_iteration=3, loss=9.0)
+    rows = read_metrics(tmp_path)
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["loss"] for row in rows] == [1.5, 0.75, 0.5, 9 / 4, 9 / 5, 9 / 6]
+
+
+def test_a_run_that_starts_anew_drops_every_row(tmp_path: Path) -> None:
+    write_rows(tmp_path, 1, 2)
+    write_rows(tmp_path, last_iteration=0)
+    assert (tmp_path / METRICS_FILE).read_bytes() == b""
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out_and_written_over(tmp_path: Path) -> None:
+    write_rows(tmp_path, 1, 2)
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"iteration": 3, "lo')
+    assert [row["iteration"] for row in read_metrics(tmp_path)] == [1, 2]
+    write_rows(tmp_path, 3, last_iteration=2)
+    assert [row["iteration"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_a_folder_without_metrics_has_no_rows(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["with-held-out", "without"])
+def test_the_plot_is_a_png_of_what_there_is(tmp_path: Path, measured: bool) -> None:
+    with MetricsLog(tmp_path, last_iteration=0) as log:
+        for iteration in (1, 2, 3):
+            log.write(
+                iteration=iteration,
+                loss=1.0 / iteration,
+                student_bits_per_byte=2.5 if measured else None,
+            )
+    path = plot_loss_curve(tmp_path, title="a run")
+    assert path == tmp_path / PLOT_FILE
+    image = path.read_bytes()
+    assert image.startswith(b"\x89PNG\r\n\x1a\n")
+    assert image.endswith(b"IEND\xaeB`\x82")
+
+
+def test_the_plot_shows_every_row(tmp_path: Path) -> None:
+    write_rows(tmp_path, 1, 2)
+    before = plot_loss_curve(tmp_path, title="a run").read_bytes()
+    assert plot_loss_curve(tmp_path, title="a run").read_bytes() == before
+    write_rows(tmp_path, 3, last_iteration=2)
+    assert plot_loss_curve(tmp_path, title="a run").read_bytes() != before
+
+
+def test_the_progress_line_starts_where_the_run_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("distil", total=10, done=4) as bar:
+        bar.update()
+    shown = capsys.readouterr().err
+    assert "distil" in shown
+    assert "5/10" in shown

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config_file import build_config, read_config_file
+from megatron_ext.training.run_folder import (
+    CONFIG_FILE,
+    DATA_FILE,
+    check_run_folder,
+    check_same_text,
+    record_run,
+)
+from tests.training.tiny_run import student_run
+
+TEXT = {"train": {"sha256": "aa"}, "validation": None}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DistillConfig:
+    return student_run(tmp_path, "run")
+
+
+@pytest.fixture
+def started(config: DistillConfig) -> Path:
+    """The folder of a run that has a checkpoint."""
+    record_run(config, TEXT)
+    folder = Path(config.run_dir)
+    (folder / "checkpoints" / "iter_0000002").mkdir(parents=True)
+    (folder / "checkpoints" / "latest").write_text("iter_0000002\n")
+    return folder
+
+
+def changed(config: DistillConfig, keys: str, value: Any) -> DistillConfig:
+    """A copy with the leaf at ``keys``, as in ``optimizer.lr``, set."""
+    name, _, inner = keys.partition(".")
+    if inner:
+        value = changed(getattr(config, name), inner, value)
+    return dataclasses.replace(config, **{name: value})
+
+
+def test_a_new_run_passes_and_the_check_writes_nothing(
+    config: DistillConfig, tmp_path: Path
+) -> None:
+    check_run_folder(config)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_recorded_configuration_reads_back_as_the_same_run(
+    config: DistillConfig, started: Path
+) -> None:
+    assert build_config(DistillConfig, *read_config_file(started / CONFIG_FILE)) == config
+    assert (started / DATA_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        ("training.train_iters", 50),
+        ("training.save_interval", 7),
+        ("training.micro_batch_size", 4),
+        ("training.keep_checkpoints", 5),
+        ("parallel.tensor_model_parallel_size", 2),
+        ("teacher.checkpoint", "elsewhere"),
+        ("tokenizer.model", "elsewhere.json"),
+        ("data.train", ("elsewhere.jsonl",)),
+        ("initial_checkpoint", "elsewhere"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_makes_no_other_experiment_may_change(
+    config: DistillConfig, started: Path, keys: str, value: Any
+) -> None:
+    check_run_folder(changed(config, keys, value))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        ("optimizer.lr", 0.5),
+        ("training.seed", 1),
+        ("training.global_batch_size", 16),
+        ("student.num_layers", 4),
+        ("teacher.model.seq_length", 99),
+        ("loss.kd_weight", 0.0),
+        ("data.append_eod", False),
+        ("parallel.use_distributed_optimizer", True),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_makes_another_experiment_is_refused_by_name(
+    config: DistillConfig, started: Path, keys: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_run_folder(changed(config, keys, value))
+    assert f"another {keys}; got {value!r}; expected " in str(caught.value)
+    assert str(started / CONFIG_FILE) in str(caught.value)
+
+
+def test_a_start_that_left_no_checkpoint_binds_nothing(config: DistillConfig) -> None:
+    record_run(config, TEXT)
+    check_run_folder(changed(config, "optimizer.lr", 0.5))
+    check_same_text(config, {"train": {"sha256": "bb"}, "validation": None})
+
+
+def test_a_run_that_goes_on_with_another_text_is_refused(
+    config: DistillConfig, started: Path
+) -> None:
+    check_same_text(config, TEXT)
+    with pytest.raises(ConfigError, match=r"another text in data\.train; got sha256 bb; expect"):
+        check_same_text(config, {**TEXT, "train": {"sha256": "bb"}})
+    with pytest.raises(ConfigError, match=r"another text in data\.validation"):
+        check_same_text(config, {**TEXT, "validation": {"sha256": "cc"}})
+
+
+def test_a_recorded_configuration_that_was_spoilt_is_refused_with_its_line(
+    config: DistillConfig, started: Path
+) -> None:
+    (started / CONFIG_FILE).write_text("run_dir: [\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml:2: the configuration file is not valid"):
+        check_run_folder(config)
+
+
+def test_a_latest_checkpoint_that_is_gone_is_refused_before_anything_is_read(
+    config: DistillConfig, started: Path
+) -> None:
+    (started / "checkpoints" / "iter_0000002").rmdir()
+    with pytest.raises(CheckpointError, match="the latest checkpoint is missing"):
+        check_run_folder(config)
+
+
+@pytest.mark.parametrize("name", ["run", "run/deeper"], ids=["itself", "above"])
+def test_a_file_in_the_way_is_refused(config: DistillConfig, tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(ConfigError, match=r"run_dir: the run folder cannot be written.* is a file"):
+        check_run_folder(dataclasses.replace(config, run_dir=str(tmp_path / name)))
+
+
+def test_a_folder_without_permission_is_refused(
+    config: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What access() says is set here: the superuser may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is read-only; change run_dir"):
+        check_run_folder(config)
