@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from pydoc_data.topics import topics
 
+from megatron_ext.atomic_file import write_text
+
 VALIDATION_SHARE = 1 / 10
 STUDENT_SHARE = 1 / 12
 SHORT_PARAGRAPH = 40
@@ -21,7 +23,7 @@ def write_corpus(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, texts in (("train", train), ("student", student), ("validation", validation)):
         lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_text(folder / f"{name}.jsonl", "".join(lines))
 
 
 def _without_repeats(documents: list[str]) -> list[str]:

@@ -41,6 +41,11 @@ class ProcessGroups:
         return dist.get_rank(self.pp) == dist.get_world_size(self.pp) - 1
 
     @property
+    def pp_rank(self) -> int:
+        """Index of this rank's pipeline stage."""
+        return dist.get_rank(self.pp)
+
+    @property
     def dp_rank(self) -> int:
         """Index of this rank's replica."""
         return dist.get_rank(self.dp)
@@ -120,6 +125,7 @@ def initialize(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )
     return ProcessGroups(
         tp=parallel_state.get_tensor_model_parallel_group(),

@@ -14,6 +14,7 @@ from pickle import UnpicklingError
 from queue import Queue
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -48,7 +49,7 @@ def save_checkpoint(
 ) -> Path:
     """Save a sharded state from all ranks, move ``latest``, drop all but the ``keep`` newest.
 
-    Collectives: those of ``dist_checkpointing.save`` and two barriers.
+    Collectives: those of ``dist_checkpointing.save`` and three barriers.
     """
     final = checkpoint_path(folder, iteration)
     partial = folder / f".{final.name}.partial"
@@ -81,17 +82,22 @@ def _report_writes_in_process() -> None:
 def load_checkpoint(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Fill a sharded state from a checkpoint saved under any layout.
 
+    Collectives: those of ``dist_checkpointing.load``.
+
     Raises:
         CheckpointError: The checkpoint does not hold this state.
     """
     try:
         return dict(dist_checkpointing.load(state, str(checkpoint)))
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise
     except _LOADING_ERRORS as error:
         raise CheckpointError(
-            "the checkpoint does not fit the model",
+            "the checkpoint cannot be loaded into the model",
             where=checkpoint,
             got=_reason(error),
-            fix="check that the model's configuration is the one it was trained with",
+            fix="check that its files are whole and that the model's configuration is the one it "
+            "was trained with",
         ) from error
 
 
@@ -102,6 +108,8 @@ def load_weights(checkpoint: Path, gpt: GPTModel, *, fingerprint: str) -> None:
         checkpoint: One iteration's folder.
         gpt: This rank's stage of the model, under any layout.
         fingerprint: Of the tokenizer that the run gives the model.
+
+    Collectives: those of ``load_checkpoint``.
 
     Raises:
         CheckpointError: Unreadable, of another shape, or of another tokenizer.

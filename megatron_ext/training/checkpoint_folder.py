@@ -55,7 +55,9 @@ def set_latest_checkpoint(checkpoint: Path, *, keep: int) -> None:
     write_text(folder / _LATEST, checkpoint.name)
     done = [path for path in _complete_checkpoints(folder) if path.name <= checkpoint.name]
     for old in done[:-keep]:
-        shutil.rmtree(old)
+        # Renamed first, so that a removal that is cut short leaves nothing that looks complete.
+        removed = old.replace(old.with_name(f".{old.name}.removed"))
+        shutil.rmtree(removed)
 
 
 def find_checkpoint(path: str, *, where: str) -> Path:

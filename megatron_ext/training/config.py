@@ -68,7 +68,15 @@ class ModelConfig:
             "rotary_base",
             "make_vocab_size_divisible_by",
         )
+        _check_not_negative(self, "init_method_std")
         _check_divides(self, "hidden_size", "num_attention_heads")
+        head_width = self.hidden_size // self.num_attention_heads
+        if self.position_embedding_type == "rope" and head_width % 2:
+            raise ConfigError(
+                "rotary embeddings need heads of an even width",
+                got=f"{head_width} (hidden_size / num_attention_heads)",
+                fix="change one of them, or position_embedding_type",
+            )
         if self.num_query_groups is not None:
             _check_divides(self, "num_attention_heads", "num_query_groups")
 
@@ -236,6 +244,8 @@ class TrainingConfig:
             "keep_checkpoints",
         )
         _check_divides(self, "global_batch_size", "micro_batch_size")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError("seed is out of range", got=self.seed, expected="0 to 2**32 - 1")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

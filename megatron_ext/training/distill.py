@@ -53,12 +53,11 @@ def distill(config: DistillConfig, inputs: Inputs) -> Path:
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
     )
-    try:
-        trainer = build_trainer(config, groups, inputs)
-        trainer.train()
-        return trainer.run_dir
-    finally:
-        process_groups.finalize()
+    trainer = build_trainer(config, groups, inputs)
+    trainer.train()
+    # Only now: a rank that failed must not wait in the teardown for peers that wait for it.
+    process_groups.finalize()
+    return trainer.run_dir
 
 
 def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) -> Trainer:
@@ -89,7 +88,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
         training=config.training,
         groups=groups,
     )
-    if config.initial_checkpoint:
+    if config.initial_checkpoint and latest_checkpoint(run_dir / CHECKPOINTS) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         load_weights(start, gpt, fingerprint=tokenizer.fingerprint())
     student = Student(gpt, config=config, groups=groups)

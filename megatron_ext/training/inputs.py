@@ -7,17 +7,18 @@ trace. torch is loaded late and megatron-core not at all.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.distributed.layout import data_parallel_size
 from megatron_ext.errors import ConfigError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
-from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.corpus import read_documents
 from megatron_ext.training.datasets import WindowDataset
-from megatron_ext.training.run_folder import check_run_folder, check_same_text
+from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +100,10 @@ def _check_batch(config: DistillConfig, world_size: int) -> None:
 
 
 def _check_checkpoints(config: DistillConfig) -> None:
+    checkpoints = Path(config.run_dir) / CHECKPOINTS
     if config.distils and config.teacher:
         find_checkpoint(config.teacher.checkpoint, where="teacher.checkpoint")
-    if config.initial_checkpoint:
+    if config.initial_checkpoint and latest_checkpoint(checkpoints) is None:
         find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
 
 

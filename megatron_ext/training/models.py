@@ -16,7 +16,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.utils import is_te_min_version
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBlockSubmodules
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.training import cpu_megatron
@@ -34,11 +35,13 @@ def build_gpt_model(
     groups: ProcessGroups,
 ) -> GPTModel:
     """This rank's stage of a model, on its device, in the run's precision."""
-    torch.manual_seed(training.seed)
-    model_parallel_cuda_manual_seed(training.seed)
+    # Each stage draws numbers of its own; tensor-parallel ranks of a stage must draw the same.
+    stage_seed = training.seed + 100 * groups.pp_rank
+    torch.manual_seed(stage_seed)
+    model_parallel_cuda_manual_seed(stage_seed)
     gpt = GPTModel(
         config=transformer_config(model, parallel=parallel, training=training),
-        transformer_layer_spec=_layer_spec(model),
+        transformer_layer_spec=_layer_spec(model, parallel),
         vocab_size=padded_vocab_size,
         max_sequence_length=model.seq_length,
         pre_process=groups.is_first_stage,
@@ -109,14 +112,18 @@ def freeze(gpt: GPTModel) -> GPTModel:
     return gpt.requires_grad_(False).eval()
 
 
-def _layer_spec(model: ModelConfig) -> ModuleSpec:
-    if not cpu_megatron.is_installed() and _has_transformer_engine():
+def _layer_spec(
+    model: ModelConfig, parallel: ParallelConfig
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Transformer Engine's layers where it is installed and runs, torch's everywhere else.
+
+    The local spec names the final norm too: left to itself, megatron-core takes it from whichever
+    of Transformer Engine and Apex imports, and neither fits these layers.
+    """
+    if HAVE_TE and not cpu_megatron.is_installed():
         return get_gpt_layer_with_transformer_engine_spec()
-    return get_gpt_layer_local_spec(normalization=model.normalization)
-
-
-def _has_transformer_engine() -> bool:
-    try:
-        return bool(is_te_min_version("1.7.0"))
-    except (ImportError, ModuleNotFoundError, AttributeError):
-        return False
+    layer = get_gpt_layer_local_spec(normalization=model.normalization)
+    layers_of_stage = model.num_layers // parallel.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * layers_of_stage, layer_norm=WrappedTorchNorm
+    )

@@ -13,7 +13,7 @@ import yaml
 
 from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.checkpoint_folder import latest_checkpoint
+from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.config_file import read_config_file
 
@@ -21,6 +21,8 @@ CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
 DATA_FILE = "data.json"
 PROJECTION_FILE = "projection.safetensors"
+
+_TEACHER_CHECKPOINT = "teacher.checkpoint"
 
 _MAY_CHANGE = (
     "run_dir",
@@ -34,7 +36,6 @@ _MAY_CHANGE = (
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
     "parallel.distributed_timeout_minutes",
-    "teacher.checkpoint",
     "training.train_iters",
     "training.micro_batch_size",
     "training.eval_interval",
@@ -58,7 +59,7 @@ def check_run_folder(config: DistillConfig) -> None:
     _check_writable(folder)
     stored = folder / CONFIG_FILE
     if latest_checkpoint(folder / CHECKPOINTS) is not None and stored.exists():
-        _check_same_run(read_config_file(stored)[0], config_values(config), stored)
+        _check_same_run(read_config_file(stored)[0], _record(config), stored)
 
 
 def check_same_text(config: DistillConfig, data_summary: Mapping[str, Any]) -> None:
@@ -89,7 +90,7 @@ def record_run(config: DistillConfig, data_summary: Mapping[str, Any]) -> None:
     folder = Path(config.run_dir)
     write_text(
         folder / CONFIG_FILE,
-        yaml.safe_dump(config_values(config), sort_keys=False, allow_unicode=True),
+        yaml.safe_dump(_record(config), sort_keys=False, allow_unicode=True),
     )
     write_text(folder / DATA_FILE, json.dumps(data_summary, indent=2) + "\n")
 
@@ -97,6 +98,15 @@ def record_run(config: DistillConfig, data_summary: Mapping[str, Any]) -> None:
 def config_values(config: DistillConfig) -> dict[str, Any]:
     """The configuration as plain nested values."""
     values: dict[str, Any] = _plain(dataclasses.asdict(config))
+    return values
+
+
+def _record(config: DistillConfig) -> dict[str, Any]:
+    """The configuration with the one checkpoint that a teacher's folder stands for now."""
+    values = config_values(config)
+    if config.distils and config.teacher:
+        checkpoint = find_checkpoint(config.teacher.checkpoint, where=_TEACHER_CHECKPOINT)
+        values["teacher"]["checkpoint"] = str(checkpoint)
     return values
 
 
@@ -122,6 +132,10 @@ def _plain(value: Any) -> Any:
 
 def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
     before, now = dict(_leaves(stored)), dict(_leaves(values))
+    for leaves in (before, now):
+        # A teacher may move, but not be another iteration of its training.
+        if isinstance(path_of_teacher := leaves.get(_TEACHER_CHECKPOINT), str):
+            leaves[_TEACHER_CHECKPOINT] = Path(path_of_teacher).name
     for key in sorted(before.keys() | now.keys()):
         if key.startswith(_MAY_CHANGE) or before.get(key) == now.get(key):
             continue

@@ -260,7 +260,7 @@ def test_a_start_that_fails_late_is_one_line_too_and_binds_no_folder(
     process = start("distill", "--config", str(file), "--teacher-hidden-size", "96")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert "the checkpoint does not fit the model" in one_line(errors)
+    assert "the checkpoint cannot be loaded into the model" in one_line(errors)
     assert not Path(config.run_dir).exists()
     check_run_folder(config)
 

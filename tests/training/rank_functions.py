@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -16,6 +17,7 @@ from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
+from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.trainer import Trainer
 from tests.training.tiny_run import ITERATIONS, student_run, teacher_run
 
@@ -51,6 +53,21 @@ def repeat_last_iteration(rank: int, folder: Path, name: str, parallel: dict[str
     dist.barrier()
     start = str(folder / "start" / "checkpoints")
     _trainer(dataclasses.replace(config, initial_checkpoint=start)).train()
+
+
+def first_layer(rank: int, folder: Path) -> torch.Tensor:
+    """What this rank's stage draws for its first layer under two pipeline stages."""
+    config = student_run(folder, "stages", pipeline_model_parallel_size=2)
+    cpu_megatron.install()
+    groups = process_groups.initialize(tensor_model_parallel_size=1, pipeline_model_parallel_size=2)
+    gpt = build_gpt_model(
+        config.student,
+        padded_vocab_size=64,
+        parallel=config.parallel,
+        training=config.training,
+        groups=groups,
+    )
+    return gpt.decoder.layers[0].mlp.linear_fc1.weight.detach()
 
 
 def _trainer(config: DistillConfig) -> Trainer:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,15 @@ TEXT = {"train": {"sha256": "aa"}, "validation": None}
 
 @pytest.fixture
 def config(tmp_path: Path) -> DistillConfig:
+    """A run whose teacher has a checkpoint."""
+    _add_checkpoint(tmp_path / "teacher" / "checkpoints", "iter_0000001")
     return student_run(tmp_path, "run")
+
+
+def _add_checkpoint(folder: Path, name: str) -> None:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "metadata.json").write_text("{}")
+    (folder / "latest").write_text(f"{name}\n")
 
 
 @pytest.fixture
@@ -32,8 +41,7 @@ def started(config: DistillConfig) -> Path:
     """The folder of a run that has a checkpoint."""
     record_run(config, TEXT)
     folder = Path(config.run_dir)
-    (folder / "checkpoints" / "iter_0000002").mkdir(parents=True)
-    (folder / "checkpoints" / "latest").write_text("iter_0000002\n")
+    _add_checkpoint(folder / "checkpoints", "iter_0000002")
     return folder
 
 
@@ -48,15 +56,29 @@ def changed(config: DistillConfig, keys: str, value: Any) -> DistillConfig:
 def test_a_new_run_passes_and_the_check_writes_nothing(
     config: DistillConfig, tmp_path: Path
 ) -> None:
+    before = sorted(tmp_path.rglob("*"))
     check_run_folder(config)
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_recorded_configuration_reads_back_as_the_same_run(
     config: DistillConfig, started: Path
 ) -> None:
-    assert build_config(DistillConfig, *read_config_file(started / CONFIG_FILE)) == config
+    recorded = build_config(DistillConfig, *read_config_file(started / CONFIG_FILE))
+    assert config.teacher is not None
+    teacher = str(Path(config.teacher.checkpoint) / "iter_0000001")
+    assert recorded == changed(config, "teacher.checkpoint", teacher)
     assert (started / DATA_FILE).exists()
+
+
+def test_a_teacher_may_move_but_not_be_trained_further(
+    config: DistillConfig, started: Path, tmp_path: Path
+) -> None:
+    _add_checkpoint(tmp_path / "moved", "iter_0000001")
+    check_run_folder(changed(config, "teacher.checkpoint", str(tmp_path / "moved")))
+    _add_checkpoint(tmp_path / "teacher" / "checkpoints", "iter_0000009")
+    with pytest.raises(ConfigError, match=r"another teacher\.checkpoint; got 'iter_0000009'"):
+        check_run_folder(config)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +89,6 @@ def test_the_recorded_configuration_reads_back_as_the_same_run(
         ("training.micro_batch_size", 4),
         ("training.keep_checkpoints", 5),
         ("parallel.tensor_model_parallel_size", 2),
-        ("teacher.checkpoint", "elsewhere"),
         ("tokenizer.model", "elsewhere.json"),
         ("data.train", ("elsewhere.jsonl",)),
         ("initial_checkpoint", "elsewhere"),
@@ -130,7 +151,7 @@ def test_a_recorded_configuration_that_was_spoilt_is_refused_with_its_line(
 def test_a_latest_checkpoint_that_is_gone_is_refused_before_anything_is_read(
     config: DistillConfig, started: Path
 ) -> None:
-    (started / "checkpoints" / "iter_0000002").rmdir()
+    shutil.rmtree(started / "checkpoints" / "iter_0000002")
     with pytest.raises(CheckpointError, match="the latest checkpoint is missing"):
         check_run_folder(config)
 
