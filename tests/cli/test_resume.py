@@ -22,30 +22,26 @@ QUANTITIES = ("iteration", "loss", "kd", "ce", "grad_norm", "learning_rate", "to
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(folder: Path) -> Path:
-    """A student's run that nothing interrupted."""
+def runs(folder: Path) -> tuple[Path, Path]:
+    """A run that nothing interrupts, and beside it the same run, which is killed twice."""
     config = _student(folder, "uninterrupted")
-    finish(start("distill", "--config", str(write_config(folder, config))))
-    return Path(config.run_dir)
+    beside = start("distill", "--config", str(write_config(folder, config)))
+    try:
+        killed = _killed_run(folder)
+        finish(beside)
+    finally:
+        kill(beside)
+    return Path(config.run_dir), killed
 
 
 @pytest.fixture(scope="module")
-def killed(folder: Path) -> Path:
-    """The same run, killed between checkpoints and once more while it writes one."""
-    config = _student(folder, "killed")
-    run = Path(config.run_dir)
-    checkpoints = run / "checkpoints"
-    file = write_config(folder, config)
+def uninterrupted(runs: tuple[Path, Path]) -> Path:
+    return runs[0]
 
-    _kill_when(file, lambda: _row_count(run) > SAVE_INTERVAL)
-    interrupted_at = _row_count(run)
-    assert SAVE_INTERVAL < interrupted_at < ITERATIONS
-    _kill_when(file, lambda: any(checkpoints.glob(".iter_*.partial/*")))
-    assert any(checkpoints.glob(".iter_*.partial"))
-    assert (checkpoints / "latest").read_text() != f"iter_{ITERATIONS:07d}"
 
-    finish(start("distill", "--config", str(file)))
-    return run
+@pytest.fixture(scope="module")
+def killed(runs: tuple[Path, Path]) -> Path:
+    return runs[1]
 
 
 def test_every_number_is_bitwise_that_of_the_uninterrupted_run(
@@ -98,6 +94,23 @@ def _student(folder: Path, name: str) -> DistillConfig:
         config.training, train_iters=ITERATIONS, save_interval=SAVE_INTERVAL, eval_interval=4
     )
     return dataclasses.replace(config, training=training)
+
+
+def _killed_run(folder: Path) -> Path:
+    """Killed between two checkpoints, killed again while it writes one, then left to finish."""
+    config = _student(folder, "killed")
+    run = Path(config.run_dir)
+    checkpoints = run / "checkpoints"
+    file = write_config(folder, config)
+
+    _kill_when(file, lambda: _row_count(run) > SAVE_INTERVAL)
+    assert SAVE_INTERVAL < _row_count(run) < ITERATIONS
+    _kill_when(file, lambda: any(checkpoints.glob(".iter_*.partial/*")))
+    assert any(checkpoints.glob(".iter_*.partial"))
+    assert (checkpoints / "latest").read_text() != f"iter_{ITERATIONS:07d}"
+
+    finish(start("distill", "--config", str(file)))
+    return run
 
 
 def _kill_when(config: Path, condition: Callable[[], bool]) -> None:
