@@ -12,6 +12,7 @@ from megatron_ext.tokenizers.megatron_core_abc import register_with_megatron_cor
 from megatron_ext.tokenizers.megatron_tokenizer import MegatronTokenizer
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
+from megatron_ext.tokenizers.vision_tokenizer import MegatronTokenizerVision
 
 __all__ = [
     "TOKENIZER_LIBRARIES",
@@ -20,6 +21,7 @@ __all__ = [
     "MegatronTokenizerBase",
     "MegatronTokenizerText",
     "MegatronTokenizerTextAbstract",
+    "MegatronTokenizerVision",
     "TokenBytes",
     "TokenizerConfig",
     "build_tokenizer",

@@ -11,11 +11,15 @@ of a token's bytes matter and both live here:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES, SpecialRole
 
 IdArray = NDArray[np.int32]
 ByteEnds = NDArray[np.int64]
@@ -31,6 +35,9 @@ class MegatronTokenizerTextAbstract(ABC):
     library: ClassVar[str]
     """Name in ``TOKENIZER_LIBRARIES``."""
 
+    chat_template: str | None = None
+    """The template that comes with the tokenizer."""
+
     @property
     @abstractmethod
     def vocab_size(self) -> int:
@@ -39,12 +46,30 @@ class MegatronTokenizerTextAbstract(ABC):
     # Text and ids.
 
     @abstractmethod
-    def text_to_ids(self, text: str) -> list[int]:
-        """Ids of ``text`` alone: no BOS or EOS is added, special tokens in it are ordinary text."""
+    def text_to_ids(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Ids of ``text`` alone: no BOS or EOS is added.
+
+        Special tokens in it are ordinary text unless ``parse_special``.
+        """
 
     @abstractmethod
-    def text_to_ids_batch(self, texts: Sequence[str]) -> list[IdArray]:
-        """``text_to_ids`` of many texts, in parallel inside the library where it can."""
+    def text_to_flat_ids(
+        self, texts: Sequence[str], *, parse_special: bool = False
+    ) -> tuple[IdArray, ByteEnds]:
+        """``text_to_ids`` of many texts, in parallel inside the library where it can.
+
+        Returns:
+            ids [N] int32 of all texts and offsets [D + 1] int64: text ``i`` has
+            ``ids[offsets[i] : offsets[i + 1]]``.
+        """
+
+    def text_to_ids_batch(
+        self, texts: Sequence[str], *, parse_special: bool = False
+    ) -> list[IdArray]:
+        """``text_to_flat_ids`` with one array for each text; they share one buffer."""
+        ids, offsets = self.text_to_flat_ids(texts, parse_special=parse_special)
+        bounds = offsets.tolist()
+        return [ids[begin:end] for begin, end in pairwise(bounds)]
 
     @abstractmethod
     def ids_to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -64,6 +89,18 @@ class MegatronTokenizerTextAbstract(ABC):
             ids [T] int32 and ends [T] int64, non-decreasing, the last one ``len(text.encode())``.
             Token ``i`` covers bytes ``[ends[i - 1], ends[i])``. A token that covers nothing (a
             dummy prefix of its own, an inserted control token) repeats the end before it.
+        """
+
+    @abstractmethod
+    def encode_with_control_spans(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[IdArray, ByteEnds]:
+        """``encode_with_byte_ends`` that reads control tokens in some places only.
+
+        Args:
+            text: Any string without lone surrogates.
+            spans: Half-open ranges of characters, in order and apart. A control token whose name
+                lies whole inside one of them becomes its id; everywhere else it is ordinary text.
         """
 
     # Ids and bytes.
@@ -90,27 +127,87 @@ class MegatronTokenizerTextAbstract(ABC):
     def id_to_token(self, token_id: int) -> str:
         """Display string of an id."""
 
+    @abstractmethod
+    def is_control(self, token_id: int) -> bool:
+        """Whether no ordinary text gives this id: a special token, or one that was added."""
+
+    def text_to_tokens(self, text: str) -> list[str]:
+        """Display strings of the ids of ``text``."""
+        return self.ids_to_tokens(self.text_to_ids(text))
+
+    def tokens_to_text(self, tokens: Sequence[str]) -> str:
+        """Text of display strings."""
+        return self.ids_to_text([self.token_to_id(token) for token in tokens])
+
+    def tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int]:
+        """Id of a display string, or the ids of several.
+
+        Raises:
+            KeyError: The vocabulary does not hold one.
+        """
+        if isinstance(tokens, str):
+            return self.token_to_id(tokens)
+        return [self.token_to_id(token) for token in tokens]
+
+    def ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        """Display strings of ids."""
+        return [self.id_to_token(token_id) for token_id in ids]
+
     # Special ids.
 
+    @abstractmethod
+    def special_id(self, role: SpecialRole) -> int | None:
+        """Id of the special token of a role; None where the tokenizer has none."""
+
     @property
     @abstractmethod
+    def additional_special_tokens_ids(self) -> list[int]:
+        """Ids of the special tokens that have no role, such as T5's sentinels."""
+
+    @property
+    def special_token_names(self) -> dict[str, str]:
+        """Name of each special token by ``bos_token``, ``eos_token`` ...: those that there are."""
+        ids = {role: self.special_id(role) for role in CONVENTIONAL_NAMES}
+        return {
+            f"{role}_token": self.id_to_token(token_id)
+            for role, token_id in ids.items()
+            if token_id is not None
+        }
+
+    @property
     def bos_id(self) -> int | None:
         """Beginning of sequence."""
+        return self.special_id("bos")
 
     @property
-    @abstractmethod
     def eos_id(self) -> int | None:
         """End of sequence."""
+        return self.special_id("eos")
 
     @property
-    @abstractmethod
     def pad_id(self) -> int | None:
         """Padding."""
+        return self.special_id("pad")
 
     @property
-    @abstractmethod
     def unk_id(self) -> int | None:
         """Unknown."""
+        return self.special_id("unk")
+
+    @property
+    def mask_id(self) -> int | None:
+        """Masked position."""
+        return self.special_id("mask")
+
+    @property
+    def cls_id(self) -> int | None:
+        """Classification."""
+        return self.special_id("cls")
+
+    @property
+    def sep_id(self) -> int | None:
+        """Separator."""
+        return self.special_id("sep")
 
     @property
     def eod(self) -> int | None:
@@ -118,6 +215,10 @@ class MegatronTokenizerTextAbstract(ABC):
         return self.eos_id
 
     # Identity.
+
+    @abstractmethod
+    def files(self) -> Mapping[str, Path]:
+        """Files that the tokenizer was read from, by the name they keep in a checkpoint."""
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -1,77 +1,166 @@
-"""What a user says about a tokenizer; help texts come from the strings under the fields."""
+"""What a user says about a tokenizer.
+
+Flags, their help and the documentation are generated from the fields below. A field is the flag
+``--tokenizer-NAME`` unless its metadata give the spelling that Megatron uses.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.tokenizers.file_kind import Library
+from megatron_ext.tokenizers.legacy_types import Library, TokenizerMode
 
-TokenizerMode = Literal["text", "sft", "multimodal"]
+Engine = Literal["auto", "reference", "gigatoken"]
+ImageTagType = Literal["nvlm", "internvl", ""]
+
+
+def _spelled(flag: str, *, only: tuple[Library, ...] | None = None) -> dict[str, Any]:
+    """Metadata of a field: Megatron's flag, and the libraries that have such an option."""
+    return {"flag": flag, "only": only}
+
+
+_HUGGINGFACE: tuple[Library, ...] = ("huggingface", "megatron")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class TokenizerConfig:
-    """One tokenizer, as flags or a configuration file describe it.
-
-    Raises:
-        ConfigError: A value that cannot be used, named by its field.
-    """
+    """A tokenizer: where it is, which library reads it and what is done with it."""
 
     library: Library | None = None
-    """Tokenizer library: huggingface, sentencepiece or tiktoken; told from the file when unset."""
+    """Library that reads the tokenizer; told from the file when unset."""
 
     model: str | None = None
-    """Tokenizer file, or a directory that holds one."""
+    """Tokenizer file, its directory, or its name on the HuggingFace hub."""
 
     mode: TokenizerMode = "text"
-    """What the tokenizer reads: text, sft (conversations) or multimodal."""
+    """What the tokenizer is for: text, sft (conversations) or multimodal (images in them)."""
 
     prompt_format: str | None = None
-    """Name of the prompt format that renders and masks conversations."""
+    """Prompt format that renders and masks conversations: a name, auto or file:PATH."""
 
-    tiktoken_pattern: str | None = None
+    metadata: str | None = None
+    """Tokenizer metadata file; tokenizer_metadata.json beside the tokenizer when unset."""
+
+    chat_template: str | None = field(default=None, metadata=_spelled("--chat-template"))
+    """Chat template: Jinja source, or a file that ends in .jinja."""
+
+    special_tokens: tuple[str, ...] = ()
+    """Names of special tokens, added to the vocabulary where the library can and they are new."""
+
+    parse_special_tokens: bool = False
+    """Turn special tokens that are written in a text into their ids; they are text otherwise."""
+
+    engine: Engine = "auto"
+    """What tokenizes batches: gigatoken where its ids are proven equal (auto), or one of both."""
+
+    vocab_size: int | None = field(
+        default=None, metadata=_spelled("--vocab-size", only=("tiktoken", "byte-level", "null"))
+    )
+    """Number of ids; cuts a tiktoken vocabulary to this many, special tokens included."""
+
+    vocab_file: str | None = field(
+        default=None, metadata=_spelled("--vocab-file", only=_HUGGINGFACE)
+    )
+    """GPT-2's vocab.json or BERT's vocab.txt, where there is no tokenizer.json."""
+
+    merge_file: str | None = field(
+        default=None, metadata=_spelled("--merge-file", only=_HUGGINGFACE)
+    )
+    """GPT-2's merges.txt."""
+
+    vocab_extra_ids: int = field(default=0, metadata=_spelled("--vocab-extra-ids"))
+    """Add this many special tokens <extra_id_0>, <extra_id_1> ...: T5's sentinels."""
+
+    hf_include_special_tokens: bool = field(default=False, metadata={"only": _HUGGINGFACE})
+    """Put the BOS, EOS or [CLS] that the tokenizer's post-processor adds around every text."""
+
+    hf_use_fast: bool = field(default=True, metadata={"only": _HUGGINGFACE})
+    """Accepted for old scripts; tokenizer.json is always read by the fast library."""
+
+    trust_remote_code: bool = field(default=False, metadata=_spelled("--trust-remote-code"))
+    """Accepted for old scripts; code that comes with a tokenizer is never run."""
+
+    sentencepiece_legacy: bool = field(default=False, metadata={"only": ("sentencepiece",)})
+    """Append special tokens that the model lacks, and read them in text."""
+
+    sentencepiece_ignore_extra_whitespaces: bool = field(
+        default=True, metadata={"only": ("sentencepiece",)}
+    )
+    """Leave runs of white space to the model; otherwise every space is kept."""
+
+    tiktoken_pattern: str | None = field(
+        default=None, metadata=_spelled("--tiktoken-pattern", only=("tiktoken",))
+    )
     """Pattern that cuts text before merging: v1, v2 or a regular expression; v2 when unset."""
 
-    tiktoken_num_special_tokens: int | None = None
+    tiktoken_num_special_tokens: int | None = field(
+        default=None, metadata=_spelled("--tiktoken-num-special-tokens", only=("tiktoken",))
+    )
     """Ids kept for special tokens of a tiktoken vocabulary; 1000 unless set here or in the file."""
 
-    vocab_size: int | None = None
-    """Cut a tiktoken vocabulary to this many ids, special tokens included."""
+    null_eod_id: int | None = field(
+        default=None, metadata=_spelled("--null-tokenizer-eod-id", only=("null",))
+    )
+    """End-of-document id of a null tokenizer; its last id when unset."""
+
+    null_pad_id: int | None = field(
+        default=None, metadata=_spelled("--null-tokenizer-pad-id", only=("null",))
+    )
+    """Padding id of a null tokenizer; none when unset or negative."""
+
+    null_add_eod: bool = field(
+        default=False, metadata=_spelled("--null-tokenizer-add-eod", only=("null",))
+    )
+    """Give a null tokenizer one id more than vocab_size, its end of document (Megatron 0.16)."""
+
+    image_tag_type: ImageTagType = field(default="", metadata=_spelled("--image-tag-type"))
+    """Tags around each image: nvlm (<Image>), internvl (<img>) or none."""
+
+    force_system_message: bool = field(default=False, metadata=_spelled("--force-system-message"))
+    """Replace the system message by the prompt format's own."""
 
     def __post_init__(self) -> None:
         _check_choice("library", self.library, (*get_args(Library), None))
         _check_choice("mode", self.mode, get_args(TokenizerMode))
-        if self.mode != "text":
+        _check_choice("engine", self.engine, get_args(Engine))
+        _check_choice("image_tag_type", self.image_tag_type, get_args(ImageTagType))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(
+                    "the value is too small", got=value, expected=f">= {least}", where=name
+                )
+        if self.library is not None:
+            self._refuse_options_of_other_libraries(self.library)
+        if self.mode == "multimodal" and self.prompt_format is None:
             raise ConfigError(
-                f"the mode {self.mode!r} is not available in this version",
-                fix="use text",
-                where="mode",
-            )
-        if self.prompt_format is not None:
-            raise ConfigError(
-                "prompt formats are not available in this version",
-                got=repr(self.prompt_format),
-                fix="leave it unset",
+                "a multimodal tokenizer needs a prompt format",
+                fix="name one, or use auto for the tokenizer's own chat template",
                 where="prompt_format",
             )
-        for name in ("tiktoken_num_special_tokens", "vocab_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError("the value is too small", got=value, expected=">= 1", where=name)
-        if self.library in ("huggingface", "sentencepiece"):
-            self._refuse_tiktoken_options()
 
-    def _refuse_tiktoken_options(self) -> None:
-        for name in ("tiktoken_pattern", "tiktoken_num_special_tokens", "vocab_size"):
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    "the option is for the tiktoken library",
-                    got=f"library {self.library}",
-                    fix="leave it unset",
-                    where=name,
-                )
+    def _refuse_options_of_other_libraries(self, library: Library) -> None:
+        for option in fields(self):
+            only = option.metadata.get("only")
+            if only is None or library in only or getattr(self, option.name) == option.default:
+                continue
+            raise ConfigError(
+                f"the option is for the {' or '.join(only)} library",
+                got=f"library {library}",
+                fix="leave it unset",
+                where=option.name,
+            )
+
+
+_LEAST: Mapping[str, int] = {
+    "tiktoken_num_special_tokens": 1,
+    "vocab_size": 1,
+    "vocab_extra_ids": 0,
+    "null_eod_id": 0,
+}
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -13,9 +13,9 @@ from typing import Literal
 from megatron_ext.errors import TokenizerError
 
 FileFormat = Literal["huggingface", "sentencepiece", "tiktoken-json", "tekken", "tiktoken-ranks"]
-Library = Literal["huggingface", "sentencepiece", "tiktoken"]
+FileLibrary = Literal["huggingface", "sentencepiece", "tiktoken"]
 
-_LIBRARY_OF: Mapping[FileFormat, Library] = {
+_LIBRARY_OF: Mapping[FileFormat, FileLibrary] = {
     "huggingface": "huggingface",
     "sentencepiece": "sentencepiece",
     "tiktoken-json": "tiktoken",
@@ -41,7 +41,7 @@ class FileKind:
     """How its bytes are to be read."""
 
     @property
-    def library(self) -> Library:
+    def library(self) -> FileLibrary:
         """Name in ``TOKENIZER_LIBRARIES`` of the library that reads it."""
         return _LIBRARY_OF[self.format]
 
@@ -71,7 +71,7 @@ def file_kind(path: str | os.PathLike[str]) -> FileKind:
     return FileKind(file, file_format)
 
 
-def require_library(path: str | os.PathLike[str], library: Library) -> FileKind:
+def require_library(path: str | os.PathLike[str], library: FileLibrary) -> FileKind:
     """``file_kind(path)``, which must be of ``library``.
 
     Raises:

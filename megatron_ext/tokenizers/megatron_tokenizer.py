@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ext.errors import TokenizerError
 from megatron_ext.registry import did_you_mean
 from megatron_ext.tokenizers.file_kind import file_kind
-from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
+from megatron_ext.tokenizers.libraries import library_of
 from megatron_ext.tokenizers.metadata import (
     check_metadata,
     metadata_file,
@@ -19,6 +19,9 @@ from megatron_ext.tokenizers.metadata import (
     write_json,
 )
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
+from megatron_ext.tokenizers.vision_tokenizer import MegatronTokenizerVision
+
+_CLASSES = (MegatronTokenizerText, MegatronTokenizerVision)
 
 
 class MegatronTokenizer:
@@ -33,9 +36,8 @@ class MegatronTokenizer:
     def from_pretrained(
         tokenizer_path: str | os.PathLike[str] | None = None,
         metadata_path: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-        prompt_format: str | None = None,
         **options: Any,
-    ) -> MegatronTokenizerText:
+    ) -> MegatronTokenizerText | MegatronTokenizerVision:
         """A tokenizer with its metadata.
 
         Args:
@@ -43,21 +45,20 @@ class MegatronTokenizer:
             metadata_path: A metadata file, or its contents, which are copied; by default
                 ``tokenizer_metadata.json`` beside the tokenizer, and without one the library is
                 told from the tokenizer file.
-            prompt_format: Name of the prompt format of its conversations.
-            options: What the library takes besides the path.
+            options: What the class takes (``prompt_format``, ``chat_template`` ...) and what the
+                library takes besides the path.
+
+        Returns:
+            A ``MegatronTokenizerVision`` where the metadata's ``mode`` or ``library`` is
+            multimodal, or the class that they name; else a ``MegatronTokenizerText``.
 
         Raises:
             TokenizerError: The tokenizer, its metadata or an option is unusable.
             ConfigError: The prompt format is unusable, or the library unknown.
             MissingDependencyError: The library is not installed.
         """
-        if tokenizer_path is None:
-            raise TokenizerError("no tokenizer is named", fix="pass tokenizer_path")
         metadata = _metadata(tokenizer_path, metadata_path)
-        tokenizer_class = _class_of(metadata)
-        if prompt_format is not None:
-            options["prompt_format"] = prompt_format
-        return tokenizer_class(tokenizer_path, metadata, **options)
+        return _class_of(metadata)(tokenizer_path, metadata, **options)
 
     @staticmethod
     def write_metadata(
@@ -89,7 +90,7 @@ class MegatronTokenizer:
         if model_type is not None:
             metadata["model_type"] = model_type
         file = metadata_file(tokenizer_path) if metadata_path is None else Path(metadata_path)
-        _ = TOKENIZER_LIBRARIES[tokenizer_library]
+        _ = library_of(tokenizer_library)
         if file.exists() and not overwrite:
             raise TokenizerError(
                 "the metadata file exists already", fix="pass overwrite=True", where=file
@@ -98,7 +99,7 @@ class MegatronTokenizer:
 
 
 def _metadata(
-    tokenizer_path: str | os.PathLike[str],
+    tokenizer_path: str | os.PathLike[str] | None,
     given: str | os.PathLike[str] | Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     if isinstance(given, Mapping):
@@ -111,21 +112,26 @@ def _metadata(
                 where="metadata_path",
             )
         return read_metadata(given)
+    if tokenizer_path is None:
+        raise TokenizerError("no tokenizer is named", fix="pass tokenizer_path")
     beside = metadata_file(tokenizer_path)
     if beside.is_file():
         return read_metadata(beside)
     return {"library": file_kind(tokenizer_path).library}
 
 
-def _class_of(metadata: Mapping[str, Any]) -> type[MegatronTokenizerText]:
-    """The class that the metadata names, else the text tokenizer.
+def _class_of(
+    metadata: Mapping[str, Any],
+) -> type[MegatronTokenizerText | MegatronTokenizerVision]:
+    """The class that the metadata names, else the one for their mode.
 
     Raises:
         TokenizerError: The class cannot be imported, or is no tokenizer.
     """
     name, module_name = metadata.get("class_name"), metadata.get("class_path")
     if name is None or module_name is None:
-        return MegatronTokenizerText
+        mode = metadata.get("mode") or library_of(metadata["library"]).mode
+        return MegatronTokenizerVision if mode == "multimodal" else MegatronTokenizerText
     try:
         found = getattr(import_module(module_name), name)
     except ImportError as error:
@@ -139,10 +145,10 @@ def _class_of(metadata: Mapping[str, Any]) -> type[MegatronTokenizerText]:
             fix=did_you_mean(name, dir(import_module(module_name))),
             where=module_name,
         ) from None
-    if not (isinstance(found, type) and issubclass(found, MegatronTokenizerText)):
+    if not (isinstance(found, type) and issubclass(found, _CLASSES)):
         raise TokenizerError(
             "this is no tokenizer class",
-            expected="a subclass of MegatronTokenizerText",
+            expected="a subclass of MegatronTokenizerText or MegatronTokenizerVision",
             where=f"{module_name}.{name}",
         )
     return found

@@ -15,7 +15,7 @@ from typing import Any, Final
 from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.file_kind import read_json
-from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
+from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
 
 METADATA_FILE: Final = "tokenizer_metadata.json"
 """Name of the file beside a tokenizer."""
@@ -84,7 +84,7 @@ def check_metadata(metadata: Mapping[str, Any], *, where: object = None) -> dict
             where=where,
         )
     if metadata.get("class_name") is None:
-        _ = TOKENIZER_LIBRARIES[library]
+        _ = library_of(library)
     return dict(metadata)
 
 

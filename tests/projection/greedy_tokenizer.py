@@ -1,21 +1,17 @@
 """A tokenizer small enough to read: longest match from the left over a list of tokens."""
 
 import hashlib
-from typing import ClassVar
 
 import numpy as np
 
-from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
 
-
-class GreedyTokenizer(MegatronTokenizerTextAbstract):
-    """Ids in the order of ``tokens``; a str is a control token of that name.
+class GreedyTokenizer:
+    """A ``ByteTokenizer``. Ids in the order of ``tokens``; a str is a control token of that name.
 
     Of ids with equal bytes it emits the last. A byte that its tokens cannot spell becomes the
     unknown id if it has one. A dummy prefix is a space before every text.
     """
 
-    library: ClassVar[str] = "greedy"
     bos_id = eos_id = pad_id = unk_id = None
 
     def __init__(self, tokens, *, dummy_prefix=False, **control_names):

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_ext.errors import ConfigError, TokenizerError, UnknownNameError
+from megatron_ext.errors import TokenizerError, UnknownNameError
 from megatron_ext.tokenizers import (
     MegatronTokenizer,
     MegatronTokenizerText,
@@ -155,11 +155,6 @@ def test_metadata_for_a_tokenizer_that_does_not_exist_is_refused(tmp_path):
         MegatronTokenizer.from_pretrained()
 
 
-def test_prompt_formats_are_refused_by_name(folder):
-    with pytest.raises(ConfigError, match=r"prompt formats are not available.*got 'chatml'"):
-        MegatronTokenizer.from_pretrained(folder, prompt_format="chatml")
-
-
 def test_the_factory_has_no_instances():
     with pytest.raises(TokenizerError, match=r"call MegatronTokenizer\.from_pretrained"):
         MegatronTokenizer()
@@ -170,7 +165,7 @@ def test_unique_identifiers_name_what_decides_the_ids(tokenizer_path):
     tokenizer = MegatronTokenizer.from_pretrained(path, num_special_tokens=20, pattern="v1")
     assert tokenizer.unique_identifiers == OrderedDict(
         {
-            "class": "megatron_ext.tokenizers.text_tokenizer.MegatronTokenizerText",
+            "class": "megatron_ext.MegatronTokenizerText",
             "library": "tiktoken",
             "tokenizer_path": str(path),
             "num_special_tokens": "20",

@@ -99,7 +99,9 @@ def test_special_ids_are_inside_the_vocabulary_and_zero_counts(tokenizer, name):
 def test_special_ids_of_huggingface_come_from_the_configuration_beside_it(tokenizer):
     assert tokenizer("huggingface-unigram").pad_id == 0
     assert tokenizer("huggingface-wordpiece").pad_id == 0
-    assert tokenizer("huggingface-wordpiece").bos_id is None
+    wordpiece = tokenizer("huggingface-wordpiece")
+    assert wordpiece.bos_id == wordpiece.token_to_id("[CLS]")
+    assert wordpiece.eos_id == wordpiece.token_to_id("[SEP]")
     nfc = tokenizer("huggingface-nfc")
     assert nfc.eos_id == nfc.token_to_id("<|end|>")
 

@@ -24,6 +24,9 @@ KINDS = {
 }
 
 
+FILE_LIBRARIES = ("huggingface", "sentencepiece", "tiktoken")
+
+
 def refused(library, path, *words, **options):
     """The one-line message of a refusal, which must hold ``words``."""
     with pytest.raises(TokenizerError) as caught:
@@ -44,7 +47,7 @@ def test_a_file_is_recognised_by_its_contents(tokenizer_path, tmp_path, name, ki
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("library", TOKENIZER_LIBRARIES)
+@pytest.mark.parametrize("library", FILE_LIBRARIES)
 def test_the_wrong_library_is_told_the_right_one(tokenizer_path, name, library):
     right = file_kind(tokenizer_path(name)).library
     if library == right:
@@ -53,12 +56,12 @@ def test_the_wrong_library_is_told_the_right_one(tokenizer_path, name, library):
         refused(library, tokenizer_path(name), f"use library '{right}'", str(tokenizer_path(name)))
 
 
-@pytest.mark.parametrize("library", TOKENIZER_LIBRARIES)
+@pytest.mark.parametrize("library", FILE_LIBRARIES)
 def test_a_missing_file_is_named(tmp_path, library):
     refused(library, tmp_path / "absent.model", "absent.model", "does not exist")
 
 
-@pytest.mark.parametrize("library", TOKENIZER_LIBRARIES)
+@pytest.mark.parametrize("library", FILE_LIBRARIES)
 @pytest.mark.parametrize(
     "contents", [b"", b"hello world\n", b"\x7fELF\x02\x01\x01"], ids=["empty", "prose", "binary"]
 )
@@ -227,4 +230,4 @@ def test_a_library_that_is_not_installed_is_named(tokenizer_path, monkeypatch, n
 
 
 def test_every_maker_makes_a_file_that_is_recognised(tokenizer_path):
-    assert {file_kind(tokenizer_path(name)).library for name in MAKERS} == set(TOKENIZER_LIBRARIES)
+    assert {file_kind(tokenizer_path(name)).library for name in MAKERS} == set(FILE_LIBRARIES)

@@ -1,5 +1,10 @@
-"""The tokenizer libraries: one adapter each, imported when it is first used."""
+"""One adapter for each tokenizer library."""
 
-from megatron_ext.tokenizers.libraries.tokenizer_libraries import TOKENIZER_LIBRARIES
+from megatron_ext.tokenizers.libraries.tokenizer_libraries import (
+    TOKENIZER_LIBRARIES,
+    LibraryName,
+    TokenizerLibrary,
+    library_of,
+)
 
-__all__ = ["TOKENIZER_LIBRARIES"]
+__all__ = ["TOKENIZER_LIBRARIES", "LibraryName", "TokenizerLibrary", "library_of"]

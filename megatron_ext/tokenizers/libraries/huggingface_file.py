@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.file_kind import read_json
-from megatron_ext.tokenizers.special_names import SpecialRole, conventional_id
+from megatron_ext.tokenizers.control_tokens import ControlToken
+from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES, SpecialRole, conventional_ids
 from megatron_ext.tokenizers.token_bytes import DummyPrefix, byte_of_character
 
 _METASPACE = "▁"
@@ -17,24 +17,39 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class HuggingFaceFile:
-    """One ``tokenizer.json`` and the ``tokenizer_config.json`` beside it.
+    """The contents of a ``tokenizer.json`` and of what lies beside it.
 
     Args:
-        file: The ``tokenizer.json``.
+        document: The ``tokenizer.json``.
+        config: The ``tokenizer_config.json``; None where there is none.
+        file: Where the document was read, for messages.
+        special_tokens: Names to make special tokens of; those that the vocabulary lacks get the
+            next ids, in this order.
+        roles: Name of the special token of a role, instead of the configured one.
 
     Raises:
-        TokenizerError: The file is broken or incomplete.
+        TokenizerError: The document is incomplete.
     """
 
-    def __init__(self, file: Path) -> None:
-        document = read_json(file)
+    def __init__(
+        self,
+        document: object,
+        config: Mapping[str, Any] | None,
+        file: Path,
+        *,
+        special_tokens: Sequence[str] = (),
+        roles: Mapping[SpecialRole, str] | None = None,
+    ) -> None:
         try:
             if not isinstance(document, dict):
                 raise TypeError(f"{type(document).__name__} instead of an object")
-            self._document: dict[str, Any] = document
             self._model: dict[str, Any] = document["model"]
             self._ids: dict[str, int] = _model_ids(self._model)
-            self._added: list[dict[str, Any]] = document.get("added_tokens") or []
+            added: list[dict[str, Any]] = document.get("added_tokens") or []
+            self._added = _with_special(
+                added, self._ids, [*(roles or {}).values(), *special_tokens]
+            )
+            self._document: dict[str, Any] = {**document, "added_tokens": self._added}
             self.special_names = {row["content"] for row in self._added if row["special"]}
             self._added_ids: dict[str, int] = {row["content"]: row["id"] for row in self._added}
         except (KeyError, TypeError, ValueError) as error:
@@ -44,7 +59,9 @@ class HuggingFaceFile:
                 expected="a model with a vocabulary, and added_tokens",
                 where=file,
             ) from error
-        self._file = file
+        self._config = config
+        self._given = list(special_tokens)
+        self._roles = dict(roles or {})
 
     def pieces(self) -> list[str]:
         """Display string of each id [V]; the empty string where the file has a hole."""
@@ -87,25 +104,48 @@ class HuggingFaceFile:
         return "none"
 
     def special_ids(self) -> dict[SpecialRole, int | None]:
-        """Ids that ``tokenizer_config.json`` names, or the conventional ones without that file."""
-        config_file = self._file.parent / "tokenizer_config.json"
+        """Ids that the configuration names, or the conventional ones without one.
+
+        A configuration may leave BERT's [MASK], [CLS] and [SEP] to the tokenizer's class. A missing
+        BOS is the [CLS] and the other way round; so are EOS and [SEP].
+        """
         find = {**self._ids, **self._added_ids}.get
-        if not config_file.is_file():
-            return {
-                "bos": conventional_id("bos", find),
-                "eos": conventional_id("eos", find),
-                "pad": conventional_id("pad", find),
-                "unk": conventional_id("unk", find),
-            }
-        config = read_json(config_file)
-        if not isinstance(config, dict):
-            raise TokenizerError("the configuration is no JSON object", where=config_file)
-        return {
-            "bos": find(_name_of(config.get("bos_token"))),
-            "eos": find(_name_of(config.get("eos_token"))),
-            "pad": find(_name_of(config.get("pad_token"))),
-            "unk": find(_name_of(config.get("unk_token"))),
-        }
+        ids = conventional_ids(find)
+        if self._config is not None:
+            for role in CONVENTIONAL_NAMES:
+                if role in ("bos", "eos", "pad", "unk") or f"{role}_token" in self._config:
+                    ids[role] = find(_name_of(self._config.get(f"{role}_token")))
+        ids |= {role: find(name) for role, name in self._roles.items()}
+        pairs: tuple[tuple[SpecialRole, SpecialRole], ...] = (("bos", "cls"), ("eos", "sep"))
+        for one, other in pairs:
+            if ids[one] is None:
+                ids[one] = ids[other]
+            elif ids[other] is None:
+                ids[other] = ids[one]
+        return ids
+
+    def control_tokens(self) -> list[ControlToken]:
+        """What ``text_only`` cannot spell."""
+        return [
+            ControlToken(
+                row["content"],
+                row["id"],
+                lstrip=bool(row.get("lstrip")),
+                rstrip=bool(row.get("rstrip")),
+                single_word=bool(row.get("single_word")),
+            )
+            for row in self._added
+            if row["special"] or row["content"] not in self._ids
+        ]
+
+    def additional_special_tokens(self) -> list[str] | None:
+        """Special tokens that were asked for, or that the configuration lists."""
+        config = self._config or {}
+        listed = config.get("additional_special_tokens") or config.get("extra_special_tokens")
+        names = [_name_of(token) for token in listed] if isinstance(listed, list) else []
+        known = {**self._ids, **self._added_ids}
+        found = [name for name in dict.fromkeys([*names, *self._given]) if name in known]
+        return found or None
 
     def whole(self) -> dict[str, Any]:
         """The document without truncation, padding and trimmed offsets."""
@@ -116,16 +156,20 @@ class HuggingFaceFile:
             "post_processor": _untrimmed(self._document.get("post_processor")),
         }
 
-    def text_only(self) -> dict[str, Any]:
+    def text_only(self, *, continued: bool = False) -> dict[str, Any]:
         """``whole`` in which no text spells a special token, nor one added to the vocabulary.
+
+        A ``continued`` one encodes text that follows a control token: without the space that a
+        Metaspace puts before the first stretch alone.
 
         Added tokens that the model's own vocabulary holds and that are not special (white space,
         HTML tags in Gemma) are ordinary vocabulary and stay.
         """
         kept = [row for row in self._added if not row["special"] and row["content"] in self._ids]
         hidden = self.special_names & self._ids.keys()
+        document = _without_first_prefix(self.whole()) if continued else self.whole()
         return {
-            **self.whole(),
+            **document,
             "added_tokens": kept,
             "model": _without_names(self._model, hidden) if hidden else self._model,
         }
@@ -213,6 +257,40 @@ def _without_names(model: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
             if left + right not in names and left not in names and right not in names
         ]
     return hidden
+
+
+def _with_special(
+    added: Sequence[dict[str, Any]], ids: Mapping[str, int], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """``added`` with ``names`` as special tokens; those that have no id yet get the next ones."""
+    rows = {row["content"]: row for row in added}
+    taken = {**ids, **{name: row["id"] for name, row in rows.items()}}
+    following = max(taken.values(), default=-1) + 1
+    for name in dict.fromkeys(names):
+        token_id = taken.get(name, following)
+        following += token_id == following
+        rows[name] = {
+            **{"lstrip": False, "rstrip": False, "single_word": False, "normalized": False},
+            **rows.get(name, {}),
+            **{"id": token_id, "content": name, "special": True},
+        }
+    # The library wants them in id order.
+    return sorted(rows.values(), key=lambda row: int(row["id"]))
+
+
+def _without_first_prefix(part: Any) -> Any:
+    """A document or a part of it whose Metaspace puts no space before the first stretch."""
+    if isinstance(part, list):
+        return [_without_first_prefix(item) for item in part]
+    if isinstance(part, dict) and part.get("type") == "Metaspace":
+        first = part.get("prepend_scheme") == "first"
+        return {**part, "prepend_scheme": "never"} if first else part
+    if isinstance(part, dict):
+        steps = ("pre_tokenizer", "pretokenizers", "normalizer", "normalizers")
+        return {
+            key: _without_first_prefix(item) if key in steps else item for key, item in part.items()
+        }
+    return part
 
 
 def _untrimmed(part: Any) -> Any:

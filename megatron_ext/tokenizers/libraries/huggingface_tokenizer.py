@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from megatron_ext.errors import MissingDependencyError, TokenizerError
-from megatron_ext.tokenizers.base import IdArray
 from megatron_ext.tokenizers.file_kind import require_library
 from megatron_ext.tokenizers.libraries.huggingface_file import HuggingFaceFile
+from megatron_ext.tokenizers.libraries.huggingface_source import HuggingFaceSource
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
-from megatron_ext.tokenizers.token_bytes import character_starts, settle_ends, utf8
+from megatron_ext.tokenizers.special_names import SpecialRole
+from megatron_ext.tokenizers.token_bytes import character_starts, settle_ends
 
 
 class HuggingFaceTokenizer(TableTokenizer):
@@ -28,6 +28,10 @@ class HuggingFaceTokenizer(TableTokenizer):
     Args:
         path: The file, or a directory that holds it.
         include_special_tokens: Add what the post-processor adds to a text: BOS, EOS, [CLS].
+        additional_special_tokens: Names to make special tokens of; those that the vocabulary lacks
+            get the next ids.
+        bos_token: Name of the BOS, instead of the configured one; added where it is missing. The
+            other ``*_token`` options are alike.
 
     Raises:
         TokenizerError: There is no ``tokenizer.json``, or it is broken.
@@ -37,50 +41,88 @@ class HuggingFaceTokenizer(TableTokenizer):
     library: ClassVar[str] = "huggingface"
 
     def __init__(
-        self, path: str | os.PathLike[str], *, include_special_tokens: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        include_special_tokens: bool = False,
+        additional_special_tokens: Sequence[str] = (),
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+        unk_token: str | None = None,
+        mask_token: str | None = None,
+        cls_token: str | None = None,
+        sep_token: str | None = None,
     ) -> None:
-        self._file = require_library(path, "huggingface").file
-        contents = HuggingFaceFile(self._file)
-        self._add_special = include_special_tokens
-        self._text_only = _build(contents.text_only(), self._file)
+        roles: dict[SpecialRole, str | None] = {
+            **{"bos": bos_token, "eos": eos_token, "pad": pad_token, "unk": unk_token},
+            **{"mask": mask_token, "cls": cls_token, "sep": sep_token},
+        }
+        self._additions: dict[str, Any] = {
+            "special_tokens": tuple(additional_special_tokens),
+            "roles": {role: name for role, name in roles.items() if name is not None},
+        }
+        self._source = self._open(path)
+        contents = self._contents()
+        self._text_only = _build(contents.text_only(), self._source.file)
         super().__init__(
+            files=self._source.files,
             pieces=contents.pieces(),
             token_bytes=contents.token_bytes(),
             special_ids=contents.special_ids(),
             dummy_prefix=contents.dummy_prefix(),
+            control_tokens=contents.control_tokens(),
+            additional_special_tokens=contents.additional_special_tokens(),
+            affixes=_affixes(contents.whole(), self._source.file)
+            if include_special_tokens
+            else ((), ()),
         )
+        self.chat_template = self._source.chat_template()
 
-    def text_to_ids_batch(self, texts: Sequence[str]) -> list[IdArray]:
-        for text in texts:
-            utf8(text)
+    def _open(self, path: str | os.PathLike[str]) -> HuggingFaceSource:
+        """The files of the tokenizer."""
+        return HuggingFaceSource(require_library(path, "huggingface").file)
+
+    def _contents(self) -> HuggingFaceFile:
+        """What the files say, with the additions; read anew, for it is large."""
+        source = self._source
+        return HuggingFaceFile(source.document(), source.config(), source.file, **self._additions)
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encode = getattr(self._text_only, "encode_batch_fast", self._text_only.encode_batch)
-        batch = encode(list(texts), add_special_tokens=self._add_special)
-        return [np.array(row.ids, np.int32) for row in batch]
+        return [row.ids for row in encode(list(texts), add_special_tokens=False)]
 
     def ids_to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         known = self._table.as_ids(ids).tolist()
         return str(self._whole.decode(known, skip_special_tokens=skip_special_tokens))
 
-    def _encode(self, text: str, *, parse_special: bool) -> tuple[list[int], Any]:
-        tokenizer = self._whole if parse_special else self._text_only
-        encoding = tokenizer.encode(text, add_special_tokens=self._add_special)
+    def _encode(self, text: str) -> tuple[list[int], Any]:
+        encoding = self._text_only.encode(text, add_special_tokens=False)
         return encoding.ids, encoding
 
-    def _locate(
-        self, text: str, raw: bytes, encoded: Any, *, parse_special: bool
-    ) -> tuple[list[int], list[int]]:
+    def _locate(self, text: str, raw: bytes, encoded: Any) -> tuple[list[int], list[int]]:
         ids: list[int] = encoded.ids
         spans: list[tuple[int, int]] = encoded.offsets
         if len(raw) != len(text):
             byte_of = character_starts(raw).tolist()
             spans = [(byte_of[start], byte_of[end]) for start, end in spans]
-        table = self._written_table if parse_special else self._table
-        return ids, settle_ends(spans, [table.rows[i] for i in ids], raw)
+        return ids, settle_ends(spans, [self._table.rows[i] for i in ids], raw)
 
     @cached_property
     def _whole(self) -> Any:
         """The tokenizer that knows special tokens in text; built when one is first asked for."""
-        return _build(HuggingFaceFile(self._file).whole(), self._file)
+        return _build(self._contents().whole(), self._source.file)
+
+    def _continued(self) -> TableTokenizer:
+        return self._after_control if self._dummy_prefix == "first" else self
+
+    @cached_property
+    def _after_control(self) -> HuggingFaceTokenizer:
+        """The same tokenizer without the space that it puts before the first stretch."""
+        continued = copy(self)
+        document = self._contents().text_only(continued=True)
+        continued._text_only = _build(document, self._source.file)
+        return continued
 
 
 def _build(document: dict[str, Any], file: Path) -> Any:
@@ -97,3 +139,11 @@ def _build(document: dict[str, Any], file: Path) -> Any:
         raise TokenizerError(
             "the tokenizers library cannot build the tokenizer", got=str(error), where=file
         ) from error
+
+
+def _affixes(document: dict[str, Any], file: Path) -> tuple[list[int], list[int]]:
+    """Ids that the post-processor puts before and after a text."""
+    encoding = _build(document, file).encode("a", add_special_tokens=True)
+    inside = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
+    begin, end = (inside[0], inside[-1] + 1) if inside else (len(encoding.ids), len(encoding.ids))
+    return encoding.ids[:begin], encoding.ids[end:]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError
-from megatron_ext.tokenizers.base import IdArray
+from megatron_ext.tokenizers.control_tokens import ControlToken
 from megatron_ext.tokenizers.file_kind import require_library
 from megatron_ext.tokenizers.libraries.sentencepiece_spans import read_spans
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
-from megatron_ext.tokenizers.token_bytes import settle_ends, utf8
+from megatron_ext.tokenizers.token_bytes import settle_ends
 
 _SPACE = "▁"
 _BATCH_THREADS = 0
@@ -43,8 +41,9 @@ class SentencePieceTokenizer(TableTokenizer):
         self._processor = _load(str(file))
         size = self._processor.get_piece_size()
         pieces = [self._processor.id_to_piece(i) for i in range(size)]
-        self._control = np.array([self._processor.is_control(i) for i in range(size)], np.bool_)
+        self._is_named = np.array([self._processor.is_control(i) for i in range(size)], np.bool_)
         super().__init__(
+            files={file.name: file},
             pieces=pieces,
             token_bytes=[_bytes_of(self._processor, i, piece) for i, piece in enumerate(pieces)],
             special_ids={
@@ -54,81 +53,31 @@ class SentencePieceTokenizer(TableTokenizer):
                 "unk": _present(self._processor.unk_id()),
             },
             dummy_prefix="each" if _drops_leading_space(self._processor, pieces) else "none",
+            control_tokens=[
+                ControlToken(pieces[i], i) for i in np.flatnonzero(self._is_named).tolist()
+            ],
         )
 
-    def text_to_ids_batch(self, texts: Sequence[str]) -> list[IdArray]:
-        for text in texts:
-            utf8(text)
-        batch = self._processor.encode(list(texts), num_threads=_BATCH_THREADS)
-        return [np.array(ids, np.int32) for ids in batch]
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        batch: list[list[int]] = self._processor.encode(list(texts), num_threads=_BATCH_THREADS)
+        return batch
 
     def ids_to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._decode_stretches(
             ids,
             lambda run: str(self._processor.decode(run.tolist())),
-            self._control,
+            self._is_named,
             skip_special_tokens=skip_special_tokens,
         )
 
-    def _encode(self, text: str, *, parse_special: bool) -> tuple[list[int], None]:
-        if not parse_special:
-            return self._processor.encode(text), None
-        ids: list[int] = []
-        for part in self._cut_at_control(text):
-            ids += [part] if isinstance(part, int) else self._processor.encode(part)
-        return ids, None
+    def _encode(self, text: str) -> tuple[list[int], None]:
+        return self._processor.encode(text), None
 
-    def _locate(
-        self, text: str, raw: bytes, encoded: Any, *, parse_special: bool
-    ) -> tuple[list[int], list[int]]:
-        ids: list[int] = []
-        ends: list[int] = []
-        begin = 0
-        for part in self._cut_at_control(text) if parse_special else (text,):
-            if isinstance(part, int):
-                begin += len(self._pieces[part].encode())
-                ids.append(part)
-                ends.append(begin)
-                continue
-            part_raw = part.encode()
-            part_ids, part_ends = self._locate_text(part, part_raw)
-            ids += part_ids
-            ends += [begin + end for end in part_ends]
-            begin += len(part_raw)
-        if ends:
-            ends[-1] = len(raw)
-        return ids, ends
-
-    def _locate_text(self, text: str, raw: bytes) -> tuple[list[int], list[int]]:
-        """Ids and byte ends of a text without control tokens, by the library's own spans."""
+    def _locate(self, text: str, raw: bytes, encoded: Any) -> tuple[list[int], list[int]]:
+        """Ids and byte ends by the library's own spans."""
         proto = self._processor.encode(text, out_type="serialized_proto")
         ids, spans = read_spans(proto)
-        exact = self._table.ends_within(np.array(ids, np.int32), raw)
-        if exact is not None:
-            return ids, exact.tolist()
         return ids, settle_ends(spans, [self._table.rows[i] for i in ids], raw)
-
-    def _cut_at_control(self, text: str) -> Iterator[str | int]:
-        """The stretches of ``text`` between control tokens, and the ids of these."""
-        if self._control_pattern is None:
-            yield text
-            return
-        for part in self._control_pattern.split(text):
-            if part in self._control_ids:
-                yield self._control_ids[part]
-            elif part:
-                yield part
-
-    @cached_property
-    def _control_ids(self) -> dict[str, int]:
-        return {self._pieces[i]: i for i in np.flatnonzero(self._control).tolist()}
-
-    @cached_property
-    def _control_pattern(self) -> re.Pattern[str] | None:
-        longest_first = sorted(self._control_ids, key=len, reverse=True)
-        if not longest_first:
-            return None
-        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.tokenizers.base import ByteEnds, IdArray, MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.control_tokens import ControlMatch, ControlToken, ControlTokens
 from megatron_ext.tokenizers.special_names import SpecialRole
 from megatron_ext.tokenizers.token_bytes import DummyPrefix, TokenBytes, utf8
 
@@ -19,34 +21,55 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
     """An adapter that gives ids and, where its normaliser changes text, spans; the rest is here.
 
     Args:
+        files: Files that the tokenizer was read from, by the name they keep in a checkpoint.
         pieces: Display string of each id [V]; the empty string marks an unused id.
         token_bytes: Bytes of each id [V]; None for a control token or an unused id.
         special_ids: Id of each special role that the tokenizer has.
         dummy_prefix: Which stretches of text start with a space that the library puts there.
+        control_tokens: What a text can spell where control tokens are read; by default every id
+            without bytes that has a name.
+        additional_special_tokens: Names of special tokens without a role; by default all of them.
+        affixes: Ids that the library puts before and after each text that it encodes.
     """
 
     def __init__(
         self,
         *,
+        files: Mapping[str, Path],
         pieces: list[str],
         token_bytes: Sequence[bytes | None],
-        special_ids: dict[SpecialRole, int | None],
+        special_ids: Mapping[SpecialRole, int | None],
         dummy_prefix: DummyPrefix,
+        control_tokens: Sequence[ControlToken] | None = None,
+        additional_special_tokens: Sequence[str] | None = None,
+        affixes: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> None:
+        self._files = dict(files)
         self._pieces = pieces
         self._table = TokenBytes.from_tokens(token_bytes)
-        self._special_ids = special_ids
+        self._special_ids = dict(special_ids)
         self._dummy_prefix: DummyPrefix = dummy_prefix
+        self._control = ControlTokens(
+            self._silent_tokens() if control_tokens is None else control_tokens
+        )
+        self._additional = additional_special_tokens
+        self._prefix, self._suffix = (np.array(ids, np.int32) for ids in affixes)
 
     @abstractmethod
-    def _encode(self, text: str, *, parse_special: bool) -> tuple[list[int], Any]:
+    def _encode(self, text: str) -> tuple[list[int], Any]:
         """Ids of ``text`` [T] and whatever ``_locate`` can use again, by the fastest call."""
 
     @abstractmethod
-    def _locate(
-        self, text: str, raw: bytes, encoded: Any, *, parse_special: bool
-    ) -> tuple[list[int], list[int]]:
+    def _locate(self, text: str, raw: bytes, encoded: Any) -> tuple[list[int], list[int]]:
         """Ids and byte ends of a ``text`` (its UTF-8 is ``raw``) that the tokens do not spell."""
+
+    @abstractmethod
+    def _encode_batch(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+        """Ids of each text, in parallel inside the library where it can."""
+
+    def _continued(self) -> TableTokenizer:
+        """What encodes text that follows a control token: itself, unless the library differs."""
+        return self
 
     @property
     def vocab_size(self) -> int:
@@ -57,22 +80,105 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
         """Display string of every id, a new list."""
         return list(self._pieces)
 
-    def text_to_ids(self, text: str) -> list[int]:
+    def text_to_ids(self, text: str, *, parse_special: bool = False) -> list[int]:
         utf8(text)
-        return self._encode(text, parse_special=False)[0]
+        ids: list[int] = self._prefix.tolist()
+        for part in self._parts(text, self._control.find(text) if parse_special else ()):
+            if isinstance(part, ControlMatch):
+                ids.append(part.token_id)
+            else:
+                encoder, begin, end = part
+                ids += encoder._encode(text[begin:end])[0]
+        ids += self._suffix.tolist()
+        return ids
+
+    def text_to_flat_ids(
+        self, texts: Sequence[str], *, parse_special: bool = False
+    ) -> tuple[IdArray, ByteEnds]:
+        for text in texts:
+            utf8(text)
+        if parse_special:
+            return _flat([self.text_to_ids(text, parse_special=True) for text in texts])
+        return self._with_affixes(*_flat(self._encode_batch(texts)))
 
     def encode_with_byte_ends(
         self, text: str, *, parse_special: bool = False
     ) -> tuple[IdArray, ByteEnds]:
-        raw = utf8(text)
-        ids, encoded = self._encode(text, parse_special=parse_special)
+        ids, ends = self._encode_around(text, self._control.find(text) if parse_special else ())
+        before, after = len(self._prefix), len(self._suffix)
+        if not before and not after:
+            return ids, ends
+        last = len(utf8(text))
+        ends = np.concatenate((np.zeros(before, np.int64), ends, np.full(after, last)))
+        return np.concatenate((self._prefix, ids, self._suffix)), ends
+
+    def encode_with_control_spans(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[IdArray, ByteEnds]:
+        return self._encode_around(text, self._control.find(text, spans))
+
+    def _encode_around(
+        self, text: str, matches: Iterable[ControlMatch]
+    ) -> tuple[IdArray, ByteEnds]:
+        """Ids and byte ends of a text with control tokens at ``matches`` and nowhere else."""
+        utf8(text)
+        ids: list[IdArray] = [np.zeros(0, np.int32)]
+        ends: list[ByteEnds] = [np.zeros(0, np.int64)]
+        done = 0
+        for part in self._parts(text, matches):
+            if isinstance(part, ControlMatch):
+                done += len(text[part.begin : part.end].encode())
+                ids.append(np.array([part.token_id], np.int32))
+                ends.append(np.array([done], np.int64))
+                continue
+            encoder, begin, end = part
+            raw = text[begin:end].encode()
+            part_ids, part_ends = encoder._encode_stretch(text[begin:end], raw)
+            ids.append(part_ids)
+            ends.append(part_ends + done)
+            done += len(raw)
+        all_ends = np.concatenate(ends)
+        if len(all_ends):
+            # Text that gives no token (white space, to some) belongs to the token before it.
+            all_ends[-1] = done
+        return np.concatenate(ids), all_ends
+
+    def _encode_stretch(self, text: str, raw: bytes) -> tuple[IdArray, ByteEnds]:
+        """Ids and byte ends of a text without control tokens; its UTF-8 is ``raw``."""
+        ids, encoded = self._encode(text)
         array = np.array(ids, np.int32)
-        table = self._written_table if parse_special else self._table
-        ends = table.ends_within(array, raw)
+        ends = self._table.ends_within(array, raw)
         if ends is not None:
             return array, ends
-        ids, located = self._locate(text, raw, encoded, parse_special=parse_special)
+        ids, located = self._locate(text, raw, encoded)
         return np.array(ids, np.int32), np.array(located, np.int64)
+
+    def _with_affixes(self, ids: IdArray, offsets: ByteEnds) -> tuple[IdArray, ByteEnds]:
+        """Flat ids of several texts with the affixes around each."""
+        before, after = len(self._prefix), len(self._suffix)
+        if not before and not after:
+            return ids, offsets
+        texts = range(len(offsets) - 1)
+        parts = [
+            part
+            for i in texts
+            for part in (self._prefix, ids[offsets[i] : offsets[i + 1]], self._suffix)
+        ]
+        shifted = offsets + (before + after) * np.arange(len(offsets))
+        return np.concatenate([np.zeros(0, np.int32), *parts]), shifted
+
+    def _parts(
+        self, text: str, matches: Iterable[ControlMatch]
+    ) -> Iterable[ControlMatch | tuple[TableTokenizer, int, int]]:
+        """The control tokens of a text and, with what encodes them, the stretches between."""
+        done = 0
+        for match in matches:
+            if match.begin > done:
+                yield self if done == 0 else self._continued(), done, match.begin
+            yield match
+            done = match.end
+        if done < len(text):
+            yield self if done == 0 else self._continued(), done, len(text)
 
     def token_bytes(self, token_id: int) -> bytes | None:
         return self._table[token_id]
@@ -87,21 +193,31 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
         self._table.check(token_id)
         return self._pieces[token_id]
 
-    @property
-    def bos_id(self) -> int | None:
-        return self._special_ids.get("bos")
+    def is_control(self, token_id: int) -> bool:
+        self._table.check(token_id)
+        return bool(self._table.is_control[token_id]) or token_id in self._control.ids
+
+    def special_id(self, role: SpecialRole) -> int | None:
+        return self._special_ids.get(role)
 
     @property
-    def eos_id(self) -> int | None:
-        return self._special_ids.get("eos")
+    def additional_special_tokens_ids(self) -> list[int]:
+        if self._additional is not None:
+            return [self.token_to_id(name) for name in self._additional]
+        with_role = set(self._special_ids.values())
+        return [
+            token.token_id
+            for token in self._silent_tokens()
+            if token.token_id not in with_role and token.name not in self._fillers
+        ]
 
     @property
-    def pad_id(self) -> int | None:
-        return self._special_ids.get("pad")
+    def _fillers(self) -> frozenset[str]:
+        """Names of ids that are kept free."""
+        return frozenset()
 
-    @property
-    def unk_id(self) -> int | None:
-        return self._special_ids.get("unk")
+    def files(self) -> Mapping[str, Path]:
+        return dict(self._files)
 
     def fingerprint(self) -> str:
         return self._fingerprint
@@ -119,13 +235,10 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
                 ids.setdefault(piece, token_id)
         return ids
 
-    @cached_property
-    def _written_table(self) -> TokenBytes:
-        """The table of a text that spells its control tokens out."""
-        return TokenBytes.from_tokens(
-            self._pieces[i].encode() if control else self._table[i]
-            for i, control in enumerate(self._table.is_control.tolist())
-        )
+    def _silent_tokens(self) -> list[ControlToken]:
+        """Every id that has a name and no bytes, the unknown token included."""
+        silent = np.flatnonzero(self._table.is_control).tolist()
+        return [ControlToken(self._pieces[i], i) for i in silent if self._pieces[i]]
 
     def _decode_stretches(
         self,
@@ -153,3 +266,11 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
             parts += [decode(array[begin:at]), self._pieces[array[at]]]
             begin = at + 1
         return "".join([*parts, decode(array[begin:])])
+
+
+def _flat(rows: Iterable[Sequence[int]]) -> tuple[IdArray, ByteEnds]:
+    """The ids of all rows one after another [N], and where each row begins and ends [D + 1]."""
+    arrays = [np.asarray(row, np.int32) for row in rows]
+    offsets = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum([len(row) for row in arrays], out=offsets[1:])
+    return np.concatenate([np.zeros(0, np.int32), *arrays]), offsets

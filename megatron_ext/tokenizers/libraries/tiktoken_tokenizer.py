@@ -6,14 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-
 from megatron_ext.errors import MissingDependencyError, TokenizerError
-from megatron_ext.tokenizers.base import IdArray
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
 from megatron_ext.tokenizers.libraries.tiktoken_file import TiktokenVocabulary, read_vocabulary
-from megatron_ext.tokenizers.special_names import conventional_id
-from megatron_ext.tokenizers.token_bytes import utf8
+from megatron_ext.tokenizers.special_names import conventional_ids
 
 
 class TiktokenTokenizer(TableTokenizer):
@@ -65,26 +61,27 @@ class TiktokenTokenizer(TableTokenizer):
             pieces[token_id] = token.decode(errors="backslashreplace")
         for name, token_id in vocabulary.special_ids.items():
             pieces[token_id] = name
-        find = vocabulary.special_ids.get
         super().__init__(
             pieces=pieces,
             token_bytes=token_bytes,
-            special_ids={
-                "bos": conventional_id("bos", find),
-                "eos": conventional_id("eos", find),
-                "pad": conventional_id("pad", find),
-                "unk": conventional_id("unk", find),
-            },
+            files={vocabulary.file.name: vocabulary.file},
+            special_ids=conventional_ids(vocabulary.special_ids.get),
             dummy_prefix="none",
         )
 
-    def text_to_ids_batch(self, texts: Sequence[str]) -> list[IdArray]:
-        for text in texts:
-            utf8(text)
-        batch = self._encoding.encode_ordinary_batch(
-            list(texts), num_threads=min(8, os.cpu_count() or 1)
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        threads = min(8, os.cpu_count() or 1)
+        batch: list[list[int]] = self._encoding.encode_ordinary_batch(
+            list(texts), num_threads=threads
         )
-        return [np.array(ids, np.int32) for ids in batch]
+        return batch
+
+    def _encode(self, text: str) -> tuple[list[int], None]:
+        return self._encoding.encode_ordinary(text), None
+
+    @property
+    def _fillers(self) -> frozenset[str]:
+        return frozenset(f"<SPECIAL_{i}>" for i in range(self.vocab_size))
 
     def ids_to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._decode_stretches(
@@ -94,14 +91,7 @@ class TiktokenTokenizer(TableTokenizer):
             skip_special_tokens=skip_special_tokens,
         )
 
-    def _encode(self, text: str, *, parse_special: bool) -> tuple[list[int], None]:
-        if parse_special:
-            return self._encoding.encode(text, allowed_special="all"), None
-        return self._encoding.encode_ordinary(text), None
-
-    def _locate(
-        self, text: str, raw: bytes, encoded: Any, *, parse_special: bool
-    ) -> tuple[list[int], list[int]]:
+    def _locate(self, text: str, raw: bytes, encoded: Any) -> tuple[list[int], list[int]]:
         raise TokenizerError(
             "the pattern leaves out part of the text",
             got=repr(self._encoding._pat_str),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from megatron_ext.errors import TokenizerError
 from megatron_ext.registry import Registry, did_you_mean
 from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.legacy_types import TokenizerMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,8 @@ class TokenizerLibrary:
 
     module: str
     class_name: str
+    reads_file: bool = True
+    """Whether the adapter takes a path."""
 
     def adapter(self) -> type[MegatronTokenizerTextAbstract]:
         """The adapter class; its module is imported, the third-party library is not."""
@@ -36,12 +40,13 @@ class TokenizerLibrary:
         ]
 
     def build(
-        self, path: str | os.PathLike[str], options: dict[str, Any] | None = None
+        self, path: str | os.PathLike[str] | None, options: Mapping[str, Any] | None = None
     ) -> MegatronTokenizerTextAbstract:
         """Construct the adapter.
 
         Raises:
-            TokenizerError: An option that the library does not have, or the file is unusable.
+            TokenizerError: The library reads a file and none is named, it does not have an option,
+                or the file is unusable.
             MissingDependencyError: The third-party library is not installed.
         """
         known = self.options()
@@ -53,18 +58,55 @@ class TokenizerLibrary:
                     expected=f"one of {', '.join(known)}" if known else "no options",
                     fix=did_you_mean(name, known),
                 )
+        if path is None and self.reads_file:
+            raise TokenizerError(
+                "no tokenizer is named", fix="pass a file, its directory or its name on the hub"
+            )
         factory: Any = self.adapter()
-        built: MegatronTokenizerTextAbstract = factory(path, **(options or {}))
+        arguments = (path,) if self.reads_file else ()
+        built: MegatronTokenizerTextAbstract = factory(*arguments, **(options or {}))
         return built
 
 
 TOKENIZER_LIBRARIES: Registry[TokenizerLibrary] = Registry("tokenizer library")
 
-for _name, _class_name in {
-    "huggingface": "HuggingFaceTokenizer",
-    "sentencepiece": "SentencePieceTokenizer",
-    "tiktoken": "TiktokenTokenizer",
-}.items():
-    TOKENIZER_LIBRARIES.register(
-        _name, TokenizerLibrary(f"{__package__}.{_name}_tokenizer", _class_name)
-    )
+for _name, _class_name, _reads_file in (
+    ("huggingface", "HuggingFaceTokenizer", True),
+    ("sentencepiece", "SentencePieceTokenizer", True),
+    ("tiktoken", "TiktokenTokenizer", True),
+    ("megatron", "MegatronHFTokenizer", True),
+    ("byte-level", "ByteLevelTokenizer", False),
+    ("null", "NullTokenizer", False),
+):
+    _module = f"{__package__}.{_name.replace('-', '_')}_tokenizer"
+    TOKENIZER_LIBRARIES.register(_name, TokenizerLibrary(_module, _class_name, _reads_file))
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryName:
+    """A name that metadata use, in today's words."""
+
+    library: str
+    """Name in ``TOKENIZER_LIBRARIES``."""
+    mode: TokenizerMode = "text"
+    """What the tokenizer is for."""
+
+
+_NAMES_IN_METADATA: Mapping[str, LibraryName] = {
+    "null-text": LibraryName("null"),
+    "sft": LibraryName("huggingface", "sft"),
+    "multimodal": LibraryName("huggingface", "multimodal"),
+    "null-multimodal": LibraryName("null", "multimodal"),
+}
+
+
+def library_of(name: object) -> LibraryName:
+    """The library that a metadata file of any Megatron release names.
+
+    Raises:
+        UnknownNameError: There is no such library.
+    """
+    if name in _NAMES_IN_METADATA:
+        return _NAMES_IN_METADATA[str(name)]
+    _ = TOKENIZER_LIBRARIES[str(name)]
+    return LibraryName(str(name))

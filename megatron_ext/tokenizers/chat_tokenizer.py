@@ -1,0 +1,141 @@
+"""Conversations, as a capability that every tokenizer has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ConfigError, TokenizerError
+from megatron_ext.tokenizers.base import ByteEnds, IdArray, MegatronTokenizerTextAbstract
+
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class ChatTokenizer:
+    """What a tokenizer gains from a prompt format or a chat template.
+
+    The class that has it sets ``_tokenizer`` and ``config`` first.
+    """
+
+    config: dict[str, Any]
+    _tokenizer: MegatronTokenizerTextAbstract
+    chat_template: str | None
+    """Jinja source: the metadata's, else the one given, else the tokenizer's own."""
+    prompt_format: str | None
+    """Name of the prompt format."""
+    prompt_config: Any
+    """What the prompt format means for this vocabulary."""
+
+    def _set_chat_template(self, given: str | None) -> None:
+        own = self._tokenizer.chat_template
+        named = self.config.get("chat_template")
+        template = next((t for t in (named, given, own) if t is not None), None)
+        self.chat_template = None if template is None else _source(template)
+
+    def _set_prompt_format(self, given: str | None) -> None:
+        self.prompt_format = self.config.get("prompt_format") if given is None else given
+        self.prompt_config = None
+        if self.prompt_format is not None:
+            from megatron_ext.conversation import prompt_config_of
+
+            self.prompt_config = prompt_config_of(self.prompt_format, self)
+
+    def tokenize(self, text: str | Conversation) -> list[int]:
+        """Ids of a text, or of a conversation that the assistant is to answer."""
+        if isinstance(text, str):
+            return self.text_to_ids(text)
+        ids: list[int] = self.tokenize_conversation(text, False, True).tolist()
+        return ids
+
+    def text_to_ids(self, text: str) -> list[int]:
+        """Ids of a text."""
+        raise NotImplementedError
+
+    def tokenize_conversation(
+        self,
+        conversation: Conversation,
+        return_target: bool,
+        add_generation_prompt: bool,
+    ) -> Any:
+        """Ids of a conversation, and which of them are trained.
+
+        Returns:
+            ids [T] int64; with ``return_target`` also target [T] int64: the ids, -100 where a token
+            is not trained.
+
+        Raises:
+            ConfigError: The tokenizer has no prompt format.
+            ConversationError: The conversation is malformed, or does not fit the format.
+        """
+        if self.prompt_config is None:
+            raise ConfigError(
+                "the tokenizer has no prompt format",
+                fix="set prompt_format to a name, or to auto for the tokenizer's own template",
+                where="prompt_format",
+            )
+        from megatron_ext.conversation import tokenize_conversation
+
+        return tokenize_conversation(
+            self, conversation, self.prompt_config, return_target, add_generation_prompt
+        )
+
+    def apply_chat_template(
+        self,
+        conversation: Conversation,
+        chat_template: str | None = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str | list[int]:
+        """A conversation as its template writes it: ids, or text unless ``tokenize``.
+
+        Raises:
+            TokenizerError: There is no template.
+            ConversationError: The conversation does not fit it.
+        """
+        template = self.chat_template if chat_template is None else _source(chat_template)
+        if template is None:
+            raise TokenizerError(
+                "the tokenizer has no chat template", fix="pass chat_template, or set it"
+            )
+        from megatron_ext.conversation import apply_chat_template
+
+        return apply_chat_template(
+            self,
+            conversation,
+            template,
+            tokenize=tokenize,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+
+    # What the conversation package asks of a tokenizer.
+
+    @property
+    def special_token_names(self) -> dict[str, str]:
+        """Name of each special token by ``bos_token``, ``eos_token`` ...: those that there are."""
+        return self._tokenizer.special_token_names
+
+    def is_control(self, token_id: int) -> bool:
+        """Whether no ordinary text gives this id."""
+        return self._tokenizer.is_control(token_id)
+
+    def encode_with_control_spans(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[IdArray, ByteEnds]:
+        """Ids [T] and byte ends [T]; control tokens are read inside the character ranges only."""
+        return self._tokenizer.encode_with_control_spans(text, spans)
+
+
+def _source(template: str) -> str:
+    """Jinja source, or what a file that ends in .jinja holds."""
+    if not template.endswith(".jinja") or "\n" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise TokenizerError(
+            "cannot read the chat template", got=error.strerror, where=template
+        ) from error

@@ -1,0 +1,96 @@
+"""Where control tokens are written in a text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True)
+class ControlToken:
+    """A name that becomes one id, wherever control tokens are read."""
+
+    name: str
+    """How it is written."""
+    token_id: int
+    """What it becomes."""
+    lstrip: bool = False
+    """It swallows the white space before it."""
+    rstrip: bool = False
+    """It swallows the white space after it."""
+    single_word: bool = False
+    """It counts only where no word character touches it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlMatch:
+    """A control token in a text: the characters from ``begin`` up to ``end``."""
+
+    begin: int
+    end: int
+    token_id: int
+
+
+class ControlTokens:
+    """The control tokens of a vocabulary.
+
+    Args:
+        tokens: In any order; of two with one name the first counts.
+    """
+
+    def __init__(self, tokens: Sequence[ControlToken]) -> None:
+        self.by_name: dict[str, ControlToken] = {}
+        for token in tokens:
+            if token.name:
+                self.by_name.setdefault(token.name, token)
+        self.ids = frozenset(token.token_id for token in tokens)
+
+    def find(
+        self, text: str, spans: Sequence[tuple[int, int]] | None = None
+    ) -> Iterator[ControlMatch]:
+        """Control tokens in ``text``: the leftmost first, of several there the longest.
+
+        Args:
+            text: Any string.
+            spans: Half-open character ranges, in order and apart; a name counts only whole inside
+                one of them. Everywhere when None.
+        """
+        if self._pattern is None:
+            return
+        done = 0
+        for start, stop in ((0, len(text)),) if spans is None else spans:
+            # A pattern that is given an end sees no character beyond it.
+            for match in self._pattern.finditer(text, max(start, done), stop):
+                token = self.by_name[match[0]]
+                if token.single_word and _touches_a_word(text, match.start(), match.end()):
+                    continue
+                begin, end = match.span()
+                if token.lstrip:
+                    begin = max(done, len(text[done:begin].rstrip()) + done)
+                if token.rstrip:
+                    end += _leading_space(text, end)
+                yield ControlMatch(begin, end, token.token_id)
+                done = end
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str] | None:
+        if not self.by_name:
+            return None
+        longest_first = sorted(self.by_name, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
+
+
+def _leading_space(text: str, begin: int) -> int:
+    """Number of white-space characters of ``text`` from ``begin`` on."""
+    end = begin
+    while end < len(text) and text[end].isspace():
+        end += 1
+    return end - begin
+
+
+def _touches_a_word(text: str, begin: int, end: int) -> bool:
+    before = text[begin - 1 : begin]
+    after = text[end : end + 1]
+    return bool(re.match(r"\w", before) or re.match(r"\w", after))

@@ -1,0 +1,59 @@
+"""The files of a HuggingFace tokenizer: ``tokenizer.json`` and what lies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.file_kind import read_json
+
+_CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
+
+
+class HuggingFaceSource:
+    """Where the contents of a tokenizer come from.
+
+    Args:
+        file: The ``tokenizer.json``.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Every file that is read, by the name that it must have."""
+        beside = (self.file.parent / name for name in (_CONFIG, _TEMPLATE))
+        return {"tokenizer.json": self.file} | {f.name: f for f in beside if f.is_file()}
+
+    def document(self) -> object:
+        """The ``tokenizer.json``."""
+        return read_json(self.file)
+
+    def config(self) -> Mapping[str, Any] | None:
+        """The ``tokenizer_config.json``; None where there is none.
+
+        Raises:
+            TokenizerError: It is broken.
+        """
+        file = self.file.parent / _CONFIG
+        if not file.is_file():
+            return None
+        config = read_json(file)
+        if not isinstance(config, dict):
+            raise TokenizerError("the configuration is no JSON object", where=file)
+        return config
+
+    def chat_template(self) -> str | None:
+        """The template in ``chat_template.jinja``, else the default one of the configuration."""
+        file = self.file.parent / _TEMPLATE
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        template = (self.config() or {}).get("chat_template")
+        if isinstance(template, list):
+            named = {row.get("name"): row.get("template") for row in template}
+            template = named.get("default")
+        return template if isinstance(template, str) else None

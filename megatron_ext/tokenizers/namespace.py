@@ -1,0 +1,177 @@
+"""A tokenizer's configuration from Megatron's parsed flags, whichever release parsed them.
+
+A namespace of Megatron 0.16 has ``tokenizer_hf_include_special_tokens``, off unless asked for; one
+of its successors has ``tokenizer_hf_no_include_special_tokens``, on unless asked otherwise. The
+attributes that are there tell the release, and with it what an old type meant by default.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.registry import did_you_mean
+from megatron_ext.tokenizers.config import TokenizerConfig
+from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES, LegacyType
+
+# Attributes in which each field is looked for; the first that is set wins.
+_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "metadata": ("tokenizer_metadata", "metadata_path"),
+    "chat_template": ("chat_template",),
+    "parse_special_tokens": ("tokenizer_parse_special_tokens",),
+    "vocab_file": ("vocab_file",),
+    "merge_file": ("merge_file",),
+    "vocab_extra_ids": ("vocab_extra_ids",),
+    "trust_remote_code": ("trust_remote_code",),
+    "sentencepiece_legacy": ("tokenizer_sentencepiece_legacy",),
+    "sentencepiece_ignore_extra_whitespaces": ("tokenizer_sentencepiece_ignore_extra_whitespaces",),
+    "tiktoken_pattern": ("tiktoken_pattern",),
+    "tiktoken_num_special_tokens": ("tiktoken_num_special_tokens",),
+    "null_eod_id": ("null_tokenizer_eod_id",),
+    "null_pad_id": ("null_tokenizer_pad_id",),
+    "null_add_eod": ("null_tokenizer_add_eod",),
+    "image_tag_type": ("image_tag_type",),
+    "force_system_message": ("force_system_message",),
+    "vocab_size": ("vocab_size",),
+}
+_SPECIAL_TOKENS = ("tokenizer_special_tokens", "special_tokens", "tiktoken_special_tokens")
+
+
+def config_from_namespace(args: Any) -> TokenizerConfig:
+    """The configuration that a namespace of Megatron's flags describes.
+
+    An option that the library does not have is left out: Megatron's namespaces hold all of them.
+
+    Raises:
+        ConfigError: The tokenizer type is unknown, flags contradict each other, or a value is
+            unusable.
+    """
+    legacy = _legacy_type(args)
+    values = _settle(args, legacy)
+    values |= {
+        "model": _first(args, ("tokenizer_model",)),
+        "prompt_format": _prompt_format(args, values["mode"]),
+        "special_tokens": tuple(_first(args, _SPECIAL_TOKENS) or ()),
+        "engine": _engine(args),
+        "hf_include_special_tokens": _include_special_tokens(args, legacy),
+        "hf_use_fast": not getattr(args, "tokenizer_hf_no_use_fast", False),
+    }
+    for name, attributes in _ATTRIBUTES.items():
+        value = _first(args, attributes)
+        if value is not None:
+            values[name] = value
+    if legacy is not None:
+        values = _as_the_type_did(values, legacy, args)
+    return TokenizerConfig(**_without_options_of_others(values))
+
+
+def _legacy_type(args: Any) -> LegacyType | None:
+    name = getattr(args, "tokenizer_type", None)
+    if name is None:
+        return None
+    if name not in LEGACY_TYPES:
+        raise ConfigError(
+            "unknown tokenizer type",
+            got=repr(name),
+            expected=f"one of {', '.join(LEGACY_TYPES)}",
+            fix=did_you_mean(name, list(LEGACY_TYPES)) or "use --tokenizer-library",
+            where="--tokenizer-type",
+        )
+    if getattr(args, "tokenizer_library", None) is None:
+        _warn_once(name)
+    return LEGACY_TYPES[name]
+
+
+@cache
+def _warn_once(name: str) -> None:
+    warnings.warn(
+        f"--tokenizer-type {name} is an old name: use {LEGACY_TYPES[name].flags}. Special tokens "
+        "that are written in a text are now text; --tokenizer-parse-special-tokens reads them.",
+        FutureWarning,
+        stacklevel=4,
+    )
+
+
+def _settle(args: Any, legacy: LegacyType | None) -> dict[str, Any]:
+    """Library and mode, said in new flags, by a type or by both alike."""
+    values: dict[str, Any] = {
+        "library": getattr(args, "tokenizer_library", None),
+        "mode": getattr(args, "tokenizer_mode", None),
+    }
+    for name, value in values.items():
+        said = None if legacy is None else getattr(legacy, name)
+        if said is None or value == said:
+            continue
+        if value is not None:
+            raise ConfigError(
+                f"two flags name different values of the tokenizer's {name}",
+                got=f"--tokenizer-{name} {value} and --tokenizer-type {args.tokenizer_type}, "
+                f"which is {legacy.flags if legacy else ''}",
+                fix="leave --tokenizer-type out",
+                where=f"--tokenizer-{name}",
+            )
+        values[name] = said
+    values["mode"] = values["mode"] or "text"
+    return values
+
+
+def _prompt_format(args: Any, mode: str) -> str | None:
+    given: str | None = getattr(args, "tokenizer_prompt_format", None)
+    if given is None and mode == "sft" and getattr(args, "tokenizer_type", None) == "SFTTokenizer":
+        given = getattr(args, "sft_tokenizer_prompt_format", None)
+    return given
+
+
+def _engine(args: Any) -> str:
+    engine: str | None = getattr(args, "tokenizer_engine", None)
+    if engine is not None:
+        return engine
+    return "gigatoken" if getattr(args, "use_gigatoken", False) else "auto"
+
+
+def _include_special_tokens(args: Any, legacy: LegacyType | None) -> bool:
+    asked = bool(getattr(args, "tokenizer_hf_include_special_tokens", False))
+    no = getattr(args, "tokenizer_hf_no_include_special_tokens", None)
+    if asked and no:
+        raise ConfigError(
+            "two flags contradict each other",
+            got="--tokenizer-hf-include-special-tokens and "
+            "--tokenizer-hf-no-include-special-tokens",
+            fix="leave one out",
+        )
+    by_default = legacy is not None and legacy.mode == "text" and no is not None
+    return asked or (by_default and not no)
+
+
+def _as_the_type_did(values: dict[str, Any], legacy: LegacyType, args: Any) -> dict[str, Any]:
+    """``values`` with what an old type implied."""
+    values = {**values, "model": values["model"] if legacy.model is None else legacy.model}
+    if args.tokenizer_type == "BertWordPieceCase":
+        values["special_tokens"] = tuple(f"<extra_id_{i}>" for i in range(100))
+    if args.tokenizer_type == "NullTokenizer" and not hasattr(args, "null_tokenizer_eod_id"):
+        # Releases without that flag counted the end of document on top of the vocabulary.
+        values["null_add_eod"] = True
+    return values
+
+
+def _without_options_of_others(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` without options that the library does not have."""
+    library = values["library"]
+    if library is None:
+        return values
+    others = {
+        option.name
+        for option in fields(TokenizerConfig)
+        if library not in (option.metadata.get("only") or (library,))
+    }
+    return {name: value for name, value in values.items() if name not in others}
+
+
+def _first(args: Any, attributes: Sequence[str]) -> Any:
+    """The first of the attributes that is there and set."""
+    values = (getattr(args, name, None) for name in attributes)
+    return next((value for value in values if value is not None), None)
