@@ -33,7 +33,7 @@ Every key of `megatron-ext distill`. The [quickstart](quickstart.md) shows a who
 - A list takes one or more values: `--data-train a.jsonl b.jsonl`.
 - Paths are relative to the folder that the command is started in.
 - A key without a default is required. Keys of `teacher` are required only where there is a teacher.
-- `mode` takes no value but `text` yet, and `prompt_format` none: this version refuses the others.
+- A run reads texts: a tokenizer's `mode` is `text`, and its `prompt_format` stays unset.
 - An unknown key, a missing one and a value of the wrong type end the command with exit code 2 and
   one line that names the file, the line and the key, or the flag.
 """
@@ -91,7 +91,7 @@ def _owner(keys: tuple[str, ...]) -> Any:
 def _value(hint: Any) -> str:
     origin = typing.get_origin(hint)
     if origin is Literal:
-        return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(hint) if choice != "")
     if origin is tuple:
         return f"list of {_value(typing.get_args(hint)[0])}"
     return {str: "text", int: "integer", float: "number", bool: "Boolean"}[hint]
@@ -101,7 +101,7 @@ def _default(owner: Any, name: str) -> str:
     default = next(field.default for field in dataclasses.fields(owner) if field.name == name)
     if default is dataclasses.MISSING:
         return "required"
-    if default is None or default == ():
+    if default is None or default in ((), ""):
         return "none"
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
 

@@ -72,7 +72,7 @@ class TokenizerConfig:
     """GPT-2's merges.txt."""
 
     vocab_extra_ids: int = field(default=0, metadata=_spelled("--vocab-extra-ids"))
-    """Add this many special tokens <extra_id_0>, <extra_id_1> ...: T5's sentinels."""
+    """Add this many of T5's sentinels (extra_id_0 and so on) as special tokens."""
 
     hf_include_special_tokens: bool = field(default=False, metadata={"only": _HUGGINGFACE})
     """Put the BOS, EOS or [CLS] that the tokenizer's post-processor adds around every text."""
@@ -117,7 +117,7 @@ class TokenizerConfig:
     """Give a null tokenizer one id more than vocab_size, its end of document (Megatron 0.16)."""
 
     image_tag_type: ImageTagType = field(default="", metadata=_spelled("--image-tag-type"))
-    """Tags around each image: nvlm (<Image>), internvl (<img>) or none."""
+    """Tags around each image: those of nvlm, those of internvl, or none."""
 
     force_system_message: bool = field(default=False, metadata=_spelled("--force-system-message"))
     """Replace the system message by the prompt format's own."""

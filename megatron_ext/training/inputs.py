@@ -122,6 +122,13 @@ def _tokenizer(config: TokenizerConfig, section: str) -> MegatronTokenizerText:
             expected="a tokenizer file, or a directory that holds one",
             fix=f"set it, or pass --{section.replace('.', '-')}-model",
         )
+    if config.mode != "text" or config.prompt_format is not None:
+        raise ConfigError(
+            "a run reads texts; conversations are not available in this version",
+            got=f"mode {config.mode}, prompt_format {config.prompt_format}",
+            fix="use mode text and leave prompt_format unset",
+            where=section,
+        )
     return build_tokenizer(config)
 
 

@@ -80,6 +80,12 @@ def test_a_tokenizer_that_is_not_named_is_asked_for_by_key_and_flag(
     assert f"--{section.replace('.', '-')}-model" in line
 
 
+@pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
+def test_a_run_does_not_take_conversations_yet(values, refused, section) -> None:
+    _section(values, section)["mode"] = "sft"
+    assert refused().startswith(f"{section}: a run reads texts")
+
+
 def test_the_wrong_library_is_told_the_right_one(values, refused) -> None:
     values["teacher"]["tokenizer"]["library"] = "huggingface"
     assert "got a sentencepiece file; use library 'sentencepiece'" in refused()
