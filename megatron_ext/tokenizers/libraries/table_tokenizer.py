@@ -64,7 +64,7 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
         """Ids and byte ends of a ``text`` (its UTF-8 is ``raw``) that the tokens do not spell."""
 
     @abstractmethod
-    def _encode_batch(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+    def _encode_batch(self, texts: Sequence[str]) -> Iterable[Sequence[int] | IdArray]:
         """Ids of each text, in parallel inside the library where it can."""
 
     def _continued(self) -> TableTokenizer:
@@ -268,7 +268,7 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
         return "".join([*parts, decode(array[begin:])])
 
 
-def _flat(rows: Iterable[Sequence[int]]) -> tuple[IdArray, ByteEnds]:
+def _flat(rows: Iterable[Sequence[int] | IdArray]) -> tuple[IdArray, ByteEnds]:
     """The ids of all rows one after another [N], and where each row begins and ends [D + 1]."""
     arrays = [np.asarray(row, np.int32) for row in rows]
     offsets = np.zeros(len(arrays) + 1, np.int64)
