@@ -30,6 +30,7 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
             without bytes that has a name.
         additional_special_tokens: Names of special tokens without a role; by default all of them.
         affixes: Ids that the library puts before and after each text that it encodes.
+        always_read: Control tokens that are read in every text, asked for or not.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
         control_tokens: Sequence[ControlToken] | None = None,
         additional_special_tokens: Sequence[str] | None = None,
         affixes: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        always_read: Sequence[ControlToken] = (),
     ) -> None:
         self._files = dict(files)
         self._pieces = pieces
@@ -52,6 +54,7 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
         self._control = ControlTokens(
             self._silent_tokens() if control_tokens is None else control_tokens
         )
+        self._always_read = ControlTokens(always_read)
         self._additional = additional_special_tokens
         self._prefix, self._suffix = (np.array(ids, np.int32) for ids in affixes)
 
@@ -66,6 +69,10 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
     @abstractmethod
     def _encode_batch(self, texts: Sequence[str]) -> Iterable[Sequence[int] | IdArray]:
         """Ids of each text, in parallel inside the library where it can."""
+
+    def _tokens_read(self, parse_special: bool) -> ControlTokens:
+        """Control tokens that become their ids wherever a text spells them."""
+        return self._control if parse_special else self._always_read
 
     def _continued(self) -> TableTokenizer:
         """What encodes text that follows a control token: itself, unless the library differs."""
@@ -83,7 +90,7 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
     def text_to_ids(self, text: str, *, parse_special: bool = False) -> list[int]:
         utf8(text)
         ids: list[int] = self._prefix.tolist()
-        for part in self._parts(text, self._control.find(text) if parse_special else ()):
+        for part in self._parts(text, self._tokens_read(parse_special).find(text)):
             if isinstance(part, ControlMatch):
                 ids.append(part.token_id)
             else:
@@ -97,14 +104,14 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
     ) -> tuple[IdArray, ByteEnds]:
         for text in texts:
             utf8(text)
-        if parse_special:
-            return _flat([self.text_to_ids(text, parse_special=True) for text in texts])
+        if self._tokens_read(parse_special).by_name:
+            return _flat([self.text_to_ids(text, parse_special=parse_special) for text in texts])
         return self._with_affixes(*_flat(self._encode_batch(texts)))
 
     def encode_with_byte_ends(
         self, text: str, *, parse_special: bool = False
     ) -> tuple[IdArray, ByteEnds]:
-        ids, ends = self._encode_around(text, self._control.find(text) if parse_special else ())
+        ids, ends = self._encode_around(text, self._tokens_read(parse_special).find(text))
         before, after = len(self._prefix), len(self._suffix)
         if not before and not after:
             return ids, ends
@@ -228,8 +235,8 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
 
     @cached_property
     def _id_of_piece(self) -> dict[str, int]:
-        """Id of each piece; where two ids show alike, the first."""
-        ids: dict[str, int] = {}
+        """Id of each piece; where two ids show alike, a control token's, then the first."""
+        ids = {name: token.token_id for name, token in self._control.by_name.items()}
         for token_id, piece in enumerate(self._pieces):
             if piece:
                 ids.setdefault(piece, token_id)
