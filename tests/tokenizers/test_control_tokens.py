@@ -1,0 +1,191 @@
+"""Control tokens are read where they are asked for, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+
+from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers.control_tokens import ControlToken, ControlTokens
+
+MANY = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+NAMES = {
+    "sentencepiece-v3": ["<s>", "</s>", "[INST]", "[/INST]"],
+    "tekken": ["<s>", "</s>", "[INST]"],
+    "huggingface-byte-level": ["<|end|>", "<tool>"],
+    "huggingface-metaspace": ["<s>", "</s>", "<unk>"],
+    "huggingface-wordpiece": ["[CLS]", "[SEP]"],
+}
+PIECES = st.lists(
+    st.one_of(
+        st.sampled_from(sorted({name for names in NAMES.values() for name in names})),
+        st.sampled_from(["the parser", " ", "\n", "é", "日本", "🤷", "<", "|", "[INS", "T]", "s>"]),
+    ),
+    max_size=8,
+)
+
+
+def found(text, *tokens, spans=None):
+    return [(m.begin, m.end, m.token_id) for m in ControlTokens(tokens).find(text, spans)]
+
+
+def test_the_leftmost_token_counts_and_of_several_there_the_longest():
+    tokens = (ControlToken("<a>", 1), ControlToken("<a><b>", 2), ControlToken("b>", 3))
+    assert found("x<a><b><a>b>", *tokens) == [(1, 7, 2), (7, 10, 1), (10, 12, 3)]
+
+
+def test_a_token_counts_only_whole_inside_one_span():
+    token = ControlToken("<a>", 1)
+    assert found("<a><a><a>", token, spans=[(0, 4), (5, 9)]) == [(0, 3, 1), (6, 9, 1)]
+    assert found("<a><a><a>", token, spans=[(1, 8)]) == [(3, 6, 1)]
+    assert found("<a>", token, spans=[(0, 1), (1, 3)]) == []
+    assert found("<a>", token, spans=[]) == []
+
+
+def test_a_token_swallows_the_white_space_that_it_asks_for():
+    left, right = ControlToken("<l>", 1, lstrip=True), ControlToken("<r>", 2, rstrip=True)
+    assert found("a  <l> <r> \n b", left, right) == [(1, 6, 1), (7, 13, 2)]
+    assert found("<r>  <l>", left, right) == [(0, 5, 2), (5, 8, 1)]
+
+
+def test_a_single_word_counts_only_between_words():
+    token = ControlToken("end", 1, single_word=True)
+    assert found("end bend ends end.", token) == [(0, 3, 1), (14, 17, 1)]
+
+
+def test_without_tokens_nothing_is_found():
+    assert found("<a>") == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+@MANY
+@given(pieces=PIECES)
+def test_a_span_over_all_of_the_text_reads_what_parsing_reads_and_no_span_reads_nothing(
+    tokenizer, name, pieces
+):
+    ours, text = tokenizer(name), "".join(pieces)
+    for spans, parse_special in (([(0, len(text))], True), ([], False)):
+        ids, ends = ours.encode_with_control_spans(text, spans)
+        wanted = ours.encode_with_byte_ends(text, parse_special=parse_special)
+        assert ids.tolist() == wanted[0].tolist()
+        assert ends.tolist() == wanted[1].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@MANY
+@given(before=PIECES, inside=PIECES, after=PIECES)
+def test_no_text_outside_of_the_spans_becomes_a_control_token(
+    tokenizer, name, before, inside, after
+):
+    ours = tokenizer(name)
+    parts = ["".join(before), "".join(inside), "".join(after)]
+    text = "".join(parts)
+    begin, end = len(parts[0]), len(parts[0]) + len(parts[1])
+    ids, ends = ours.encode_with_control_spans(text, [(begin, end)])
+    first, last = len(parts[0].encode()), len((parts[0] + parts[1]).encode())
+    starts = np.concatenate(([0], ends[:-1]))[: len(ends)]
+    unknown = ours.unk_id
+    for token_id, start, stop in zip(ids.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        if ours.is_control(token_id) and token_id != unknown:
+            assert first <= start
+            assert stop <= last
+            assert text.encode()[start:stop].decode() == ours.id_to_token(token_id)
+    assert (np.diff(ends, prepend=0) >= 0).all()
+    assert not text or ends[-1] == len(text.encode())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parse_special_tokens_is_a_choice_of_the_tokenizer(tokenizer_path, tokenizer, name):
+    text = "the" + "".join(NAMES[name]) + "parser"
+    config = TokenizerConfig(model=str(tokenizer_path(name)), parse_special_tokens=True)
+    parsing = build_tokenizer(config)
+    wanted, _ = tokenizer(name).encode_with_byte_ends(text, parse_special=True)
+    assert parsing.tokenize(text) == wanted.tolist() != tokenizer(name).tokenize(text)
+    assert parsing.text_to_ids_batch([text, "", text])[2].tolist() == wanted.tolist()
+    assert parsing.encode_with_byte_ends(text)[0].tolist() == wanted.tolist()
+    assert "parse_special_tokens" in parsing.unique_identifiers
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flat_ids_are_the_ids_of_each_text_one_after_another(tokenizer, name):
+    ours = tokenizer(name)
+    texts = ["", "the parser", "é\n", "", "日本"]
+    ids, offsets = ours.text_to_flat_ids(texts)
+    assert (ids.dtype, offsets.dtype) == (np.int32, np.int64)
+    parts = [ids[a:b].tolist() for a, b in pairwise(offsets)]
+    assert parts == [ours.tokenize(text) for text in texts]
+    empty, none = ours.text_to_flat_ids([])
+    assert (empty.tolist(), none.tolist()) == ([], [0])
+
+
+def bpe_with(folder, *added, pre_tokenizer, normalizer=None):
+    """A small BPE whose added tokens have the attributes of the library."""
+    alphabet = ["<unk>", *map(chr, range(32, 127)), "▁"]
+    whole = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, [], unk_token="<unk>"))
+    whole.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        whole.normalizer = normalizer
+    whole.add_special_tokens(list(added))
+    whole.save(str(folder / "tokenizer.json"))
+    return whole, MegatronTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_the_space_before_a_stretch_follows_the_scheme_of_the_file(tmp_path, scheme):
+    theirs, ours = bpe_with(
+        tmp_path,
+        AddedToken("<s>", normalized=False),
+        pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme=scheme),
+    )
+    for text in ("a b", "<s>a b<s> c", "a<s>b", "<s><s>", " <s> a"):
+        ids, ends = ours.encode_with_byte_ends(text, parse_special=True)
+        assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids, text
+        assert ends[-1] == len(text)
+
+
+def test_stripping_and_single_words_are_those_of_the_library(tmp_path):
+    theirs, ours = bpe_with(
+        tmp_path,
+        AddedToken("<l>", lstrip=True, normalized=False),
+        AddedToken("<r>", rstrip=True, normalized=False),
+        AddedToken("end", single_word=True, normalized=False),
+        pre_tokenizer=pre_tokenizers.Split(" ", "isolated"),
+        normalizer=normalizers.Sequence([]),
+    )
+    for text in ("a  <l> b", "a <r>  b", "<r>  <l>", "end bend end", "the end.", " <l><r> "):
+        ids, ends = ours.encode_with_byte_ends(text, parse_special=True)
+        assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids, text
+        assert ends[-1] == len(text)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_the_post_processors_tokens_stand_around_each_text_and_cover_nothing(
+    tokenizer_path, include
+):
+    folder = tokenizer_path("huggingface-wordpiece")
+    ours = MegatronTokenizer.from_pretrained(folder, include_special_tokens=include)
+    theirs = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs.no_truncation()
+    theirs.no_padding()
+    text = "the parser"
+    assert ours.tokenize(text) == theirs.encode(text, add_special_tokens=include).ids
+    ids, ends = ours.encode_with_byte_ends(text)
+    assert ids.tolist() == ours.tokenize(text)
+    rows = ours.text_to_ids_batch([text, "", text])
+    assert [row.tolist() for row in rows] == [ours.tokenize(t) for t in (text, "", text)]
+    assert (ends[0] == 0) == include
+    assert ends[-1] == len(text)
+    document = json.loads((folder / "tokenizer.json").read_text())
+    assert (len(ids) > len(ours.encode_with_control_spans(text, [])[0])) == (
+        include and document["post_processor"] is not None
+    )
