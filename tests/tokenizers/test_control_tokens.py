@@ -101,7 +101,7 @@ def test_no_text_outside_of_the_spans_becomes_a_control_token(
             assert stop <= last
             assert text.encode()[start:stop].decode() == ours.id_to_token(token_id)
     assert (np.diff(ends, prepend=0) >= 0).all()
-    assert not text or ends[-1] == len(text.encode())
+    assert not len(ids) or ends[-1] == len(text.encode())
 
 
 @pytest.mark.parametrize("name", NAMES)
