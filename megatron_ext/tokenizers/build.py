@@ -52,13 +52,15 @@ def _with_library(config: TokenizerConfig) -> TokenizerConfig:
 
 def _library_options(config: TokenizerConfig) -> dict[str, Any]:
     """What the library's adapter takes besides the path."""
-    extra_ids = [f"<extra_id_{i}>" for i in range(config.vocab_extra_ids)]
-    special_tokens = (*config.special_tokens, *extra_ids)
-    options: dict[str, Any] = {"engine": config.engine if config.engine != "auto" else None}
+    extra_ids = tuple(f"<extra_id_{i}>" for i in range(config.vocab_extra_ids))
+    options: dict[str, Any] = {
+        "engine": config.engine if config.engine != "auto" else None,
+        "additional_special_tokens": extra_ids or None,
+    }
     if config.library in ("huggingface", "megatron"):
         options |= {
             "include_special_tokens": config.hf_include_special_tokens or None,
-            "additional_special_tokens": special_tokens or None,
+            "additional_special_tokens": (*config.special_tokens, *extra_ids) or None,
             "vocab_file": config.vocab_file,
             "merges_file": config.merge_file,
         }
@@ -67,23 +69,27 @@ def _library_options(config: TokenizerConfig) -> dict[str, Any]:
         options |= {
             "legacy": config.sentencepiece_legacy or None,
             "ignore_extra_whitespaces": None if keep else False,
-            "special_tokens": special_tokens or None,
+            "special_tokens": config.special_tokens or None,
         }
     elif config.library == "tiktoken":
         options |= {
             "pattern": config.tiktoken_pattern,
             "vocab_size": config.vocab_size,
             "num_special_tokens": config.tiktoken_num_special_tokens,
-            "special_tokens": special_tokens or None,
+            "special_tokens": config.special_tokens or None,
         }
     elif config.library == "byte-level":
-        options |= {"vocab_size": config.vocab_size, "special_tokens": special_tokens or None}
+        options |= {
+            "vocab_size": config.vocab_size,
+            "special_tokens": config.special_tokens or None,
+        }
     else:
         options |= {
             "vocab_size": config.vocab_size,
             "eod_id": config.null_eod_id,
             "pad_id": config.null_pad_id,
             "add_eod": config.null_add_eod or None,
+            "additional_special_tokens": (*config.special_tokens, *extra_ids) or None,
         }
     return {name: value for name, value in options.items() if value is not None}
 

@@ -172,7 +172,8 @@ def test_it_is_built_from_a_configuration_and_from_megatrons_call():
     configured = build_tokenizer(
         TokenizerConfig(library="byte-level", special_tokens=("<tool>",), vocab_extra_ids=2)
     )
-    assert configured.token_to_id("<tool>") == 514
+    names = ["<tool>", "<extra_id_0>", "<extra_id_1>"]
+    assert [configured.token_to_id(name) for name in names] == [512, 513, 514]
     assert configured.tokenize("Hi") == [72, 105]
     called = MegatronTokenizer.from_pretrained(
         metadata_path={"library": "byte-level"}, vocab_size=1024, _bos_id=3, special_tokens=[]
