@@ -18,6 +18,7 @@ from megatron_ext.version import __version__
 
 VERBS = {
     "distill": "train a student from a teacher with another tokenizer",
+    "tokenize": "tokenize documents to Megatron's .bin and .idx",
 }
 
 

@@ -1,33 +1,30 @@
-"""Documents from text files."""
+"""Documents to train on, from files of text."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ext.errors import DataError
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
+from megatron_ext.preprocessing.record_block import RecordFields
+from megatron_ext.preprocessing.records import read_records
+from megatron_ext.preprocessing.shard_cut import cut_into_shards
+from megatron_ext.preprocessing.source_file import source_file, source_kind
 
 
 def read_documents(paths: Sequence[str], *, text_key: str = "text") -> list[str]:
     """Every non-empty document, in the order of the files.
 
-    A ``.jsonl`` file holds one JSON object a line, its text under ``text_key``; any other file is
-    one document.
+    JSON lines and Parquet hold records, with a text under ``text_key``; any other file is one
+    document.
 
     Raises:
-        DataError: A file is missing or not UTF-8, a line is not a JSON object with a text (with
-            file and line), or no file holds any text.
+        DataError: A file is missing or damaged, a record has no text (with file and line), or no
+            file holds any text.
+        MissingDependencyError: A package that reads this kind of file is not installed.
     """
-    documents = [
-        document
-        for path in map(Path, paths)
-        for document in (_json_lines(path, text_key) if path.suffix == ".jsonl" else [_text(path)])
-        if document
-    ]
+    fields = RecordFields((text_key,), "text", "data.text_key")
+    documents = [document for path in paths for document in _documents(path, fields) if document]
     if not documents:
         raise DataError(
             "the corpus holds no text",
@@ -37,42 +34,10 @@ def read_documents(paths: Sequence[str], *, text_key: str = "text") -> list[str]
     return documents
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError("the corpus cannot be read", where=path, got=error.strerror) from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            "the corpus is not UTF-8",
-            where=path,
-            got=f"{error.reason} at byte {error.start}",
-        ) from error
-
-
-def _json_lines(path: Path, text_key: str) -> Iterator[str]:
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError("the line is not JSON", where=where, got=error) from error
-        if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
-            keys = list(record) if isinstance(record, dict) else type(record).__name__
-            raise DataError(
-                f"the line has no text under {text_key!r}",
-                where=where,
-                got=f"keys {keys}" if isinstance(record, dict) else keys,
-                fix="set data.text_key to the field that holds the text",
-            )
-        text: str = record[text_key]
-        # JSON can spell half of a surrogate pair, which no tokenizer takes.
-        if not text.isascii() and _SURROGATE.search(text):
-            raise DataError(
-                "the text holds half of a surrogate pair, which UTF-8 cannot",
-                where=where,
-                fix='clean it: text.encode("utf-8", "replace").decode()',
-            )
-        yield text
+def _documents(path: str, fields: RecordFields) -> Iterator[str]:
+    file = source_file(Path(path), source_kind(path))
+    for piece in cut_into_shards([file], 1)[0]:
+        for block in read_records(piece, fields):
+            if block.bad:
+                raise block.bad[0].error(piece.path)
+            yield from block.columns[0]

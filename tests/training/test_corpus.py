@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from megatron_ext.errors import DataError
 from megatron_ext.training.corpus import read_documents
@@ -57,11 +60,12 @@ def test_files_without_any_text_are_counted_and_named(tmp_path: Path) -> None:
     [
         ('{"text": "a"', "the line is not JSON"),
         ("[]", "no text under 'text'; got list"),
-        ('{"text": null}', "no text under 'text'; got keys ['text']"),
+        ('{"text": null}', "no text under 'text'; got a value of type NoneType"),
+        ('{"text": ["a"]}', "no text under 'text'; got a value of type list"),
         ('{"body": "a", "id": 1}', "got keys ['body', 'id']; set data.text_key"),
         (r'{"text": "a\ud83d b"}', "half of a surrogate pair"),
     ],
-    ids=["cut", "list", "null", "other-key", "surrogate"],
+    ids=["cut", "list", "null", "sentences", "other-key", "surrogate"],
 )
 def test_a_line_without_a_usable_text_is_refused_with_its_place(
     tmp_path: Path, line: str, words: str
@@ -76,13 +80,33 @@ def test_a_line_without_a_usable_text_is_refused_with_its_place(
 
 def test_bytes_that_are_no_utf8_are_refused_with_their_place(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("ab café".encode("latin-1"))
-    with pytest.raises(DataError, match=r"a\.txt: the corpus is not UTF-8; got .* at byte 6"):
+    with pytest.raises(DataError, match=r"a\.txt: the text is not UTF-8; got .* at byte 6"):
         read_documents([str(tmp_path / "a.txt")])
+
+
+def test_a_line_of_bytes_that_are_no_utf8_is_refused_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' + '{"text": "é"}'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the line is not UTF-8; got .* at byte 10"):
+        read_documents([str(tmp_path / "a.jsonl")])
 
 
 @pytest.mark.parametrize(
     ("name", "words"), [("absent.txt", "No such file"), ("", "Is a directory")]
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, words: str) -> None:
-    with pytest.raises(DataError, match=f"the corpus cannot be read; got {words}"):
+    with pytest.raises(DataError, match=f"the input cannot be read; got {words}"):
         read_documents([str(tmp_path / name)])
+
+
+def test_compressed_lines_and_parquet_are_read_alike(tmp_path: Path) -> None:
+    texts = ["one", "zwölf", "三"]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "b.parquet")
+    files = [str(tmp_path / name) for name in ("a.jsonl.gz", "b.parquet")]
+    assert read_documents(files) == texts * 2
+
+
+def test_a_file_that_is_named_twice_counts_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    assert read_documents([str(tmp_path / "a.txt")] * 2) == ["one", "one"]

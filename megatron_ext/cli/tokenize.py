@@ -1,0 +1,146 @@
+"""Tokenize documents to Megatron's indexed datasets (.bin and .idx).
+
+    megatron-ext tokenize --input corpus.jsonl.gz more/ --output-prefix data/corpus \\
+        --tokenizer-model tokenizer.json --append-eod --workers 8
+
+Input is JSON lines, Parquet or plain text; the first and the last may be gzipped. The output is
+PREFIX_KEY_document.bin and .idx for each key, as Megatron's preprocess_data.py makes them. With
+--tokenizer-mode sft the records hold conversations and PREFIX_KEY_loss_mask says which tokens are
+trained. Records that cannot be used are left out and listed in PREFIX_report.json.
+
+A run that was killed is taken up by the same command. To spread one over machines, give each the
+same --shards and its own --shard-index; the command without --shard-index puts all together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.preprocessing.config import PreprocessConfig
+from megatron_ext.preprocessing.preprocess import preprocess
+from megatron_ext.preprocessing.report import Report
+from megatron_ext.training.tokenizer_arguments import (
+    add_tokenizer_arguments,
+    tokenizer_config_from_arguments,
+)
+
+_BAD_SHOWN = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verb."""
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders and glob patterns: .jsonl, .json, .parquet, .txt, also .gz",
+    )
+    data.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="folder and first part of the names of the output",
+    )
+    data.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help="fields to tokenize, each into files of its own; text, or messages in the mode sft",
+    )
+    data.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="end every document that has any tokens with the end-of-document token",
+    )
+    data.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
+    run = parser.add_argument_group("run")
+    run.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default 1)")
+    run.add_argument(
+        "--shards",
+        "--shard-count",
+        dest="shard_count",
+        type=int,
+        metavar="K",
+        help="parts to cut the input into; one for each worker and each 256 MiB when unset",
+    )
+    run.add_argument(
+        "--shard-index",
+        dest="shard_indices",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="I",
+        help="make these parts only, from 0 to K-1",
+    )
+    run.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace output that exists, and parts of an unfinished run that was another",
+    )
+    run.add_argument(
+        "--strict",
+        action="store_true",
+        help="stop at the first record that cannot be used, instead of listing it",
+    )
+    add_tokenizer_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Tokenize, and say what came of it."""
+    if arguments.split_sentences:
+        raise ConfigError(
+            "sentences are not split here",
+            where="--split-sentences",
+            fix="give a list of sentences under the key: each becomes a sequence of the document",
+        )
+    config = PreprocessConfig(
+        inputs=tuple(arguments.input),
+        output_prefix=arguments.output_prefix,
+        tokenizer=tokenizer_config_from_arguments(arguments),
+        json_keys=tuple(arguments.json_keys),
+        append_eod=arguments.append_eod,
+        workers=arguments.workers,
+        shard_count=arguments.shard_count,
+        shard_indices=tuple(arguments.shard_indices),
+        overwrite=arguments.overwrite,
+        strict=arguments.strict,
+    )
+    if not sys.warnoptions:
+        # megatron-core warns its own developers while it is imported; -W brings it back.
+        warnings.simplefilter("ignore")
+    report = preprocess(config)
+    if report is None:
+        shards = " ".join(map(str, config.shard_indices))
+        sys.stdout.write(f"finished: shard {shards} of {config.shard_count}\n")
+    else:
+        _warn(config, report)
+        sys.stdout.write(_summary(config, report))
+
+
+def _warn(config: PreprocessConfig, report: Report) -> None:
+    """The first records that were left out, on standard error."""
+    for bad in report.bad[:_BAD_SHOWN]:
+        sys.stderr.write(f"megatron-ext: left out: {bad.place}: {bad.problem}\n")
+    if len(report.bad) > _BAD_SHOWN:
+        sys.stderr.write(f"megatron-ext: all that was left out: {config.names.report}\n")
+    for file in report.skipped_files[:_BAD_SHOWN]:
+        sys.stderr.write(f"megatron-ext: skipped, of no known kind: {file}\n")
+
+
+def _summary(config: PreprocessConfig, report: Report) -> str:
+    counts = [
+        f"{report.documents:,} documents",
+        f"{report.text_bytes / 1e6:,.1f} MB of text",
+        *(f"{count:,} tokens in {name}" for name, count in report.tokens.items()),
+        f"{report.empty_documents:,} empty",
+        f"{report.bad_records:,} left out",
+    ]
+    if config.has_conversations:
+        counts.append(f"{report.untrained_documents:,} without a trained token")
+    return f"{config.output_prefix}: {', '.join(counts)}\n"

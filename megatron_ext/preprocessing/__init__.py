@@ -1,0 +1,1 @@
+"""Documents to Megatron's indexed datasets: read, tokenize, write."""

@@ -1,0 +1,119 @@
+"""What a run of ``megatron-ext tokenize`` is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.preprocessing.output_names import OutputNames
+from megatron_ext.preprocessing.record_block import FieldContent, RecordFields
+from megatron_ext.tokenizers import TokenizerConfig
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class PreprocessConfig:
+    """Documents to Megatron's .bin and .idx.
+
+    Raises:
+        ConfigError: A value that cannot be used, named by its flag.
+    """
+
+    inputs: tuple[str, ...]
+    """Files, folders and glob patterns: JSON lines, Parquet, plain text; the first two gzipped."""
+
+    output_prefix: str
+    """Folder and first part of the names of the output: PREFIX_KEY_document.bin and .idx."""
+
+    tokenizer: TokenizerConfig
+    """The tokenizer; its mode says whether records hold texts or conversations."""
+
+    json_keys: tuple[str, ...] = ()
+    """Fields to read, each for files of its own; text, or messages in the mode sft, when unset."""
+
+    append_eod: bool = False
+    """End every document that has any tokens with the end-of-document token."""
+
+    workers: int = 1
+    """Processes; the tokenizer's threads are shared out among them."""
+
+    shard_count: int | None = None
+    """Parts to cut the input into; one for each 256 MiB of it, and for each worker, when unset."""
+
+    shard_indices: tuple[int, ...] = ()
+    """Make these parts only and leave putting them together to a later run; all when unset."""
+
+    overwrite: bool = False
+    """Replace output that is there already, and parts of an unfinished run that was another."""
+
+    strict: bool = False
+    """Stop at the first record that cannot be used, instead of reporting it and going on."""
+
+    def __post_init__(self) -> None:
+        if not self.inputs:
+            raise ConfigError("no input is named", where="--input")
+        name = Path(self.output_prefix).name
+        if self.output_prefix.endswith(("/", "\\")) or name in ("", ".", ".."):
+            raise ConfigError(
+                "the prefix names a folder",
+                got=repr(self.output_prefix),
+                expected="a folder and the first part of a file name, as in out/corpus",
+                where="--output-prefix",
+            )
+        if self.tokenizer.mode not in ("text", "sft"):
+            raise ConfigError(
+                "the mode has no indexed dataset",
+                got=self.tokenizer.mode,
+                expected="text or sft",
+                where="--tokenizer-mode",
+            )
+        if self.workers < 1:
+            raise ConfigError("too few", got=self.workers, expected=">= 1", where="--workers")
+        self._check_keys()
+        self._check_shards()
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether records hold conversations, of which only a part is trained."""
+        return self.tokenizer.mode == "sft"
+
+    @property
+    def fields(self) -> RecordFields:
+        """Which fields of a record are read."""
+        content: FieldContent = "conversation" if self.has_conversations else "sentences"
+        default = "messages" if self.has_conversations else "text"
+        return RecordFields(self.json_keys or (default,), content)
+
+    @property
+    def names(self) -> OutputNames:
+        """The files that are written."""
+        return OutputNames(Path(self.output_prefix), self.fields.keys, self.has_conversations)
+
+    def _check_keys(self) -> None:
+        for key in self.json_keys:
+            if not key or "/" in key or "\0" in key:
+                raise ConfigError(
+                    "the key cannot be part of a file name", got=repr(key), where="--json-keys"
+                )
+        if len(set(self.json_keys)) < len(self.json_keys):
+            raise ConfigError(
+                "a key is named twice", got=" ".join(self.json_keys), where="--json-keys"
+            )
+
+    def _check_shards(self) -> None:
+        if self.shard_count is not None and self.shard_count < 1:
+            raise ConfigError("too few", got=self.shard_count, expected=">= 1", where="--shards")
+        if self.shard_indices and self.shard_count is None:
+            raise ConfigError(
+                "one shard of how many?",
+                fix="give every process the same --shards",
+                where="--shard-index",
+            )
+        for index in self.shard_indices:
+            if self.shard_count is not None and not 0 <= index < self.shard_count:
+                raise ConfigError(
+                    "there is no such shard",
+                    got=index,
+                    expected=f"0 to {self.shard_count - 1}",
+                    where="--shard-index",
+                )

@@ -1,0 +1,160 @@
+"""Records to token ids: texts in large batches, conversations one by one with what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.errors import ConfigError, ConversationError
+from megatron_ext.preprocessing.bad_record import BadRecord
+from megatron_ext.preprocessing.config import PreprocessConfig
+from megatron_ext.preprocessing.encoded_documents import EncodedDocuments
+from megatron_ext.preprocessing.record_block import RecordBlock
+from megatron_ext.tokenizers import MegatronTokenizerText
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """What became of a block of records."""
+
+    documents: tuple[EncodedDocuments, ...]
+    """For each key, the documents of all good records."""
+
+    bad: tuple[BadRecord, ...]
+    """Records that turned out to be unusable here."""
+
+    text_bytes: int
+    """UTF-8 bytes of the text that was tokenized."""
+
+
+class DocumentEncoder(Protocol):
+    """Tokenizes blocks of records."""
+
+    def encode(self, block: RecordBlock) -> EncodedBlock:
+        """The documents of ``block``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoder:
+    """Texts, or lists of sentences of which each is a sequence of its own.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        eod: The token that ends each document; None for none.
+    """
+
+    tokenizer: MegatronTokenizerText
+    eod: int | None = None
+
+    def encode(self, block: RecordBlock) -> EncodedBlock:
+        encoded = [self._column(column) for column in block.columns]
+        documents = tuple(documents for documents, _ in encoded)
+        return EncodedBlock(documents, (), sum(size for _, size in encoded))
+
+    def _column(self, column: list[Any]) -> tuple[EncodedDocuments, int]:
+        sentences: list[str] = []
+        counts = np.ones(len(column), np.int64)
+        for row, value in enumerate(column):
+            if isinstance(value, str):
+                sentences.append(value)
+            else:
+                sentences.extend(value)
+                counts[row] = len(value)
+        ids, offsets = self.tokenizer.text_to_flat_ids(sentences)
+        documents = EncodedDocuments.from_sequences(ids, np.diff(offsets), counts)
+        if self.eod is not None:
+            documents = documents.with_eod(self.eod)
+        return documents, sum(map(_utf8_length, sentences))
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationEncoder:
+    """Conversations, each one sequence, with a mask of the tokens that are trained.
+
+    The first token of a conversation is never trained, whatever its format says: in a sequence of
+    packed documents it would be predicted from another conversation. The end-of-document token is
+    trained where the token before it is, and is left out where the conversation ends with it.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        eod: The token that ends each document; None for none.
+    """
+
+    tokenizer: MegatronTokenizerText
+    eod: int | None = None
+
+    def encode(self, block: RecordBlock) -> EncodedBlock:
+        good: list[list[tuple[NDArray[np.int32], NDArray[np.uint8]]]] = []
+        bad: list[BadRecord] = []
+        text_bytes = 0
+        for line, *conversations in zip(block.lines, *block.columns, strict=True):
+            try:
+                # A record whose one key is bad is left out under every key: outputs stay parallel.
+                good.append([self._conversation(conversation) for conversation in conversations])
+            except ConversationError as error:
+                bad.append(BadRecord.of(line, error))
+                continue
+            text_bytes += sum(map(_content_length, conversations))
+        documents = tuple(
+            _documents(row[index] for row in good) for index in range(len(block.columns))
+        )
+        return EncodedBlock(documents, tuple(bad), text_bytes)
+
+    def _conversation(
+        self, conversation: list[dict[str, Any]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        ids, target = self.tokenizer.tokenize_conversation(
+            conversation, return_target=True, add_generation_prompt=False
+        )
+        ids = np.asarray(ids, np.int32)
+        trained = (np.asarray(target) != IGNORE_INDEX).astype(np.uint8)
+        if self.eod is not None and len(ids) and ids[-1] != self.eod:
+            ids = np.append(ids, np.int32(self.eod))
+            trained = np.append(trained, trained[-1])
+        trained[:1] = 0
+        return ids, trained
+
+
+def document_encoder(config: PreprocessConfig, tokenizer: MegatronTokenizerText) -> DocumentEncoder:
+    """What tokenizes the records of a run.
+
+    Raises:
+        ConfigError: Documents are to end with a token that the tokenizer has not.
+    """
+    if config.append_eod and tokenizer.eod is None:
+        raise ConfigError(
+            "the tokenizer has no end-of-document token",
+            where="--append-eod",
+            fix="leave it out, or use a tokenizer that has an EOS",
+        )
+    eod = tokenizer.eod if config.append_eod else None
+    kind = ConversationEncoder if config.has_conversations else TextEncoder
+    return kind(tokenizer, eod)
+
+
+def _documents(
+    rows: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8]]],
+) -> EncodedDocuments:
+    pairs = [(np.zeros(0, np.int32), np.zeros(0, np.uint8)), *rows]
+    lengths = np.array([len(ids) for ids, _ in pairs[1:]], np.int64)
+    return EncodedDocuments(
+        np.concatenate([ids for ids, _ in pairs]),
+        lengths[lengths > 0],
+        (lengths > 0).astype(np.int64),
+        np.concatenate([trained for _, trained in pairs]),
+    )
+
+
+def _utf8_length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _content_length(conversation: list[dict[str, Any]]) -> int:
+    contents = (message.get("content") for message in conversation)
+    return sum(_utf8_length(content) for content in contents if isinstance(content, str))

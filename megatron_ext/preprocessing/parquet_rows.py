@@ -1,0 +1,124 @@
+"""Rows of Parquet files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from megatron_ext.errors import DataError, MissingDependencyError
+from megatron_ext.preprocessing.bad_record import BadRecord
+from megatron_ext.preprocessing.input_slice import InputSlice
+from megatron_ext.preprocessing.record_block import RecordBlock, RecordFields
+
+_BATCH_ROWS: Final = 1024
+
+
+def row_group_sizes(path: str) -> list[int]:
+    """Bytes of each row group before compression.
+
+    Raises:
+        DataError: The file is damaged or no Parquet file.
+        MissingDependencyError: pyarrow is not installed.
+    """
+    with _open(path) as file:
+        groups = range(file.metadata.num_row_groups)
+        return [file.metadata.row_group(index).total_byte_size for index in groups]
+
+
+def read_parquet(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBlock]:
+    """The records of some row groups; columns that are no field are not read.
+
+    A row group that is damaged, and every one of a file that lacks a field, is one bad record that
+    counts for all of its rows.
+
+    Raises:
+        DataError: The file is no Parquet file.
+        MissingDependencyError: pyarrow is not installed.
+    """
+    with _open(piece.path) as file:
+        total = sum(file.metadata.row_group(i).num_rows for i in range(piece.start, piece.stop))
+        rows_read = 0
+        for index in range(piece.start, piece.stop):
+            for block in _row_group(file, index, fields, first_line=rows_read + 1):
+                share = piece.size * rows_read // max(total, 1)
+                rows_read += block.line_count
+                block.size = piece.size * rows_read // max(total, 1) - share
+                yield block
+
+
+def rows_before(piece: InputSlice) -> int:
+    """Rows of the file before the slice.
+
+    Raises:
+        DataError: The file is no Parquet file.
+    """
+    with _open(piece.path) as file:
+        return sum(file.metadata.row_group(index).num_rows for index in range(piece.start))
+
+
+def _row_group(
+    file: Any, index: int, fields: RecordFields, *, first_line: int
+) -> Iterator[RecordBlock]:
+    columns = file.schema_arrow.names
+    line, stop = first_line, first_line + file.metadata.row_group(index).num_rows
+    try:
+        missing = next((key for key in fields.keys if key not in columns), None)
+        if missing is not None:
+            raise fields.missing(missing, columns)
+        batches = file.iter_batches(
+            batch_size=_BATCH_ROWS, row_groups=[index], columns=list(fields.keys)
+        )
+        for batch in batches:
+            yield _block(batch, fields, line)
+            line += batch.num_rows
+    except (DataError, OSError, ValueError) as error:
+        # pyarrow's own errors are ValueErrors and OSErrors.
+        block = RecordBlock.empty(fields)
+        problem = error if isinstance(error, DataError) else _damaged(error)
+        block.bad.append(BadRecord.of(line, problem, rows=stop - line))
+        block.line_count = stop - line
+        yield block
+
+
+def _block(batch: Any, fields: RecordFields, first_line: int) -> RecordBlock:
+    block = RecordBlock.empty(fields)
+    block.line_count = batch.num_rows
+    try:
+        rows = batch.to_pylist()
+    except UnicodeDecodeError:
+        rows = [None] * batch.num_rows
+    for offset, row in enumerate(rows):
+        try:
+            values = _one_row(batch, offset) if row is None else row
+            block.add(first_line + offset, fields.values_of(values))
+        except DataError as error:
+            block.bad.append(BadRecord.of(first_line + offset, error))
+    return block
+
+
+def _one_row(batch: Any, offset: int) -> Any:
+    try:
+        return batch.slice(offset, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        raise DataError(
+            "the row is not UTF-8", got=f"{error.reason} at byte {error.start}"
+        ) from error
+
+
+def _damaged(error: Exception) -> DataError:
+    return DataError("the row group is damaged from this row on", got=error)
+
+
+@contextmanager
+def _open(path: str) -> Iterator[Any]:
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise MissingDependencyError("pyarrow", extra="data", feature="reading Parquet") from None
+    try:
+        file = ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise DataError("the Parquet file cannot be read", where=path, got=error) from error
+    with file:
+        yield file

@@ -1,0 +1,109 @@
+"""A run of ``megatron-ext tokenize``: plan, make shards, put them together."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+
+from megatron_ext.errors import ConfigError, DataError, MissingDependencyError
+from megatron_ext.preprocessing.assembly import assemble
+from megatron_ext.preprocessing.config import PreprocessConfig
+from megatron_ext.preprocessing.document_encoder import document_encoder
+from megatron_ext.preprocessing.plan import Plan
+from megatron_ext.preprocessing.progress_bar import ProgressBar
+from megatron_ext.preprocessing.records import check_fields
+from megatron_ext.preprocessing.report import Report
+from megatron_ext.preprocessing.shard import ShardMaker
+from megatron_ext.preprocessing.source_file import find_sources
+from megatron_ext.preprocessing.work_folder import WorkFolder
+from megatron_ext.preprocessing.worker_pool import make_shards
+from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
+
+
+def preprocess(config: PreprocessConfig) -> Report | None:
+    """Tokenize the input and write the indexed datasets; an unfinished run is taken up again.
+
+    Returns:
+        The report; None where only some shards were asked for, which are finished then.
+
+    Raises:
+        MegatronExtError: Anything that the user can mend. What can be known beforehand is checked
+            before anything is written.
+    """
+    _check_output(config)
+    tokenizer = build_tokenizer(config.tokenizer)
+    document_encoder(config, tokenizer)
+    sources = find_sources(config.inputs, is_own=config.names.is_own)
+    check_fields(sources.files, config.fields)
+    try:
+        plan = _take_up(config, Plan.make(config, tokenizer, sources.files))
+        _make_missing(config, plan, tokenizer)
+        if config.shard_indices:
+            return None
+        return assemble(config, plan, sources, vocab_size=tokenizer.vocab_size)
+    except OSError as error:
+        raise DataError(
+            "cannot write the output", got=error.strerror, where=error.filename
+        ) from error
+
+
+def _check_output(config: PreprocessConfig) -> None:
+    has_builder = find_spec("megatron") is not None and find_spec("megatron.core") is not None
+    if not config.shard_indices and not has_builder:
+        raise MissingDependencyError("megatron-core", extra="train", feature="writing .bin/.idx")
+    existing = config.names.existing()
+    is_unfinished = config.names.work_folder.exists()
+    if existing and not is_unfinished and not config.overwrite:
+        raise ConfigError(
+            "the output exists already",
+            where=existing[0],
+            fix="pass --overwrite to replace it, or change --output-prefix",
+        )
+
+
+def _take_up(config: PreprocessConfig, plan: Plan) -> Plan:
+    """The plan of the unfinished run if there is one, else ``plan``, which is begun."""
+    folder = WorkFolder(config.names.work_folder)
+    try:
+        stored = folder.stored_plan()
+        if stored is not None:
+            plan.check_same(stored, where=folder.path)
+            if config.shard_count not in (None, len(stored.shards)):
+                raise ConfigError(
+                    "the unfinished run was started with another number of shards",
+                    got=config.shard_count,
+                    expected=len(stored.shards),
+                    fix="pass --overwrite to start again, or leave --shards out",
+                    where=folder.path,
+                )
+            return stored
+    except ConfigError:
+        if not config.overwrite:
+            raise
+        folder.discard()
+    folder.store_plan(plan)
+    return plan
+
+
+def _make_missing(config: PreprocessConfig, plan: Plan, tokenizer: MegatronTokenizerText) -> None:
+    """Make the shards that are asked for and not finished."""
+    folder, digest = WorkFolder(config.names.work_folder), plan.digest()
+    wanted = config.shard_indices or range(len(plan.shards))
+    missing = [index for index in wanted if folder.record(index, digest) is None]
+    sizes = {index: sum(piece.size for piece in plan.shards[index]) for index in wanted}
+    shards = [(index, plan.shards[index]) for index in missing]
+    total = sum(sizes.values())
+    done = total - sum(sizes[index] for index in missing)
+    with ProgressBar(total=total, done=done) as bar:
+        if min(config.workers, len(missing)) > 1:
+            make_maker = partial(_shard_maker, config, digest)
+            make_shards(make_maker, shards, worker_count=config.workers, on_progress=bar.add)
+        else:
+            make = ShardMaker.of(config, tokenizer, digest)
+            for index, slices in shards:
+                make(index, slices, bar.add)
+
+
+def _shard_maker(config: PreprocessConfig, plan: str) -> ShardMaker:
+    """Called in each worker, which builds a tokenizer of its own."""
+    return ShardMaker.of(config, build_tokenizer(config.tokenizer), plan)

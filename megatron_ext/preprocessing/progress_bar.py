@@ -1,0 +1,67 @@
+"""How far a run is, how fast, and how long it will take."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from megatron_ext.errors import MissingDependencyError
+from megatron_ext.preprocessing.shard import Progress
+
+_FORMAT = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left]{postfix}"
+_SECONDS_BETWEEN_LOG_LINES = 30.0
+
+
+class ProgressBar:
+    """A bar over the bytes of the input, with the speed in bytes of text.
+
+    On a terminal it is drawn in place; into a log it writes a line every half minute.
+
+    Args:
+        total: Bytes of input.
+        done: Those that an earlier run has read.
+    """
+
+    def __init__(self, *, total: int, done: int) -> None:
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            raise MissingDependencyError("tqdm", extra="data", feature="the progress bar") from None
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            unit="B",
+            unit_scale=True,
+            bar_format=_FORMAT,
+            mininterval=0.2 if sys.stderr.isatty() else _SECONDS_BETWEEN_LOG_LINES,
+        )
+        self._start = time.monotonic()
+        self._text_bytes = 0
+        self._documents = 0
+        self._bad = 0
+
+    def add(self, progress: Progress) -> None:
+        """Count what was done."""
+        self._text_bytes += progress.text_bytes
+        self._documents += progress.documents
+        self._bad += progress.bad
+        self._bar.set_postfix_str(self._summary(), refresh=False)
+        self._bar.update(progress.size)
+
+    def _summary(self) -> str:
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        bad = f", {self._bad:,} bad" if self._bad else ""
+        speed = self._text_bytes / seconds / 1e6
+        return f"{speed:.1f} MB/s of text, {self._documents:,} documents{bad}"
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.close()

@@ -1,0 +1,54 @@
+"""The records of any kind of file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from megatron_ext.preprocessing.input_slice import InputSlice
+from megatron_ext.preprocessing.json_line import read_json_lines
+from megatron_ext.preprocessing.line_block import newlines_before
+from megatron_ext.preprocessing.parquet_rows import read_parquet, rows_before
+from megatron_ext.preprocessing.record_block import RecordBlock, RecordFields
+from megatron_ext.preprocessing.source_file import SourceFile, SourceKind
+from megatron_ext.preprocessing.text_file import check_text_fields, read_text_file
+
+_READERS: Mapping[SourceKind, Callable[[InputSlice, RecordFields], Iterator[RecordBlock]]] = {
+    "json-lines": read_json_lines,
+    "json-lines-gzip": read_json_lines,
+    "parquet": read_parquet,
+    "text": read_text_file,
+    "text-gzip": read_text_file,
+}
+
+
+def read_records(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBlock]:
+    """The records of a slice, in order and some megabytes at a time.
+
+    Raises:
+        ConfigError: The file has no fields to read.
+        DataError: The file cannot be read.
+        MissingDependencyError: A package that reads this kind of file is not installed.
+    """
+    return _READERS[piece.kind](piece, fields)
+
+
+def lines_before(piece: InputSlice) -> int:
+    """Lines or rows of the file before the slice, which are counted by reading up to it.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    if piece.kind == "parquet":
+        return rows_before(piece)
+    return newlines_before(piece) if piece.start else 0
+
+
+def check_fields(files: Iterable[SourceFile], fields: RecordFields) -> None:
+    """Check what can be known of ``fields`` without reading.
+
+    Raises:
+        ConfigError: A file has no fields.
+    """
+    for file in files:
+        if file.kind in ("text", "text-gzip"):
+            check_text_fields(file.path, fields)

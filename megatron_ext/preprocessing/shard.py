@@ -1,0 +1,131 @@
+"""One shard of the input to one part of each dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.preprocessing.config import PreprocessConfig
+from megatron_ext.preprocessing.document_encoder import DocumentEncoder, document_encoder
+from megatron_ext.preprocessing.encoded_documents import EncodedDocuments
+from megatron_ext.preprocessing.input_slice import InputSlice
+from megatron_ext.preprocessing.output_names import DOCUMENT, LOSS_MASK
+from megatron_ext.preprocessing.part import PartWriter, token_dtype
+from megatron_ext.preprocessing.records import lines_before, read_records
+from megatron_ext.preprocessing.shard_record import ShardRecord, SliceRecord
+from megatron_ext.preprocessing.work_folder import WorkFolder
+from megatron_ext.tokenizers import MegatronTokenizerText
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What happened since the last one."""
+
+    size: int
+    """Bytes of input read."""
+
+    text_bytes: int
+    documents: int
+    bad: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMaker:
+    """Makes shards of one plan.
+
+    Attributes:
+        config: The run.
+        encoder: Records to ids.
+        vocab_size: Number of ids, which decides how one is stored.
+        plan: Digest of the plan.
+    """
+
+    config: PreprocessConfig
+    encoder: DocumentEncoder
+    vocab_size: int
+    plan: str
+
+    @classmethod
+    def of(
+        cls, config: PreprocessConfig, tokenizer: MegatronTokenizerText, plan: str
+    ) -> ShardMaker:
+        """A maker for one run.
+
+        Raises:
+            ConfigError: The tokenizer cannot do what the run asks for.
+        """
+        return cls(config, document_encoder(config, tokenizer), tokenizer.vocab_size, plan)
+
+    def __call__(
+        self,
+        index: int,
+        slices: tuple[InputSlice, ...],
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        """Read, tokenize and write one shard.
+
+        Raises:
+            DataError: The input cannot be read or, if the run is strict, a record not be used.
+            OSError: The parts cannot be written.
+        """
+        names = self.config.names
+        record = ShardRecord(self.plan, tokens=dict.fromkeys(names.dataset_names(), 0))
+        with ExitStack() as stack:
+            folder = stack.enter_context(WorkFolder(names.work_folder).new_shard(index, record))
+            writers = {
+                name: stack.enter_context(PartWriter(folder / name, self._dtype(name)))
+                for name in names.dataset_names()
+            }
+            for piece in slices:
+                self._add_slice(piece, writers, record, on_progress)
+
+    def _dtype(self, dataset: str) -> np.dtype[Any]:
+        is_mask = dataset.endswith(f"_{LOSS_MASK}")
+        return np.dtype(np.uint8) if is_mask else token_dtype(self.vocab_size)
+
+    def _add_slice(
+        self,
+        piece: InputSlice,
+        writers: Mapping[str, PartWriter],
+        record: ShardRecord,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        slice_record = SliceRecord(piece.path)
+        record.slices.append(slice_record)
+        for block in read_records(piece, self.config.fields):
+            encoded = self.encoder.encode(block)
+            bad = sorted((*block.bad, *encoded.bad), key=lambda bad: bad.line or 0)
+            if bad and self.config.strict:
+                raise bad[0].error(piece.path, lines_before(piece))
+            slice_record.bad += bad
+            slice_record.line_count += block.line_count
+            for key, documents in zip(self.config.fields.keys, encoded.documents, strict=True):
+                _write(key, documents, writers, record)
+            document_count = len(encoded.documents[0].sequence_counts)
+            record.documents += document_count
+            record.text_bytes += encoded.text_bytes
+            bad_count = sum(row.rows for row in bad)
+            on_progress(Progress(block.size, encoded.text_bytes, document_count, bad_count))
+
+
+def _write(
+    key: str,
+    documents: EncodedDocuments,
+    writers: Mapping[str, PartWriter],
+    record: ShardRecord,
+) -> None:
+    """Append the documents of one key to its parts, and count them."""
+    lengths, trained = documents.document_lengths, documents.trained_lengths
+    record.empty_documents += int((lengths == 0).sum())
+    record.untrained_documents += int(((lengths > 0) & (trained == 0)).sum())
+    name = f"{key}_{DOCUMENT}"
+    writers[name].add(documents.ids, documents)
+    record.tokens[name] += len(documents.ids)
+    if documents.trained is not None:
+        name = f"{key}_{LOSS_MASK}"
+        writers[name].add(documents.trained, documents)
+        record.tokens[name] += int(trained.sum())

@@ -1,0 +1,149 @@
+"""Which files an input names, in which order, and what each of them holds."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_ext.errors import DataError
+
+SourceKind = Literal["json-lines", "json-lines-gzip", "parquet", "text", "text-gzip"]
+
+_KIND_OF_SUFFIX: dict[str, SourceKind] = {
+    ".jsonl": "json-lines",
+    ".ndjson": "json-lines",
+    ".json": "json-lines",
+    ".jsonl.gz": "json-lines-gzip",
+    ".ndjson.gz": "json-lines-gzip",
+    ".json.gz": "json-lines-gzip",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".md": "text",
+    ".txt.gz": "text-gzip",
+    ".md.gz": "text-gzip",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of the input; equal where nothing about it has changed."""
+
+    path: str
+    kind: SourceKind
+    size: int
+    modified: int
+    """Time of its last change, in nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFiles:
+    """The input in order, and the files of its folders that are of no known kind."""
+
+    files: tuple[SourceFile, ...]
+    skipped: tuple[str, ...]
+
+
+def source_kind(path: str | os.PathLike[str]) -> SourceKind:
+    """What a file holds by its name; one whose name does not tell is plain text."""
+    kind = _known_kind(os.fspath(path))
+    if kind is not None:
+        return kind
+    return "text-gzip" if os.fspath(path).endswith(".gz") else "text"
+
+
+def find_sources(
+    inputs: Sequence[str],
+    *,
+    is_own: Callable[[Path], bool] = lambda path: False,
+) -> SourceFiles:
+    """The files that ``inputs`` name: files, folders (searched through) and glob patterns.
+
+    A folder and a pattern give their files in the order of their names. A file that is named itself
+    is read whatever its name; of a folder, hidden files are left out and those of no known kind are
+    reported as skipped.
+
+    Args:
+        inputs: Paths and patterns.
+        is_own: Whether a file of a folder is one that we write ourselves, which is no input.
+
+    Raises:
+        DataError: A name stands for nothing, or a file cannot be read or is named twice.
+    """
+    named: list[tuple[Path, SourceKind]] = []
+    skipped: list[str] = []
+    for name in inputs:
+        for path in _expand(name):
+            if not path.is_dir():
+                named.append((path, source_kind(path)))
+                continue
+            for file in _walk(path):
+                kind = _known_kind(file.name)
+                if is_own(file):
+                    continue
+                if kind is None:
+                    skipped.append(str(file))
+                else:
+                    named.append((file, kind))
+    files = tuple(source_file(path, kind) for path, kind in named)
+    _check(inputs, files, skipped)
+    return SourceFiles(files, tuple(skipped))
+
+
+def _known_kind(name: str) -> SourceKind | None:
+    lower = name.lower()
+    return next((kind for end, kind in _KIND_OF_SUFFIX.items() if lower.endswith(end)), None)
+
+
+def _expand(name: str) -> list[Path]:
+    """The paths that one name stands for; a file whose name looks like a pattern is itself."""
+    if os.path.lexists(name):
+        return [Path(name)]
+    found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else []
+    if not found:
+        what = "the pattern matches no file" if glob.has_magic(name) else "there is no such file"
+        raise DataError(what, where=name, fix="check --input")
+    return [Path(path) for path in found]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _walk(entry)
+        else:
+            yield entry
+
+
+def source_file(path: Path, kind: SourceKind) -> SourceFile:
+    """One file, which is there and can be read.
+
+    Raises:
+        DataError: It is not.
+    """
+    try:
+        # Opened, because a file may be listed and still not be ours to read.
+        with path.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+    except OSError as error:
+        raise DataError("the input cannot be read", where=path, got=error.strerror) from error
+    return SourceFile(str(path.resolve()), kind, status.st_size, status.st_mtime_ns)
+
+
+def _check(inputs: Sequence[str], files: tuple[SourceFile, ...], skipped: list[str]) -> None:
+    if not files:
+        raise DataError(
+            "the input holds no file of a known kind",
+            where=", ".join(inputs),
+            got=f"{len(skipped)} other file{'s' if len(skipped) != 1 else ''}",
+            expected=", ".join(_KIND_OF_SUFFIX),
+        )
+    seen: set[str] = set()
+    for file in files:
+        if file.path in seen:
+            raise DataError("the file is named twice", where=file.path, fix="check --input")
+        seen.add(file.path)

@@ -1,0 +1,49 @@
+"""What must be equal for two tokenizers to give the same ids."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.file_kind import file_kind
+
+_WITHOUT_INFLUENCE = ("tokenizer_path", "engine")
+"""Identifiers that do not change the ids: where the file lies, and what reads it how fast."""
+
+
+def tokenizer_identity(tokenizer: MegatronTokenizerText) -> dict[str, str]:
+    """Plain values that say which ids, and which trained tokens, a text or conversation gets.
+
+    The vocabulary's fingerprint knows nothing of merges and normalisers, hence the hash of the
+    file; a file may move.
+    """
+    identity = {
+        name: _by_content(value)
+        for name, value in tokenizer.unique_identifiers.items()
+        if name not in _WITHOUT_INFLUENCE
+    }
+    identity["fingerprint"] = tokenizer.fingerprint()
+    if tokenizer.path is not None:
+        identity["file"] = _by_content(tokenizer.path)
+    if tokenizer.prompt_config is not None:
+        identity["prompt"] = _sha256(repr(tokenizer.prompt_config).encode())
+        identity["template"] = _sha256(str(tokenizer.chat_template).encode())
+    return identity
+
+
+def _by_content(value: str) -> str:
+    """The hash of the file that ``value`` names, or of the tokenizer file in its folder."""
+    if not os.path.exists(value):
+        return value
+    try:
+        file = file_kind(value).file if os.path.isdir(value) else Path(value)
+        return _sha256(file.read_bytes())
+    except (OSError, TokenizerError):
+        return value
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,330 @@
+"""Whole runs: the files are those of Megatron's own loop, whatever the shards and workers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.preprocessing.preprocess import preprocess
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from tests.preprocessing.megatron_loop import write_one_by_one
+from tests.preprocessing.runs import (
+    BYTES,
+    config_of,
+    contents,
+    run,
+    write_json_lines,
+    write_word_list,
+)
+from tests.tokenizers import tokenizer_files
+
+TEXTS = [
+    "A dictionary display yields a new dictionary object.",
+    "",
+    "Le café coûte 2,50 € ; naïveté.",
+    "   ",
+    "日本語の文章も、ふつうに学習できます。\nline two\r\n\tx",
+    " 😀" * 40,
+    "\u2028 a line separator \x85 is no newline",
+    "</s> <s> <unk>",
+]
+RECORDS = [{"id": i, "text": text} for i, text in enumerate(TEXTS * 3)]
+TOKENIZERS = {
+    "bytes": lambda folder: BYTES,
+    "huggingface": lambda folder: _config(tokenizer_files.byte_level(folder)),
+    "wordpiece": lambda folder: _config(tokenizer_files.word_piece(folder)),
+    "sentencepiece": lambda folder: _config(tokenizer_files.nfkc_sentencepiece(folder)),
+    "tekken": lambda folder: _config(tokenizer_files.mistral_file("tekken_240911.json")),
+}
+
+
+def _config(path: Path) -> TokenizerConfig:
+    return TokenizerConfig(model=str(path))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """An empty folder for the output."""
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> Path:
+    """An empty folder for the output of Megatron's loop."""
+    (tmp_path / "expected").mkdir()
+    return tmp_path / "expected"
+
+
+@pytest.mark.parametrize("shard_count", [1, 5], ids=["one-shard", "five-shards"])
+@pytest.mark.parametrize("append_eod", [False, True], ids=["no-eod", "eod"])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_files_are_byte_for_byte_those_of_a_loop_over_documents(
+    tmp_path: Path, out: Path, expected: Path, name: str, append_eod: bool, shard_count: int
+) -> None:
+    config = TOKENIZERS[name](tmp_path)
+    tokenizer = build_tokenizer(config)
+    if append_eod and tokenizer.eod is None:
+        pytest.skip("the tokenizer has no EOD")
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    write_one_by_one(RECORDS, tokenizer, expected / "a", append_eod=append_eod)
+    report = run(
+        file, output=out / "a", tokenizer=config, append_eod=append_eod, shard_count=shard_count
+    )
+    assert contents(out) == contents(expected)
+    assert report.documents == len(RECORDS)
+
+
+def test_lists_of_sentences_and_several_keys_are_written_as_megatron_writes_them(
+    tmp_path: Path, out: Path, expected: Path
+) -> None:
+    records = [
+        {"text": ["One.", "", " Two."], "title": "x"},
+        {"text": [], "title": ""},
+        {"text": ["", ""], "title": ["a", "b"]},
+        {"text": "plain", "title": ["", "b"]},
+    ]
+    file = write_json_lines(tmp_path / "a.jsonl", records)
+    keys = ("text", "title")
+    write_one_by_one(records, build_tokenizer(BYTES), expected / "a", keys=keys, append_eod=True)
+    run(file, output=out / "a", json_keys=keys, append_eod=True)
+    assert contents(out) == contents(expected)
+
+
+def test_every_kind_of_file_gives_the_same_documents_in_the_order_of_the_input(
+    tmp_path: Path, out: Path, expected: Path
+) -> None:
+    data = tmp_path / "data"
+    (data / "deeper").mkdir(parents=True)
+    lines = "".join(json.dumps(record) + "\n" for record in RECORDS)
+    (data / "a.json").write_text(lines)
+    (data / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    table = pyarrow.table({"text": [record["text"] for record in RECORDS]})
+    parquet.write_table(table, data / "c.parquet", row_group_size=5)
+    (data / "d.txt").write_bytes(b"a text\r\n file\n")
+    (data / "e.txt.gz").write_bytes(gzip.compress("zwölf".encode()))
+    (data / "deeper" / "f.ndjson").write_text(lines.rstrip("\n"))
+    (data / "LICENSE").write_text("of no known kind")
+    (data / ".hidden.jsonl").write_text("not read")
+
+    documents = [*RECORDS * 3, {"text": "a text\r\n file\n"}, *RECORDS, {"text": "zwölf"}]
+    write_one_by_one(documents, build_tokenizer(BYTES), expected / "a")
+    report = run(data, output=out / "a", shard_count=7)
+    assert contents(out) == contents(expected)
+    assert report.skipped_files == (str(data / "LICENSE"),)
+    assert not report.bad
+
+
+def test_workers_and_shards_leave_no_trace_in_the_output(tmp_path: Path, out: Path) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", [*RECORDS, {"body": "bad"}, *RECORDS])
+    reports = []
+    for name, workers, shard_count in (("one", 1, 1), ("many", 1, 200), ("two", 2, 5)):
+        (out / name).mkdir()
+        run(file, output=out / name / "a", workers=workers, shard_count=shard_count)
+        reports.append((out / name / "a_report.json").read_text())
+    assert contents(out / "one") == contents(out / "many") == contents(out / "two")
+    assert reports[0] == reports[1] == reports[2]
+    assert json.loads(reports[0])["bad"][0]["place"] == f"{file}:{len(RECORDS) + 1}"
+
+
+def test_shards_made_one_by_one_are_put_together_by_a_last_run(tmp_path: Path, out: Path) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    run(file, output=tmp_path / "whole" / "a")
+    for index in (2, 0, 1):
+        config = config_of(file, output=out / "a", shard_count=3, shard_indices=(index,))
+        assert preprocess(config) is None
+        assert not config.names.existing()
+    run(file, output=out / "a")
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_last_run_makes_what_no_other_has_made(tmp_path: Path, out: Path) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    run(file, output=tmp_path / "whole" / "a")
+    preprocess(config_of(file, output=out / "a", shard_count=9, shard_indices=(4, 7)))
+    run(file, output=out / "a", shard_count=9)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_what_cannot_be_used_is_left_out_counted_and_listed(tmp_path: Path, out: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    lines = [
+        b'{"text": "one"}',
+        b"",
+        b'{"text": "two"',
+        b'{"body": "three"}',
+        b'{"text": 4}',
+        rb'{"text": "\ud800"}',
+        '{"text": "é"}'.encode("latin-1"),
+        b'{"text": NaN}',
+        b'"text"',
+        b'{"text": ["a", 5]}',
+        b"[" * 100_000,
+        b'{"text": "last"}',
+    ]
+    file.write_bytes(b"\n".join(lines))
+    report = run(file, output=out / "a", shard_count=3)
+    assert report.documents == 2
+    assert report.bad_records == 9
+    problems = [
+        (3, "the line is not JSON"),
+        (4, "no text under 'text'; got keys ['body']; set --json-keys"),
+        (5, "got a value of type int"),
+        (6, "half of a surrogate pair"),
+        (7, "not UTF-8"),
+        (8, "got a value of type float"),
+        (9, "no text under 'text'; got str"),
+        (10, "got a value of type list"),
+        (11, "the line is not JSON"),
+    ]
+    assert [bad.place for bad in report.bad] == [f"{file}:{line}" for line, _ in problems]
+    for bad, (_, words) in zip(report.bad, problems, strict=True):
+        assert words in bad.problem
+    stored = json.loads((out / "a_report.json").read_text())
+    assert [row["place"] for row in stored["bad"]] == [bad.place for bad in report.bad]
+
+
+@pytest.mark.parametrize("shard_count", [1, 6])
+def test_a_strict_run_stops_at_the_first_bad_line_with_its_place(
+    tmp_path: Path, out: Path, shard_count: int
+) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", [*RECORDS, {"body": ""}, {"title": ""}])
+    with pytest.raises(DataError) as caught:
+        run(file, output=out / "a", strict=True, shard_count=shard_count)
+    assert str(caught.value).startswith(f"{file}:{len(RECORDS) + 1}: the line has no text")
+    assert not config_of(file, output=out / "a").names.existing()
+
+
+def test_a_strict_run_takes_no_shard_that_a_lenient_one_left(tmp_path: Path, out: Path) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", [{"body": ""}, *RECORDS])
+    preprocess(config_of(file, output=out / "a", shard_count=2, shard_indices=(0, 1)))
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the line has no text"):
+        run(file, output=out / "a", strict=True)
+
+
+def test_a_compressed_file_that_is_cut_off_gives_what_it_holds(tmp_path: Path, out: Path) -> None:
+    records = [{"text": f"{i} {text}"} for i in range(300) for text in TEXTS]
+    whole = gzip.compress("".join(json.dumps(record) + "\n" for record in records).encode())
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(whole[: len(whole) // 2])
+    report = run(file, output=out / "a")
+    assert 100 < report.documents < len(records)
+    assert [bad.place for bad in report.bad] == [f"{file}:{report.documents + 1}"]
+    assert "the compressed file is cut off" in report.bad[0].problem
+
+
+@pytest.mark.parametrize(
+    ("contents_of_file", "words"),
+    [
+        (b"", "the input holds no text"),
+        (b"\n\n", "no record of the input can be used"),
+        (b'{"body": "a"}\n[]\n', r"2 bad, the first: .*a\.jsonl:1: the line has no text"),
+        (b'{"text": ""}\n', "give no tokens"),
+    ],
+    ids=["empty", "blank", "all-bad", "no-tokens"],
+)
+def test_input_without_a_usable_text_is_refused_and_leaves_nothing(
+    tmp_path: Path, out: Path, contents_of_file: bytes, words: str
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(contents_of_file)
+    with pytest.raises(DataError, match=words):
+        run(tmp_path / "a.jsonl", output=out / "a")
+    assert not list(out.iterdir())
+
+
+def test_an_eod_that_the_tokenizer_lacks_is_refused_before_anything_is_written(
+    tmp_path: Path, out: Path
+) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    tokenizer = _config(write_word_list(tmp_path))
+    with pytest.raises(ConfigError, match="--append-eod: the tokenizer has no end-of-document"):
+        run(file, output=out / "a", tokenizer=tokenizer, append_eod=True)
+    assert not list(out.iterdir())
+
+
+def test_output_that_exists_is_replaced_only_when_told_so(tmp_path: Path, out: Path) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    other = write_json_lines(tmp_path / "b.jsonl", RECORDS[:3])
+    run(file, output=out / "a")
+    before = contents(out)
+    with pytest.raises(ConfigError, match="the output exists already; pass --overwrite"):
+        run(other, output=out / "a")
+    assert contents(out) == before
+    run(other, output=out / "a", overwrite=True)
+    run(other, output=tmp_path / "whole" / "a")
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_the_output_may_lie_in_the_folder_that_is_read(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    write_json_lines(data / "a.jsonl", RECORDS)
+    preprocess(config_of(data, output=data / "a", shard_count=2, shard_indices=(0,)))
+    first = run(data, output=data / "a")
+    second = run(data, output=data / "a", overwrite=True)
+    assert first.inputs == second.inputs == [str(data / "a.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"append_eod": True}, "another append eod; got True; expected False"),
+        ({"json_keys": ("id",)}, "another json keys"),
+        ({"tokenizer": TokenizerConfig(library="byte-level", vocab_size=400)}, "another tokenizer"),
+        ({"shard_count": 5}, "another number of shards; got 5; expected 4"),
+    ],
+    ids=["eod", "keys", "tokenizer", "shards"],
+)
+def test_an_unfinished_run_is_not_taken_up_by_another(
+    tmp_path: Path, out: Path, options: dict[str, object], words: str
+) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    preprocess(config_of(file, output=out / "a", shard_count=4, shard_indices=(1,)))
+    with pytest.raises(ConfigError, match=words) as caught:
+        run(file, output=out / "a", **options)
+    assert "pass --overwrite to start again" in str(caught.value)
+
+
+def test_an_unfinished_run_is_not_taken_up_with_another_input(tmp_path: Path, out: Path) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    preprocess(config_of(file, output=out / "a", shard_count=4, shard_indices=(0,)))
+    write_json_lines(file, RECORDS[::-1])
+    with pytest.raises(ConfigError, match=rf"the input has changed .*; got {file}; pass --overw"):
+        run(file, output=out / "a")
+    run(file, output=out / "a", overwrite=True)
+    run(file, output=tmp_path / "whole" / "a")
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_to_overwrite_does_not_throw_away_what_an_unfinished_run_has_made(
+    tmp_path: Path, out: Path
+) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    config = config_of(file, output=out / "a", shard_count=2, shard_indices=(0,))
+    preprocess(config)
+    part = config.names.work_folder / "00000" / "text_document.bin"
+    before = part.stat().st_ino
+    preprocess(
+        config_of(file, output=out / "a", shard_count=2, shard_indices=(0, 1), overwrite=True)
+    )
+    assert part.stat().st_ino == before
+
+
+def test_a_damaged_part_is_found(tmp_path: Path, out: Path) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    config = config_of(file, output=out / "a", shard_count=2, shard_indices=(0, 1))
+    preprocess(config)
+    part = config.names.work_folder / "00001" / "text_document.bin"
+    part.write_bytes(part.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"00001.*: a finished part is damaged; .* remove .*00001"):
+        run(file, output=out / "a")
+    assert not config.names.existing()
+    shutil.rmtree(part.parent)
+    run(file, output=out / "a")
