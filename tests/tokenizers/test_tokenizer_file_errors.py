@@ -195,9 +195,9 @@ def test_options_that_contradict_a_tekken_file_are_refused(tokenizer_path):
     assert same.vocab_size == 131072
 
 
-def test_a_library_without_options_says_so(tokenizer_path):
+def test_an_option_of_another_library_is_told_the_own_ones(tokenizer_path):
     path = tokenizer_path("sentencepiece-v1")
-    refused("sentencepiece", path, "no options", pattern="v1")
+    refused("sentencepiece", path, "no such option", "one of legacy, ", pattern="v1")
 
 
 def test_a_pattern_that_leaves_text_out_is_found_at_the_text(tokenizer_path):

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_ext.errors import MissingDependencyError, TokenizerError
-from megatron_ext.tokenizers.control_tokens import ControlToken
+from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.file_kind import require_library
+from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
+from megatron_ext.tokenizers.libraries.sentencepiece_processor import (
+    SPACE,
+    absent_pieces,
+    control_tokens,
+    drops_leading_space,
+    load_processor,
+    piece_bytes,
+    processor_from_model,
+    with_control_pieces,
+)
 from megatron_ext.tokenizers.libraries.sentencepiece_spans import read_spans
+from megatron_ext.tokenizers.libraries.sentencepiece_special_tokens import (
+    GivenSpecialTokens,
+)
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
+from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES
 from megatron_ext.tokenizers.token_bytes import settle_ends
 
-_SPACE = "▁"
 _BATCH_THREADS = 0
 """SentencePiece's own choice: one thread a core."""
 
@@ -24,39 +39,100 @@ class SentencePieceTokenizer(TableTokenizer):
     """One ``.model`` file.
 
     SentencePiece never turns text into a control token, so ``parse_special`` cuts the text at the
-    names of control pieces and encodes what lies between, each stretch with its dummy prefix.
+    names of control pieces and encodes what lies between, each stretch with its dummy prefix. A
+    special token that is named here is a control piece, whatever it was in the model.
+
+    Legacy mode is Megatron's older way: special tokens that the model lacks get the next ids, and
+    ``special_tokens`` written in a text become their ids without being asked for.
 
     Args:
         path: The model file, or a directory that holds ``tokenizer.model``.
+        legacy: Append the special tokens that the model lacks, and read them in every text.
+        special_tokens: Names, or names by ``bos_token``, ``eos_token``, ``pad_token``,
+            ``unk_token``, ``mask_token``, ``cls_token``, ``sep_token`` and ``eod_token``, which
+            then have these roles. In a list, usual names such as ``<pad>`` have the roles that the
+            model leaves open. Without ``legacy`` the model must hold them.
+        ignore_extra_whitespaces: Leave runs of spaces to the model, which may shorten them;
+            otherwise every space counts, those at the ends too.
+        trim_spm_separator_after_special_token: In legacy mode, drop the piece of a lone space
+            after a special token: chat templates put one there.
+        additional_special_tokens: Special tokens without a role, in legacy mode or not; those that
+            the model lacks get the next ids.
+        bos_token, eos_token, pad_token, unk_token, mask_token, cls_token, sep_token, eod_token:
+            The same with a role.
+        engine: What encodes batches.
 
     Raises:
-        TokenizerError: The file is missing, truncated or of another library.
+        TokenizerError: The file is missing, truncated or of another library, or a special token is
+            neither in the model nor to be appended.
         MissingDependencyError: sentencepiece is not installed.
     """
 
     library: ClassVar[str] = "sentencepiece"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        legacy: bool = False,
+        special_tokens: Sequence[str] | Mapping[str, str] | None = None,
+        ignore_extra_whitespaces: bool = True,
+        trim_spm_separator_after_special_token: bool = True,
+        additional_special_tokens: Sequence[str] = (),
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+        unk_token: str | None = None,
+        mask_token: str | None = None,
+        cls_token: str | None = None,
+        sep_token: str | None = None,
+        eod_token: str | None = None,
+        engine: str = "auto",
+    ) -> None:
+        self.engine = engine_choice(engine)
         file = require_library(path, "sentencepiece").file
-        self._processor = _load(str(file))
-        size = self._processor.get_piece_size()
-        pieces = [self._processor.id_to_piece(i) for i in range(size)]
-        self._is_named = np.array([self._processor.is_control(i) for i in range(size)], np.bool_)
+        given = GivenSpecialTokens.of(
+            special_tokens,
+            additional_special_tokens,
+            {
+                "bos": bos_token,
+                "eos": eos_token,
+                "pad": pad_token,
+                "unk": unk_token,
+                "mask": mask_token,
+                "cls": cls_token,
+                "sep": sep_token,
+                "eod": eod_token,
+            },
+        )
+        processor = load_processor(file)
+        if not legacy:
+            _require_pieces(processor, given.listed, file)
+        self._processor = processor = with_control_pieces(
+            processor, given.names, keep_spaces=not ignore_extra_whitespaces
+        )
+        pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+        control = control_tokens(processor, given.names)
+        roles = given.role_ids(processor, [token.name for token in control])
+        self._eod_id = roles.get("eod")
+        self._is_named = np.zeros(len(pieces), np.bool_)
+        self._is_named[[token.token_id for token in control]] = True
+        self._trims = legacy and trim_spm_separator_after_special_token
+        self._separator: int | None = None
         super().__init__(
             files={file.name: file},
             pieces=pieces,
-            token_bytes=[_bytes_of(self._processor, i, piece) for i, piece in enumerate(pieces)],
-            special_ids={
-                "bos": _present(self._processor.bos_id()),
-                "eos": _present(self._processor.eos_id()),
-                "pad": _present(self._processor.pad_id()),
-                "unk": _present(self._processor.unk_id()),
-            },
-            dummy_prefix="each" if _drops_leading_space(self._processor, pieces) else "none",
-            control_tokens=[
-                ControlToken(pieces[i], i) for i in np.flatnonzero(self._is_named).tolist()
-            ],
+            token_bytes=piece_bytes(processor, pieces),
+            special_ids={role: roles.get(role) for role in CONVENTIONAL_NAMES},
+            dummy_prefix="each" if drops_leading_space(processor, pieces) else "none",
+            control_tokens=control,
+            additional_special_tokens=given.without_role(roles.values(), processor),
+            always_read=[token for token in control if legacy and token.name in given.listed],
         )
+
+    @property
+    def eod(self) -> int | None:
+        return self.eos_id if self._eod_id is None else self._eod_id
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         batch: list[list[int]] = self._processor.encode(list(texts), num_threads=_BATCH_THREADS)
@@ -71,68 +147,52 @@ class SentencePieceTokenizer(TableTokenizer):
         )
 
     def _encode(self, text: str) -> tuple[list[int], None]:
-        return self._processor.encode(text), None
+        ids: list[int] = self._processor.encode(text)
+        return ids[self._trimmed(ids) :], None
 
     def _locate(self, text: str, raw: bytes, encoded: Any) -> tuple[list[int], list[int]]:
         """Ids and byte ends by the library's own spans."""
         proto = self._processor.encode(text, out_type="serialized_proto")
         ids, spans = read_spans(proto)
-        return ids, settle_ends(spans, [self._table.rows[i] for i in ids], raw)
+        begin = self._trimmed(ids)
+        rows = [self._table.rows[i] for i in ids[begin:]]
+        return ids[begin:], settle_ends(spans[begin:], rows, raw)
+
+    def _trimmed(self, ids: Sequence[int]) -> int:
+        """How many ids are dropped from the begin of a stretch."""
+        return int(self._separator is not None and len(ids) > 0 and ids[0] == self._separator)
+
+    def _continued(self) -> TableTokenizer:
+        return self._after_special if self._trims else self
+
+    @cached_property
+    def _after_special(self) -> SentencePieceTokenizer:
+        """The same tokenizer without the lone space that a stretch may begin with."""
+        # Not by copy(), which would load the model again.
+        trimming = object.__new__(type(self))
+        present = not absent_pieces(self._processor, [SPACE])
+        separator = self._processor.piece_to_id(SPACE) if present else None
+        trimming.__dict__.update(self.__dict__, _separator=separator)
+        return trimming
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
+        state.pop("_after_special", None)
         state["_processor"] = self._processor.serialized_model_proto()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._processor = _import_sentencepiece().SentencePieceProcessor()
-        self._processor.LoadFromSerializedProto(state["_processor"])
+        self._processor = processor_from_model(state["_processor"])
 
 
-def _import_sentencepiece() -> Any:
-    try:
-        import sentencepiece
-    except ImportError:
-        raise MissingDependencyError(
-            "sentencepiece", extra="sentencepiece", feature="a SentencePiece model"
-        ) from None
-    return sentencepiece
-
-
-def _load(file: str) -> Any:
-    processor = _import_sentencepiece().SentencePieceProcessor()
-    try:
-        processor.Load(file)
-    except (OSError, RuntimeError) as error:
+def _require_pieces(processor: Any, names: Sequence[str], file: Path) -> None:
+    absent = absent_pieces(processor, names)
+    if absent:
         raise TokenizerError(
-            "sentencepiece cannot load the model",
-            got=str(error),
-            fix="fetch the file again: it may be truncated",
+            "the model does not hold a special token",
+            got=", ".join(map(repr, absent[:5])),
+            expected="names of its pieces",
+            fix="pass --tokenizer-sentencepiece-legacy (legacy=True) to append what it lacks",
             where=file,
-        ) from error
-    return processor
-
-
-def _bytes_of(processor: Any, token_id: int, piece: str) -> bytes | None:
-    if processor.is_byte(token_id):
-        return bytes([int(piece[3:5], 16)])
-    if (
-        processor.is_control(token_id)
-        or processor.is_unknown(token_id)
-        or processor.is_unused(token_id)
-    ):
-        return None
-    return piece.replace(_SPACE, " ").encode()
-
-
-def _drops_leading_space(processor: Any, pieces: list[str]) -> bool:
-    """Whether decoding drops the space of a first piece, as it does after a dummy prefix."""
-    for token_id, piece in enumerate(pieces):
-        if piece[:1] == _SPACE and piece[1:].isalpha():
-            return not str(processor.decode([token_id])).startswith(" ")
-    return False
-
-
-def _present(token_id: int) -> int | None:
-    return None if token_id < 0 else int(token_id)
+        )
