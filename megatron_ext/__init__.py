@@ -16,6 +16,14 @@ _HOME_OF = {
     "MegatronTokenizerTextAbstract": "megatron_ext.tokenizers",
     "SparseProjection": "megatron_ext.projection",
     "TokenAligner": "megatron_ext.alignment",
+    "BertTokenizer": "megatron_ext.tokenizers",
+    "DefaultTokenizerText": "megatron_ext.tokenizers",
+    "DefaultTokenizerVision": "megatron_ext.tokenizers",
+    "GPTTokenizer": "megatron_ext.tokenizers",
+    "MambaTokenizer": "megatron_ext.tokenizers",
+    "MegatronTokenizerVision": "megatron_ext.tokenizers",
+    "T5Tokenizer": "megatron_ext.tokenizers",
+    "TokenizerConfig": "megatron_ext.tokenizers",
     "build_tokenizer": "megatron_ext.tokenizers",
 }
 

@@ -1,5 +1,13 @@
 """Tokenizers of every library behind one interface, with bytes as the common currency."""
 
+from megatron_ext.tokenizers.aliases import (
+    BertTokenizer,
+    DefaultTokenizerText,
+    DefaultTokenizerVision,
+    GPTTokenizer,
+    MambaTokenizer,
+    T5Tokenizer,
+)
 from megatron_ext.tokenizers.base import (
     ByteTokenizer,
     MegatronTokenizerBase,
@@ -16,12 +24,18 @@ from megatron_ext.tokenizers.vision_tokenizer import MegatronTokenizerVision
 
 __all__ = [
     "TOKENIZER_LIBRARIES",
+    "BertTokenizer",
     "ByteTokenizer",
+    "DefaultTokenizerText",
+    "DefaultTokenizerVision",
+    "GPTTokenizer",
+    "MambaTokenizer",
     "MegatronTokenizer",
     "MegatronTokenizerBase",
     "MegatronTokenizerText",
     "MegatronTokenizerTextAbstract",
     "MegatronTokenizerVision",
+    "T5Tokenizer",
     "TokenBytes",
     "TokenizerConfig",
     "build_tokenizer",

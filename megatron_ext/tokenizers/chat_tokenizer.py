@@ -27,8 +27,13 @@ class ChatTokenizer:
     prompt_config: Any
     """What the prompt format means for this vocabulary."""
 
+    @property
+    def own_chat_template(self) -> str | None:
+        """The template that comes with the tokenizer."""
+        return self._tokenizer.chat_template
+
     def _set_chat_template(self, given: str | None) -> None:
-        own = self._tokenizer.chat_template
+        own = self.own_chat_template
         named = self.config.get("chat_template")
         template = next((t for t in (named, given, own) if t is not None), None)
         self.chat_template = None if template is None else _source(template)

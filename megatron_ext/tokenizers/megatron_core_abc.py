@@ -1,35 +1,104 @@
-"""Our tokenizers in the eyes of megatron-core's isinstance checks."""
+"""Our tokenizers in the eyes of megatron-core's isinstance checks.
+
+megatron-core is heavy and is never imported here. Importing this module makes ours virtual
+subclasses of those of its abstract classes that are loaded already, and puts a finder on
+``sys.meta_path`` that does so for the others when somebody loads them: whichever package comes
+first, and however long before a tokenizer was built. The finder finds nothing itself: it passes the
+modules below on to the finders that were there, and looks at no other.
+"""
 
 from __future__ import annotations
 
 import sys
 from abc import ABCMeta
-from importlib import import_module
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
 
-from megatron_ext.tokenizers.base import MegatronTokenizerBase
+from megatron_ext.tokenizers.base import MegatronTokenizerBase, MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
+from megatron_ext.tokenizers.vision_tokenizer import MegatronTokenizerVision
 
-_MODULE = "megatron.core.tokenizers.base_tokenizer"
+_OURS: Final[Mapping[str, tuple[str, type]]] = {
+    "megatron.core.tokenizers.base_tokenizer": ("MegatronTokenizerBase", MegatronTokenizerBase),
+    "megatron.core.tokenizers.text.text_tokenizer": (
+        "MegatronTokenizerText",
+        MegatronTokenizerText,
+    ),
+    "megatron.core.tokenizers.text.libraries.abstract_tokenizer": (
+        "MegatronTokenizerTextAbstract",
+        MegatronTokenizerTextAbstract,
+    ),
+    "megatron.core.tokenizers.vision.vision_tokenizer": (
+        "MegatronTokenizerVision",
+        MegatronTokenizerVision,
+    ),
+}
+"""Module of megatron-core -> its abstract class, and ours that counts as one."""
 
 
-def register_with_megatron_core() -> bool:
-    """Make our tokenizers virtual subclasses of megatron-core's ``MegatronTokenizerBase``.
+def register_with_megatron_core() -> None:
+    """Register with the classes of megatron-core that are loaded, and watch for the others.
 
-    megatron-core is heavy, so nothing is registered unless the process has imported it already.
-    Its base is an ``ABC``, whose ``register`` asks for no methods: what their abstract ``vocab``
-    and ``apply_chat_template`` mean is up to our classes. Calling it again changes nothing.
-
-    Returns:
-        Whether megatron-core now counts our tokenizers as its own; False without megatron-core, or
-        with a release that has no such class.
+    Calling it again changes nothing; a release that lacks a class is left alone.
     """
-    if "megatron.core" not in sys.modules:
-        return False
-    try:
-        theirs = getattr(import_module(_MODULE), "MegatronTokenizerBase", None)
-    except ImportError:
-        return False
-    if not isinstance(theirs, ABCMeta):
-        return False
-    ours: type = MegatronTokenizerBase
-    theirs.register(ours)
-    return True
+    for name in _OURS:
+        module = sys.modules.get(name)
+        if module is not None:
+            _register(module, name)
+    if not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watcher())
+
+
+def _register(module: ModuleType, name: str) -> None:
+    class_name, ours = _OURS[name]
+    theirs = getattr(module, class_name, None)
+    # Theirs is an ABC, whose ``register`` asks for no methods: what their abstract ``vocab`` and
+    # ``apply_chat_template`` mean is up to ours.
+    if isinstance(theirs, ABCMeta):
+        theirs.register(ours)
+
+
+class _Watcher(MetaPathFinder):
+    """Lets the other finders find, and registers with what they load."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if fullname not in _OURS:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _RegisteringLoader(spec.loader)
+                return spec
+        return None
+
+
+class _RegisteringLoader(Loader):
+    """Loads by another loader, then registers."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module belongs to its own loader again: nothing later meets this one.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register(module, module.__name__)
+
+
+register_with_megatron_core()

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.registry import did_you_mean
 from megatron_ext.tokenizers.file_kind import file_kind
 from megatron_ext.tokenizers.libraries import library_of
 from megatron_ext.tokenizers.metadata import (
+    METADATA_FILE,
     check_metadata,
     metadata_file,
     read_metadata,
     write_json,
 )
+from megatron_ext.tokenizers.saved_tokenizer import SavedTokenizer
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
-from megatron_ext.tokenizers.vision_tokenizer import MegatronTokenizerVision
-
-_CLASSES = (MegatronTokenizerText, MegatronTokenizerVision)
+from megatron_ext.tokenizers.tokenizer_class import tokenizer_class
 
 
 class MegatronTokenizer:
@@ -37,11 +36,12 @@ class MegatronTokenizer:
         tokenizer_path: str | os.PathLike[str] | None = None,
         metadata_path: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> MegatronTokenizerText | MegatronTokenizerVision:
+    ) -> MegatronTokenizerText:
         """A tokenizer with its metadata.
 
         Args:
-            tokenizer_path: The tokenizer file or its directory.
+            tokenizer_path: The tokenizer file or its directory. A folder of ``save_pretrained`` is
+                held to what was saved.
             metadata_path: A metadata file, or its contents, which are copied; by default
                 ``tokenizer_metadata.json`` beside the tokenizer, and without one the library is
                 told from the tokenizer file.
@@ -57,8 +57,19 @@ class MegatronTokenizer:
             ConfigError: The prompt format is unusable, or the library unknown.
             MissingDependencyError: The library is not installed.
         """
-        metadata = _metadata(tokenizer_path, metadata_path)
-        return _class_of(metadata)(tokenizer_path, metadata, **options)
+        metadata, folder = _metadata(tokenizer_path, metadata_path)
+        saved = SavedTokenizer.read(metadata, folder)
+        kind = tokenizer_class(metadata)
+        if saved is None:
+            return kind(path=tokenizer_path, config=metadata, **options)
+        saved.check_files()
+        tokenizer = kind(
+            path=saved.path(tokenizer_path),
+            config=saved.metadata(metadata),
+            **saved.constructor_options(options),
+        )
+        saved.check(tokenizer, options)
+        return tokenizer
 
     @staticmethod
     def write_metadata(
@@ -79,76 +90,73 @@ class MegatronTokenizer:
                 set, or it cannot be written.
             UnknownNameError: The library is unknown.
         """
-        if not Path(tokenizer_path).exists():
-            raise TokenizerError("the tokenizer does not exist", where=tokenizer_path)
+        if metadata_path is None and not Path(tokenizer_path).exists():
+            raise TokenizerError(
+                "the tokenizer does not exist",
+                fix="for a name that is no path, say with metadata_path where to write",
+                where=tokenizer_path,
+            )
+        class_name, class_path = _import_name(tokenizer_class)
         metadata = {
             "library": tokenizer_library,
-            "class_name": None if tokenizer_class is None else tokenizer_class.__name__,
-            "class_path": None if tokenizer_class is None else tokenizer_class.__module__,
+            "class_name": class_name,
+            "class_path": class_path,
             "chat_template": chat_template,
         }
         if model_type is not None:
             metadata["model_type"] = model_type
         file = metadata_file(tokenizer_path) if metadata_path is None else Path(metadata_path)
+        checked = check_metadata(metadata, where="write_metadata")
         _ = library_of(tokenizer_library)
         if file.exists() and not overwrite:
             raise TokenizerError(
                 "the metadata file exists already", fix="pass overwrite=True", where=file
             )
-        write_json(file, check_metadata(metadata, where=file))
+        write_json(file, checked)
 
 
 def _metadata(
     tokenizer_path: str | os.PathLike[str] | None,
     given: str | os.PathLike[str] | Mapping[str, Any] | None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Path]:
+    """The metadata, checked, and the folder that they are about."""
+    if given is not None and not isinstance(given, Mapping | str | os.PathLike):
+        raise TokenizerError(
+            "the metadata is neither a file nor a mapping",
+            got=type(given).__name__,
+            where="metadata_path",
+        )
+    if tokenizer_path is not None:
+        folder = metadata_file(tokenizer_path).parent
+    else:
+        folder = Path() if given is None or isinstance(given, Mapping) else Path(given).parent
     if isinstance(given, Mapping):
-        return check_metadata(given, where="metadata_path")
+        return check_metadata(given, where="metadata_path"), folder
     if given is not None:
-        if not isinstance(given, str | os.PathLike):
-            raise TokenizerError(
-                "the metadata is neither a file nor a mapping",
-                got=type(given).__name__,
-                where="metadata_path",
-            )
-        return read_metadata(given)
+        return read_metadata(given), folder
     if tokenizer_path is None:
         raise TokenizerError("no tokenizer is named", fix="pass tokenizer_path")
-    beside = metadata_file(tokenizer_path)
+    beside = folder / METADATA_FILE
     if beside.is_file():
-        return read_metadata(beside)
-    return {"library": file_kind(tokenizer_path).library}
+        return read_metadata(beside), folder
+    return {"library": file_kind(tokenizer_path).library}, folder
 
 
-def _class_of(
-    metadata: Mapping[str, Any],
-) -> type[MegatronTokenizerText | MegatronTokenizerVision]:
-    """The class that the metadata names, else the one for their mode.
+def _import_name(kind: type[MegatronTokenizerText] | None) -> tuple[str | None, str | None]:
+    """Name and module by which another process finds a class.
 
     Raises:
-        TokenizerError: The class cannot be imported, or is no tokenizer.
+        TokenizerError: It is no class, or not found by its name.
     """
-    name, module_name = metadata.get("class_name"), metadata.get("class_path")
-    if name is None or module_name is None:
-        mode = metadata.get("mode") or library_of(metadata["library"]).mode
-        return MegatronTokenizerVision if mode == "multimodal" else MegatronTokenizerText
-    try:
-        found = getattr(import_module(module_name), name)
-    except ImportError as error:
+    if kind is None:
+        return None, None
+    if not isinstance(kind, type):
+        raise TokenizerError("tokenizer_class is no class", got=repr(kind))
+    found: object = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
+    if kind.__module__ == "__main__" or found is not kind:
         raise TokenizerError(
-            "cannot import the tokenizer class", got=str(error), where=f"{module_name}.{name}"
-        ) from error
-    except AttributeError:
-        raise TokenizerError(
-            "the module has no such class",
-            got=repr(name),
-            fix=did_you_mean(name, dir(import_module(module_name))),
-            where=module_name,
-        ) from None
-    if not (isinstance(found, type) and issubclass(found, _CLASSES)):
-        raise TokenizerError(
-            "this is no tokenizer class",
-            expected="a subclass of MegatronTokenizerText or MegatronTokenizerVision",
-            where=f"{module_name}.{name}",
+            "another process cannot find the tokenizer class by its name",
+            got=f"{kind.__module__}.{kind.__qualname__}",
+            fix="define it at the top of a module that can be imported",
         )
-    return found
+    return kind.__name__, kind.__module__

@@ -1,7 +1,9 @@
 """``tokenizer_metadata.json``: what Megatron keeps beside a tokenizer file.
 
-Both layouts in use are read: with ``model_type`` and without. Unknown keys are kept, so that a file
-of another version survives a rewrite.
+Every release's layout is read: with ``model_type`` or without, with a class or with nulls, and with
+the libraries' names of then. Unknown keys are kept, so that a file of another version survives a
+rewrite. What we write is read by every release that knows the library: Megatron takes its own class
+where none is named.
 """
 
 from __future__ import annotations
@@ -10,17 +12,21 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.file_kind import read_json
+from megatron_ext.tokenizers.legacy_types import TokenizerMode
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
 
 METADATA_FILE: Final = "tokenizer_metadata.json"
 """Name of the file beside a tokenizer."""
 
-_TEXT_KEYS = ("library", "class_name", "class_path", "chat_template", "model_type")
+_TEXT_KEYS = (
+    *("library", "mode", "class_name", "class_path", "chat_template", "model_type"),
+    "prompt_format",
+)
 
 
 def metadata_file(tokenizer_path: str | os.PathLike[str]) -> Path:
@@ -76,6 +82,7 @@ def check_metadata(metadata: Mapping[str, Any], *, where: object = None) -> dict
             fix="set both or neither",
             where=where,
         )
+    _check_mode(metadata.get("mode"), where)
     library = metadata.get("library")
     if library is None:
         raise TokenizerError(
@@ -88,6 +95,21 @@ def check_metadata(metadata: Mapping[str, Any], *, where: object = None) -> dict
     return dict(metadata)
 
 
+def _check_mode(mode: object, where: object) -> None:
+    if mode is not None and mode not in get_args(TokenizerMode):
+        raise TokenizerError(
+            "the metadata name an unknown mode",
+            got=repr(mode),
+            expected=f"one of {', '.join(get_args(TokenizerMode))}",
+            where=where,
+        )
+
+
+def metadata_text(document: Mapping[str, Any]) -> str:
+    """The contents of a metadata file."""
+    return json.dumps(dict(document), ensure_ascii=False, indent=2)
+
+
 def write_json(file: Path, document: Mapping[str, Any]) -> None:
     """Replace ``file`` by ``document`` in one step; folders on the way are made.
 
@@ -95,6 +117,6 @@ def write_json(file: Path, document: Mapping[str, Any]) -> None:
         TokenizerError: The directory cannot be written.
     """
     try:
-        write_text(file, json.dumps(dict(document), ensure_ascii=False, indent=2))
+        write_text(file, metadata_text(document))
     except OSError as error:
         raise TokenizerError("cannot write the file", got=error.strerror, where=file) from error

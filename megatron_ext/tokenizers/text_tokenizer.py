@@ -6,12 +6,10 @@ import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.added_tokens import AddedTokens
 from megatron_ext.tokenizers.base import (
     ByteEnds,
     IdArray,
@@ -20,10 +18,12 @@ from megatron_ext.tokenizers.base import (
 )
 from megatron_ext.tokenizers.chat_tokenizer import ChatTokenizer
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
-from megatron_ext.tokenizers.token_bytes import character_starts, utf8
+from megatron_ext.tokenizers.special_ids import SpecialIds
+from megatron_ext.tokenizers.text_offsets import text_offsets
+from megatron_ext.tokenizers.vocabulary import Vocabulary
 
 
-class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
+class MegatronTokenizerText(ChatTokenizer, SpecialIds, MegatronTokenizerBase):
     """A tokenizer of one library behind Megatron's interface.
 
     Args:
@@ -102,28 +102,15 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
         """Index of the character of ``text`` in which each token begins [T].
 
-        Raises:
-            TokenizerError: ``ids`` are not a tokenization of ``text``.
-        """
-        raw = utf8(text)
-        starts = character_starts(raw)
-        begins = np.concatenate(([0], self._ends_of(ids, text, raw)[:-1]))[: len(ids)]
-        characters: list[int] = (np.searchsorted(starts, begins, side="right") - 1).tolist()
-        return characters
+        Args:
+            ids: A tokenization of ``text``, or a generated stream that decodes to it, with special
+                tokens written or left out.
+            text: The text.
 
-    def _ends_of(self, ids: Sequence[int], text: str, raw: bytes) -> NDArray[np.int64]:
-        for parse_special in (False, True):
-            own_ids, ends = self.encode_with_byte_ends(text, parse_special=parse_special)
-            if own_ids.tolist() == list(ids):
-                return ends
-        ends = self.byte_ends(ids)
-        if (int(ends[-1]) if len(ends) else 0) != len(raw):
-            raise TokenizerError(
-                "the ids are not a tokenization of the text",
-                got=f"ids of {int(ends[-1]) if len(ends) else 0} bytes",
-                expected=f"{len(raw)} bytes",
-            )
-        return ends
+        Raises:
+            TokenizerError: ``ids`` do not decode to ``text``.
+        """
+        return text_offsets(self._tokenizer, ids, text)
 
     # Vocabulary.
 
@@ -132,9 +119,9 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         return self._tokenizer.vocab_size
 
     @cached_property
-    def vocab(self) -> list[str]:
+    def vocab(self) -> Vocabulary:
         """Display string of each id, in id order [V]; empty where an id is unused."""
-        return [self._tokenizer.id_to_token(i) for i in range(self.vocab_size)]
+        return Vocabulary(map(self._tokenizer.id_to_token, range(self.vocab_size)))
 
     @cached_property
     def inv_vocab(self) -> dict[int, str]:
@@ -149,70 +136,87 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         """Display string of an id."""
         return self._tokenizer.id_to_token(token_id)
 
-    # Special ids, under both of the names that Megatron uses.
+    def add_special_tokens(self, special_tokens: Sequence[str] | Mapping[str, Any]) -> int:
+        """Add special tokens: a list of names, or names by ``pad_token`` ... as HuggingFace does.
+
+        The library's tokenizer is built anew, with the next ids for names that are new.
+
+        Returns:
+            The number of names that the vocabulary did not hold.
+
+        Raises:
+            TokenizerError: A name or a key is unusable, or the library cannot add them.
+        """
+        added = AddedTokens(special_tokens)
+        new = [name for name in added.names if not self._holds(name)]
+        options = added.joined_to(self.options)
+        self._tokenizer = TOKENIZER_LIBRARIES[self.library].build(self.path, options)
+        self.options = options
+        self.__dict__.pop("vocab", None)
+        self.__dict__.pop("inv_vocab", None)
+        self._set_prompt_format(self.prompt_format)
+        return len(new)
+
+    def _holds(self, token: str) -> bool:
+        try:
+            self.token_to_id(token)
+        except KeyError:
+            return False
+        return True
 
     @property
-    def pad_id(self) -> int | None:
-        """Padding: the prompt format's, else the tokenizer's."""
-        of_format = None if self.prompt_config is None else self.prompt_config.pad_token_id
-        return self._tokenizer.pad_id if of_format is None else of_format
+    def _pad_of_format(self) -> int | None:
+        return None if self.prompt_config is None else self.prompt_config.pad_token_id
 
     @property
-    def bos_id(self) -> int | None:
-        """Beginning of sequence."""
-        return self._tokenizer.bos_id
+    def vocab_file(self) -> str | None:
+        """The vocabulary file that was named beside the path."""
+        return self.options.get("vocab_file")
 
     @property
-    def eos_id(self) -> int | None:
-        """End of sequence."""
-        return self._tokenizer.eos_id
+    def merges_file(self) -> str | None:
+        """The file of merges that was named beside the path."""
+        return self.options.get("merges_file")
 
     @property
-    def unk_id(self) -> int | None:
-        """Unknown."""
-        return self._tokenizer.unk_id
-
-    @property
-    def mask_id(self) -> int | None:
-        """Masked position."""
-        return self._tokenizer.mask_id
-
-    @property
-    def cls_id(self) -> int | None:
-        """Classification."""
-        return self._tokenizer.cls_id
-
-    @property
-    def sep_id(self) -> int | None:
-        """Separator."""
-        return self._tokenizer.sep_id
-
-    @property
-    def eod(self) -> int | None:
-        """End of document."""
-        return self._tokenizer.eod
-
-    pad = pad_id
-    bos = bos_id
-    eos = eos_id
-    unk = unk_id
-    mask = mask_id
-    cls = cls_id
-    sep = sep_id
-
-    @property
-    def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of the special tokens that have no role, such as T5's sentinels."""
-        return self._tokenizer.additional_special_tokens_ids
-
-    @property
-    def special_tokens_dict(self) -> dict[str, int]:
-        """Id by ``bos_token``, ``eos_token``, ``pad_token`` ...: those that there are."""
-        names = self._tokenizer.special_token_names
-        ids = {name: self._tokenizer.token_to_id(token) for name, token in names.items()}
-        return ids if self.pad_id is None else ids | {"pad_token": self.pad_id}
+    def space_sensitive(self) -> bool:
+        """Whether two words give other ids together than one after the other."""
+        ids = self._tokenizer.text_to_ids
+        return ids("x y") != ids("x") + ids("y")
 
     # Identity.
+
+    @property
+    def mode(self) -> str:
+        """What the tokenizer is for, by its metadata: text, sft or multimodal."""
+        said: str | None = self.config.get("mode")
+        return library_of(self.config.get("library")).mode if said is None else said
+
+    def files(self) -> Mapping[str, Path]:
+        """Files that the tokenizer was read from, by the name they keep in a checkpoint."""
+        return self._tokenizer.files()
+
+    def constructor_options(self) -> dict[str, Any]:
+        """Keyword arguments that build the tokenizer again, apart from its chat template and prompt
+        format; a class that takes others adds them."""
+        flags = ("parse_special_tokens", "identify_by_content")
+        return self.options | {name: True for name in flags if getattr(self, name)}
+
+    def save_pretrained(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write a folder that ``MegatronTokenizer.from_pretrained`` rebuilds the tokenizer from.
+
+        The folder appears whole or not at all. It needs no other file and no network.
+
+        Args:
+            path: A folder that is empty or does not exist.
+            overwrite: Replace a tokenizer that was saved there.
+
+        Raises:
+            TokenizerError: The folder holds something else, or cannot be written.
+        """
+        from megatron_ext.tokenizers.assets import save_assets
+
+        save_assets(self, path, overwrite=overwrite)
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) of every id's bytes or control name in id order."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import os
 import pickle
@@ -11,17 +10,11 @@ import shutil
 import subprocess
 import sys
 from collections import OrderedDict
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from megatron_ext.errors import TokenizerError, UnknownNameError
-from megatron_ext.tokenizers import (
-    MegatronTokenizer,
-    MegatronTokenizerText,
-    register_with_megatron_core,
-)
+from megatron_ext.tokenizers import MegatronTokenizer, MegatronTokenizerText
 
 
 class OwnTokenizer(MegatronTokenizerText):
@@ -200,37 +193,3 @@ def test_importing_the_package_imports_no_tokenizer_library_and_no_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
-
-
-def test_megatron_core_counts_our_tokenizers_as_its_own_once_it_is_imported(folder, monkeypatch):
-    tokenizer = MegatronTokenizer.from_pretrained(folder)
-    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
-    assert not register_with_megatron_core()
-    # Their class without their package, which takes seconds to import.
-    theirs = megatron_core_base_class()
-    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
-    monkeypatch.setitem(sys.modules, "megatron.core.tokenizers.base_tokenizer", theirs)
-    assert not isinstance(tokenizer, theirs.MegatronTokenizerBase)
-    assert register_with_megatron_core()
-    assert isinstance(tokenizer, theirs.MegatronTokenizerBase)
-    assert register_with_megatron_core()
-
-
-def test_a_megatron_core_without_such_a_class_registers_nothing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
-    for module in (None, ModuleType("old")):
-        monkeypatch.setitem(sys.modules, "megatron.core.tokenizers.base_tokenizer", module)
-        assert not register_with_megatron_core()
-
-
-def megatron_core_base_class() -> ModuleType:
-    """megatron-core's module of the class, executed on its own."""
-    package = importlib.util.find_spec("megatron")
-    folders = [] if package is None else package.submodule_search_locations or []
-    for folder in folders:
-        file = Path(folder) / "core" / "tokenizers" / "base_tokenizer.py"
-        if file.is_file():
-            module = ModuleType("base_tokenizer")
-            exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
-            return module
-    pytest.skip("megatron-core is not installed")

@@ -1,0 +1,174 @@
+"""A tokenizer in a folder of its own: its files under settled names, and metadata that rebuild it.
+
+``tokenizer_metadata.json`` is what Megatron reads beside a tokenizer, with one key more. Under
+``assets`` stand the options that the tokenizer was built with, its special tokens, the fingerprint
+of its vocabulary, and size and hash of each file. Nothing in a folder says where it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.asset_folder import write_folder
+from megatron_ext.tokenizers.file_kind import FileFormat, file_kind
+from megatron_ext.tokenizers.metadata import METADATA_FILE, metadata_text, read_metadata
+
+if TYPE_CHECKING:
+    from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
+
+ASSETS_KEY: Final = "assets"
+"""Key of the metadata that only a saved tokenizer has."""
+ASSETS_VERSION: Final = 1
+"""Of what stands under it."""
+PROMPT_FILE: Final = "prompt_format.jinja"
+"""Template of a prompt format that was read from a file."""
+
+_FILE_PREFIX = "file:"
+_NAMES: Mapping[FileFormat, str] = {
+    "sentencepiece": "tokenizer.model",
+    "tekken": "tekken.json",
+    "tiktoken-json": "tokenizer.json",
+    "tiktoken-ranks": "tokenizer.tiktoken",
+}
+"""Name by which a folder's one file is found, where the library reads any name."""
+
+
+def save_assets(
+    tokenizer: MegatronTokenizerText, folder: str | os.PathLike[str], *, overwrite: bool
+) -> None:
+    """Write everything that rebuilds ``tokenizer`` to ``folder``, in one step.
+
+    What was written is loaded once before the folder gets its name, so that a folder that is there
+    can be loaded.
+
+    Raises:
+        TokenizerError: The folder holds something else, an option cannot be written down, a file
+            of the tokenizer changed since it was read, or the disk refuses.
+    """
+    names = file_names(tokenizer)
+    contents = {names[file]: _read(file) for file in names}
+    if tokenizer.prompt_format is not None and tokenizer.prompt_format.startswith(_FILE_PREFIX):
+        contents[PROMPT_FILE] = tokenizer.prompt_config.custom_chat_template.encode()
+    metadata = _metadata(tokenizer, names, contents)
+    write_folder(
+        folder,
+        {**contents, METADATA_FILE: metadata_text(metadata).encode()},
+        check=_load,
+        replaceable=_is_saved_tokenizer if overwrite else lambda _: False,
+    )
+
+
+def file_names(tokenizer: MegatronTokenizerText) -> dict[Path, str]:
+    """The tokenizer's files and the names that they have in a folder of assets."""
+    files = tokenizer.files()
+    if tokenizer.library in ("sentencepiece", "tiktoken"):
+        return {file: _NAMES[file_kind(file).format] for file in files.values()}
+    return {file: name for name, file in files.items()}
+
+
+def digest(content: bytes) -> dict[str, Any]:
+    """What is written down of a file: enough to tell a truncated one from an altered one."""
+    return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+
+
+def _metadata(
+    tokenizer: MegatronTokenizerText, names: Mapping[Path, str], contents: Mapping[str, bytes]
+) -> dict[str, Any]:
+    """The metadata of the folder, in an order that depends on nothing but the tokenizer."""
+    kind = type(tokenizer)
+    custom = not kind.__module__.startswith("megatron_ext.")
+    own_template = tokenizer.chat_template == tokenizer.own_chat_template
+    prompt_format = tokenizer.prompt_format
+    known = {
+        "library": tokenizer.library,
+        "mode": tokenizer.mode,
+        "class_name": kind.__name__ if custom else None,
+        "class_path": kind.__module__ if custom else None,
+        "chat_template": None if own_template else tokenizer.chat_template,
+        "prompt_format": _FILE_PREFIX + PROMPT_FILE if PROMPT_FILE in contents else prompt_format,
+    }
+    options, option_files = _split_options(tokenizer.constructor_options(), names)
+    named = option_files and tokenizer.path is not None and not os.path.exists(tokenizer.path)
+    assets = {
+        "version": ASSETS_VERSION,
+        "name": tokenizer.path if named else None,
+        "options": options,
+        "option_files": option_files,
+        "special_tokens": tokenizer.special_token_names,
+        "fingerprint": tokenizer.fingerprint(),
+        "files": {name: digest(contents[name]) for name in sorted(contents)},
+    }
+    rest = tokenizer.config.keys() - known.keys() - {ASSETS_KEY}
+    others = {key: tokenizer.config[key] for key in sorted(rest)}
+    return {
+        key: _portable(value, key) for key, value in {**known, **others, ASSETS_KEY: assets}.items()
+    }
+
+
+def _split_options(
+    options: Mapping[str, Any], names: Mapping[Path, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options as they are, and those that name one of the tokenizer's files."""
+    name_of = {os.path.realpath(file): name for file, name in names.items()}
+    plain: dict[str, Any] = {}
+    in_folder: dict[str, str] = {}
+    for option in sorted(options):
+        value = options[option]
+        path = os.path.realpath(value) if isinstance(value, str | os.PathLike) else None
+        if path in name_of:
+            in_folder[option] = name_of[path]
+        else:
+            plain[option] = value
+    return plain, in_folder
+
+
+def _portable(value: Any, where: str) -> Any:
+    """A copy that JSON gives back as it is.
+
+    Raises:
+        TokenizerError: It has no such copy.
+    """
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _portable(item, f"{where}: {key}") for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_portable(item, where) for item in value]
+    raise TokenizerError(
+        "the value cannot be saved with the tokenizer",
+        got=f"{type(value).__name__}, {value!r}",
+        expected="text, a number, a list or a mapping of these",
+        where=where,
+    )
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise TokenizerError(
+            "cannot read a file of the tokenizer", got=error.strerror, where=file
+        ) from error
+
+
+def _load(folder: Path) -> None:
+    from megatron_ext.tokenizers.megatron_tokenizer import MegatronTokenizer
+
+    MegatronTokenizer.from_pretrained(folder)
+
+
+def _is_saved_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a saved tokenizer and nothing besides."""
+    try:
+        assets = read_metadata(folder / METADATA_FILE).get(ASSETS_KEY)
+    except (TokenizerError, KeyError):
+        return False
+    files = assets.get("files") if isinstance(assets, Mapping) else None
+    return isinstance(files, Mapping) and all(
+        file.name in (*files, METADATA_FILE) and file.is_file() for file in folder.iterdir()
+    )

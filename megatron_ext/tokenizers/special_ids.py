@@ -1,0 +1,91 @@
+"""The special ids of a tokenizer, under every name that Megatron's code asks for them."""
+
+from __future__ import annotations
+
+from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES
+
+
+class SpecialIds:
+    """What a tokenizer gains from its library's special ids; None stands for one that is missing.
+
+    The class that has it sets ``_tokenizer`` and, where there is one, ``_pad_of_format``.
+    """
+
+    _tokenizer: MegatronTokenizerTextAbstract
+    _pad_id: int | None = None
+    """A padding id that somebody chose: Megatron's reinforcement learning writes it."""
+
+    @property
+    def _pad_of_format(self) -> int | None:
+        """The padding id of the prompt format."""
+        return None
+
+    @property
+    def pad_id(self) -> int | None:
+        """Padding: the one that was chosen, else the prompt format's, else the tokenizer's."""
+        choices = (self._pad_id, self._pad_of_format, self._tokenizer.pad_id)
+        return next((token_id for token_id in choices if token_id is not None), None)
+
+    @property
+    def bos_id(self) -> int | None:
+        """Beginning of sequence."""
+        return self._tokenizer.bos_id
+
+    @property
+    def eos_id(self) -> int | None:
+        """End of sequence."""
+        return self._tokenizer.eos_id
+
+    @property
+    def unk_id(self) -> int | None:
+        """Unknown."""
+        return self._tokenizer.unk_id
+
+    @property
+    def mask_id(self) -> int | None:
+        """Masked position."""
+        return self._tokenizer.mask_id
+
+    @property
+    def cls_id(self) -> int | None:
+        """Classification."""
+        return self._tokenizer.cls_id
+
+    @property
+    def sep_id(self) -> int | None:
+        """Separator."""
+        return self._tokenizer.sep_id
+
+    @property
+    def eod(self) -> int | None:
+        """End of document: Megatron puts it behind each one."""
+        return self._tokenizer.eod
+
+    pad = pad_id
+    bos = bos_id
+    eos = eos_id
+    unk = unk_id
+    mask = mask_id
+    cls = cls_id
+    sep = sep_id
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int]:
+        """Ids of the special tokens that have no role, such as T5's sentinels."""
+        return self._tokenizer.additional_special_tokens_ids
+
+    @property
+    def special_tokens_dict(self) -> dict[str, int]:
+        """Id by ``bos_token``, ``eos_token``, ``pad_token`` ...: those that there are.
+
+        An end of document that is no end of sequence is ``eod_token``: Megatron's datasets look
+        here, and nowhere else, for ids that padding must not share.
+        """
+        roles = ((role, self._tokenizer.special_id(role)) for role in CONVENTIONAL_NAMES)
+        ids = {f"{role}_token": token_id for role, token_id in roles if token_id is not None}
+        if self.pad_id is not None:
+            ids["pad_token"] = self.pad_id
+        if self.eod is not None and self.eod != self.eos_id:
+            ids["eod_token"] = self.eod
+        return ids
