@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.control_tokens import ControlToken, ControlTokens
@@ -169,23 +168,25 @@ def test_stripping_and_single_words_are_those_of_the_library(tmp_path):
 
 
 @pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("template", ["[CLS] $A [SEP]", "[CLS] $A", "$A [SEP] [SEP]"])
 def test_the_post_processors_tokens_stand_around_each_text_and_cover_nothing(
-    tokenizer_path, include
+    tmp_path, tokenizer_path, template, include
 ):
-    folder = tokenizer_path("huggingface-wordpiece")
-    ours = MegatronTokenizer.from_pretrained(folder, include_special_tokens=include)
-    theirs = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs = Tokenizer.from_file(str(tokenizer_path("huggingface-wordpiece") / "tokenizer.json"))
     theirs.no_truncation()
     theirs.no_padding()
-    text = "the parser"
-    assert ours.tokenize(text) == theirs.encode(text, add_special_tokens=include).ids
-    ids, ends = ours.encode_with_byte_ends(text)
-    assert ids.tolist() == ours.tokenize(text)
-    rows = ours.text_to_ids_batch([text, "", text])
-    assert [row.tolist() for row in rows] == [ours.tokenize(t) for t in (text, "", text)]
-    assert (ends[0] == 0) == include
-    assert ends[-1] == len(text)
-    document = json.loads((folder / "tokenizer.json").read_text())
-    assert (len(ids) > len(ours.encode_with_control_spans(text, [])[0])) == (
-        include and document["post_processor"] is not None
-    )
+    names = [(name, theirs.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    theirs.post_processor = processors.TemplateProcessing(single=template, special_tokens=names)
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ours = MegatronTokenizer.from_pretrained(tmp_path, include_special_tokens=include)
+    texts = ["the parser", "", "the parser ends"]
+    wanted = [theirs.encode(text, add_special_tokens=include).ids for text in texts]
+    assert [ours.tokenize(text) for text in texts] == wanted
+    assert [row.tolist() for row in ours.text_to_ids_batch(texts)] == wanted
+    ids, ends = ours.encode_with_byte_ends("the parser")
+    assert ids.tolist() == wanted[0]
+    bare, bare_ends = ours.encode_with_control_spans("the parser", [])
+    before = template.split().index("$A") if include else 0
+    after = (len(template.split()) - 1 - before) if include else 0
+    assert ids.tolist()[before : len(ids) - after] == bare.tolist()
+    assert ends.tolist() == [0] * before + bare_ends.tolist() + [10] * after
