@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.hub import local_files
 
 FileFormat = Literal["huggingface", "sentencepiece", "tiktoken-json", "tekken", "tiktoken-ranks"]
 FileLibrary = Literal["huggingface", "sentencepiece", "tiktoken"]
@@ -47,7 +48,7 @@ class FileKind:
 
 
 def file_kind(path: str | os.PathLike[str]) -> FileKind:
-    """Recognise a tokenizer file, or the tokenizer file of a directory.
+    """Recognise a tokenizer file, or that of a directory or of a name on the HuggingFace hub.
 
     Raises:
         TokenizerError: It does not exist, cannot be read or is no tokenizer that we know.
@@ -112,11 +113,7 @@ def _tokenizer_file(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise TokenizerError(
-            "the tokenizer does not exist",
-            expected="a file or a directory on this machine",
-            where=path,
-        )
+        path = local_files(os.fspath(path))
     for name in _NAMES_IN_DIRECTORY:
         if (path / name).is_file():
             return path / name

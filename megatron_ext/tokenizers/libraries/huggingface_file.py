@@ -114,7 +114,7 @@ class HuggingFaceFile:
         if self._config is not None:
             for role in CONVENTIONAL_NAMES:
                 if role in ("bos", "eos", "pad", "unk") or f"{role}_token" in self._config:
-                    ids[role] = find(_name_of(self._config.get(f"{role}_token")))
+                    ids[role] = find(name_of(self._config.get(f"{role}_token")))
         ids |= {role: find(name) for role, name in self._roles.items()}
         pairs: tuple[tuple[SpecialRole, SpecialRole], ...] = (("bos", "cls"), ("eos", "sep"))
         for one, other in pairs:
@@ -142,7 +142,7 @@ class HuggingFaceFile:
         """Special tokens that were asked for, or that the configuration lists."""
         config = self._config or {}
         listed = config.get("additional_special_tokens") or config.get("extra_special_tokens")
-        names = [_name_of(token) for token in listed] if isinstance(listed, list) else []
+        names = [name_of(token) for token in listed] if isinstance(listed, list) else []
         known = {**self._ids, **self._added_ids}
         found = [name for name in dict.fromkeys([*names, *self._given]) if name in known]
         return found or None
@@ -304,7 +304,7 @@ def _untrimmed(part: Any) -> Any:
     return part
 
 
-def _name_of(token: Any) -> str:
+def name_of(token: Any) -> str:
     """Name of a special token, which a configuration gives as a string or as an object."""
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else ""

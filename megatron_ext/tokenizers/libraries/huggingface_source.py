@@ -18,16 +18,22 @@ class HuggingFaceSource:
 
     Args:
         file: The ``tokenizer.json``.
+        folder: Where its configuration and its template lie; None for a tokenizer that has none.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, folder: Path | None) -> None:
         self.file = file
+        self._folder = folder
 
     @property
     def files(self) -> dict[str, Path]:
         """Every file that is read, by the name that it must have."""
-        beside = (self.file.parent / name for name in (_CONFIG, _TEMPLATE))
-        return {"tokenizer.json": self.file} | {f.name: f for f in beside if f.is_file()}
+        beside = (self._beside(name) for name in (_CONFIG, _TEMPLATE))
+        return self._own_files() | {file.name: file for file in beside if file is not None}
+
+    def _own_files(self) -> dict[str, Path]:
+        """What holds the vocabulary."""
+        return {"tokenizer.json": self.file}
 
     def document(self) -> object:
         """The ``tokenizer.json``."""
@@ -39,8 +45,8 @@ class HuggingFaceSource:
         Raises:
             TokenizerError: It is broken.
         """
-        file = self.file.parent / _CONFIG
-        if not file.is_file():
+        file = self._beside(_CONFIG)
+        if file is None:
             return None
         config = read_json(file)
         if not isinstance(config, dict):
@@ -49,11 +55,15 @@ class HuggingFaceSource:
 
     def chat_template(self) -> str | None:
         """The template in ``chat_template.jinja``, else the default one of the configuration."""
-        file = self.file.parent / _TEMPLATE
-        if file.is_file():
+        file = self._beside(_TEMPLATE)
+        if file is not None:
             return file.read_text(encoding="utf-8")
         template = (self.config() or {}).get("chat_template")
         if isinstance(template, list):
             named = {row.get("name"): row.get("template") for row in template}
             template = named.get("default")
         return template if isinstance(template, str) else None
+
+    def _beside(self, name: str) -> Path | None:
+        file = None if self._folder is None else self._folder / name
+        return file if file is not None and file.is_file() else None

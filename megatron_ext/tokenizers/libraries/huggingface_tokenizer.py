@@ -12,9 +12,11 @@ from typing import Any, ClassVar
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError
 from megatron_ext.tokenizers.file_kind import require_library
+from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
 from megatron_ext.tokenizers.libraries.huggingface_file import HuggingFaceFile
 from megatron_ext.tokenizers.libraries.huggingface_source import HuggingFaceSource
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
+from megatron_ext.tokenizers.libraries.vocab_file_choice import named_vocab_files, vocab_files_at
 from megatron_ext.tokenizers.special_names import SpecialRole
 from megatron_ext.tokenizers.token_bytes import character_starts, settle_ends
 
@@ -27,14 +29,17 @@ class HuggingFaceTokenizer(TableTokenizer):
 
     Args:
         path: The file, or a directory that holds it.
+        vocab_file: GPT-2's ``vocab.json`` or BERT's ``vocab.txt``, instead of a ``tokenizer.json``.
+        merges_file: GPT-2's ``merges.txt``, with the former.
         include_special_tokens: Add what the post-processor adds to a text: BOS, EOS, [CLS].
         additional_special_tokens: Names to make special tokens of; those that the vocabulary lacks
             get the next ids.
         bos_token: Name of the BOS, instead of the configured one; added where it is missing. The
             other ``*_token`` options are alike.
+        engine: What encodes batches.
 
     Raises:
-        TokenizerError: There is no ``tokenizer.json``, or it is broken.
+        TokenizerError: There is no ``tokenizer.json``, or a file is broken.
         MissingDependencyError: tokenizers is not installed.
     """
 
@@ -44,6 +49,8 @@ class HuggingFaceTokenizer(TableTokenizer):
         self,
         path: str | os.PathLike[str],
         *,
+        vocab_file: str | os.PathLike[str] | None = None,
+        merges_file: str | os.PathLike[str] | None = None,
         include_special_tokens: bool = False,
         additional_special_tokens: Sequence[str] = (),
         bos_token: str | None = None,
@@ -53,7 +60,9 @@ class HuggingFaceTokenizer(TableTokenizer):
         mask_token: str | None = None,
         cls_token: str | None = None,
         sep_token: str | None = None,
+        engine: str = "auto",
     ) -> None:
+        self.engine = engine_choice(engine)
         roles: dict[SpecialRole, str | None] = {
             **{"bos": bos_token, "eos": eos_token, "pad": pad_token, "unk": unk_token},
             **{"mask": mask_token, "cls": cls_token, "sep": sep_token},
@@ -62,7 +71,7 @@ class HuggingFaceTokenizer(TableTokenizer):
             "special_tokens": tuple(additional_special_tokens),
             "roles": {role: name for role, name in roles.items() if name is not None},
         }
-        self._source = self._open(path)
+        self._source = self._open(path, vocab_file, merges_file)
         contents = self._contents()
         self._text_only = _build(contents.text_only(), self._source.file)
         super().__init__(
@@ -79,9 +88,21 @@ class HuggingFaceTokenizer(TableTokenizer):
         )
         self.chat_template = self._source.chat_template()
 
-    def _open(self, path: str | os.PathLike[str]) -> HuggingFaceSource:
+    def _open(
+        self,
+        path: str | os.PathLike[str],
+        vocab_file: str | os.PathLike[str] | None,
+        merges_file: str | os.PathLike[str] | None,
+    ) -> HuggingFaceSource:
         """The files of the tokenizer."""
-        return HuggingFaceSource(require_library(path, "huggingface").file)
+        named = named_vocab_files(vocab_file, merges_file, Path(path))
+        if named is not None:
+            return named
+        at_path = vocab_files_at(path)
+        if at_path is not None:
+            return at_path
+        file = require_library(path, "huggingface").file
+        return HuggingFaceSource(file, file.parent)
 
     def _contents(self) -> HuggingFaceFile:
         """What the files say, with the additions; read anew, for it is large."""
