@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import DataError
 from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.output_names import LOSS_MASK
 from megatron_ext.preprocessing.plan import Plan
 from megatron_ext.preprocessing.report import Report
+from megatron_ext.preprocessing.shard_record import ShardRecord
 from megatron_ext.preprocessing.source_file import SourceFiles
 from megatron_ext.preprocessing.work_folder import WorkFolder
 
@@ -23,9 +26,8 @@ def assemble(
         OSError: The output cannot be written.
     """
     folder, digest = WorkFolder(config.names.work_folder), plan.digest()
-    records = [folder.record(index, digest) for index in range(len(plan.shards))]
     report = Report.of(
-        [record for record in records if record is not None],
+        (_finished(folder, index, digest) for index in range(len(plan.shards))),
         settings=plan.settings,
         inputs=[file.path for file in sources.files],
         skipped_files=sources.skipped,
@@ -37,10 +39,24 @@ def assemble(
         # Nothing in it is worth taking up.
         folder.discard()
         raise problem
-    _write(config, folder, len(plan.shards), vocab_size)
-    write_text(config.names.report, report.to_json())
+    # Everything is made among the parts, which go with all that a killed run may leave there.
+    scratch = folder.scratch()
+    _write_datasets(config, folder, len(plan.shards), scratch, vocab_size)
+    write_text(scratch / config.names.report.name, report.to_json())
+    (scratch / config.names.report.name).replace(config.names.report)
     folder.discard()
     return report
+
+
+def _finished(folder: WorkFolder, index: int, plan: str) -> ShardRecord:
+    record = folder.record(index, plan)
+    if record is None:
+        raise DataError(
+            "a finished shard has gone",
+            where=folder.shard(index),
+            fix="run the command again, and one at a time",
+        )
+    return record
 
 
 def _emptiness(report: Report) -> DataError | None:
@@ -62,17 +78,19 @@ def _emptiness(report: Report) -> DataError | None:
     return None
 
 
-def _write(config: PreprocessConfig, folder: WorkFolder, shard_count: int, vocab_size: int) -> None:
+def _write_datasets(
+    config: PreprocessConfig, folder: WorkFolder, shard_count: int, scratch: Path, vocab_size: int
+) -> None:
     # Here, because megatron-core and torch take seconds to load and nothing else needs them.
     from megatron_ext.preprocessing.indexed_output import PendingDataset, publish
 
-    pending: list[PendingDataset] = []
-    try:
-        for name, prefix in config.names.datasets():
-            parts = [folder.shard(index) / name for index in range(shard_count)]
-            cardinality = None if name.endswith(f"_{LOSS_MASK}") else vocab_size
-            pending.append(PendingDataset.build(prefix, parts, cardinality=cardinality))
-        publish(pending)
-    finally:
-        for dataset in pending:
-            dataset.remove()
+    pending = [
+        PendingDataset.build(
+            prefix,
+            [folder.shard(index) / name for index in range(shard_count)],
+            scratch,
+            cardinality=None if name.endswith(f"_{LOSS_MASK}") else vocab_size,
+        )
+        for name, prefix in config.names.datasets()
+    ]
+    publish(pending)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,39 +32,28 @@ class PendingDataset:
 
     @classmethod
     def build(
-        cls, prefix: Path, parts: Sequence[Path], *, cardinality: int | None
+        cls, prefix: Path, parts: Sequence[Path], scratch: Path, *, cardinality: int | None
     ) -> PendingDataset:
         """Put ``parts`` together in order.
 
         Args:
             prefix: Where the dataset will be.
+            scratch: A folder on the same file system, for the files until then.
             parts: Prefixes of what ``PartWriter`` wrote.
             cardinality: Size of the vocabulary; None for bytes, as a loss mask is.
 
         Raises:
             DataError: A part is damaged.
         """
-        mark = f"{os.getpid()}-{secrets.token_hex(4)}"
-        tokens, index = (prefix.with_name(f".{prefix.name}.{end}.{mark}") for end in ("bin", "idx"))
-        pending = cls(prefix, tokens, index)
+        pending = cls(prefix, scratch / f"{prefix.name}.bin", scratch / f"{prefix.name}.idx")
         dtype = np.uint8 if cardinality is None else DType.optimal_dtype(cardinality)
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            builder = IndexedDatasetBuilder(str(tokens), dtype=dtype)
-            for part in parts:
-                _append(builder, part)
-            builder.finalize(str(index))
-            _flush(tokens)
-            _flush(index)
-        except BaseException:
-            pending.remove()
-            raise
+        builder = IndexedDatasetBuilder(str(pending.tokens), dtype=dtype)
+        for part in parts:
+            _append(builder, part)
+        builder.finalize(str(pending.index))
+        _flush(pending.tokens)
+        _flush(pending.index)
         return pending
-
-    def remove(self) -> None:
-        """Remove what has not been published."""
-        self.tokens.unlink(missing_ok=True)
-        self.index.unlink(missing_ok=True)
 
 
 def publish(datasets: Sequence[PendingDataset]) -> None:

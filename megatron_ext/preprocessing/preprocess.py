@@ -48,8 +48,7 @@ def preprocess(config: PreprocessConfig) -> Report | None:
 
 
 def _check_output(config: PreprocessConfig) -> None:
-    has_builder = find_spec("megatron") is not None and find_spec("megatron.core") is not None
-    if not config.shard_indices and not has_builder:
+    if not config.shard_indices and not _has_megatron_core():
         raise MissingDependencyError("megatron-core", extra="train", feature="writing .bin/.idx")
     existing = config.names.existing()
     is_unfinished = config.names.work_folder.exists()
@@ -59,6 +58,11 @@ def _check_output(config: PreprocessConfig) -> None:
             where=existing[0],
             fix="pass --overwrite to replace it, or change --output-prefix",
         )
+
+
+def _has_megatron_core() -> bool:
+    # Not imported: it takes seconds, and is needed at the end only.
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
 def _take_up(config: PreprocessConfig, plan: Plan) -> Plan:

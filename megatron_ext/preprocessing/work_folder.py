@@ -55,11 +55,17 @@ class WorkFolder:
         write_text(self.path / _PLAN, plan.to_json())
 
     def discard(self) -> None:
-        """Remove everything; parts that lose their folder half-way are never taken for finished."""
-        rubbish = self.path.with_name(f".{self.path.name}.{_mark()}")
+        """Remove everything; a shard that loses its files is not finished from the first one on."""
+        for record in self.path.glob(f"*/{_RECORD}"):
+            record.unlink(missing_ok=True)
         with suppress(FileNotFoundError):
-            self.path.rename(rubbish)
-            shutil.rmtree(rubbish)
+            shutil.rmtree(self.path)
+
+    def scratch(self) -> Path:
+        """A new folder for what will be the output, on the file system of the output."""
+        folder = self.path / f".output.{_mark()}"
+        folder.mkdir(parents=True)
+        return folder
 
     def shard(self, index: int) -> Path:
         """Folder of one finished shard."""

@@ -1,0 +1,155 @@
+"""``megatron-ext tokenize`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_ext.cli.main import main
+from tests.cli.run_files import REPOSITORY, kill, start
+from tests.preprocessing.runs import contents, write_json_lines
+
+TEXTS = ["one", "zwölf", "", "三 tokens", "line\nline"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A few records."""
+    return write_json_lines(tmp_path / "a.jsonl", ({"text": text} for text in TEXTS))
+
+
+def tokenize(*arguments: object) -> None:
+    """The verb in this process, over bytes."""
+    main(["tokenize", "--tokenizer-library", "byte-level", *map(str, arguments)])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line with which the verb ends."""
+    with pytest.raises(SystemExit) as exit:
+        tokenize(*arguments)
+    assert exit.value.code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    return line.removeprefix("megatron-ext: error: ")
+
+
+def test_a_run_says_what_came_of_it(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus.write_text(corpus.read_text() + "no json\n")
+    tokenize("--input", corpus, "--output-prefix", tmp_path / "out" / "a")
+    output, errors = capsys.readouterr()
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert f"5 documents, 0.0 MB of text, {size} tokens in text_document, 1 empty, 1 left out" in (
+        output
+    )
+    assert f"left out: {corpus}:6: the line is not JSON" in errors
+    assert "MB/s of text" in errors
+    dataset = IndexedDataset(str(tmp_path / "out" / "a_text_document"))
+    assert [bytes(row.astype(np.uint8)).decode() for row in dataset] == [t for t in TEXTS if t]
+    report = json.loads((tmp_path / "out" / "a_report.json").read_text())
+    assert report["bad"][0]["place"] == f"{corpus}:6"
+
+
+def test_a_shard_says_that_it_is_finished(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--input", corpus, "--output-prefix", tmp_path / "a", "--shard-count", 2)
+    for index in (0, 1):
+        tokenize(*flags, "--shard-index", index)
+        assert capsys.readouterr().out == f"finished: shard {index} of 2\n"
+    tokenize(*flags)
+    assert (tmp_path / "a_text_document.idx").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--input", "absent.jsonl"], "absent.jsonl: there is no such file"),
+        (["--input", "a.jsonl", "--output-prefix", "out/"], "--output-prefix: the prefix names"),
+        (["--input", "a.jsonl", "--workers", "0"], "--workers: too few; got 0; expected >= 1"),
+        (["--input", "a.jsonl", "--shards", "0"], "--shards: too few"),
+        (["--input", "a.jsonl", "--shard-index", "0"], "--shard-index: one shard of how many?"),
+        (
+            ["--input", "a.jsonl", "--shards", "2", "--shard-index", "2"],
+            "--shard-index: there is no such shard; got 2; expected 0 to 1",
+        ),
+        (["--input", "a.jsonl", "--json-keys", "a/b"], "--json-keys: the key cannot be part of"),
+        (["--input", "a.jsonl", "--json-keys", "a", "a"], "--json-keys: a key is named twice"),
+        (["--input", "a.jsonl", "--json-keys", "body"], "no record of the input can be used"),
+        (["--input", "a.jsonl", "--json-keys", "body", "--strict"], "a.jsonl:1: the line has no"),
+        (["--input", "a.jsonl", "--split-sentences"], "--split-sentences: sentences are not split"),
+        (["--input", "a.jsonl", "--tokenizer-mode", "multimodal"], "a multimodal tokenizer needs"),
+        (["--input", "a.jsonl", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+    ],
+    ids=lambda value: " ".join(value[2:] or value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    line: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prefix = [] if "--output-prefix" in flags else ["--output-prefix", "out/a"]
+    assert line in refused(capsys, *flags, *prefix)
+    assert not list(tmp_path.glob("out/*document*"))
+
+
+def test_output_that_cannot_be_written_is_one_line(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    line = refused(capsys, "--input", corpus, "--output-prefix", tmp_path / "file" / "a")
+    assert "cannot write the output; got Not a directory" in line
+
+
+def test_nothing_but_the_builder_loads_torch(tmp_path: Path, corpus: Path) -> None:
+    code = (
+        "import sys; from megatron_ext.cli.main import main; "
+        f"main(['tokenize', '--tokenizer-library', 'byte-level', '--input', {str(corpus)!r}, "
+        f"'--output-prefix', {str(tmp_path / 'a')!r}, '--shards', '1', '--shard-index', '0']); "
+        "assert not {'torch', 'megatron.core'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+def test_a_killed_run_leaves_no_worker_and_goes_on_to_the_same_output(tmp_path: Path) -> None:
+    long = "a text that is long enough to take some time " * 20
+    corpus = write_json_lines(tmp_path / "a.jsonl", ({"text": f"{i} {long}"} for i in range(6000)))
+    flags = ["tokenize", "--tokenizer-library", "byte-level", "--append-eod", "--input"]
+    flags += [str(corpus), "--shards", "60", "--workers", "2", "--output-prefix"]
+    process = start(*flags, str(tmp_path / "out" / "a"))
+    try:
+        workers = _wait_for_a_shard(process, tmp_path / "out" / "a.parts")
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert not alive
+    finally:
+        kill(process)
+    finished = len(list((tmp_path / "out" / "a.parts").glob("0*")))
+    assert 0 < finished < 60
+    assert not (tmp_path / "out" / "a_text_document.idx").exists()
+    for name in ("out", "whole"):
+        main([*flags, str(tmp_path / name / "a")])
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def _wait_for_a_shard(process: subprocess.Popen[str], parts: Path) -> list[psutil.Process]:
+    """The processes under ``process`` when the first shard is finished."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if list(parts.glob("0*")):
+            return psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.005)
+    raise AssertionError(f"no shard was finished: {process.poll()}")

@@ -1,0 +1,65 @@
+"""A tokenizer of conversations small enough to read, whose ids tell what is trained."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.errors import ConversationError
+
+BEGIN, STOP, EOD, TRAINED = 1, 2, 3, 256
+"""Begin of a conversation, end of a turn, end of a document; trained bytes are shifted by this."""
+
+
+class ChatOfBytes:
+    """Each message is its bytes and a stop; those of the assistant are trained, and shifted.
+
+    Args:
+        trains_all: Train every token, as the prompt format ``default`` does.
+    """
+
+    path = None
+    prompt_config = "bytes"
+    chat_template = None
+    vocab_size = 1000
+    eod = eos = eos_id = EOD
+    pad = pad_id = 0
+
+    def __init__(self, *, trains_all: bool = False) -> None:
+        self._trains_all = trains_all
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, str]:
+        return OrderedDict({"class": "ChatOfBytes", "trains_all": str(self._trains_all)})
+
+    def fingerprint(self) -> str:
+        return "bytes"
+
+    def tokenize_conversation(
+        self,
+        conversation: Sequence[Mapping[str, str]],
+        return_target: bool,
+        add_generation_prompt: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        assert return_target
+        assert not add_generation_prompt
+        ids, trained = [BEGIN], [self._trains_all]
+        for turn, message in enumerate(conversation):
+            if message.get("role") not in ("user", "assistant"):
+                raise ConversationError("unknown role", where=f"message {turn}")
+            is_trained = message["role"] == "assistant"
+            raw = [*message["content"].encode(), STOP]
+            ids += [byte + TRAINED * is_trained for byte in raw]
+            trained += [is_trained or self._trains_all] * len(raw)
+        array = np.array(ids, np.int64)
+        return array, np.where(trained, array, IGNORE_INDEX)
+
+
+def conversation(*contents: str) -> list[dict[str, str]]:
+    """Turns of a user and an assistant, alternating."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]

@@ -1,0 +1,91 @@
+"""Kills a run before each change that it makes on the disk, and runs it again.
+
+    python -m tests.preprocessing.kill_points FOLDER
+
+The input is FOLDER/data. Prints how many changes there are. Each run is a fork of this process,
+which has loaded everything, so that hundreds of them take seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_ext.preprocessing import indexed_output  # noqa: F401 - loaded once, before any fork
+from tests.preprocessing.runs import contents, run
+
+CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir")
+WRITING = os.O_WRONLY | os.O_RDWR
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    out = folder / "out"
+    changes, status = _in_fork(lambda: _tokenize(folder), kill_at=None, folder=out)
+    assert status == 0, "the uninterrupted run failed"
+    expected = contents(out)
+    assert expected
+    for kill_at in range(changes):
+        shutil.rmtree(out)
+        _, status = _in_fork(lambda: _tokenize(folder), kill_at=kill_at, folder=out)
+        assert status == -signal.SIGKILL, f"not killed at change {kill_at}"
+        _, status = _in_fork(lambda: _tokenize(folder), kill_at=None, folder=out)
+        assert status == 0, f"not taken up after change {kill_at}"
+        assert contents(out) == expected, f"another output after change {kill_at}"
+    print(changes)
+
+
+def _tokenize(folder: Path) -> None:
+    keys = ("text", "title")
+    run(folder / "data", output=folder / "out" / "a", json_keys=keys, shard_count=2)
+
+
+def _in_fork(call: Callable[[], None], *, kill_at: int | None, folder: Path) -> tuple[int, int]:
+    """Changes below ``folder`` that ``call`` made, and how its process ended."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            count = _count_changes(folder, kill_at)
+            call()
+            os.write(writing, str(count()).encode())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        count_text = stream.read()
+    _, status = os.waitpid(child, 0)
+    return int(count_text or 0), os.waitstatus_to_exitcode(status)
+
+
+def _count_changes(folder: Path, kill_at: int | None) -> Callable[[], int]:
+    """Count the changes that this process makes from now on, and kill it before one of them."""
+    count = 0
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal count
+        if event == "open":
+            is_change = isinstance(arguments[2], int) and bool(arguments[2] & WRITING)
+        else:
+            is_change = event in CHANGES
+        if not is_change or not str(arguments[0]).startswith(str(folder)):
+            return
+        if count == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+
+    sys.addaudithook(hook)
+    return lambda: count
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Conversations to tokens and the mask of what is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_ext.errors import DataError
+from megatron_ext.preprocessing import preprocess as preprocess_module
+from megatron_ext.preprocessing.document_encoder import ConversationEncoder
+from megatron_ext.preprocessing.record_block import RecordBlock, RecordFields
+from megatron_ext.tokenizers import TokenizerConfig
+from tests.preprocessing.chat_of_bytes import (
+    BEGIN,
+    EOD,
+    STOP,
+    TRAINED,
+    ChatOfBytes,
+    conversation,
+)
+from tests.preprocessing.runs import contents, run, write_json_lines
+
+SFT = TokenizerConfig(library="byte-level", mode="sft")
+ANSWERED = conversation("hi", "yo")
+UNANSWERED = conversation("hi", "yo", "no?")
+
+
+@pytest.fixture(autouse=True)
+def _chat_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocess_module, "build_tokenizer", lambda config: ChatOfBytes())
+
+
+def encoded(
+    *conversations: list[dict[str, str]], eod: int | None = None, trains_all: bool = False
+) -> tuple[list[int], list[int]]:
+    """Ids and trained flags of some conversations."""
+    block = RecordBlock((list(conversations),), lines=list(range(1, len(conversations) + 1)))
+    tokenizer: Any = ChatOfBytes(trains_all=trains_all)
+    (documents,) = ConversationEncoder(tokenizer, eod).encode(block).documents
+    assert documents.trained is not None
+    assert documents.sequence_lengths.sum() == len(documents.ids) == len(documents.trained)
+    return documents.ids.tolist(), documents.trained.tolist()
+
+
+def test_the_mask_is_one_where_the_target_is_trained() -> None:
+    ids, trained = encoded(ANSWERED)
+    assert ids == [BEGIN, *b"hi", STOP, *(TRAINED + byte for byte in (*b"yo", STOP))]
+    assert trained == [int(token >= TRAINED) for token in ids]
+
+
+def test_an_eod_is_trained_where_it_follows_an_answer() -> None:
+    ids, trained = encoded(ANSWERED, UNANSWERED, eod=EOD)
+    ends = [i for i, token in enumerate(ids) if token == EOD]
+    assert [trained[end] for end in ends] == [1, 0]
+
+
+def test_no_eod_is_put_behind_another() -> None:
+    assert encoded(ANSWERED, eod=STOP + TRAINED) == encoded(ANSWERED)
+
+
+def test_the_first_token_is_never_trained() -> None:
+    ids, trained = encoded(ANSWERED, UNANSWERED, trains_all=True)
+    assert [token for token, flag in zip(ids, trained, strict=True) if not flag] == [BEGIN] * 2
+
+
+def test_a_record_with_one_bad_conversation_is_left_out_under_every_key() -> None:
+    bad = [{"role": "wizard", "content": "x"}]
+    block = RecordBlock(([ANSWERED, bad, ANSWERED], [UNANSWERED] * 3), lines=[4, 7, 9])
+    tokenizer: Any = ChatOfBytes()
+    result = ConversationEncoder(tokenizer).encode(block)
+    assert [len(documents.sequence_counts) for documents in result.documents] == [2, 2]
+    assert [(record.line, record.problem) for record in result.bad] == [
+        (7, "message 0: unknown role")
+    ]
+
+
+def test_a_run_writes_tokens_and_a_mask_of_the_same_shape(tmp_path: Path) -> None:
+    rows: list[Any] = [ANSWERED, UNANSWERED, [{"role": "wizard"}], "text", conversation("hi")]
+    file = write_json_lines(tmp_path / "a.jsonl", ({"messages": row} for row in rows))
+    report = run(file, output=tmp_path / "out" / "a", tokenizer=SFT, append_eod=True)
+    tokens = IndexedDataset(str(tmp_path / "out" / "a_messages_document"))
+    mask = IndexedDataset(str(tmp_path / "out" / "a_messages_loss_mask"))
+    assert mask.index.dtype == np.uint8
+    assert np.array_equal(mask.sequence_lengths, tokens.sequence_lengths)
+    assert np.array_equal(mask.document_indices, tokens.document_indices)
+    assert len(tokens) == 3
+    trained = np.concatenate(list(mask)).sum()
+    assert report.tokens["messages_loss_mask"] == trained
+    assert report.tokens["messages_document"] == tokens.sequence_lengths.sum()
+    assert report.untrained_documents == 1
+    assert [bad.place for bad in report.bad] == [f"{file}:3", f"{file}:4"]
+    assert "unknown role" in report.bad[0].problem
+    assert "no conversation under 'messages'; got a value of type str" in report.bad[1].problem
+    cut = run(file, output=tmp_path / "cut" / "a", tokenizer=SFT, append_eod=True, shard_count=7)
+    assert cut == report
+    assert contents(tmp_path / "cut") == contents(tmp_path / "out")
+
+
+def test_conversations_without_a_trained_token_are_refused(tmp_path: Path) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", [{"messages": conversation("hi")}] * 3)
+    with pytest.raises(DataError, match="messages_loss_mask: no token of the input is trained"):
+        run(file, output=tmp_path / "out" / "a", tokenizer=SFT)
+
+
+def test_a_block_without_records_gives_no_documents() -> None:
+    tokenizer: Any = ChatOfBytes()
+    block = RecordBlock.empty(RecordFields(("messages",), "conversation"))
+    (documents,) = ConversationEncoder(tokenizer, EOD).encode(block).documents
+    assert len(documents.ids) == len(documents.sequence_counts) == 0

@@ -1,0 +1,165 @@
+"""Loss masks through megatron-core's own GPT dataset and blends."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.preprocessing import preprocess as preprocess_module
+from megatron_ext.tokenizers import TokenizerConfig
+from megatron_ext.training.masked_gpt_dataset import MaskedGPTDataset
+from tests.preprocessing.chat_of_bytes import BEGIN, EOD, TRAINED, ChatOfBytes, conversation
+from tests.preprocessing.runs import run, write_json_lines
+
+SEQUENCE_LENGTH = 24
+SFT = TokenizerConfig(library="byte-level", mode="sft")
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two datasets of conversations, in which a trained token is known by its id."""
+    return [_write(tmp_path, name, monkeypatch) for name in ("a", "long")]
+
+
+def _write(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, *, trains_all: bool = False
+) -> str:
+    tokenizer = ChatOfBytes(trains_all=trains_all)
+    monkeypatch.setattr(preprocess_module, "build_tokenizer", lambda config: tokenizer)
+    rows = [
+        conversation(*(f"{name}{i} {'x' * (i * k % 17)}" for k in range(1, 2 + i % 4)))
+        for i in range(60)
+    ]
+    file = write_json_lines(folder / f"{name}.jsonl", ({"messages": row} for row in rows))
+    run(file, output=folder / name, tokenizer=SFT, append_eod=not trains_all)
+    return str(folder / f"{name}_messages_document")
+
+
+def build(kind: type, prefixes: list[str], folder: Path, **options: Any) -> list[Any]:
+    """The datasets of the splits, through megatron-core's builder."""
+    weights = None if len(prefixes) == 1 else [1.0, 2.0]
+    config = GPTDatasetConfig(
+        random_seed=7,
+        sequence_length=SEQUENCE_LENGTH,
+        blend=(prefixes, weights),
+        split="8,2,0",
+        # A blend caches its indices under a process group only.
+        path_to_cache=str(folder / "cache") if weights is None else None,
+        tokenizer=ChatOfBytes(),
+        **{
+            "reset_position_ids": False,
+            "reset_attention_mask": False,
+            "eod_mask_loss": False,
+            **options,
+        },
+    )
+    sizes = [None, None, None] if weights is None else [150, 40, 0]
+    datasets: list[Any] = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+    return [dataset for dataset in datasets if dataset is not None]
+
+
+@pytest.mark.parametrize("extra_token", [True, False], ids=["extra-token", "no-extra-token"])
+@pytest.mark.parametrize("eod_mask_loss", [True, False], ids=["eod-masked", "eod"])
+@pytest.mark.parametrize("count", [1, 2], ids=["one-dataset", "blend"])
+def test_a_position_is_trained_where_the_token_that_it_predicts_is(
+    prefixes: list[str], tmp_path: Path, count: int, eod_mask_loss: bool, extra_token: bool
+) -> None:
+    options = {
+        "eod_mask_loss": eod_mask_loss,
+        "add_extra_token_to_sequence": extra_token,
+        "drop_last_partial_validation_sequence": False,
+    }
+    masked = build(MaskedGPTDataset, prefixes[:count], tmp_path, **options)
+    plain = build(GPTDataset, prefixes[:count], tmp_path, **options)
+    trained_count = 0
+    for ours, theirs in itertools.chain.from_iterable(
+        zip(a, b, strict=True) for a, b in zip(masked, plain, strict=True)
+    ):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - {"loss_mask"}:
+            assert np.array_equal(ours[name], theirs[name])
+        tokens, labels = theirs["tokens"], theirs["labels"]
+        # An EOD is trained behind an answer.
+        is_trained = (labels >= TRAINED) | ((labels == EOD) & (tokens >= TRAINED))
+        assert torch.equal(ours["loss_mask"], theirs["loss_mask"] * is_trained)
+        trained_count += int(ours["loss_mask"].sum())
+    assert trained_count > 500
+
+
+def test_no_position_predicts_from_one_document_into_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = _write(tmp_path, "a", monkeypatch, trains_all=True)
+    train, _ = build(MaskedGPTDataset, [prefix], tmp_path)
+    labels = torch.stack([sample["labels"] for sample in train])
+    mask = torch.stack([sample["loss_mask"] for sample in train])
+    assert torch.equal(mask == 0, labels == BEGIN)
+    assert (labels == BEGIN).sum() > 30
+
+
+def test_a_sample_that_fills_a_batch_trains_nothing(prefixes: list[str], tmp_path: Path) -> None:
+    train, _ = build(MaskedGPTDataset, prefixes[:1], tmp_path)
+    assert train[None]["loss_mask"].sum() == 0
+
+
+def test_indices_that_are_loaded_late_are_the_same(prefixes: list[str], tmp_path: Path) -> None:
+    expected, _ = build(MaskedGPTDataset, prefixes[:1], tmp_path)
+    late, _ = build(MaskedGPTDataset, prefixes[:1], tmp_path, defer_npy_index_mmap=True)
+    for a, b in zip(expected, late, strict=False):
+        assert torch.equal(a["loss_mask"], b["loss_mask"])
+
+
+def test_workers_of_a_data_loader_read_it(prefixes: list[str], tmp_path: Path) -> None:
+    train, _ = build(MaskedGPTDataset, prefixes[:1], tmp_path)
+    loader = torch.utils.data.DataLoader(
+        train, batch_size=4, num_workers=1, multiprocessing_context="fork"
+    )
+    batches = torch.cat([batch["loss_mask"] for batch in loader])
+    assert torch.equal(batches, torch.stack([sample["loss_mask"] for sample in train]))
+
+
+def test_tokens_without_a_mask_are_refused(prefixes: list[str], tmp_path: Path) -> None:
+    for end in ("bin", "idx"):
+        (tmp_path / f"a_messages_loss_mask.{end}").unlink()
+    with pytest.raises(DataError, match=r"a_messages_loss_mask\.idx: .* no loss mask; make both"):
+        build(MaskedGPTDataset, prefixes[:1], tmp_path)
+
+
+def test_a_mask_of_other_tokens_is_refused(prefixes: list[str], tmp_path: Path) -> None:
+    for end in ("bin", "idx"):
+        (tmp_path / f"long_messages_loss_mask.{end}").replace(
+            tmp_path / f"a_messages_loss_mask.{end}"
+        )
+    with pytest.raises(DataError, match="the loss mask is of another shape"):
+        build(MaskedGPTDataset, prefixes[:1], tmp_path)
+
+
+def test_a_mask_that_holds_no_bytes_is_refused(prefixes: list[str], tmp_path: Path) -> None:
+    for end in ("bin", "idx"):
+        (tmp_path / f"a_messages_document.{end}").replace(tmp_path / f"a_messages_loss_mask.{end}")
+        (tmp_path / f"a_messages_document.{end}").hardlink_to(
+            tmp_path / f"a_messages_loss_mask.{end}"
+        )
+    with pytest.raises(DataError, match="the loss mask is of another type"):
+        build(MaskedGPTDataset, prefixes[:1], tmp_path)
+
+
+def test_a_name_that_is_not_ours_is_refused(prefixes: list[str], tmp_path: Path) -> None:
+    for end in ("bin", "idx"):
+        Path(f"{prefixes[0]}.{end}").rename(tmp_path / f"other.{end}")
+    with pytest.raises(ConfigError, match="other: no loss mask goes by the name"):
+        build(MaskedGPTDataset, [str(tmp_path / "other")], tmp_path)
+
+
+def test_the_sum_of_all_masks_is_what_the_report_says(prefixes: list[str], tmp_path: Path) -> None:
+    mask = np.fromfile(tmp_path / "a_messages_loss_mask.bin", np.uint8)
+    tokens = np.fromfile(tmp_path / "a_messages_document.bin", np.uint16)
+    assert mask.sum() == (tokens >= TRAINED).sum() + ((tokens == EOD) & np.roll(mask, 1)).sum()
