@@ -52,8 +52,9 @@ def save_assets(
     """
     names = file_names(tokenizer)
     contents = {names[file]: _read(file) for file in names}
-    if tokenizer.prompt_format is not None and tokenizer.prompt_format.startswith(_FILE_PREFIX):
-        contents[PROMPT_FILE] = tokenizer.prompt_config.custom_chat_template.encode()
+    template = _template_of_file(tokenizer)
+    if template is not None:
+        contents[PROMPT_FILE] = template.encode()
     metadata = _metadata(tokenizer, names, contents)
     write_folder(
         folder,
@@ -69,6 +70,14 @@ def file_names(tokenizer: MegatronTokenizerText) -> dict[Path, str]:
     if tokenizer.library in ("sentencepiece", "tiktoken"):
         return {file: _NAMES[file_kind(file).format] for file in files.values()}
     return {file: name for name, file in files.items()}
+
+
+def _template_of_file(tokenizer: MegatronTokenizerText) -> str | None:
+    """The template of a prompt format that was read from a file."""
+    name, config = tokenizer.prompt_format, tokenizer.prompt_config
+    if name is None or config is None or not name.startswith(_FILE_PREFIX):
+        return None
+    return config.custom_chat_template
 
 
 def digest(content: bytes) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.file_kind import file_kind
-from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
+from megatron_ext.tokenizers.legacy_types import Library
+from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, LibraryName, library_of
 from megatron_ext.tokenizers.megatron_tokenizer import MegatronTokenizer
+from megatron_ext.tokenizers.metadata import metadata_file, read_metadata
 from megatron_ext.tokenizers.namespace import config_from_namespace
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.vision_tokenizer import MegatronTokenizerVision
@@ -29,25 +32,54 @@ def build_tokenizer(args: Any, **overrides: Any) -> MegatronTokenizerText | Mega
         MissingDependencyError: The library is not installed.
     """
     config = args if isinstance(args, TokenizerConfig) else config_from_namespace(args)
-    config = _with_library(replace(config, **overrides))
-    metadata = {"library": config.library, "mode": config.mode}
+    config = replace(config, **overrides)
+    metadata = _metadata(config)
+    config = _with_library(config, metadata)
     return MegatronTokenizer.from_pretrained(
         config.model,
-        metadata if config.metadata is None else config.metadata,
+        _agreed(metadata, config),
         **_library_options(config),
         **_mode_options(config),
     )
 
 
-def _with_library(config: TokenizerConfig) -> TokenizerConfig:
-    """``config`` with its library, told from the file where it is unset."""
-    if config.library is not None:
-        if config.model is None and TOKENIZER_LIBRARIES[config.library].reads_file:
-            raise ConfigError("no tokenizer is named", fix="set model to a file", where="model")
-        return config
-    if config.model is None:
+def _metadata(config: TokenizerConfig) -> dict[str, Any]:
+    """The metadata that are named, or lie beside the tokenizer; empty where there are none."""
+    if config.metadata is not None:
+        return read_metadata(config.metadata)
+    beside = None if config.model is None else metadata_file(config.model)
+    return read_metadata(beside) if beside is not None and beside.is_file() else {}
+
+
+def _with_library(config: TokenizerConfig, metadata: Mapping[str, Any]) -> TokenizerConfig:
+    """``config`` with its library, where it is unset told from the metadata or the file."""
+    library = config.library
+    if library is None and metadata:
+        library = cast(Library, library_of(metadata["library"]).library)
+    if config.model is None and (library is None or TOKENIZER_LIBRARIES[library].reads_file):
         raise ConfigError("no tokenizer is named", fix="set model to a file", where="model")
-    return replace(config, library=file_kind(config.model).library)
+    if library is None:
+        library = file_kind(str(config.model)).library
+    return replace(config, library=library)
+
+
+def _agreed(metadata: Mapping[str, Any], config: TokenizerConfig) -> dict[str, Any]:
+    """``metadata`` with the library and the mode that ``config`` says.
+
+    Raises:
+        ConfigError: They name another library.
+    """
+    said = library_of(metadata["library"]) if metadata else LibraryName(str(config.library))
+    if said.library != config.library:
+        raise ConfigError(
+            "the tokenizer's metadata name another library",
+            got=config.library,
+            expected=said.library,
+            fix="leave the library out, or name other metadata",
+            where="library",
+        )
+    mode = metadata.get("mode") or said.mode if config.mode == "text" else config.mode
+    return {**metadata, "library": config.library, "mode": mode}
 
 
 def _library_options(config: TokenizerConfig) -> dict[str, Any]:

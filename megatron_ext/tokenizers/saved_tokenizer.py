@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,7 @@ class SavedTokenizer:
                     fix="upgrade megatron-ext",
                     where=where,
                 )
+            _check_names([*assets["files"], *assets["option_files"].values()])
             return cls(
                 folder=folder,
                 library=library_of(metadata["library"]).library,
@@ -157,6 +158,13 @@ class SavedTokenizer:
                     fix=_FIX,
                     where=self.folder,
                 )
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Refuse names that lead out of the folder."""
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no name of a file in the folder")
 
 
 def _text(row: Mapping[str, Any]) -> str:

@@ -37,3 +37,15 @@ class MegatronTokenizerVision(MegatronTokenizerText):
         super().__init__(path, config, additional_special_tokens=tuple(names), **options)
         self.image_tag_type = image_tag_type
         self.force_system_message = force_system_message
+
+    @property
+    def mode(self) -> str:
+        return "multimodal"
+
+    def constructor_options(self) -> dict[str, Any]:
+        # The names to add are among the library's additional ones by now.
+        return super().constructor_options() | {
+            "special_tokens": (),
+            "image_tag_type": self.image_tag_type,
+            "force_system_message": self.force_system_message,
+        }

@@ -1,0 +1,475 @@
+"""A tokenizer saved to a folder and built again from it, for every library."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizer_files import MAKERS
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers import (
+    MegatronTokenizer,
+    MegatronTokenizerText,
+    MegatronTokenizerVision,
+    TokenizerConfig,
+    build_tokenizer,
+)
+
+METADATA = "tokenizer_metadata.json"
+TEXT = "The parser  reads\tnaïve café 🙂 <|end|> </s> [CLS] 12345\n<extra_id_0>"
+WITHOUT_FILE = {
+    "byte-level": ({"library": "byte-level"}, {"additional_special_tokens": ["<a>"]}),
+    "byte-level-legacy": ({"library": "byte-level"}, {"legacy": True, "vocab_size": 300}),
+    "null": ({"library": "null"}, {"vocab_size": 300}),
+    "null-as-0.16": ({"library": "null-text"}, {"vocab_size": 30, "add_eod": True, "pad_id": 0}),
+}
+
+
+class OwnTokenizer(MegatronTokenizerText):
+    """A user's class."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def text_for(tokenizer: MegatronTokenizerText) -> str:
+    return (
+        "12 7 0 299"
+        if tokenizer.library == "null" and tokenizer.vocab_size > 299
+        else ("12 7 0" if tokenizer.library == "null" else TEXT)
+    )
+
+
+def assert_same(one: MegatronTokenizerText, other: MegatronTokenizerText) -> None:
+    text = text_for(one)
+    assert type(one) is type(other)
+    assert one.tokenize(text) == other.tokenize(text)
+    assert one.fingerprint() == other.fingerprint()
+    assert one.special_tokens_dict == other.special_tokens_dict
+    assert one.additional_special_tokens_ids == other.additional_special_tokens_ids
+    assert one.chat_template == other.chat_template
+    assert one.prompt_format == other.prompt_format
+    assert one.constructor_options().keys() == other.constructor_options().keys()
+    mine, its = one.unique_identifiers, other.unique_identifiers
+    assert {**mine, "tokenizer_path": ""} == {**its, "tokenizer_path": ""}
+
+
+@pytest.fixture
+def any_tokenizer(tokenizer: Callable[[str], MegatronTokenizerText]) -> Callable[[str], object]:
+    def built(name: str) -> MegatronTokenizerText:
+        if name in WITHOUT_FILE:
+            metadata, options = WITHOUT_FILE[name]
+            return MegatronTokenizer.from_pretrained(None, metadata, **options)
+        return tokenizer(name)
+
+    return built
+
+
+@pytest.mark.parametrize("name", [*MAKERS, *WITHOUT_FILE])
+def test_every_library_is_saved_and_built_again(any_tokenizer, tmp_path, name):
+    ours = any_tokenizer(name)
+    ours.save_pretrained(tmp_path / "one")
+    theirs = MegatronTokenizer.from_pretrained(tmp_path / "one")
+    assert_same(ours, theirs)
+    theirs.save_pretrained(tmp_path / "two")
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_a_folder_is_enough_wherever_it_is_moved_to(tokenizer_path, tmp_path):
+    source = shutil.copytree(tokenizer_path("huggingface-nfc"), tmp_path / "source")
+    ours = MegatronTokenizer.from_pretrained(source, prompt_format=None, pad_token="<|end|>")
+    ours.save_pretrained(tmp_path / "saved")
+    ids = ours.tokenize(TEXT)
+    shutil.rmtree(source)
+    moved = shutil.move(tmp_path / "saved", tmp_path / "elsewhere")
+    assert str(tmp_path) not in (moved / METADATA).read_text(encoding="utf-8")
+    code = (
+        "import json, sys; from megatron_ext import MegatronTokenizer\n"
+        "t = MegatronTokenizer.from_pretrained(sys.argv[1])\n"
+        "print(json.dumps([t.tokenize(sys.argv[2]), t.pad]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(moved), TEXT], capture_output=True, text=True, check=True
+    )
+    assert json.loads(result.stdout) == [ids, ours.eos]
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("sentencepiece-v1", ["tokenizer.model"]),
+        ("sentencepiece-v7", ["tokenizer.model"]),
+        ("tekken", ["tekken.json"]),
+        ("json-rank-list", ["tokenizer.json"]),
+        ("rank-file", ["tokenizer.tiktoken"]),
+        ("huggingface-nfc", ["tokenizer.json", "tokenizer_config.json"]),
+        ("huggingface-metaspace", ["tokenizer.json"]),
+        ("byte-level", []),
+        ("null", []),
+    ],
+)
+def test_files_have_names_that_their_library_finds_without_metadata(
+    any_tokenizer, tmp_path, name, files
+):
+    ours = any_tokenizer(name)
+    ours.save_pretrained(tmp_path / "saved")
+    assert sorted(os.listdir(tmp_path / "saved")) == sorted([*files, METADATA])
+    if files:
+        (tmp_path / "saved" / METADATA).unlink()
+        bare = MegatronTokenizer.from_pretrained(tmp_path / "saved")
+        assert bare.tokenize(TEXT) == ours.tokenize(TEXT)
+
+
+def test_every_option_and_the_template_come_back(tokenizer_path, tmp_path):
+    ours = MegatronTokenizer.from_pretrained(
+        tokenizer_path("json-rank-list"),
+        num_special_tokens=20,
+        pattern="v1",
+        vocab_size=1500,
+        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
+        parse_special_tokens=True,
+        identify_by_content=True,
+    )
+    ours.save_pretrained(tmp_path / "saved")
+    theirs = MegatronTokenizer.from_pretrained(tmp_path / "saved")
+    assert_same(ours, theirs)
+    assert theirs.parse_special_tokens
+    assert theirs.identify_by_content
+    assert theirs.vocab_size == 1500
+    assert theirs.unique_identifiers["vocabulary"] == ours.fingerprint()
+
+
+def test_a_template_that_came_with_the_tokenizer_travels_in_its_file(tokenizer_path, tmp_path):
+    source = shutil.copytree(tokenizer_path("huggingface-nfc"), tmp_path / "source")
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    MegatronTokenizer.from_pretrained(source).save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / METADATA).read_text(encoding="utf-8"))
+    assert saved["chat_template"] is None
+    assert (tmp_path / "saved" / "chat_template.jinja").is_file()
+    theirs = MegatronTokenizer.from_pretrained(tmp_path / "saved")
+    assert theirs.chat_template == "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("prompt_format", ["identity", "file"])
+def test_the_prompt_format_comes_back_with_its_file(tokenizer_path, tmp_path, prompt_format):
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", encoding="utf-8"
+    )
+    ours = MegatronTokenizer.from_pretrained(
+        tokenizer_path("sentencepiece-nfkc"),
+        prompt_format=f"file:{template}" if prompt_format == "file" else prompt_format,
+    )
+    ours.save_pretrained(tmp_path / "saved")
+    template.unlink()
+    theirs = MegatronTokenizer.from_pretrained(tmp_path / "saved")
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    for one, other in zip(
+        ours.tokenize_conversation(conversation, True, False),
+        theirs.tokenize_conversation(conversation, True, False),
+        strict=True,
+    ):
+        assert one.tolist() == other.tolist()
+    assert theirs.pad == ours.pad
+    theirs.save_pretrained(tmp_path / "again")
+    assert contents(tmp_path / "saved") == contents(tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["huggingface-nfc", "sentencepiece-v1", "tekken"])
+def test_a_tokenizer_for_images_comes_back(tokenizer_path, tmp_path, name):
+    ours = MegatronTokenizer.from_pretrained(
+        tokenizer_path(name),
+        {"library": MegatronTokenizer.from_pretrained(tokenizer_path(name)).library}
+        | {"mode": "multimodal"},
+        image_tag_type="nvlm",
+        special_tokens=["<image>", "<tile_1>"],
+    )
+    ours.save_pretrained(tmp_path / "saved")
+    theirs = MegatronTokenizer.from_pretrained(tmp_path / "saved")
+    assert type(theirs) is MegatronTokenizerVision
+    assert_same(ours, theirs)
+    assert theirs.image_tag_type == "nvlm"
+    assert theirs.token_to_id("<tile_1>") == ours.token_to_id("<tile_1>")
+
+
+def test_a_tokenizer_for_images_whose_class_alone_says_so_comes_back(tmp_path):
+    ours = MegatronTokenizerVision(
+        None, {"library": "byte-level"}, special_tokens=(), image_tag_type="internvl"
+    )
+    ours.save_pretrained(tmp_path / "saved")
+    theirs = MegatronTokenizer.from_pretrained(tmp_path / "saved")
+    assert_same(ours, theirs)
+    assert theirs.image_tag_type == "internvl"
+
+
+def test_a_class_of_ones_own_and_unknown_metadata_come_back(tokenizer_path, tmp_path):
+    metadata = {
+        "library": "huggingface",
+        "class_name": "OwnTokenizer",
+        "class_path": __name__,
+        "model_type": "gpt",
+        "note": {"kept": [1, None]},
+    }
+    ours = MegatronTokenizer.from_pretrained(tokenizer_path("huggingface-nfc"), metadata)
+    ours.save_pretrained(tmp_path / "saved")
+    theirs = MegatronTokenizer.from_pretrained(tmp_path / "saved")
+    assert type(theirs) is OwnTokenizer
+    assert theirs.config["note"] == {"kept": [1, None]}
+    assert theirs.config["model_type"] == "gpt"
+
+
+def test_added_special_tokens_are_saved(tokenizer_path, tmp_path):
+    ours = MegatronTokenizer.from_pretrained(tokenizer_path("huggingface-nfc"))
+    assert ours.add_special_tokens({"pad_token": "<pad>", "additional_special_tokens": ["<a>"]})
+    ours.save_pretrained(tmp_path / "saved")
+    theirs = MegatronTokenizer.from_pretrained(tmp_path / "saved")
+    assert_same(ours, theirs)
+    assert theirs.pad == theirs.token_to_id("<pad>")
+
+
+def test_links_are_saved_by_what_they_point_to(tokenizer_path, tmp_path):
+    # The cache of the hub holds links.
+    (tmp_path / "cache").mkdir()
+    for file in tokenizer_path("huggingface-nfc").iterdir():
+        (tmp_path / "cache" / file.name).symlink_to(file)
+    MegatronTokenizer.from_pretrained(tmp_path / "cache").save_pretrained(tmp_path / "saved")
+    assert not any(file.is_symlink() for file in (tmp_path / "saved").iterdir())
+    MegatronTokenizer.from_pretrained(tmp_path / "saved")
+
+
+def test_a_metadata_file_alone_leads_to_its_folder(tokenizer, tmp_path):
+    ours = tokenizer("sentencepiece-v1")
+    ours.save_pretrained(tmp_path / "saved")
+    for path in (tmp_path / "saved", None, tmp_path / "saved" / "tokenizer.model"):
+        theirs = MegatronTokenizer.from_pretrained(path, tmp_path / "saved" / METADATA)
+        assert theirs.fingerprint() == ours.fingerprint()
+    by_file = MegatronTokenizer.from_pretrained(tmp_path / "saved" / "tokenizer.model")
+    assert by_file.fingerprint() == ours.fingerprint()
+
+
+def test_a_caller_may_change_what_was_saved(tokenizer, tmp_path):
+    tokenizer("huggingface-nfc").save_pretrained(tmp_path / "saved")
+    changed = MegatronTokenizer.from_pretrained(
+        tmp_path / "saved", additional_special_tokens=["<new>"], parse_special_tokens=True
+    )
+    assert changed.tokenize("<new>") == [changed.token_to_id("<new>")]
+
+
+# What Megatron's own save_tokenizer_assets writes: the file alone.
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("sentencepiece-v3", "tokenizer.model"),
+        ("json-rank-list", "tokenizer.json"),
+        ("huggingface-metaspace", "tokenizer.json"),
+    ],
+)
+def test_folders_that_megatron_wrote_are_read(tokenizer_path, tokenizer, tmp_path, name, file):
+    path = tokenizer_path(name)
+    shutil.copy2(path / file if path.is_dir() else path, tmp_path / file)
+    assert_same(tokenizer(name), MegatronTokenizer.from_pretrained(tmp_path))
+
+
+# Damage.
+
+
+@pytest.fixture
+def saved(tokenizer, tmp_path):
+    tokenizer("huggingface-nfc").save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def edit_metadata(folder: Path, edit: Callable[[dict], None]) -> None:
+    document = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+    edit(document)
+    (folder / METADATA).write_text(json.dumps(document), encoding="utf-8")
+
+
+def test_a_missing_file_is_named(saved):
+    (saved / "tokenizer_config.json").unlink()
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: .*missing.*expected \d+ by"):
+        MegatronTokenizer.from_pretrained(saved)
+
+
+def test_a_truncated_file_is_named_with_both_sizes(saved):
+    size = os.path.getsize(saved / "tokenizer.json")
+    os.truncate(saved / "tokenizer.json", size - 10)
+    message = rf"tokenizer\.json: the file differs.*got {size - 10} bytes.*expected {size} bytes"
+    with pytest.raises(TokenizerError, match=message):
+        MegatronTokenizer.from_pretrained(saved)
+
+
+def test_an_altered_file_is_named_with_both_hashes(saved):
+    file = saved / "tokenizer.json"
+    file.write_bytes(file.read_bytes().replace(b"<|end|>", b"<|fin|>"))
+    with pytest.raises(TokenizerError, match=r"got .* SHA-256 \w{64}; expected .*\w{64}"):
+        MegatronTokenizer.from_pretrained(saved)
+
+
+def test_a_file_that_was_not_saved_and_would_be_read_is_refused(saved):
+    (saved / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"its files differ; got .*chat_template\.jinja"):
+        MegatronTokenizer.from_pretrained(saved)
+    (saved / "chat_template.jinja").unlink()
+    (saved / "README.md").touch()
+    MegatronTokenizer.from_pretrained(saved)
+
+
+def test_a_vocabulary_that_differs_from_its_fingerprint_is_refused(saved):
+    edit_metadata(saved, lambda document: document["assets"].update(fingerprint="0" * 64))
+    with pytest.raises(TokenizerError, match=r"fingerprint of the vocabulary.*expected 0{64}"):
+        MegatronTokenizer.from_pretrained(saved)
+
+
+def test_special_tokens_that_differ_are_refused(saved):
+    edit_metadata(saved, lambda document: document["assets"]["special_tokens"].clear())
+    with pytest.raises(TokenizerError, match=r"special tokens differ; got \{'eos_token'"):
+        MegatronTokenizer.from_pretrained(saved)
+
+
+def test_assets_of_a_newer_release_are_refused(saved):
+    edit_metadata(saved, lambda document: document["assets"].update(version=2))
+    with pytest.raises(TokenizerError, match=r"got version 2 .*expected at most 1; upgrade"):
+        MegatronTokenizer.from_pretrained(saved)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda document: document["assets"].pop("files"),
+        lambda document: document.update(assets=[]),
+        lambda document: document["assets"].update(version="1"),
+        lambda document: document["assets"].update(files={"../../etc/hosts": {}}),
+        lambda document: document["assets"].update(option_files={"vocab_file": "/etc/hosts"}),
+    ],
+    ids=["no-files", "list", "version", "path", "option-path"],
+)
+def test_a_malformed_record_is_refused(saved, edit):
+    edit_metadata(saved, edit)
+    with pytest.raises(TokenizerError, match=rf"{METADATA}: the record .* is malformed"):
+        MegatronTokenizer.from_pretrained(saved)
+
+
+def test_metadata_cut_short_are_refused(saved):
+    os.truncate(saved / METADATA, 100)
+    with pytest.raises(TokenizerError, match=r"tokenizer_metadata\.json: .*not valid JSON"):
+        MegatronTokenizer.from_pretrained(saved)
+
+
+# Writing.
+
+
+def test_a_folder_that_holds_something_is_refused(saved, tokenizer):
+    before = contents(saved)
+    with pytest.raises(TokenizerError, match="not empty; name another folder, or pass overwrite"):
+        tokenizer("tekken").save_pretrained(saved)
+    assert contents(saved) == before
+
+
+def test_a_saved_tokenizer_is_replaced_on_request(saved, tokenizer):
+    tokenizer("tekken").save_pretrained(saved, overwrite=True)
+    assert sorted(contents(saved)) == ["tekken.json", METADATA]
+    assert os.listdir(saved.parent) == ["saved"]
+
+
+def test_a_folder_with_other_files_is_never_replaced(saved, tokenizer):
+    (saved / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(TokenizerError, match="not empty"):
+        tokenizer("tekken").save_pretrained(saved, overwrite=True)
+    assert (saved / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_an_empty_folder_is_taken_over(tokenizer, tmp_path):
+    # Megatron makes the folder before it asks the tokenizer to save itself there.
+    tokenizer("sentencepiece-v1").save_pretrained(tmp_path)
+    MegatronTokenizer.from_pretrained(tmp_path)
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tokenizer, tmp_path):
+    (tmp_path / "taken").touch()
+    with pytest.raises(TokenizerError, match="taken: a file is in the place"):
+        tokenizer("tekken").save_pretrained(tmp_path / "taken", overwrite=True)
+
+
+def test_a_write_that_fails_leaves_nothing(tokenizer, tmp_path, monkeypatch):
+    def full_disk(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(TokenizerError, match="cannot write the folder; got No space left"):
+        tokenizer("sentencepiece-v1").save_pretrained(tmp_path / "saved")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_changed_since_it_was_read_is_not_saved(tokenizer_path, tmp_path):
+    source = shutil.copytree(tokenizer_path("huggingface-nfc"), tmp_path / "source")
+    ours = MegatronTokenizer.from_pretrained(source)
+    file = source / "tokenizer.json"
+    file.write_bytes(file.read_bytes().replace(b"<|end|>", b"<|fin|>"))
+    with pytest.raises(TokenizerError, match="not the one that was saved"):
+        ours.save_pretrained(tmp_path / "saved")
+    file.unlink()
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot read a file of the tok"):
+        ours.save_pretrained(tmp_path / "saved")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_an_option_that_json_cannot_hold_is_named(tmp_path):
+    ours = MegatronTokenizer.from_pretrained(
+        metadata_path={"library": "byte-level"}, special_tokens={"<a>"}
+    )
+    with pytest.raises(TokenizerError, match=r"special_tokens: .*cannot be saved.*got set"):
+        ours.save_pretrained(tmp_path / "saved")
+
+
+def save_over_and_over(tokenizer, folder, stop):
+    while not stop.is_set():
+        tokenizer.save_pretrained(folder, overwrite=True)
+
+
+def test_readers_see_a_whole_folder_or_none_while_it_is_replaced(tokenizer, tmp_path):
+    folder = tmp_path / "saved"
+    tokenizer("sentencepiece-nfkc").save_pretrained(folder)
+    context = multiprocessing.get_context("fork")
+    stop = context.Event()
+    writer = context.Process(
+        target=save_over_and_over, args=(tokenizer("json-rank-list"), folder, stop)
+    )
+    writer.start()
+    seen, deadline = [], time.monotonic() + 30
+    try:
+        while len(seen) < 20 or set(seen) != {700, 2000}:
+            assert time.monotonic() < deadline, seen
+            try:
+                names = sorted(os.listdir(folder))
+            except FileNotFoundError:
+                continue
+            assert len(names) == 2
+            seen.append(700 if "tokenizer.model" in names else 2000)
+            if len(seen) == 1:
+                time.sleep(0.05)
+    finally:
+        stop.set()
+        writer.join(timeout=20)
+    assert writer.exitcode == 0
+
+
+def test_the_configuration_finds_a_saved_folder(tokenizer, tmp_path):
+    ours = MegatronTokenizer.from_pretrained(
+        tokenizer("huggingface-nfc").path, additional_special_tokens=["<a>"]
+    )
+    ours.save_pretrained(tmp_path / "saved")
+    theirs = build_tokenizer(TokenizerConfig(model=str(tmp_path / "saved")))
+    assert theirs.fingerprint() == ours.fingerprint()
