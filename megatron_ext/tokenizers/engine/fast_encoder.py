@@ -1,0 +1,140 @@
+"""Batches of text to ids: by gigatoken where that is proven to change nothing, else as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_ext.errors import MissingDependencyError, TokenizerError
+from megatron_ext.tokenizers.config import Engine
+from megatron_ext.tokenizers.engine.exceptions import Exceptions
+from megatron_ext.tokenizers.engine.flat_ids import FlatIds, flat_ids, interleave
+from megatron_ext.tokenizers.engine.gigatoken_engine import GigatokenEngine
+from megatron_ext.tokenizers.engine.proof import Reference, prove
+from megatron_ext.tokenizers.token_bytes import TokenBytes, utf8
+
+_WORTH_BUILDING = 1 << 20
+"""Bytes of text from which on ``auto`` builds the engine, which takes about a second."""
+
+
+class FastEncoder:
+    """Encodes batches of text in which special tokens are ordinary text.
+
+    It is made by an adapter of a library, which hands it two of its own methods, so that copies in
+    other processes rebuild their engine there:
+
+        FastEncoder(
+            engine,
+            build=self._build_engine,     # () -> huggingface_engine(self._text_only.to_str(), file)
+            reference=self._encode_batch,
+            table=self._table,
+            pieces=self._pieces,
+            where=file,
+        )
+
+    Nothing is built before the first batch; with ``auto``, not before so much text has come that
+    building pays. The engine is proven against the library then (``proof``). Texts with characters
+    that are not proven go to the library, as do batches too small to gain.
+
+    Args:
+        choice: ``reference`` never uses the engine, ``gigatoken`` always, ``auto`` where it can.
+        build: Builds the engine, or raises what keeps it from being built.
+        reference: The library's own ids of each text.
+        table: Bytes of each id.
+        pieces: Display string of each id.
+        where: The file of the tokenizer, for errors.
+    """
+
+    def __init__(
+        self,
+        choice: Engine,
+        *,
+        build: Callable[[], GigatokenEngine],
+        reference: Reference,
+        table: TokenBytes,
+        pieces: Sequence[str],
+        where: object,
+    ) -> None:
+        self._choice = choice
+        self._build = build
+        self._reference = reference
+        self._table = table
+        self._pieces = pieces
+        self._where = where
+        self._engine: GigatokenEngine | None = None
+        self._exceptions: Exceptions | None = None
+        self._refusal: str | None = None
+        self._seen_bytes = 0
+
+    @property
+    def refusal(self) -> str | None:
+        """Why ``auto`` does not use the engine, in one line; None while nothing speaks against."""
+        return self._refusal
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether the engine is built, proven and in use."""
+        return self._engine is not None
+
+    @property
+    def exceptions(self) -> Exceptions | None:
+        """What sends a text to the library all the same; None before the engine is proven."""
+        return self._exceptions
+
+    def encode_batch(self, texts: Sequence[str]) -> FlatIds:
+        """Ids of D texts one after another [N] int32, and where each begins [D + 1] int64.
+
+        Raises:
+            TokenizerError: A text holds a lone surrogate; or the engine was asked for by name and
+                cannot be used.
+            MissingDependencyError: The engine was asked for by name and is not installed.
+        """
+        documents = [utf8(text) for text in texts]
+        engine = self._engine_for(sum(map(len, documents)))
+        if engine is None:
+            return flat_ids(self._reference(texts))
+        assert self._exceptions is not None
+        aside = self._exceptions.texts_with(texts)
+        if not aside:
+            return engine.encode(documents)
+        apart = set(aside)
+        return interleave(
+            engine.encode([raw for i, raw in enumerate(documents) if i not in apart]),
+            flat_ids(self._reference([texts[i] for i in aside])),
+            aside,
+        )
+
+    def prepare(self) -> None:
+        """Build and prove the engine now, unless it is not wanted: before a fork, for one.
+
+        Raises:
+            TokenizerError: It was asked for by name and cannot be used.
+            MissingDependencyError: It was asked for by name and is not installed.
+        """
+        if self._choice == "reference" or self._refusal is not None or self._engine is not None:
+            return
+        try:
+            engine = self._build()
+            if self._exceptions is None:
+                self._exceptions = prove(
+                    engine, self._reference, self._table, self._pieces, self._where
+                )
+            self._engine = engine
+        except (TokenizerError, MissingDependencyError) as error:
+            if self._choice == "gigatoken":
+                raise
+            self._refusal = str(error)
+
+    def _engine_for(self, size: int) -> GigatokenEngine | None:
+        """The engine, if it is to encode a batch of ``size`` bytes."""
+        self._seen_bytes += size
+        if self._engine is not None and self._engine.is_worn:
+            self._engine = None
+        if self._choice == "gigatoken" or self._seen_bytes >= _WORTH_BUILDING:
+            self.prepare()
+        engine = self._engine
+        return engine if engine is not None and size >= engine.least_bytes else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # gigatoken's objects cannot be sent to another process; what was proven here holds there.
+        return {**self.__dict__, "_engine": None}
