@@ -50,6 +50,10 @@ class TokenizerError(MegatronExtError, ValueError):
     """A tokenizer file, or a request to a tokenizer, that cannot be honoured."""
 
 
+class ConversationError(MegatronExtError, ValueError):
+    """A conversation that is malformed, or that a prompt format or chat template cannot take."""
+
+
 class AlignmentError(MegatronExtError, ValueError):
     """Two tokenizations that do not cover the same bytes."""
 

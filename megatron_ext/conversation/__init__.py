@@ -1,0 +1,53 @@
+"""Conversations: messages, prompt formats, and ids with the mask that training needs."""
+
+from megatron_ext.conversation.assistant_prefix import assistant_prefix_len
+from megatron_ext.conversation.conversation_tokenizer import (
+    apply_chat_template,
+    tokenize_conversation,
+)
+from megatron_ext.conversation.encoded_conversation import (
+    EncodedConversation,
+    encode_conversation,
+)
+from megatron_ext.conversation.images import (
+    DEFAULT_IMAGE_TOKEN_INDEX,
+    IGNORE_INDEX,
+    IMAGE_TOKEN,
+    ImageTags,
+    image_tags,
+)
+from megatron_ext.conversation.message import Conversation, Message, check_conversation
+from megatron_ext.conversation.prompt_config import PromptConfig
+from megatron_ext.conversation.prompt_formats import (
+    PROMPT_FORMAT_REGISTRY,
+    PromptFormat,
+    prompt_config_of,
+)
+from megatron_ext.conversation.protocol import ConversationTokenizer
+from megatron_ext.conversation.provenance import Provenance, Rendered, Span
+from megatron_ext.conversation.template import render
+
+__all__ = [
+    "DEFAULT_IMAGE_TOKEN_INDEX",
+    "IGNORE_INDEX",
+    "IMAGE_TOKEN",
+    "PROMPT_FORMAT_REGISTRY",
+    "Conversation",
+    "ConversationTokenizer",
+    "EncodedConversation",
+    "ImageTags",
+    "Message",
+    "PromptConfig",
+    "PromptFormat",
+    "Provenance",
+    "Rendered",
+    "Span",
+    "apply_chat_template",
+    "assistant_prefix_len",
+    "check_conversation",
+    "encode_conversation",
+    "image_tags",
+    "prompt_config_of",
+    "render",
+    "tokenize_conversation",
+]

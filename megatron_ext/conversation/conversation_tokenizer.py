@@ -1,0 +1,137 @@
+"""What callers ask for: a conversation's ids, with its target where it is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.conversation.answers import answered_messages
+from megatron_ext.conversation.assistant_prefix import check_assistant_prefix
+from megatron_ext.conversation.encoded_conversation import (
+    ApplyImageTag,
+    EncodedConversation,
+    encode_conversation,
+    encode_rendered,
+    render_conversation,
+)
+from megatron_ext.conversation.images import refuse_images_in_answers
+from megatron_ext.conversation.message import (
+    Conversation,
+    check_answers,
+    check_conversation,
+    checked_messages,
+    place,
+)
+from megatron_ext.conversation.prompt_config import PromptConfig
+from megatron_ext.conversation.protocol import ConversationTokenizer
+from megatron_ext.conversation.template import render
+from megatron_ext.errors import ConversationError
+
+
+def tokenize_conversation(
+    tokenizer: ConversationTokenizer,
+    conversation: Conversation,
+    prompt_config: PromptConfig,
+    return_target: bool,
+    add_generation_prompt: bool,
+    apply_image_tag_fn: ApplyImageTag | None = None,
+) -> NDArray[np.int64] | tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Ids of a conversation, and which of them are trained.
+
+    Args:
+        tokenizer: Of any library.
+        conversation: Not changed.
+        prompt_config: From ``PROMPT_FORMAT_REGISTRY``.
+        return_target: Return the target too, and refuse what nothing can be learned from.
+        add_generation_prompt: End with the header of an answer.
+        apply_image_tag_fn: The text has images; puts the format's tags around each.
+
+    Returns:
+        ids [T] int64; with ``return_target`` also target [T] int64: the id where a token is
+        trained, else ``IGNORE_INDEX``. Trained is what the assistant says with its stop marker, or
+        everything where the format skips masking.
+
+    Raises:
+        ConversationError: The conversation is malformed or does not fit the format; the error
+            names the message.
+        ConfigError: The format does not fit the tokenizer.
+    """
+    if not return_target:
+        rendered = render_conversation(
+            tokenizer,
+            conversation,
+            prompt_config,
+            add_generation_prompt=add_generation_prompt,
+            apply_image_tag_fn=apply_image_tag_fn,
+        )
+        return encode_rendered(tokenizer, rendered)[0].astype(np.int64)
+    check_conversation(conversation)
+    if not prompt_config.skip_masking:
+        check_answers(conversation)
+    if prompt_config.validate_no_image_in_assistant:
+        refuse_images_in_answers(conversation)
+    encoded = encode_conversation(
+        tokenizer,
+        conversation,
+        prompt_config,
+        add_generation_prompt=add_generation_prompt,
+        apply_image_tag_fn=apply_image_tag_fn,
+    )
+    if not prompt_config.skip_masking:
+        _check_trained(encoded, conversation, prompt_config)
+    return encoded.ids, encoded.target
+
+
+def apply_chat_template(
+    tokenizer: ConversationTokenizer,
+    conversation: Conversation,
+    chat_template: str,
+    *,
+    tokenize: bool = True,
+    add_generation_prompt: bool = False,
+    **variables: Any,
+) -> str | list[int]:
+    """A conversation as any template writes it; what is no template text makes no control token.
+
+    Args:
+        tokenizer: Of any library.
+        conversation: Any messages that the template takes; not changed.
+        chat_template: Jinja source.
+        tokenize: Return ids; otherwise text.
+        add_generation_prompt: Passed on to the template.
+        variables: Passed on to the template: ``tools``, ``documents``, ``enable_thinking`` ...
+
+    Raises:
+        ConversationError: The template refuses the conversation.
+        ConfigError: The template is no Jinja.
+    """
+    rendered = render(
+        chat_template,
+        checked_messages(conversation),
+        special_tokens=tokenizer.special_token_names,
+        variables={**variables, "add_generation_prompt": add_generation_prompt},
+    )
+    if not tokenize:
+        return rendered.text
+    ids: list[int] = encode_rendered(tokenizer, rendered)[0].tolist()
+    return ids
+
+
+def _check_trained(
+    encoded: EncodedConversation, conversation: Conversation, prompt_config: PromptConfig
+) -> None:
+    """Refuse a target in which an answer is missing, or a stated prefix is wrong."""
+    roles = {index: str(message["role"]) for index, message in enumerate(conversation)}
+    answered = answered_messages(encoded.spans, encoded.trained_ranges, roles)
+    for index, message in enumerate(conversation):
+        if message["role"] == "assistant" and index not in answered:
+            raise ConversationError(
+                f"the template of the prompt format {prompt_config.name} leaves out what the "
+                "assistant says, so that nothing of it is trained",
+                fix="leave the conversation out, or take another format",
+                where=place(index),
+            )
+    if prompt_config.assistant_prefix_len is not None:
+        check_assistant_prefix(encoded, roles, prompt_config.assistant_prefix_len)

@@ -1,0 +1,105 @@
+"""Images in a text: the token that stands for one, and the tags that formats put around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.conversation.message import Conversation, place
+from megatron_ext.conversation.provenance import Provenance
+from megatron_ext.conversation.tracked_text import track
+from megatron_ext.errors import ConfigError, ConversationError
+from megatron_ext.registry import did_you_mean
+
+__all__ = [
+    "DEFAULT_IMAGE_TOKEN_INDEX",
+    "IGNORE_INDEX",
+    "IMAGE_TAGS",
+    "IMAGE_TOKEN",
+    "ImageTags",
+    "image_tags",
+    "refuse_images_in_answers",
+    "with_images",
+]
+
+IMAGE_TOKEN: Final = "<image>"
+"""Stands for an image in a text."""
+
+DEFAULT_IMAGE_TOKEN_INDEX: Final = -200
+"""Stands for an image among ids that have no image token of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTags:
+    """What stands before and after each image; calling it on a text puts it there."""
+
+    before: str
+    after: str
+
+    def __call__(self, text: str) -> str:
+        """``text`` with tags around each image; those that are there already stay as they are."""
+        tagged = f"{self.before}{IMAGE_TOKEN}{self.after}"
+        return text.replace(tagged, IMAGE_TOKEN).replace(IMAGE_TOKEN, tagged)
+
+
+IMAGE_TAGS: Final[Mapping[str, ImageTags]] = {
+    "nvlm": ImageTags("<Image>", "</Image>"),
+    "internvl": ImageTags("<img>", "</img>"),
+    "none": ImageTags("", ""),
+    "": ImageTags("", ""),
+}
+"""Image tag type -> tags."""
+
+
+def image_tags(image_tag_type: str) -> ImageTags:
+    """The tags of an image tag type.
+
+    Raises:
+        ConfigError: There is no such type.
+    """
+    if image_tag_type not in IMAGE_TAGS:
+        raise ConfigError(
+            "unknown image tag type",
+            got=repr(image_tag_type),
+            expected=f"one of {', '.join(name for name in IMAGE_TAGS if name)}",
+            fix=did_you_mean(image_tag_type, dict(IMAGE_TAGS)),
+            where="image_tag_type",
+        )
+    return IMAGE_TAGS[image_tag_type]
+
+
+def with_images(
+    message: Mapping[str, Any], index: int, apply_image_tag_fn: Callable[[str], str]
+) -> Mapping[str, Any]:
+    """The message with its images tagged and known as images, so that they become control tokens.
+
+    Args:
+        message: Not changed.
+        index: Its place in the conversation.
+        apply_image_tag_fn: Puts tags around every image of a text.
+    """
+    content = message.get("content")
+    if not isinstance(content, str) or IMAGE_TOKEN not in content:
+        return message
+    tagged = apply_image_tag_fn(IMAGE_TOKEN)
+    image = track(tagged, Provenance("image", index, "content"))
+    own = Provenance("message", index, "content")
+    pieces = content.replace(tagged, IMAGE_TOKEN).split(IMAGE_TOKEN)
+    return {**message, "content": image.join([track(piece, own) for piece in pieces])}
+
+
+def refuse_images_in_answers(conversation: Conversation) -> None:
+    """Refuse a conversation in which the assistant shows an image.
+
+    Raises:
+        ConversationError: An assistant message holds the image token.
+    """
+    for index, message in enumerate(conversation):
+        if message["role"] == "assistant" and IMAGE_TOKEN in (message.get("content") or ""):
+            raise ConversationError(
+                f"an assistant message holds {IMAGE_TOKEN}",
+                expected="images in messages of others only",
+                where=place(index),
+            )

@@ -1,0 +1,228 @@
+"""The prompt formats by name: a row, a template and a golden each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from megatron_ext.conversation.prompt_config import PromptConfig
+from megatron_ext.conversation.protocol import ConversationTokenizer
+from megatron_ext.errors import ConfigError
+from megatron_ext.registry import Registry
+
+_FILE: Final = "file:"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptFormat:
+    """One row of ``PROMPT_FORMAT_REGISTRY``.
+
+    Calling it with a tokenizer gives the ``PromptConfig`` for that tokenizer's vocabulary.
+    """
+
+    name: str
+    """Name in the registry, and of its template file unless ``template`` says otherwise."""
+    template: str | None = None
+    """Name of the template file; None is the tokenizer's own template."""
+    pad: tuple[str, ...] = ("pad_id",)
+    """What pads, the first that there is: an id of the tokenizer (``pad_id``), or a token."""
+    tokens: tuple[str, ...] = ()
+    """Control tokens that the template writes."""
+    special_tokens: tuple[str, ...] = ()
+    """Special tokens that the template writes by role: ``bos_token``."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``PromptConfig``."""
+
+    def __call__(self, tokenizer: ConversationTokenizer) -> PromptConfig:
+        """What the format means for a tokenizer's vocabulary.
+
+        Raises:
+            ConfigError: The vocabulary lacks a token of the format, or the tokenizer a template.
+        """
+        for token in self.tokens:
+            if not _is_control(tokenizer, token):
+                raise self._lacks(
+                    f"the control token {token}", f"add {token} to the special tokens"
+                )
+        for role in self.special_tokens:
+            if role not in tokenizer.special_token_names:
+                raise self._lacks(f"a {role}", f"set {role} to a token of the vocabulary")
+        if self.template is None and tokenizer.chat_template is None:
+            raise self._lacks("a chat template of its own", "pass chat_template")
+        # The tokenizer's own template writes a BOS where there is one, as far as can be told.
+        has_own_bos = self.template is None and tokenizer.bos_id is not None
+        has_bos = has_own_bos or "bos_token" in self.special_tokens
+        return PromptConfig(
+            name=self.name,
+            pad_token_id=self._pad_token_id(tokenizer),
+            custom_chat_template=None if self.template is None else _source(self.template),
+            **{"has_bos": has_bos, **self.options},
+        )
+
+    def _pad_token_id(self, tokenizer: ConversationTokenizer) -> int:
+        for choice in self.pad:
+            is_role = choice.endswith("_id")
+            found = getattr(tokenizer, choice) if is_role else _id_of(tokenizer, choice)
+            if found is not None:
+                return int(found)
+        raise self._lacks(
+            f"a token to pad with: {' or '.join(self.pad)}", "set pad_token to a token of it"
+        )
+
+    def _lacks(self, what: str, fix: str) -> ConfigError:
+        return ConfigError(
+            f"the prompt format {self.name} needs {what}, which the tokenizer lacks",
+            fix=f"{fix}, or take another format",
+            where="prompt_format",
+        )
+
+
+class PromptFormatRegistry(Registry[Callable[[ConversationTokenizer], PromptConfig]]):
+    """Prompt formats by name; ``file:PATH`` is the template in a file."""
+
+    def __getitem__(self, name: str) -> Callable[[ConversationTokenizer], PromptConfig]:
+        if not name.startswith(_FILE):
+            return super().__getitem__(name)
+        return PromptFormat(name=name, template=name, pad=_OWN_PAD)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and name.startswith(_FILE))
+
+
+_QWEN_SYSTEM: Final = MappingProxyType(
+    {
+        "role": "system",
+        "content": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+    }
+)
+_OWN_PAD: Final = ("pad_id", "eos_id")
+_UNK_PAD: Final = ("<unk>", "unk_id", *_OWN_PAD)
+_CHATML: Final = ("<|im_start|>", "<|im_end|>")
+_IMAGES: Final = {"validate_no_image_in_assistant": True}
+_WITHOUT_TOOLS: Final = {"allow_tool_role": False}
+_LLAMA3: Final = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+PROMPT_FORMAT_REGISTRY: Final = PromptFormatRegistry("prompt format")
+"""Name -> what makes a ``PromptConfig`` for a tokenizer."""
+
+for _row in (
+    PromptFormat(name="default", pad=_OWN_PAD, options={"skip_masking": True}),
+    PromptFormat(name="auto", pad=_OWN_PAD),
+    PromptFormat(name="identity", template="identity", pad=_UNK_PAD),
+    PromptFormat(
+        name="nemotron-nano-v2",
+        template="nemotron-nano-v2",
+        pad=_UNK_PAD,
+        tokens=("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
+        options=_WITHOUT_TOOLS,
+    ),
+    PromptFormat(
+        name="nemotron-h-aligned",
+        template="nemotron-h-aligned",
+        pad=("<SPECIAL_233>",),
+        tokens=("<SPECIAL_10>", "<SPECIAL_11>"),
+        options=_WITHOUT_TOOLS,
+    ),
+    PromptFormat(
+        name="mistral",
+        template="mistral",
+        pad=("unk_id", *_OWN_PAD),
+        special_tokens=("bos_token", "eos_token"),
+        options=_IMAGES | _WITHOUT_TOOLS | {"has_system_role": False},
+    ),
+    PromptFormat(name="llama3", pad=("<|end_of_text|>",), options=_IMAGES),
+    *(
+        PromptFormat(
+            name=name,
+            template="llama3p1",
+            pad=("<|finetune_right_pad_id|>",),
+            tokens=_LLAMA3,
+            special_tokens=("bos_token",),
+            options=_IMAGES,
+        )
+        for name in ("llama3p1", "llama3p2")
+    ),
+    PromptFormat(
+        name="nvlm-yi-34b",
+        template="nvlm-yi-34b",
+        tokens=_CHATML,
+        special_tokens=("bos_token",),
+        options=_IMAGES,
+    ),
+    PromptFormat(name="chatml", tokens=_CHATML, options=_IMAGES | {"has_bos": False}),
+    PromptFormat(
+        name="nemotron5",
+        template="nemotron5",
+        pad=("<SPECIAL_233>",),
+        tokens=("<SPECIAL_14>", "<SPECIAL_15>"),
+        special_tokens=("bos_token",),
+        options=_IMAGES,
+    ),
+    PromptFormat(
+        name="nemotron5-aligned",
+        template="nemotron5-aligned",
+        pad=("<SPECIAL_233>",),
+        tokens=("[PREFIX]",),
+        special_tokens=("bos_token",),
+        options=_IMAGES | {"capitalize_roles": True},
+    ),
+    *(
+        PromptFormat(
+            name=name,
+            template="chatml",
+            tokens=_CHATML,
+            options=_IMAGES | {"system_default": _QWEN_SYSTEM},
+        )
+        for name in ("qwen2p0", "qwen2p5")
+    ),
+    PromptFormat(name="nemotron6-moe", pad=_UNK_PAD, options=_IMAGES),
+):
+    PROMPT_FORMAT_REGISTRY.register(_row.name, _row)
+
+
+def prompt_config_of(name: str, tokenizer: ConversationTokenizer) -> PromptConfig:
+    """The prompt format ``name`` for a tokenizer.
+
+    Raises:
+        ConfigError: There is no such format, or it does not fit the vocabulary.
+    """
+    return PROMPT_FORMAT_REGISTRY[name](tokenizer)
+
+
+def _id_of(tokenizer: ConversationTokenizer, token: str) -> int | None:
+    try:
+        return tokenizer.token_to_id(token)
+    except KeyError:
+        return None
+
+
+def _is_control(tokenizer: ConversationTokenizer, token: str) -> bool:
+    token_id = _id_of(tokenizer, token)
+    return token_id is not None and tokenizer.is_control(token_id)
+
+
+def _source(template: str) -> str:
+    """Source of a template: a file's that ``file:PATH`` names, else one of ours."""
+    return _file_source(template) if template.startswith(_FILE) else _own_source(template)
+
+
+def _file_source(template: str) -> str:
+    path = Path(template.removeprefix(_FILE)).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "cannot read the template of the prompt format",
+            got=error.strerror if isinstance(error, OSError) else "bytes that are not UTF-8",
+            where=path,
+        ) from error
+
+
+@cache
+def _own_source(template: str) -> str:
+    folder = Path(__file__).with_name("templates")
+    return (folder / f"{template}.jinja").read_text(encoding="utf-8")

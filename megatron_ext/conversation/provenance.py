@@ -1,0 +1,112 @@
+"""Where the characters of a rendered conversation come from.
+
+A mask is decided by where characters came from, not by looking for markers in the result. So is
+what may become a control token: text of the template may, text of a message may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final, Literal
+
+Source = Literal["template", "message", "image", "variable", "unknown"]
+"""``image`` is an image token of a message, ``variable`` text that came with the template's
+variables (tools, documents), ``unknown`` text that a template made in a way that hides its source.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where a run of characters came from, and within what it was written."""
+
+    source: Source
+    """What supplied the characters."""
+    message: int | None = None
+    """Index of the message that supplied them; None for other sources."""
+    field: str = ""
+    """Path in the message or among the variables: ``content``, ``tools[0].function.name``."""
+    turn: int | None = None
+    """Index of the message whose turn of the template's loop wrote them; None outside of loops."""
+    is_generated: bool = False
+    """They stand in a ``{% generation %}`` block."""
+
+
+Run = tuple[int, Provenance]
+"""A number of characters, and where they came from."""
+
+TEMPLATE: Final = Provenance("template")
+UNKNOWN: Final = Provenance("unknown")
+
+
+@lru_cache(maxsize=4096)
+def in_turn(provenance: Provenance, turn: int) -> Provenance:
+    """``provenance`` within the turn of a message; the innermost loop has said so already."""
+    return provenance if provenance.turn is not None else replace(provenance, turn=turn)
+
+
+@lru_cache(maxsize=4096)
+def in_generation(provenance: Provenance) -> Provenance:
+    """``provenance`` within a ``{% generation %}`` block."""
+    return replace(provenance, is_generated=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Characters from ``start`` up to ``end`` of a rendered conversation, from one source."""
+
+    start: int
+    end: int
+    provenance: Provenance
+
+    @property
+    def is_template(self) -> bool:
+        """Whether the template itself wrote the characters."""
+        return self.provenance.source == "template"
+
+    @property
+    def may_hold_control_tokens(self) -> bool:
+        """Whether names of control tokens in it mean these tokens."""
+        return self.provenance.source in ("template", "image")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, and where each character came from."""
+
+    text: str
+    spans: tuple[Span, ...]
+    """One after another, without gaps, each as long as its source allows."""
+    has_generation_blocks: bool
+    """The template says itself, with ``{% generation %}``, what is trained."""
+
+    def control_ranges(self) -> list[tuple[int, int]]:
+        """Half-open character ranges in which names of control tokens mean these tokens.
+
+        Neighbouring template text is one range, whatever turn it was written in; an image token is
+        a range of its own, so that it completes no name that a template has begun.
+        """
+        ranges: list[tuple[int, int]] = []
+        joins = False
+        for span in self.spans:
+            if span.is_template and joins:
+                ranges[-1] = (ranges[-1][0], span.end)
+            elif span.may_hold_control_tokens:
+                ranges.append((span.start, span.end))
+            joins = span.is_template
+        return ranges
+
+
+def merged(runs: Iterable[Run]) -> Iterator[Run]:
+    """``runs`` with neighbours of one provenance as one run."""
+    length, provenance = 0, None
+    for more, following in runs:
+        if following is provenance or following == provenance:
+            length += more
+            continue
+        if provenance is not None and length:
+            yield length, provenance
+        length, provenance = more, following
+    if provenance is not None and length:
+        yield length, provenance

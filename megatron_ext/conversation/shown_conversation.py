@@ -1,0 +1,113 @@
+"""What a prompt format shows of a conversation, before any template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megatron_ext.conversation.images import with_images
+from megatron_ext.conversation.message import TOOL_ROLES, Conversation, Message, place
+from megatron_ext.conversation.prompt_config import PromptConfig
+from megatron_ext.conversation.provenance import Provenance, Rendered
+from megatron_ext.conversation.tracked_text import track
+from megatron_ext.errors import ConversationError
+
+
+@dataclass(frozen=True)
+class ShownConversation:
+    """The messages that a template is given."""
+
+    messages: list[Message]
+    """New mappings where the format changes something."""
+    first_index: int
+    """Index of the first of them in the caller's conversation: -1 for a message that the format
+    puts in front, 1 where it drops one."""
+    roles: Mapping[int, str]
+    """Role of each message of the caller's by index, as the caller wrote it."""
+
+    @classmethod
+    def of(
+        cls,
+        conversation: Conversation,
+        config: PromptConfig,
+        apply_image_tag_fn: Callable[[str], str] | None,
+    ) -> ShownConversation:
+        """What ``config`` shows of a conversation, which stays as it is.
+
+        Raises:
+            ConversationError: A tool speaks and the format has no place for it.
+        """
+        messages = list(enumerate(conversation))
+        if not config.allow_tool_role:
+            _refuse_tools(conversation, config)
+        if conversation[0]["role"] == "system" and (
+            config.force_system_message or not config.has_system_role
+        ):
+            del messages[0]
+        shown = [_shown(message, i, config, apply_image_tag_fn) for i, message in messages]
+        first_index = messages[0][0] if messages else len(conversation)
+        if config.force_system_message:
+            assert config.system_default is not None
+            first_index -= 1
+            shown.insert(0, _forced(config.system_default, first_index))
+        roles = {index: str(message["role"]) for index, message in enumerate(conversation)}
+        return cls(shown, first_index, roles)
+
+
+def check_shown(rendered: Rendered, conversation: Conversation, config: PromptConfig) -> None:
+    """Refuse a render that leaves out a message, or the tool calls of one.
+
+    Raises:
+        ConversationError: The template has no place for them.
+    """
+    written = {span.provenance.message for span in rendered.spans}
+    written |= {span.provenance.turn for span in rendered.spans}
+    calls = {
+        span.provenance.message
+        for span in rendered.spans
+        if span.provenance.field.startswith("tool_calls")
+    }
+    for index, message in enumerate(conversation):
+        is_dropped = index == 0 and message["role"] == "system" and 0 not in written
+        if is_dropped and (config.force_system_message or not config.has_system_role):
+            continue
+        if message.get("content") and index not in written:
+            raise ConversationError(
+                f"the prompt format {config.name} has no place for the message",
+                got=f"the role {message['role']!r}",
+                where=place(index),
+            )
+        if message.get("tool_calls") and index not in calls:
+            raise ConversationError(
+                f"the prompt format {config.name} has no place for tool calls", where=place(index)
+            )
+
+
+def _shown(
+    message: Message,
+    index: int,
+    config: PromptConfig,
+    apply_image_tag_fn: Callable[[str], str] | None,
+) -> Message:
+    if config.capitalize_roles:
+        role = str(message["role"])
+        message = {**message, "role": role[:1].upper() + role[1:]}
+    if apply_image_tag_fn is not None:
+        message = with_images(message, index, apply_image_tag_fn)
+    return message
+
+
+def _forced(message: Message, index: int) -> Message:
+    """The format's own system message: text of no message of the caller's."""
+    content = track(str(message["content"]), Provenance("variable", field="system_default"))
+    return {**message, "content": content}
+
+
+def _refuse_tools(conversation: Conversation, config: PromptConfig) -> None:
+    for index, message in enumerate(conversation):
+        if message["role"] in TOOL_ROLES:
+            raise ConversationError(
+                f"the prompt format {config.name} has no place for what a tool says",
+                got=f"the role {message['role']!r}",
+                where=place(index),
+            )

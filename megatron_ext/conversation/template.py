@@ -1,0 +1,160 @@
+"""Rendering a chat template: the text, and where each of its characters came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from megatron_ext.conversation.message import Conversation, Message, place
+from megatron_ext.conversation.provenance import TEMPLATE, Rendered, Span
+from megatron_ext.conversation.tracked_data import Progress, tracked_copy, tracked_messages
+from megatron_ext.conversation.tracked_text import TrackedText, track
+from megatron_ext.errors import ConfigError, ConversationError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from megatron_ext.conversation.jinja_environment import ProvenanceEnvironment
+
+_QUESTION: Final = ({"role": "user", "content": "?"},)
+
+
+def render(
+    source: str,
+    messages: Conversation,
+    *,
+    special_tokens: Mapping[str, str],
+    variables: Mapping[str, Any],
+    first_index: int = 0,
+    name: str = "chat template",
+) -> Rendered:
+    """A conversation as a chat template writes it.
+
+    Args:
+        source: Jinja source.
+        messages: The conversation; copied, never changed.
+        special_tokens: ``bos_token`` and so on: text of the template.
+        variables: What else the template sees, such as ``add_generation_prompt`` and ``tools``;
+            text in it is not the template's and holds no control tokens.
+        first_index: Index of the first message in the conversation that the caller has.
+        name: What to call the template in an error.
+
+    Raises:
+        ConfigError: The template is no Jinja.
+        ConversationError: The template refuses the conversation, fails, or writes text whose
+            source cannot be told; the error names the message.
+    """
+    template, has_generation_blocks = compiled(source, name)
+    progress = Progress()
+    scope = {key: tracked_copy(value, "variable", None, key) for key, value in variables.items()}
+    scope |= {key: track(token, TEMPLATE) for key, token in special_tokens.items()}
+    scope["messages"] = tracked_messages(messages, first_index, progress)
+    try:
+        text = template.render(scope)
+    except Exception as error:
+        # A template is a program: besides Jinja's errors it can raise any that Python has.
+        raise ConversationError(
+            f"the {name} refuses the conversation",
+            got=f"{type(error).__name__}: {error}",
+            where=place(progress.turn),
+        ) from error
+    assert isinstance(text, TrackedText)
+    rendered = Rendered(str.__str__(text), _spans(text), has_generation_blocks)
+    _refuse_unknown_source(rendered, dict(enumerate(messages, first_index)), name)
+    return rendered
+
+
+def generation_prompt(
+    source: str, *, special_tokens: Mapping[str, str], variables: Mapping[str, Any]
+) -> str:
+    """What a template writes after a question for the assistant to go on from.
+
+    Empty where it has nothing of that kind, or takes no conversation of one question.
+    """
+    texts = []
+    for add in (False, True):
+        try:
+            rendered = render(
+                source,
+                _QUESTION,
+                special_tokens=special_tokens,
+                variables={**variables, "add_generation_prompt": add},
+            )
+        except ConversationError:
+            return ""
+        texts.append(rendered.text)
+    without, with_prompt = texts
+    return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
+
+
+@lru_cache(maxsize=128)
+def compiled(source: str, name: str) -> tuple[Template, bool]:
+    """The template of a Jinja source, and whether it has ``{% generation %}`` blocks."""
+    environment = _environment()
+    from jinja2.exceptions import TemplateSyntaxError
+
+    try:
+        return environment.from_string(source), _has_generation_blocks(environment, source)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the {name} is not a Jinja template",
+            got=error.message,
+            where=f"line {error.lineno}",
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ProvenanceEnvironment:
+    try:
+        import jinja2  # noqa: F401
+    except ImportError:
+        raise MissingDependencyError(
+            "jinja2", extra="tokenizers", feature="a chat template"
+        ) from None
+    from megatron_ext.conversation.jinja_environment import ProvenanceEnvironment
+
+    return ProvenanceEnvironment()
+
+
+def _has_generation_blocks(environment: ProvenanceEnvironment, source: str) -> bool:
+    tokens = [(kind, value) for _, kind, value in environment.lex(source) if kind != "whitespace"]
+    return any(
+        kind == "block_begin" and name == "generation" for (kind, _), (_, name) in pairwise(tokens)
+    )
+
+
+def _spans(text: TrackedText) -> tuple[Span, ...]:
+    ends = accumulate(length for length, _ in text.runs)
+    return tuple(
+        Span(end - length, end, provenance)
+        for (length, provenance), end in zip(text.runs, ends, strict=True)
+    )
+
+
+def _refuse_unknown_source(rendered: Rendered, messages: Mapping[int, Message], name: str) -> None:
+    """Raise where the template made text in a way that hides which message it comes from."""
+    for span in rendered.spans:
+        if span.provenance.source != "unknown":
+            continue
+        text = rendered.text[span.start : span.end]
+        turn = span.provenance.turn
+        if turn is None:
+            turn = _likeliest_message(text, messages)
+        raise ConversationError(
+            f"the {name} changes text so that it cannot be told what is the message's",
+            got=repr(text if len(text) <= 60 else f"{text[:57]}..."),
+            fix="write the template without the filter or method that does it",
+            where=place(turn),
+        )
+
+
+def _likeliest_message(text: str, messages: Mapping[int, Message]) -> int | None:
+    """Index of the first message that shares its content with ``text``."""
+    words = set(text.split())
+    for index, message in messages.items():
+        content = message.get("content")
+        if isinstance(content, str) and words & set(content.split()):
+            return index
+    return None

@@ -1,0 +1,209 @@
+"""Text that remembers where each of its characters came from.
+
+``TrackedText`` is a ``str`` to a template: whatever a template does with text, the result knows its
+sources. What it cannot know it says: text of unknown source is marked ``UNKNOWN``, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, SupportsIndex
+
+from megatron_ext.conversation.provenance import UNKNOWN, Provenance, Run, merged
+
+
+class TrackedText(str):
+    """A string made of runs, each from one source.
+
+    Args:
+        text: The characters.
+        runs: Number of characters and their provenance; the numbers sum to ``len(text)``.
+    """
+
+    __slots__ = ("runs",)
+
+    runs: tuple[Run, ...]
+
+    def __new__(cls, text: str, runs: tuple[Run, ...]) -> TrackedText:
+        self = super().__new__(cls, text)
+        self.runs = runs
+        return self
+
+    def __str__(self) -> str:
+        # str(text), which templates and Jinja itself call at many places, keeps the runs.
+        return self
+
+    # Cutting.
+
+    def cut(self, start: int, stop: int) -> TrackedText:
+        """Characters from ``start`` up to ``stop``, both inside the text."""
+        text = str.__getitem__(self, slice(start, stop))
+        if len(self.runs) <= 1:
+            return track(text, self.runs[0][1]) if text else EMPTY
+        kept: list[Run] = []
+        begin = 0
+        for length, provenance in self.runs:
+            inside = min(begin + length, stop) - max(begin, start)
+            if inside > 0:
+                kept.append((inside, provenance))
+            begin += length
+        return TrackedText(text, tuple(kept))
+
+    def __getitem__(self, key: SupportsIndex | slice) -> TrackedText:
+        if not isinstance(key, slice):
+            at = range(len(self))[key]
+            return self.cut(at, at + 1)
+        positions = range(len(self))[key]
+        if positions.step == 1:
+            return self.cut(positions.start, max(positions.start, positions.stop))
+        return join(self.cut(at, at + 1) for at in positions)
+
+    def __iter__(self) -> Iterator[TrackedText]:
+        return (self.cut(at, at + 1) for at in range(len(self)))
+
+    def lstrip(self, chars: str | None = None, /) -> TrackedText:
+        return self.cut(len(self) - len(str.lstrip(self, chars)), len(self))
+
+    def rstrip(self, chars: str | None = None, /) -> TrackedText:
+        return self.cut(0, len(str.rstrip(self, chars)))
+
+    def strip(self, chars: str | None = None, /) -> TrackedText:
+        return self.rstrip(chars).lstrip(chars)
+
+    def removeprefix(self, prefix: str, /) -> TrackedText:
+        return self.cut(len(prefix), len(self)) if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix: str, /) -> TrackedText:
+        return self.cut(0, len(self) - len(suffix)) if suffix and self.endswith(suffix) else self
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._locate(str.split(self, sep, maxsplit), 0 if sep is None else len(sep))
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._locate(str.rsplit(self, sep, maxsplit), 0 if sep is None else len(sep))
+
+    def partition(self, sep: str, /) -> tuple[str, str, str]:
+        head, middle, tail = self._locate(str.partition(self, sep), 0)
+        return head, middle, tail
+
+    def rpartition(self, sep: str, /) -> tuple[str, str, str]:
+        head, middle, tail = self._locate(str.rpartition(self, sep), 0)
+        return head, middle, tail
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        lines: list[str] = []
+        begin = 0
+        kept = str.splitlines(self, keepends)
+        for line, whole in zip(kept, str.splitlines(self, True), strict=True):
+            lines.append(self.cut(begin, begin + len(line)))
+            begin += len(whole)
+        return lines
+
+    def _locate(self, pieces: Sequence[str], gap: int) -> list[str]:
+        """``pieces`` with their runs; they lie in order, at least ``gap`` characters apart."""
+        located: list[str] = []
+        begin = 0
+        for piece in pieces:
+            begin = self.index(piece, begin)
+            located.append(self.cut(begin, begin + len(piece)))
+            begin += len(piece) + gap
+        return located
+
+    # Joining.
+
+    def __add__(self, other: str, /) -> TrackedText:
+        return join((self, other)) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str, /) -> TrackedText:
+        return join((other, self)) if isinstance(other, str) else NotImplemented
+
+    def __mul__(self, count: SupportsIndex, /) -> TrackedText:
+        times = max(0, count.__index__())
+        return TrackedText(str.__mul__(self, times), tuple(merged(self.runs * times)))
+
+    __rmul__ = __mul__
+
+    def join(self, pieces: Iterable[str], /) -> TrackedText:
+        separated = list(chain.from_iterable((self, piece) for piece in pieces))
+        return join(separated[1:])
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> TrackedText:
+        if not old:
+            return self._replace_nothing(new, count.__index__())
+        if old not in self:
+            return self
+        return as_tracked(new).join(self.split(old, count))
+
+    def _replace_nothing(self, new: str, count: int) -> TrackedText:
+        """``new`` before each of the first ``count`` characters and, if any is left, at the end."""
+        room = len(self) + 1
+        count = room if count < 0 else min(count, room)
+        before = [piece for character in self[:count] for piece in (new, character)]
+        return join([*before, *([new] if count == room else []), self[count:]])
+
+    # Changing the case.
+
+    def upper(self) -> str:
+        return self.recased(str.upper)
+
+    def lower(self) -> str:
+        return self.recased(str.lower)
+
+    def capitalize(self) -> str:
+        return self.recased(str.capitalize)
+
+    def title(self) -> str:
+        return self.recased(str.title)
+
+    def swapcase(self) -> str:
+        return self.recased(str.swapcase)
+
+    def casefold(self) -> str:
+        return self.recased(str.casefold)
+
+    def recased(self, change: Callable[[str], str]) -> str:
+        """``change`` of this text, which changes letters where they stand.
+
+        Where a letter becomes two (``ß`` in capitals), runs are changed one by one; where that
+        gives another text, nobody knows where each run ends: the result is a plain string.
+        """
+        text = change(str.__str__(self))
+        if len(text) == len(self):
+            return TrackedText(text, self.runs)
+        pieces = [track(change(piece), provenance) for piece, provenance in self.pieces()]
+        return join(pieces) if "".join(pieces) == text else text
+
+    def pieces(self) -> Iterator[tuple[str, Provenance]]:
+        """Text and provenance of each run."""
+        begin = 0
+        for length, provenance in self.runs:
+            yield str.__getitem__(self, slice(begin, begin + length)), provenance
+            begin += length
+
+    # Formatting.
+
+    def __mod__(self, values: Any, /) -> TrackedText:
+        from megatron_ext.conversation.tracked_format import format_percent
+
+        return format_percent(self, values)
+
+
+def track(text: str, provenance: Provenance) -> TrackedText:
+    """``text``, all of it from one source."""
+    return TrackedText(text, ((len(text), provenance),)) if text else EMPTY
+
+
+def as_tracked(text: str) -> TrackedText:
+    """``text`` if it knows its sources, else ``text`` of unknown source."""
+    return text if isinstance(text, TrackedText) else track(text, UNKNOWN)
+
+
+def join(pieces: Iterable[str]) -> TrackedText:
+    """``pieces`` one after another; those that are plain strings are of unknown source."""
+    known = [as_tracked(piece) for piece in pieces]
+    return TrackedText("".join(known), tuple(merged(run for piece in known for run in piece.runs)))
+
+
+EMPTY = TrackedText("", ())
+"""No text, of no source."""
