@@ -37,6 +37,9 @@ class MegatronTokenizerTextAbstract(ABC):
 
     chat_template: str | None = None
     """The template that comes with the tokenizer."""
+    served_chat_template: str | None = None
+    """The template that the tokenizer's user chose."""
+    _chosen_pad_id: int | None = None
 
     @property
     @abstractmethod
@@ -71,9 +74,26 @@ class MegatronTokenizerTextAbstract(ABC):
         bounds = offsets.tolist()
         return [ids[begin:end] for begin, end in pairwise(bounds)]
 
+    def ids_to_text(
+        self,
+        ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        remove_special_tokens: bool | None = None,
+    ) -> str:
+        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD.
+
+        Args:
+            ids: Each inside the vocabulary.
+            skip_special_tokens: Leave special tokens out; they are written by name otherwise.
+            remove_special_tokens: Megatron's word for the same, which wins where it is given.
+        """
+        skip = skip_special_tokens if remove_special_tokens is None else remove_special_tokens
+        return self._decode(ids, skip_special_tokens=skip)
+
     @abstractmethod
-    def ids_to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """``ids_to_text``."""
 
     @abstractmethod
     def encode_with_byte_ends(
@@ -167,7 +187,7 @@ class MegatronTokenizerTextAbstract(ABC):
     @property
     def special_token_names(self) -> dict[str, str]:
         """Name of each special token by ``bos_token``, ``eos_token`` ...: those that there are."""
-        ids = {role: self.special_id(role) for role in CONVENTIONAL_NAMES}
+        ids = {role: self.special_id(role) for role in CONVENTIONAL_NAMES} | {"pad": self.pad_id}
         return {
             f"{role}_token": self.id_to_token(token_id)
             for role, token_id in ids.items()
@@ -187,7 +207,20 @@ class MegatronTokenizerTextAbstract(ABC):
     @property
     def pad_id(self) -> int | None:
         """Padding."""
-        return self.special_id("pad")
+        return self.special_id("pad") if self._chosen_pad_id is None else self._chosen_pad_id
+
+    @property
+    def pad_token(self) -> str | None:
+        """Name of the padding; Megatron's reinforcement learning sets it where there is none.
+
+        Raises:
+            KeyError: The vocabulary does not hold the name.
+        """
+        return self.special_token_names.get("pad_token")
+
+    @pad_token.setter
+    def pad_token(self, token: str) -> None:
+        self._chosen_pad_id = self.token_to_id(token)
 
     @property
     def unk_id(self) -> int | None:

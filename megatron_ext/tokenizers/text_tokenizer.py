@@ -154,6 +154,7 @@ class MegatronTokenizerText(ChatTokenizer, SpecialIds, MegatronTokenizerBase):
         self.options = options
         self.__dict__.pop("vocab", None)
         self.__dict__.pop("inv_vocab", None)
+        self._set_chat_template(self.chat_template)
         self._set_prompt_format(self.prompt_format)
         return len(new)
 
@@ -235,7 +236,10 @@ class MegatronTokenizerText(ChatTokenizer, SpecialIds, MegatronTokenizerBase):
                 "tokenizer_path": str(self.path),
             }
         )
-        identifiers.update((name, str(self.options[name])) for name in sorted(self.options))
+        for name in sorted(self.options):
+            value = self.options[name]
+            # A tuple is a list again once it was saved.
+            identifiers[name] = str(list(value) if isinstance(value, tuple) else value)
         if self.parse_special_tokens:
             identifiers["parse_special_tokens"] = "True"
         if self.prompt_format is not None:

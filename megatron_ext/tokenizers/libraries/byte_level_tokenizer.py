@@ -80,7 +80,7 @@ class ByteLevelTokenizer(TableTokenizer):
         self._is_special = self._table.is_control.copy()
         self._is_special[[i for i in vocabulary.roles.values() if i is not None]] = True
 
-    def ids_to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._decode_stretches(
             ids,
             lambda run: self._table.join(run).tobytes().decode(errors="replace"),

@@ -16,6 +16,7 @@ from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
 from megatron_ext.tokenizers.libraries.huggingface_file import HuggingFaceFile
 from megatron_ext.tokenizers.libraries.huggingface_source import HuggingFaceSource
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
+from megatron_ext.tokenizers.libraries.transformers_tokenizer import transformers_tokenizer
 from megatron_ext.tokenizers.libraries.vocab_file_choice import named_vocab_files, vocab_files_at
 from megatron_ext.tokenizers.special_names import SpecialRole
 from megatron_ext.tokenizers.token_bytes import character_starts, settle_ends
@@ -113,7 +114,7 @@ class HuggingFaceTokenizer(TableTokenizer):
         encode = getattr(self._text_only, "encode_batch_fast", self._text_only.encode_batch)
         return [row.ids for row in encode(list(texts), add_special_tokens=False)]
 
-    def ids_to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         known = self._table.as_ids(ids).tolist()
         return str(self._whole.decode(known, skip_special_tokens=skip_special_tokens))
 
@@ -133,6 +134,25 @@ class HuggingFaceTokenizer(TableTokenizer):
     def _whole(self) -> Any:
         """The tokenizer that knows special tokens in text; built when one is first asked for."""
         return _build(self._contents().whole(), self._source.file)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The same as an object of transformers, which is imported here.
+
+        Megatron's server streams with it; it asks for the attribute and does without where there is
+        none, as with the other libraries.
+
+        Raises:
+            AttributeError: transformers is not installed.
+        """
+        try:
+            return transformers_tokenizer(self._whole, self)
+        except ImportError as error:
+            raise AttributeError(f"transformers is not installed: {error}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The class of that object is made on demand: another process makes its own.
+        return {name: value for name, value in self.__dict__.items() if name != "tokenizer"}
 
     def _continued(self) -> TableTokenizer:
         return self._after_control if self._dummy_prefix == "first" else self

@@ -98,7 +98,7 @@ class NullTokenizer(MegatronTokenizerTextAbstract):
             offsets.append(len(ids))
         return np.array(ids, np.int32), np.array(offsets, np.int64)
 
-    def ids_to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         skipped = {*self._roles.values(), *self._name_of_id} if skip_special_tokens else set()
         return " ".join([self.id_to_token(i) for i in ids if i not in skipped])
 

@@ -138,7 +138,7 @@ class SentencePieceTokenizer(TableTokenizer):
         batch: list[list[int]] = self._processor.encode(list(texts), num_threads=_BATCH_THREADS)
         return batch
 
-    def ids_to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._decode_stretches(
             ids,
             lambda run: str(self._processor.decode(run.tolist())),

@@ -83,7 +83,7 @@ class TiktokenTokenizer(TableTokenizer):
     def _fillers(self) -> frozenset[str]:
         return frozenset(f"<SPECIAL_{i}>" for i in range(self.vocab_size))
 
-    def ids_to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._decode_stretches(
             ids,
             lambda run: self._table.join(run).tobytes().decode(errors="replace"),
