@@ -23,6 +23,8 @@ from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES, SpecialRol
 
 IdArray = NDArray[np.int32]
 ByteEnds = NDArray[np.int64]
+ParseSpecial = bool | frozenset[str]
+"""Which special tokens a text can spell: all of them, none, or those with these names."""
 
 
 class MegatronTokenizerTextAbstract(ABC):
@@ -49,15 +51,15 @@ class MegatronTokenizerTextAbstract(ABC):
     # Text and ids.
 
     @abstractmethod
-    def text_to_ids(self, text: str, *, parse_special: bool = False) -> list[int]:
+    def text_to_ids(self, text: str, *, parse_special: ParseSpecial = False) -> list[int]:
         """Ids of ``text`` alone: no BOS or EOS is added.
 
-        Special tokens in it are ordinary text unless ``parse_special``.
+        Special tokens in it are ordinary text unless ``parse_special`` says otherwise.
         """
 
     @abstractmethod
     def text_to_flat_ids(
-        self, texts: Sequence[str], *, parse_special: bool = False
+        self, texts: Sequence[str], *, parse_special: ParseSpecial = False
     ) -> tuple[IdArray, ByteEnds]:
         """``text_to_ids`` of many texts, in parallel inside the library where it can.
 
@@ -67,7 +69,7 @@ class MegatronTokenizerTextAbstract(ABC):
         """
 
     def text_to_ids_batch(
-        self, texts: Sequence[str], *, parse_special: bool = False
+        self, texts: Sequence[str], *, parse_special: ParseSpecial = False
     ) -> list[IdArray]:
         """``text_to_flat_ids`` with one array for each text; they share one buffer."""
         ids, offsets = self.text_to_flat_ids(texts, parse_special=parse_special)
@@ -97,7 +99,7 @@ class MegatronTokenizerTextAbstract(ABC):
 
     @abstractmethod
     def encode_with_byte_ends(
-        self, text: str, *, parse_special: bool = False
+        self, text: str, *, parse_special: ParseSpecial = False
     ) -> tuple[IdArray, ByteEnds]:
         """Ids of ``text`` and where each ends in ``text.encode()``.
 

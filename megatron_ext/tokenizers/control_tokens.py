@@ -46,6 +46,14 @@ class ControlTokens:
             if token.name:
                 self.by_name.setdefault(token.name, token)
         self.ids = frozenset(token.token_id for token in tokens)
+        self._named: dict[frozenset[str], ControlTokens] = {}
+
+    def named(self, names: frozenset[str]) -> ControlTokens:
+        """Those of them that have one of ``names``."""
+        if names not in self._named:
+            few = [token for name, token in self.by_name.items() if name in names]
+            self._named[names] = ControlTokens(few)
+        return self._named[names]
 
     def find(
         self, text: str, spans: Sequence[tuple[int, int]] | None = None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError
+from megatron_ext.tokenizers.engine import GigatokenEngine, huggingface_engine
 from megatron_ext.tokenizers.file_kind import require_library
 from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
 from megatron_ext.tokenizers.libraries.huggingface_file import HuggingFaceFile
@@ -109,6 +110,9 @@ class HuggingFaceTokenizer(TableTokenizer):
         """What the files say, with the additions; read anew, for it is large."""
         source = self._source
         return HuggingFaceFile(source.document(), source.config(), source.file, **self._additions)
+
+    def _build_engine(self) -> GigatokenEngine:
+        return huggingface_engine(self._text_only.to_str(), self._source.file)
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encode = getattr(self._text_only, "encode_batch_fast", self._text_only.encode_batch)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.engine import GigatokenEngine, sentencepiece_engine
 from megatron_ext.tokenizers.file_kind import require_library
 from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
 from megatron_ext.tokenizers.libraries.sentencepiece_processor import (
@@ -133,6 +134,10 @@ class SentencePieceTokenizer(TableTokenizer):
     @property
     def eod(self) -> int | None:
         return self.eos_id if self._eod_id is None else self._eod_id
+
+    def _build_engine(self) -> GigatokenEngine:
+        model = self._processor.serialized_model_proto()
+        return sentencepiece_engine(model, next(iter(self._files.values())))
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         batch: list[list[int]] = self._processor.encode(list(texts), num_threads=_BATCH_THREADS)

@@ -11,8 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.tokenizers.base import ByteEnds, IdArray, MegatronTokenizerTextAbstract
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.base import (
+    ByteEnds,
+    IdArray,
+    MegatronTokenizerTextAbstract,
+    ParseSpecial,
+)
+from megatron_ext.tokenizers.config import Engine
 from megatron_ext.tokenizers.control_tokens import ControlMatch, ControlToken, ControlTokens
+from megatron_ext.tokenizers.engine import FastEncoder, GigatokenEngine, flat_ids, interleave
 from megatron_ext.tokenizers.special_names import SpecialRole
 from megatron_ext.tokenizers.token_bytes import DummyPrefix, TokenBytes, utf8
 
@@ -32,6 +40,9 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
         affixes: Ids that the library puts before and after each text that it encodes.
         always_read: Control tokens that are read in every text, asked for or not.
     """
+
+    engine: Engine = "auto"
+    """What encodes batches; an adapter sets it before it calls this class's constructor."""
 
     def __init__(
         self,
@@ -57,6 +68,14 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
         self._always_read = ControlTokens(always_read)
         self._additional = additional_special_tokens
         self._prefix, self._suffix = (np.array(ids, np.int32) for ids in affixes)
+        self._fast = FastEncoder(
+            self.engine,
+            build=self._build_engine,
+            reference=self._encode_batch,
+            table=self._table,
+            pieces=self._pieces,
+            where=next(iter(files.values()), None),
+        )
 
     @abstractmethod
     def _encode(self, text: str) -> tuple[list[int], Any]:
@@ -70,9 +89,20 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
     def _encode_batch(self, texts: Sequence[str]) -> Iterable[Sequence[int] | IdArray]:
         """Ids of each text, in parallel inside the library where it can."""
 
-    def _tokens_read(self, parse_special: bool) -> ControlTokens:
+    def _build_engine(self) -> GigatokenEngine:
+        """The fast engine of this vocabulary, in which no text spells a control token.
+
+        Raises:
+            TokenizerError: There is none.
+            MissingDependencyError: gigatoken is not installed.
+        """
+        raise TokenizerError(f"the {self.library} library has no fast engine")
+
+    def _tokens_read(self, parse_special: ParseSpecial) -> ControlTokens:
         """Control tokens that become their ids wherever a text spells them."""
-        return self._control if parse_special else self._always_read
+        if isinstance(parse_special, bool):
+            return self._control if parse_special else self._always_read
+        return self._control.named(parse_special.union(self._always_read.by_name))
 
     def _continued(self) -> TableTokenizer:
         """What encodes text that follows a control token: itself, unless the library differs."""
@@ -87,7 +117,7 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
         """Display string of every id, a new list."""
         return list(self._pieces)
 
-    def text_to_ids(self, text: str, *, parse_special: bool = False) -> list[int]:
+    def text_to_ids(self, text: str, *, parse_special: ParseSpecial = False) -> list[int]:
         utf8(text)
         ids: list[int] = self._prefix.tolist()
         for part in self._parts(text, self._tokens_read(parse_special).find(text)):
@@ -100,16 +130,34 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
         return ids
 
     def text_to_flat_ids(
-        self, texts: Sequence[str], *, parse_special: bool = False
+        self, texts: Sequence[str], *, parse_special: ParseSpecial = False
     ) -> tuple[IdArray, ByteEnds]:
-        for text in texts:
-            utf8(text)
-        if self._tokens_read(parse_special).by_name:
-            return _flat([self.text_to_ids(text, parse_special=parse_special) for text in texts])
-        return self._with_affixes(*_flat(self._encode_batch(texts)))
+        read = self._tokens_read(parse_special)
+        aside = [i for i, text in enumerate(texts) if next(read.find(text), None) is not None]
+        if not aside:
+            return self._with_affixes(*self._fast.encode_batch(texts))
+        apart = set(aside)
+        rest = self._fast.encode_batch([text for i, text in enumerate(texts) if i not in apart])
+        spelled = (self.text_to_ids(texts[i], parse_special=parse_special) for i in aside)
+        return interleave(self._with_affixes(*rest), flat_ids(spelled), aside)
+
+    def prepare_engine(self) -> str | None:
+        """Build and prove the engine for batches now: before a fork, or to hear of it.
+
+        Returns:
+            Why it is not used, in one line; None where it is.
+
+        Raises:
+            TokenizerError: It was asked for by name and cannot be used.
+            MissingDependencyError: It was asked for by name and is not installed.
+        """
+        if self.engine == "reference":
+            return "the reference was asked for"
+        self._fast.prepare()
+        return self._fast.refusal
 
     def encode_with_byte_ends(
-        self, text: str, *, parse_special: bool = False
+        self, text: str, *, parse_special: ParseSpecial = False
     ) -> tuple[IdArray, ByteEnds]:
         ids, ends = self._encode_around(text, self._tokens_read(parse_special).find(text))
         before, after = len(self._prefix), len(self._suffix)
@@ -273,11 +321,3 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
             parts += [decode(array[begin:at]), self._pieces[array[at]]]
             begin = at + 1
         return "".join([*parts, decode(array[begin:])])
-
-
-def _flat(rows: Iterable[Sequence[int] | IdArray]) -> tuple[IdArray, ByteEnds]:
-    """The ids of all rows one after another [N], and where each row begins and ends [D + 1]."""
-    arrays = [np.asarray(row, np.int32) for row in rows]
-    offsets = np.zeros(len(arrays) + 1, np.int64)
-    np.cumsum([len(row) for row in arrays], out=offsets[1:])
-    return np.concatenate([np.zeros(0, np.int32), *arrays]), offsets
