@@ -10,7 +10,12 @@ from typing import ClassVar
 import numpy as np
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.base import ByteEnds, IdArray, MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.base import (
+    ByteEnds,
+    IdArray,
+    MegatronTokenizerTextAbstract,
+    ParseSpecial,
+)
 from megatron_ext.tokenizers.control_tokens import ControlMatch, ControlToken, ControlTokens
 from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
 from megatron_ext.tokenizers.libraries.number_text import NumberText
@@ -83,13 +88,13 @@ class NullTokenizer(MegatronTokenizerTextAbstract):
 
     # Text and ids.
 
-    def text_to_ids(self, text: str, *, parse_special: bool = False) -> list[int]:
+    def text_to_ids(self, text: str, *, parse_special: ParseSpecial = False) -> list[int]:
         if not parse_special:
             return self._text.values(text)
-        return self._text.read(text, self._control.find(text))[0]
+        return self._text.read(text, self._matches(text, parse_special))[0]
 
     def text_to_flat_ids(
-        self, texts: Sequence[str], *, parse_special: bool = False
+        self, texts: Sequence[str], *, parse_special: ParseSpecial = False
     ) -> tuple[IdArray, ByteEnds]:
         ids: list[int] = []
         offsets = [0]
@@ -103,14 +108,19 @@ class NullTokenizer(MegatronTokenizerTextAbstract):
         return " ".join([self.id_to_token(i) for i in ids if i not in skipped])
 
     def encode_with_byte_ends(
-        self, text: str, *, parse_special: bool = False
+        self, text: str, *, parse_special: ParseSpecial = False
     ) -> tuple[IdArray, ByteEnds]:
-        return self._with_byte_ends(text, self._control.find(text) if parse_special else ())
+        return self._with_byte_ends(text, self._matches(text, parse_special))
 
     def encode_with_control_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[IdArray, ByteEnds]:
         return self._with_byte_ends(text, self._control.find(text, spans))
+
+    def _matches(self, text: str, parse_special: ParseSpecial) -> Iterable[ControlMatch]:
+        if isinstance(parse_special, bool):
+            return self._control.find(text) if parse_special else ()
+        return self._control.named(parse_special).find(text)
 
     def _with_byte_ends(
         self, text: str, matches: Iterable[ControlMatch]
