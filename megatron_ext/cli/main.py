@@ -17,8 +17,10 @@ from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.version import __version__
 
 VERBS = {
+    "inspect": "show how a tokenizer cuts a text or a conversation",
     "distill": "train a student from a teacher with another tokenizer",
     "tokenize": "tokenize documents to Megatron's .bin and .idx",
+    "run": "run a script of Megatron-LM with our flags and tokenizers",
 }
 
 

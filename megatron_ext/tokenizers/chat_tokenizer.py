@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.conversation import (
+    Conversation,
+    EncodedConversation,
+    PromptConfig,
+    apply_chat_template,
+    encode_conversation,
+    prompt_config_of,
+    tokenize_conversation,
+)
 from megatron_ext.errors import ConfigError, TokenizerError
 from megatron_ext.tokenizers.base import ByteEnds, IdArray, MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.special_ids import SpecialIds
 
-Conversation = Sequence[Mapping[str, Any]]
 
-
-class ChatTokenizer:
+class ChatTokenizer(SpecialIds):
     """What a tokenizer gains from a prompt format or a chat template.
 
     The class that has it sets ``_tokenizer`` and ``config`` first.
@@ -24,8 +32,10 @@ class ChatTokenizer:
     """Jinja source: the metadata's, else the one given, else the tokenizer's own."""
     prompt_format: str | None
     """Name of the prompt format."""
-    prompt_config: Any
+    prompt_config: PromptConfig | None
     """What the prompt format means for this vocabulary."""
+    apply_image_tag: Callable[[str], str] | None = None
+    """Puts tags around every image of a text."""
 
     @property
     def own_chat_template(self) -> str | None:
@@ -43,8 +53,6 @@ class ChatTokenizer:
         self.prompt_format = self.config.get("prompt_format") if given is None else given
         self.prompt_config = None
         if self.prompt_format is not None:
-            from megatron_ext.conversation import prompt_config_of
-
             self.prompt_config = prompt_config_of(self.prompt_format, self)
 
     def tokenize(self, text: str | Conversation) -> list[int]:
@@ -74,17 +82,40 @@ class ChatTokenizer:
             ConfigError: The tokenizer has no prompt format.
             ConversationError: The conversation is malformed, or does not fit the format.
         """
+        return tokenize_conversation(
+            self,
+            conversation,
+            self._required_prompt_config(),
+            return_target,
+            add_generation_prompt,
+            self.apply_image_tag,
+        )
+
+    def encode_conversation(
+        self, conversation: Conversation, *, add_generation_prompt: bool = False
+    ) -> EncodedConversation:
+        """A conversation as text and tokens, with the source and the mask of each.
+
+        Raises:
+            ConfigError: The tokenizer has no prompt format.
+            ConversationError: The conversation is malformed, or does not fit the format.
+        """
+        return encode_conversation(
+            self,
+            conversation,
+            self._required_prompt_config(),
+            add_generation_prompt=add_generation_prompt,
+            apply_image_tag_fn=self.apply_image_tag,
+        )
+
+    def _required_prompt_config(self) -> PromptConfig:
         if self.prompt_config is None:
             raise ConfigError(
                 "the tokenizer has no prompt format",
                 fix="set prompt_format to a name, or to auto for the tokenizer's own template",
                 where="prompt_format",
             )
-        from megatron_ext.conversation import tokenize_conversation
-
-        return tokenize_conversation(
-            self, conversation, self.prompt_config, return_target, add_generation_prompt
-        )
+        return self.prompt_config
 
     def apply_chat_template(
         self,
@@ -106,8 +137,6 @@ class ChatTokenizer:
             raise TokenizerError(
                 "the tokenizer has no chat template", fix="pass chat_template, or set it"
             )
-        from megatron_ext.conversation import apply_chat_template
-
         return apply_chat_template(
             self,
             conversation,
@@ -123,6 +152,10 @@ class ChatTokenizer:
     def special_token_names(self) -> dict[str, str]:
         """Name of each special token by ``bos_token``, ``eos_token`` ...: those that there are."""
         return self._tokenizer.special_token_names
+
+    def token_to_id(self, token: str) -> int:
+        """Id of a display string; KeyError when the vocabulary does not hold it."""
+        return self._tokenizer.token_to_id(token)
 
     def is_control(self, token_id: int) -> bool:
         """Whether no ordinary text gives this id."""

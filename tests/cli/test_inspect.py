@@ -1,0 +1,81 @@
+"""``megatron-ext inspect`` shows what the tokenizer does, to a person and to a program."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cli.main import main
+from megatron_ext.cli.token_view import TokenView, ribbon
+from megatron_ext.tokenizers import MegatronTokenizer
+
+MODEL = Path(pytest.importorskip("mistral_common").__file__).parent / "data" / "tekken_240911.json"
+TEXT = "naïve\t2017\n\u65e5\u672c 🤷"
+
+
+def shown(capsys, *words):
+    main(["inspect", *words, "--tokenizer-model", str(MODEL)])
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return MegatronTokenizer.from_pretrained(MODEL)
+
+
+def test_json_rows_hold_the_ids_and_spans_of_the_tokenizer(capsys, tokenizer):
+    rows = [json.loads(line) for line in shown(capsys, TEXT, "--json").splitlines()]
+    ids, ends = tokenizer.encode_with_byte_ends(TEXT)
+    assert [row["id"] for row in rows] == ids.tolist()
+    assert [row["bytes"][1] for row in rows] == ends.tolist()
+    assert [row["bytes"][0] for row in rows] == [0, *ends.tolist()[:-1]]
+    assert [row["piece"] for row in rows] == [tokenizer.id_to_token(i) for i in ids.tolist()]
+
+
+@pytest.mark.parametrize("color", ["always", "never"])
+def test_the_ribbon_holds_every_character_once(capsys, tokenizer, color):
+    lines = shown(capsys, TEXT, "--color", color).splitlines()
+    ids, _ = tokenizer.encode_with_byte_ends(TEXT)
+    assert lines[0].startswith(f"tiktoken, 131,072 ids · {len(ids)} tokens · 23 bytes")
+    assert ("\x1b[" in lines[2]) == (color == "always")
+    bare = lines[2].replace("│", "")
+    if color == "never":
+        assert bare == "naïve␉2017␤"
+        assert lines[2].count("│") + lines[3].count("│") == len(ids)
+        assert "日本" in lines[3].replace("│", "")
+
+
+def test_the_bytes_of_a_part_of_a_character_are_shown():
+    views = [TokenView(1, "?", 0, 2, "日".encode()[:2], None)]
+    assert ribbon(views, color=False) == "<e6 97>│\n"
+
+
+def test_trained_tokens_stand_out():
+    views = [TokenView(1, "a", 0, 1, b"a", False), TokenView(2, "b", 1, 2, b"b", True)]
+    assert ribbon(views, color=False) == "a│⟪b│⟫\n"
+    assert ribbon(views, color=True).count("\x1b[1;38") == 1
+
+
+def test_a_limit_says_what_it_leaves_out(capsys):
+    out = shown(capsys, "a b c d e", "--limit", "2")
+    assert "... 3 tokens more" in out
+    assert "tokens more" not in shown(capsys, "a b c d e", "--limit", "0")
+
+
+def test_a_file_and_standard_input_are_read(capsys, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    wanted = shown(capsys, TEXT, "--json")
+    assert shown(capsys, str(tmp_path / "text.txt"), "--json") == wanted
+    monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
+    assert shown(capsys, "-", "--json") == wanted
+
+
+def test_a_file_that_is_not_text_is_refused_with_its_place(capsys, tmp_path):
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(SystemExit) as stopped:
+        shown(capsys, str(tmp_path / "latin.txt"))
+    assert stopped.value.code == 2
+    assert "latin.txt: the file is not UTF-8 at byte 3" in capsys.readouterr().err
