@@ -15,6 +15,7 @@ from megatron_ext.preprocessing.encoded_documents import EncodedDocuments
 from megatron_ext.preprocessing.input_slice import InputSlice
 from megatron_ext.preprocessing.output_names import DOCUMENT, LOSS_MASK
 from megatron_ext.preprocessing.part import PartWriter, token_dtype
+from megatron_ext.preprocessing.record_block import RecordBlock
 from megatron_ext.preprocessing.records import lines_before, read_records
 from megatron_ext.preprocessing.shard_record import ShardRecord, SliceRecord
 from megatron_ext.preprocessing.work_folder import WorkFolder
@@ -81,35 +82,35 @@ class ShardMaker:
                 for name in names.dataset_names()
             }
             for piece in slices:
-                self._add_slice(piece, writers, record, on_progress)
+                record.slices.append(SliceRecord(piece.path))
+                for block in read_records(piece, self.config.fields):
+                    on_progress(self._add(piece, block, writers, record))
 
     def _dtype(self, dataset: str) -> np.dtype[Any]:
         is_mask = dataset.endswith(f"_{LOSS_MASK}")
         return np.dtype(np.uint8) if is_mask else token_dtype(self.vocab_size)
 
-    def _add_slice(
+    def _add(
         self,
         piece: InputSlice,
+        block: RecordBlock,
         writers: Mapping[str, PartWriter],
         record: ShardRecord,
-        on_progress: Callable[[Progress], None],
-    ) -> None:
-        slice_record = SliceRecord(piece.path)
-        record.slices.append(slice_record)
-        for block in read_records(piece, self.config.fields):
-            encoded = self.encoder.encode(block)
-            bad = sorted((*block.bad, *encoded.bad), key=lambda bad: bad.line or 0)
-            if bad and self.config.strict:
-                raise bad[0].error(piece.path, lines_before(piece))
-            slice_record.bad += bad
-            slice_record.line_count += block.line_count
-            for key, documents in zip(self.config.fields.keys, encoded.documents, strict=True):
-                _write(key, documents, writers, record)
-            document_count = len(encoded.documents[0].sequence_counts)
-            record.documents += document_count
-            record.text_bytes += encoded.text_bytes
-            bad_count = sum(row.rows for row in bad)
-            on_progress(Progress(block.size, encoded.text_bytes, document_count, bad_count))
+    ) -> Progress:
+        """Tokenize and write one block."""
+        encoded = self.encoder.encode(block)
+        bad = sorted((*block.bad, *encoded.bad), key=lambda bad: bad.line or 0)
+        if bad and self.config.strict:
+            raise bad[0].error(piece.path, lines_before(piece))
+        record.slices[-1].bad += bad
+        record.slices[-1].line_count += block.line_count
+        for key, documents in zip(self.config.fields.keys, encoded.documents, strict=True):
+            _write(key, documents, writers, record)
+        document_count = len(encoded.documents[0].sequence_counts)
+        record.documents += document_count
+        record.text_bytes += encoded.text_bytes
+        bad_count = sum(row.rows for row in bad)
+        return Progress(block.size, encoded.text_bytes, document_count, bad_count)
 
 
 def _write(
