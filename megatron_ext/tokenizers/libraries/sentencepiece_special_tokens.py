@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.registry import did_you_mean
+from megatron_ext.tokenizers.libraries.token_names import distinct_names
 from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES, SpecialRole
 
 SentencePieceRole = SpecialRole | Literal["eod"]
@@ -49,14 +50,14 @@ class GivenSpecialTokens:
             TokenizerError: A key is no role, a list names a token twice, or a name is no text.
         """
         by_key = {f"{role}_token": name for role, name in roles.items() if name is not None}
-        names = _distinct(additional, "additional_special_tokens")
+        names = distinct_names(additional, "additional_special_tokens")
         if isinstance(listed, Mapping):
             _check_keys(listed)
             by_key = {**listed, **by_key}
             listed = list(dict.fromkeys(listed.values()))
-        of_roles = _distinct(dict.fromkeys(by_key.values()), "special_tokens")
+        of_roles = distinct_names(dict.fromkeys(by_key.values()), "special_tokens")
         return cls(
-            _distinct(listed or (), "special_tokens"),
+            distinct_names(listed or (), "special_tokens"),
             tuple(dict.fromkeys((*of_roles, *names))),
             {_KEYS[key]: name for key, name in by_key.items()},
         )
@@ -103,24 +104,3 @@ def _check_keys(listed: Mapping[str, str]) -> None:
                 fix=did_you_mean(str(key), list(_KEYS)) or "use additional_special_tokens",
                 where="special_tokens",
             )
-
-
-def _distinct(given: Iterable[str], option: str) -> tuple[str, ...]:
-    """The names of a list.
-
-    Raises:
-        TokenizerError: It is no list of names, a name is empty, or one stands twice.
-    """
-    names = () if isinstance(given, str) else tuple(given)
-    wrong = next((name for name in names if not isinstance(name, str) or not name), None)
-    if isinstance(given, str) or wrong is not None:
-        raise TokenizerError(
-            "special tokens are given as a list of names",
-            got=repr(given if wrong is None else wrong),
-            expected="strings that are not empty",
-            where=option,
-        )
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise TokenizerError("a special token is named twice", got=repr(twice), where=option)
-    return names

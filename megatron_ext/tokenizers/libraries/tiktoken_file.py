@@ -1,39 +1,22 @@
-"""A tiktoken vocabulary as its file and the options give it, whatever the file's format."""
+"""What a tiktoken vocabulary file holds, whatever its format."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.file_kind import FileKind, read_json, require_library
-
-_V2_WORD = r"[^\r\n\p{L}\p{N}]?"
-_V2_UPPER, _V2_LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-PATTERNS: Mapping[str, str] = {
-    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    "v2": "|".join(
-        (
-            rf"{_V2_WORD}[{_V2_UPPER}]*[{_V2_LOWER}]+",
-            rf"{_V2_WORD}[{_V2_UPPER}]+[{_V2_LOWER}]*",
-            r"\p{N}",
-            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-            r"\s*[\r\n]+",
-            r"\s+(?!\S)",
-            r"\s+",
-        )
-    ),
-}
-"""Megatron's named patterns."""
-
-MEGATRON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-"""Special tokens of a file that names none, in id order."""
+from megatron_ext.tokenizers.file_kind import read_json, require_library
+from megatron_ext.tokenizers.libraries.tiktoken_published import (
+    PUBLISHED,
+    PublishedVocabulary,
+    published_vocabulary,
+)
 
 EARLY_TEKKEN_SPECIAL_TOKENS = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -43,149 +26,56 @@ EARLY_TEKKEN_SPECIAL_TOKENS = (
 )
 """Special tokens of a Tekken file from before these were written into it (version 7 and less)."""
 
-_NUM_SPECIAL_TOKENS = 1000
-_LARGEST_JSON_VOCABULARY = 1 << 17
-
 
 @dataclass(frozen=True, kw_only=True)
-class TiktokenVocabulary:
-    """What tiktoken needs, with final ids."""
+class TiktokenFile:
+    """Ranks, and what is known of the pattern and the special tokens."""
 
     file: Path
     """Where it came from."""
-    pattern: str
-    """Regular expression that cuts the text."""
-    ids: dict[bytes, int]
-    """Id of each ordinary token; tiktoken merges in id order."""
-    special_ids: dict[str, int]
-    """Id of each special token, fillers included."""
-    vocab_size: int
-    """Largest id plus one."""
+    ranks: Mapping[bytes, int]
+    """Rank of each token."""
+    specials_first: bool
+    """Whether special tokens have the first ids and the ranks are shifted behind them."""
+    says: Mapping[str, Any] = field(default_factory=dict)
+    """Options that the file itself fixes."""
+    published: PublishedVocabulary | None = None
+    """The published vocabulary that a rank file holds."""
 
 
-def read_vocabulary(
-    path: str | os.PathLike[str],
-    *,
-    pattern: str | None,
-    vocab_size: int | None,
-    num_special_tokens: int | None,
-    special_tokens: Sequence[str] | None,
-) -> TiktokenVocabulary:
-    """Read a file and lay its ids out; an option left at None takes the file's word or a default.
+def read_tiktoken_file(path: str | os.PathLike[str]) -> TiktokenFile:
+    """Read a JSON rank list, a Tekken file or a base64 rank file.
 
     Raises:
-        TokenizerError: The file is missing, broken or of another library, or an option does not
-            fit the file.
+        TokenizerError: The file is missing, broken, of another library, or not what it is named.
     """
     kind = require_library(path, "tiktoken")
-    tokens, from_file = _read(kind)
-    given = {
-        "pattern": None if pattern is None else _pattern(pattern),
-        "vocab_size": vocab_size,
-        "num_special_tokens": num_special_tokens,
-        "special_tokens": None if special_tokens is None else list(special_tokens),
-    }
-    said = _settle_options(given, from_file, kind.file)
-    names = _special_names(said["special_tokens"], said["num_special_tokens"])
-    specials_first = kind.format != "tiktoken-ranks"
-    size = _size(said.get("vocab_size"), tokens, len(names), specials_first, kind.file)
-    shift = len(names) if specials_first else 0
-    special_begin = 0 if specials_first else size - len(names)
-    ordinary_stop = size if specials_first else special_begin
-    return TiktokenVocabulary(
-        file=kind.file,
-        pattern=said["pattern"],
-        ids={token: rank + shift for token, rank in tokens.items() if rank + shift < ordinary_stop},
-        special_ids={name: special_begin + i for i, name in enumerate(names)},
-        vocab_size=size,
-    )
-
-
-def _settle_options(
-    given: Mapping[str, Any], from_file: Mapping[str, Any], file: Path
-) -> dict[str, Any]:
-    """The options given, else those of the file, else the defaults."""
-    said: dict[str, Any] = {
-        "pattern": PATTERNS["v2"],
-        "num_special_tokens": _NUM_SPECIAL_TOKENS,
-        "special_tokens": list(MEGATRON_SPECIAL_TOKENS),
-        **from_file,
-    }
-    for name, value in given.items():
-        if value is None:
-            continue
-        if name in from_file and from_file[name] != value:
-            raise TokenizerError(
-                f"the option {name} differs from what the file says",
-                got=value,
-                expected=from_file[name],
-                fix="leave it out",
-                where=file,
-            )
-        said[name] = value
-    return said
-
-
-def _pattern(pattern: str) -> str:
-    if re.fullmatch(r"\w+", pattern) and pattern not in PATTERNS:
-        raise TokenizerError(
-            "unknown tiktoken pattern",
-            got=repr(pattern),
-            expected="v1, v2 or a regular expression",
-            where="pattern",
-        )
-    return PATTERNS.get(pattern, pattern)
-
-
-def _special_names(names: Sequence[str], count: int) -> list[str]:
-    """``names`` filled up to ``count``."""
-    if count < len(names):
-        raise TokenizerError(
-            "there are more special tokens than ids kept for them",
-            got=f"{len(names)} names",
-            expected=f"at most num_special_tokens = {count}",
-            fix="raise num_special_tokens",
-        )
-    filled = [*names, *(f"<SPECIAL_{i}>" for i in range(len(names), count))]
-    if len(set(filled)) < len(filled):
-        twice = next(name for name in filled if filled.count(name) > 1)
-        raise TokenizerError(
-            "a special token is named twice", got=repr(twice), where="special_tokens"
-        )
-    return filled
-
-
-def _size(
-    wanted: int | None,
-    tokens: Mapping[bytes, int],
-    num_special: int,
-    specials_first: bool,
-    file: Path,
-) -> int:
-    """Vocabulary size, special tokens included, which the file must be able to fill."""
-    full = max(tokens.values()) + 1 + num_special
-    if wanted is None:
-        return min(full, _LARGEST_JSON_VOCABULARY) if specials_first else full
-    if not num_special + 256 <= wanted <= full:
-        raise TokenizerError(
-            "the file cannot fill this vocabulary",
-            got=f"vocab_size = {wanted}",
-            expected=f"{num_special + 256} to {full}: {num_special} special tokens and at least "
-            f"the 256 bytes of {full - num_special} ranks",
-            where=file,
-        )
-    return wanted
-
-
-def _read(kind: FileKind) -> tuple[dict[bytes, int], dict[str, Any]]:
-    """Rank of each token, and what the file says of the options."""
     if kind.format == "tiktoken-ranks":
-        return _rank_lines(kind.file), {}
+        ranks = _rank_lines(kind.file)
+        published = published_vocabulary(ranks)
+        if published is None:
+            _check_name(kind.file, len(ranks))
+        return TiktokenFile(file=kind.file, ranks=ranks, specials_first=False, published=published)
     document = read_json(kind.file)
     if isinstance(document, list):
-        return _rank_list(document, kind.file), {}
+        ranks = _rank_list(document, kind.file)
+        return TiktokenFile(file=kind.file, ranks=ranks, specials_first=True)
     assert isinstance(document, dict)
-    return _tekken(document, kind.file)
+    ranks, says = _tekken(document, kind.file)
+    return TiktokenFile(file=kind.file, ranks=ranks, specials_first=True, says=says)
+
+
+def _check_name(file: Path, num_ranks: int) -> None:
+    """Refuse a file with the name of a published vocabulary and other contents."""
+    for row in PUBLISHED:
+        if file.name == f"{row.name}.tiktoken":
+            raise TokenizerError(
+                f"the file is not the {row.name} that its name says",
+                got=f"other tokens, {num_ranks} of them",
+                expected=f"the {row.num_ranks} tokens that were published",
+                fix="fetch it again: it may be truncated; or rename it if it is another vocabulary",
+                where=file,
+            )
 
 
 def _tekken(document: dict[str, Any], file: Path) -> tuple[dict[bytes, int], dict[str, Any]]:

@@ -7,9 +7,18 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError
+from megatron_ext.tokenizers.engine import GigatokenEngine, tiktoken_engine
+from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
-from megatron_ext.tokenizers.libraries.tiktoken_file import TiktokenVocabulary, read_vocabulary
-from megatron_ext.tokenizers.special_names import conventional_ids
+from megatron_ext.tokenizers.libraries.tiktoken_file import read_tiktoken_file
+from megatron_ext.tokenizers.libraries.tiktoken_layout import (
+    TiktokenOptions,
+    TiktokenVocabulary,
+    lay_out,
+)
+from megatron_ext.tokenizers.libraries.tiktoken_special_tokens import role_ids, without_role
+from megatron_ext.tokenizers.libraries.token_names import distinct_names
+from megatron_ext.tokenizers.special_names import SpecialRole
 
 
 class TiktokenTokenizer(TableTokenizer):
@@ -17,16 +26,25 @@ class TiktokenTokenizer(TableTokenizer):
 
     In a JSON file the special tokens have ids 0 to ``num_special_tokens - 1`` and the ordinary
     tokens follow in rank order; in a base64 rank file the ids are the ranks and the special tokens
-    follow. Names are filled up with ``<SPECIAL_i>``.
+    follow. Names are filled up with ``<SPECIAL_i>``. The rank files of r50k_base, p50k_base,
+    cl100k_base, o200k_base and Llama 3 are recognised by their contents and have the pattern and
+    the special tokens of their publisher.
 
     Args:
         path: A JSON rank list, ``tekken.json``, a ``.tiktoken`` file or Llama's rank file.
         pattern: How text is cut before merging: ``v1``, ``v2`` or a regular expression. A Tekken
-            file brings its own; for the others the default is ``v2``.
+            file brings its own; for a vocabulary that is not recognised the default is ``v2``.
         vocab_size: Ids, special tokens included; the ranks beyond are cut off. The default is what
             a Tekken file says, at most 2**17 for a JSON list, and everything for a rank file.
-        num_special_tokens: Ids kept for special tokens; 1000 unless a Tekken file says otherwise.
-        special_tokens: Their names, in id order; a Tekken file brings its own.
+        num_special_tokens: Ids kept for special tokens; 1000 unless a Tekken file says otherwise
+            or the vocabulary is recognised.
+        special_tokens: Their names, in id order; a Tekken file brings its own. Usual names such as
+            ``</s>`` have their roles.
+        additional_special_tokens: More of them, without a role. They take the places of the fillers
+            behind the last name; a rank file gets more ids where these do not suffice.
+        bos_token, eos_token, pad_token, unk_token, mask_token, cls_token, sep_token: The special
+            token of a role, added where it is new.
+        engine: What encodes batches.
 
     Raises:
         TokenizerError: The file is missing, broken or of another library, or an option does not
@@ -44,30 +62,55 @@ class TiktokenTokenizer(TableTokenizer):
         vocab_size: int | None = None,
         num_special_tokens: int | None = None,
         special_tokens: Sequence[str] | None = None,
+        additional_special_tokens: Sequence[str] = (),
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+        unk_token: str | None = None,
+        mask_token: str | None = None,
+        cls_token: str | None = None,
+        sep_token: str | None = None,
+        engine: str = "auto",
     ) -> None:
-        vocabulary = read_vocabulary(
-            path,
+        self.engine = engine_choice(engine)
+        roles: dict[SpecialRole, str | None] = {
+            "bos": bos_token,
+            "eos": eos_token,
+            "pad": pad_token,
+            "unk": unk_token,
+            "mask": mask_token,
+            "cls": cls_token,
+            "sep": sep_token,
+        }
+        options = TiktokenOptions(
             pattern=pattern,
             vocab_size=vocab_size,
             num_special_tokens=num_special_tokens,
-            special_tokens=special_tokens,
+            special_tokens=None
+            if special_tokens is None
+            else distinct_names(special_tokens, "special_tokens"),
+            additional=(
+                *(name for name in roles.values() if name is not None),
+                *distinct_names(additional_special_tokens, "additional_special_tokens"),
+            ),
         )
+        vocabulary = lay_out(read_tiktoken_file(path), options)
+        special_ids = role_ids(vocabulary, options, roles)
         self._encoding = _encoding(vocabulary)
-        token_bytes: list[bytes | None] = [None] * vocabulary.vocab_size
-        pieces = [""] * vocabulary.vocab_size
-        for token, token_id in vocabulary.ids.items():
-            token_bytes[token_id] = token
-            # A token may end inside a character; its display string then shows the bytes.
-            pieces[token_id] = token.decode(errors="backslashreplace")
-        for name, token_id in vocabulary.special_ids.items():
-            pieces[token_id] = name
+        self._filler_names = vocabulary.fillers
+        pieces, token_bytes = _rows(vocabulary)
         super().__init__(
             pieces=pieces,
             token_bytes=token_bytes,
             files={vocabulary.file.name: vocabulary.file},
-            special_ids=conventional_ids(vocabulary.special_ids.get),
+            special_ids=special_ids,
             dummy_prefix="none",
+            additional_special_tokens=without_role(vocabulary, options, special_ids),
         )
+
+    def _build_engine(self) -> GigatokenEngine:
+        file = next(iter(self._files.values()))
+        return tiktoken_engine(self._table, self._encoding._pat_str, file)
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         threads = min(8, os.cpu_count() or 1)
@@ -81,7 +124,7 @@ class TiktokenTokenizer(TableTokenizer):
 
     @property
     def _fillers(self) -> frozenset[str]:
-        return frozenset(f"<SPECIAL_{i}>" for i in range(self.vocab_size))
+        return self._filler_names
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._decode_stretches(
@@ -98,6 +141,19 @@ class TiktokenTokenizer(TableTokenizer):
             expected="a pattern whose matches cover any text",
             fix=r"add |\s+|. to its end",
         )
+
+
+def _rows(vocabulary: TiktokenVocabulary) -> tuple[list[str], list[bytes | None]]:
+    """Display string and bytes of each id [V]."""
+    token_bytes: list[bytes | None] = [None] * vocabulary.vocab_size
+    pieces = [""] * vocabulary.vocab_size
+    for token, token_id in vocabulary.ids.items():
+        token_bytes[token_id] = token
+        # A token may end inside a character; its display string then shows the bytes.
+        pieces[token_id] = token.decode(errors="backslashreplace")
+    for name, token_id in vocabulary.special_ids.items():
+        pieces[token_id] = name
+    return pieces, token_bytes
 
 
 def _encoding(vocabulary: TiktokenVocabulary) -> Any:

@@ -1,0 +1,147 @@
+"""Published SentencePiece, tiktoken and Tekken files on the published text.
+
+Every file of mistral-common's is there wherever the tests run; the others where they are at hand.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+from published import SHARED, corpora, needs_published_files
+from tokenizer_files import SENTENCES, mistral_file
+from tokenizers import Tokenizer
+
+from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
+from megatron_ext.tokenizers.token_bytes import byte_of_character
+
+MISTRAL_FILES = sorted(mistral_file("").iterdir())
+SENTENCEPIECE_FILES = [
+    *(file for file in MISTRAL_FILES if re.search(r"\.model\.v\d+m?\d*$", file.name)),
+    *sorted(SHARED.glob("tokenizers/*/*.model")),
+]
+TEKKEN_FILES = [file for file in MISTRAL_FILES if file.name.startswith("tekken")]
+RANK_FILES = sorted(SHARED.glob("tokenizers/*/*.tiktoken"))
+LOSSY = {file for file in SENTENCEPIECE_FILES if file.parent.name == "sp_tiny"}
+"""Their normaliser changes text."""
+SHA256_OF_LLAMA_3 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
+"""Of the file tokenizer.model in Meta-Llama-3-8B/original, as its repository lists it."""
+
+
+def texts():
+    """The published text, or sentences of our own where it is not at hand."""
+    return corpora() or ["\n".join(SENTENCES)]
+
+
+def check_byte_ends(ours, some, *, lossless):
+    """Ids and ends of each of ``some`` texts; a token's span is its bytes where it can be."""
+    for text in some:
+        ids, ends = ours.encode_with_byte_ends(text)
+        raw = text.encode()
+        assert ids.tolist() == ours.text_to_ids(text)
+        assert (np.diff(ends, prepend=0) >= 0).all()
+        assert ends[-1] == len(raw)
+        if lossless:
+            spans = [raw[a:b] for a, b in pairwise([0, *ends.tolist()])]
+            prefix = len(b"".join(ours.token_bytes(i) for i in ids.tolist())) - len(raw)
+            assert spans[0] == ours.token_bytes(int(ids[0]))[prefix:]
+            assert spans[1:] == [ours.token_bytes(i) for i in ids[1:].tolist()]
+            assert ours.byte_ends(ids).tolist() == ends.tolist()
+
+
+def same_ids(ours, expected):
+    """Whether a batch gives the expected ids for every text."""
+    return [ids.tolist() for ids in ours.text_to_ids_batch(texts())] == expected
+
+
+@pytest.mark.parametrize("file", SENTENCEPIECE_FILES, ids=lambda file: file.name)
+def test_sentencepiece_files_give_the_ids_of_sentencepiece_and_exact_byte_ends(file):
+    ours = TOKENIZER_LIBRARIES["sentencepiece"].build(file)
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    assert same_ids(ours, theirs.encode(texts(), num_threads=0))
+    check_byte_ends(ours, texts()[:: 9 if file in LOSSY else 3], lossless=file not in LOSSY)
+    assert ours.vocab_size == theirs.get_piece_size()
+    assert ours.pieces == [theirs.id_to_piece(i) for i in range(ours.vocab_size)]
+    ids = (ours.bos_id, ours.eos_id, ours.unk_id)
+    assert ids == (theirs.bos_id(), theirs.eos_id(), theirs.unk_id())
+
+
+@pytest.mark.parametrize("file", TEKKEN_FILES, ids=lambda file: file.name)
+def test_tekken_files_give_the_ids_of_mistral_common_and_exact_byte_ends(file):
+    ours = TOKENIZER_LIBRARIES["tiktoken"].build(file)
+    theirs = Tekkenizer.from_file(file)
+    assert same_ids(ours, [theirs.encode(text, bos=False, eos=False) for text in texts()])
+    check_byte_ends(ours, texts()[::3], lossless=True)
+    assert ours.vocab_size == theirs.n_words
+    special = range(theirs.num_special_tokens)
+    assert ours.pieces[: len(special)] == [theirs.id_to_piece(i) for i in special]
+
+
+@pytest.mark.parametrize("file", RANK_FILES, ids=lambda file: file.name)
+def test_rank_files_of_openai_give_the_ids_of_tiktoken_and_exact_byte_ends(file, monkeypatch):
+    def load(url, expected_hash):
+        assert url.endswith(file.name)
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == expected_hash
+        return tiktoken.load.load_tiktoken_bpe(str(file))
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    monkeypatch.setattr(tiktoken_ext.openai_public, "load_tiktoken_bpe", load)
+    ours = TOKENIZER_LIBRARIES["tiktoken"].build(file)
+    theirs = tiktoken.Encoding(**getattr(tiktoken_ext.openai_public, file.stem)())
+    assert same_ids(ours, theirs.encode_ordinary_batch(texts()))
+    check_byte_ends(ours, texts()[::3], lossless=True)
+    assert ours.vocab_size == theirs.n_vocab
+    assert ours.eos_id == theirs.eot_token
+    written = "a".join(sorted(theirs.special_tokens_set))
+    parsed = ours.text_to_ids(written, parse_special=True)
+    assert parsed == theirs.encode(written, allowed_special="all")
+    assert ours.ids_to_text(parsed) == written
+
+
+@pytest.fixture(scope="module")
+def llama_3(tmp_path_factory) -> Path:
+    """Meta's rank file, made again from the ``tokenizer.json`` that was made from it."""
+    document = json.loads((SHARED / "tokenizers/llama3_2/tokenizer.json").read_text("utf-8"))
+    byte_of = byte_of_character()
+    rows = sorted((rank, piece) for piece, rank in document["model"]["vocab"].items())
+    file = tmp_path_factory.mktemp("llama3") / "tokenizer.model"
+    with file.open("wb") as stream:
+        for rank, piece in rows:
+            token = base64.b64encode(bytes(byte_of[character] for character in piece))
+            stream.write(b"%s %d\n" % (token, rank))
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == SHA256_OF_LLAMA_3
+    return file
+
+
+@needs_published_files
+def test_the_rank_file_of_llama_3_is_the_vocabulary_of_its_tokenizer_json(llama_3):
+    ours = TOKENIZER_LIBRARIES["tiktoken"].build(llama_3)
+    theirs = Tokenizer.from_file(str(SHARED / "tokenizers/llama3_2/tokenizer.json"))
+    expected = theirs.encode_batch_fast(texts(), add_special_tokens=False)
+    assert same_ids(ours, [row.ids for row in expected])
+    check_byte_ends(ours, texts()[::3], lossless=True)
+    assert ours.vocab_size == theirs.get_vocab_size() == 128256
+    for token_id in range(128000, 128256):
+        assert ours.id_to_token(token_id) == theirs.id_to_token(token_id)
+    assert ours.bos_id == ours.token_to_id("<|begin_of_text|>")
+    assert ours.eos_id == ours.token_to_id("<|end_of_text|>")
+    assert ours.pad_id == ours.token_to_id("<|finetune_right_pad_id|>")
+
+
+@needs_published_files
+def test_more_special_tokens_of_llama_3_take_the_places_of_reserved_ones(llama_3):
+    options = {"additional_special_tokens": ["<image>"]}
+    ours = TOKENIZER_LIBRARIES["tiktoken"].build(llama_3, options)
+    assert ours.token_to_id("<image>") == 128011
+    assert ours.vocab_size == 128256
+    assert ours.additional_special_tokens_ids == [128011]
