@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
+import numpy as np
 
-IMAGE_TOKEN = "<image>"
+from megatron_ext.conversation import (
+    DEFAULT_IMAGE_TOKEN_INDEX,
+    IMAGE_TOKEN,
+    Conversation,
+    image_tags,
+)
+from megatron_ext.conversation.images import with_images
+from megatron_ext.conversation.message import checked_messages
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.base import ByteEnds, IdArray, ParseSpecial
+from megatron_ext.tokenizers.libraries import library_of
+from megatron_ext.tokenizers.tagged_text import TaggedText
+from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
+from megatron_ext.tokenizers.token_bytes import character_starts, utf8
 
 
 class MegatronTokenizerVision(MegatronTokenizerText):
-    """A text tokenizer whose vocabulary holds image tokens.
+    """A text tokenizer whose vocabulary holds an image token.
+
+    ``<image>`` in a text or in a message becomes its id, with the tags of the image tag type around
+    it; other special tokens are read as in a ``MegatronTokenizerText``. A null tokenizer, whose
+    vocabulary is numbers, has the id -200 for it.
 
     Args:
         path: As for ``MegatronTokenizerText``.
         config: As for ``MegatronTokenizerText``.
-        special_tokens: Names to add to the vocabulary.
-        image_tag_type: Tags around each image: ``nvlm``, ``internvl`` or none.
+        special_tokens: Names to add to the vocabulary, ``<image>`` among them if it is not there.
+            Those that it has already keep their ids, be it some of them or all.
+        image_tag_type: Tags around each image: ``nvlm`` (``<Image>``), ``internvl`` (``<img>``) or
+            none. They are ids of their own where the vocabulary has them as special tokens.
         force_system_message: Replace the system message by the prompt format's own.
         options: As for ``MegatronTokenizerText``.
+
+    Raises:
+        ConfigError: As for ``MegatronTokenizerText``, the image tag type is unknown, or the prompt
+            format has no system message to force.
+        TokenizerError: As for ``MegatronTokenizerText``.
     """
 
     def __init__(
@@ -33,14 +59,137 @@ class MegatronTokenizerVision(MegatronTokenizerText):
         force_system_message: bool = False,
         **options: Any,
     ) -> None:
-        names = dict.fromkeys([*options.pop("additional_special_tokens", ()), *special_tokens])
-        super().__init__(path, config, additional_special_tokens=tuple(names), **options)
         self.image_tag_type = image_tag_type
         self.force_system_message = force_system_message
+        self._tags = image_tags(image_tag_type)
+        self.apply_image_tag = self._tags
+        names = [*(options.pop("additional_special_tokens", None) or ()), *special_tokens]
+        if library_of(config.get("library")).library == "null":
+            names = [name for name in names if name != IMAGE_TOKEN]
+            options = {"add_eod": True, **options}
+            options["placeholders"] = {IMAGE_TOKEN: DEFAULT_IMAGE_TOKEN_INDEX}
+        else:
+            names = [*names, IMAGE_TOKEN]
+        options["additional_special_tokens"] = tuple(dict.fromkeys(names))
+        super().__init__(path, config, **options)
+
+    def _set_prompt_format(self, given: str | None) -> None:
+        super()._set_prompt_format(given)
+        if self.prompt_config is not None:
+            self.prompt_config = replace(
+                self.prompt_config,
+                force_system_message=self.force_system_message,
+                validate_no_image_in_assistant=True,
+            )
 
     @property
     def mode(self) -> str:
         return "multimodal"
+
+    @property
+    def image_token_id(self) -> int:
+        """Id of ``<image>``."""
+        return self.token_to_id(IMAGE_TOKEN)
+
+    # Text and ids.
+
+    @property
+    def _read(self) -> ParseSpecial:
+        """Special tokens that are read in a text."""
+        tagged = (self._tags.before, IMAGE_TOKEN, self._tags.after)
+        return True if self.parse_special_tokens else frozenset(filter(None, tagged))
+
+    def text_to_ids(self, text: str) -> list[int]:
+        """Ids of ``text`` with tags around its images."""
+        return self._tokenizer.text_to_ids(self._tags(text), parse_special=self._read)
+
+    def text_to_ids_batch(self, texts: Sequence[str]) -> list[IdArray]:
+        """``text_to_ids`` of many texts, in parallel inside the library where it can."""
+        tagged = [self._tags(text) for text in texts]
+        return self._tokenizer.text_to_ids_batch(tagged, parse_special=self._read)
+
+    def text_to_flat_ids(self, texts: Sequence[str]) -> tuple[IdArray, ByteEnds]:
+        """Ids [N] of all texts and offsets [D + 1]: where those of each begin and end."""
+        tagged = [self._tags(text) for text in texts]
+        return self._tokenizer.text_to_flat_ids(tagged, parse_special=self._read)
+
+    def encode_with_byte_ends(
+        self, text: str, *, parse_special: bool | None = None
+    ) -> tuple[IdArray, ByteEnds]:
+        """Ids [T] of ``text`` and where each ends in ``text.encode()`` [T].
+
+        Tags that are put around an image cover nothing.
+        """
+        tagged = TaggedText.of(text, self._tags)
+        ids, ends = self._tokenizer.encode_with_byte_ends(
+            tagged.text, parse_special=parse_special or self._read
+        )
+        return ids, tagged.original_ends(ends)
+
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        """Index of the character of ``text`` in which each token begins [T]."""
+        own_ids, ends = self.encode_with_byte_ends(text)
+        if own_ids.tolist() != [int(token_id) for token_id in ids]:
+            return super().offsets(ids, text)
+        begins = np.concatenate(([0], ends[:-1]))[: len(ends)]
+        starts = character_starts(utf8(text))
+        characters: list[int] = (np.searchsorted(starts, begins, side="right") - 1).tolist()
+        return characters
+
+    def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of ``ids``; -200 is an image, and other negative ones, such as padding, nothing."""
+        image = self.image_token_id
+        known = [image if i == DEFAULT_IMAGE_TOKEN_INDEX else i for i in ids]
+        shown = [i for i in known if i >= 0 or i == image]
+        return super().detokenize(shown, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        conversation: Conversation,
+        chat_template: str | None = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str | list[int]:
+        """As for a ``MegatronTokenizerText``, with images in the messages."""
+        messages = enumerate(checked_messages(conversation))
+        return super().apply_chat_template(
+            [with_images(message, i, self._tags) for i, message in messages],
+            chat_template,
+            tokenize=tokenize,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+
+    # Vocabulary.
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int]:
+        """Id of a token or ids of several; a null tokenizer takes several in one string.
+
+        Raises:
+            TokenizerError: The vocabulary does not hold one.
+        """
+        if isinstance(tokens, str) and self.library == "null" and len(tokens.split()) != 1:
+            tokens = tokens.split()
+        try:
+            if isinstance(tokens, str):
+                return self.token_to_id(tokens.strip() if self.library == "null" else tokens)
+            return [self.token_to_id(token) for token in tokens]
+        except KeyError as error:
+            raise TokenizerError(
+                "the vocabulary has no such token",
+                got=repr(error.args[0]),
+                fix="add it to special_tokens",
+            ) from None
+
+    def get_special_tokens(self) -> dict[str, int]:
+        """Id of every control token by its name."""
+        named = [i for i in range(self.vocab_size) if self.is_control(i) and self.id_to_token(i)]
+        ids = [*named, *({self.image_token_id} - set(named))]
+        return {self.id_to_token(token_id): token_id for token_id in ids}
+
+    # Identity.
 
     def constructor_options(self) -> dict[str, Any]:
         # The names to add are among the library's additional ones by now.
@@ -49,3 +198,12 @@ class MegatronTokenizerVision(MegatronTokenizerText):
             "image_tag_type": self.image_tag_type,
             "force_system_message": self.force_system_message,
         }
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, str]:
+        """What Megatron's dataset cache is keyed on."""
+        identifiers = super().unique_identifiers
+        identifiers["image_tag_type"] = self.image_tag_type
+        if self.force_system_message:
+            identifiers["force_system_message"] = "True"
+        return identifiers
