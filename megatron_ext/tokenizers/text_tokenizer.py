@@ -18,12 +18,12 @@ from megatron_ext.tokenizers.base import (
 )
 from megatron_ext.tokenizers.chat_tokenizer import ChatTokenizer
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
-from megatron_ext.tokenizers.special_ids import SpecialIds
 from megatron_ext.tokenizers.text_offsets import text_offsets
+from megatron_ext.tokenizers.tokenized_files import tokenized_files
 from megatron_ext.tokenizers.vocabulary import Vocabulary
 
 
-class MegatronTokenizerText(ChatTokenizer, SpecialIds, MegatronTokenizerBase):
+class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
     """A tokenizer of one library behind Megatron's interface.
 
     Args:
@@ -80,6 +80,18 @@ class MegatronTokenizerText(ChatTokenizer, SpecialIds, MegatronTokenizerBase):
         """Ids [N] of all texts and offsets [D + 1]: where those of each begin and end."""
         return self._tokenizer.text_to_flat_ids(texts, parse_special=self.parse_special_tokens)
 
+    def tokenize_files(
+        self, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], field: str = "text"
+    ) -> Any:
+        """Ids of every document of JSON lines files, as an ``awkward`` array [D, *].
+
+        Raises:
+            TokenizerError: A file or a line cannot be used; the message names it.
+            MissingDependencyError: awkward is not installed.
+        """
+        several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        return tokenized_files(self.text_to_flat_ids, several, field)
+
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ``ids``."""
         return self._tokenizer.ids_to_text(ids, skip_special_tokens=skip_special_tokens)
@@ -127,10 +139,6 @@ class MegatronTokenizerText(ChatTokenizer, SpecialIds, MegatronTokenizerBase):
     def inv_vocab(self) -> dict[int, str]:
         """Display string by id."""
         return dict(enumerate(self.vocab))
-
-    def token_to_id(self, token: str) -> int:
-        """Id of a display string; KeyError when the vocabulary does not hold it."""
-        return self._tokenizer.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str:
         """Display string of an id."""
