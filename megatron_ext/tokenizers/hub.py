@@ -16,7 +16,7 @@ _FILE_ENDING = re.compile(r"\.(json|model|tiktoken|txt|jinja|vocab|bin)$")
 # A tokenizer is read from the first of these that it has.
 _VOCABULARIES = (("tokenizer.json",), ("tekken.json", "tokenizer.model", "*.tiktoken"))
 _CONFIG = "tokenizer_config.json"
-_BESIDE = (_CONFIG, "chat_template.jinja", "tokenizer_metadata.json")
+_BESIDE = (_CONFIG, "chat_template.jinja")
 _SECONDS_TO_ANSWER = 5.0
 
 
