@@ -79,3 +79,48 @@ def test_a_file_that_is_not_text_is_refused_with_its_place(capsys, tmp_path):
         shown(capsys, str(tmp_path / "latin.txt"))
     assert stopped.value.code == 2
     assert "latin.txt: the file is not UTF-8 at byte 3" in capsys.readouterr().err
+
+
+CONVERSATION = [
+    {"role": "user", "content": "What is 2+2? </s>"},
+    {"role": "assistant", "content": "It is 4."},
+]
+RECORDS = {
+    "lines.jsonl": json.dumps({"messages": CONVERSATION}) + "\n" + json.dumps({"messages": []}),
+    "record.json": json.dumps({"messages": CONVERSATION}),
+    "messages.json": json.dumps(CONVERSATION),
+    "records.json": json.dumps([{"messages": CONVERSATION}], indent=1),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_file_of_conversations_shows_what_is_trained(capsys, tmp_path, name):
+    (tmp_path / name).write_text(RECORDS[name], encoding="utf-8")
+    words = (str(tmp_path / name), "--tokenizer-prompt-format", "mistral")
+    rows = [json.loads(line) for line in shown(capsys, *words, "--json").splitlines()]
+    trained = "".join(row["text"] for row in rows if row["trained"])
+    assert trained == " It is 4.</s>"
+    assert rows[0]["piece"] == "<s>"
+    assert sum(row["piece"] == "</s>" for row in rows) == 1
+    out = shown(capsys, *words, "--color", "never")
+    assert "trained" in out.splitlines()[0]
+    assert "⟪ It│ is│ │4│.│</s>│⟫" in out
+
+
+@pytest.mark.parametrize(
+    ("record", "words"), [("2", "record has no messages"), ("3", "expected 1 to 2")]
+)
+def test_a_record_that_cannot_be_shown_is_named(capsys, tmp_path, record, words):
+    file = tmp_path / "lines.jsonl"
+    file.write_text(RECORDS["lines.jsonl"], encoding="utf-8")
+    with pytest.raises(SystemExit):
+        shown(capsys, str(file), "--record", record, "--tokenizer-prompt-format", "mistral")
+    assert words in capsys.readouterr().err
+
+
+def test_a_conversation_without_a_format_asks_for_one(capsys, tmp_path):
+    file = tmp_path / "record.json"
+    file.write_text(RECORDS["record.json"], encoding="utf-8")
+    with pytest.raises(SystemExit):
+        shown(capsys, str(file))
+    assert "no prompt format" in capsys.readouterr().err
