@@ -64,11 +64,9 @@ def model_with(**options):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(SENTENCES),
         model_writer=model,
-        vocab_size=500,
-        model_type="bpe",
         character_coverage=0.98,
         minloglevel=2,
-        **options,
+        **{"vocab_size": 500, "model_type": "bpe", **options},
     )
     return model.getvalue()
 
@@ -304,6 +302,24 @@ def test_a_model_that_keeps_spaces_is_not_changed(built):
     kept = built(KEEPS_SPACES, ignore_extra_whitespaces=False)
     for text in ("a  b ", "  x\n"):
         assert kept.text_to_ids(text) == built(KEEPS_SPACES).text_to_ids(text)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model_type": "char", "hard_vocab_limit": False},
+        {"model_type": "word", "hard_vocab_limit": False},
+        {"model_type": "unigram", "normalization_rule_name": "identity"},
+        {"add_dummy_prefix": False},
+    ],
+    ids=["characters", "words", "unigram", "no-dummy-prefix"],
+)
+def test_a_dummy_prefix_has_no_bytes_in_models_of_every_kind(tmp_path, options):
+    (tmp_path / "x.model").write_bytes(model_with(**options))
+    ours = TOKENIZER_LIBRARIES["sentencepiece"].build(tmp_path / "x.model")
+    ids, ends = ours.encode_with_byte_ends("the parser of arguments")
+    assert ours.byte_ends(ids).tolist() == ends.tolist()
+    assert ours.ids_to_text(ids.tolist()) == "the parser of arguments"
 
 
 # The edit of the model.

@@ -102,11 +102,18 @@ def _bytes_of(processor: Any, token_id: int, piece: str) -> bytes | None:
 
 
 def drops_leading_space(processor: Any, pieces: Sequence[str]) -> bool:
-    """Whether decoding drops the space of a first piece, as it does after a dummy prefix."""
-    for token_id, piece in enumerate(pieces):
-        if piece[:1] == SPACE and piece[1:].isalpha():
-            return not str(processor.decode([token_id])).startswith(" ")
-    return False
+    """Whether decoding drops the space in front, as it does after a dummy prefix."""
+    word = next((i for i, piece in enumerate(pieces) if _is_word(piece)), None)
+    if word is not None:
+        return not str(processor.decode([word])).startswith(" ")
+    # A model of single characters has the space apart.
+    letter = next((i for i, piece in enumerate(pieces) if len(piece) == 1 and piece.isalpha()), 0)
+    space = processor.piece_to_id(SPACE)
+    return SPACE in pieces and not str(processor.decode([space, letter])).startswith(" ")
+
+
+def _is_word(piece: str) -> bool:
+    return piece[:1] == SPACE and piece[1:].isalpha()
 
 
 def _import_sentencepiece() -> Any:
