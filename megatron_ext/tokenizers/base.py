@@ -39,8 +39,8 @@ class MegatronTokenizerTextAbstract(ABC):
 
     chat_template: str | None = None
     """The template that comes with the tokenizer."""
-    served_chat_template: str | None = None
-    """The template that the tokenizer's user chose."""
+    served_by: Any = None
+    """The ``MegatronTokenizerText`` around it, which writes conversations for serving code."""
     _chosen_pad_id: int | None = None
 
     @property

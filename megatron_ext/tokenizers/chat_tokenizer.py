@@ -47,7 +47,7 @@ class ChatTokenizer(SpecialIds):
         named = self.config.get("chat_template")
         template = next((t for t in (named, given, own) if t is not None), None)
         self.chat_template = None if template is None else _source(template)
-        self._tokenizer.served_chat_template = self.chat_template
+        self._tokenizer.served_by = self
 
     def _set_prompt_format(self, given: str | None) -> None:
         self.prompt_format = self.config.get("prompt_format") if given is None else given

@@ -202,6 +202,16 @@ def test_a_tokenizer_for_images_comes_back(tokenizer_path, tmp_path, name):
     assert theirs.token_to_id("<tile_1>") == ours.token_to_id("<tile_1>")
 
 
+def test_a_null_tokenizer_for_images_comes_back(tmp_path):
+    ours = MegatronTokenizer.from_pretrained(
+        None, {"library": "null-multimodal"}, vocab_size=30, image_tag_type=""
+    )
+    ours.save_pretrained(tmp_path / "saved")
+    theirs = MegatronTokenizer.from_pretrained(tmp_path / "saved")
+    assert_same(ours, theirs)
+    assert theirs.tokenize("1 <image> 2") == ours.tokenize("1 <image> 2")
+
+
 def test_a_tokenizer_for_images_whose_class_alone_says_so_comes_back(tmp_path):
     ours = MegatronTokenizerVision(
         None, {"library": "byte-level"}, special_tokens=(), image_tag_type="internvl"

@@ -270,6 +270,20 @@ def test_control_tokens_in_a_message_stay_text_through_that_object(tokenizer_pat
         chat.apply_chat_template(CONVERSATION, return_tensors="pt")
 
 
+def test_images_in_a_message_are_tagged_through_that_object_too(tokenizer_path):
+    # Megatron's class for images has no chat template at all.
+    tokenizer = MegatronTokenizer.from_pretrained(
+        tokenizer_path("huggingface-nfc"),
+        {"library": "huggingface", "mode": "multimodal"},
+        chat_template=TEMPLATE,
+        image_tag_type="nvlm",
+    )
+    message = [{"role": "user", "content": "<image> what"}]
+    ids = tokenizer._tokenizer.tokenizer.apply_chat_template(message)
+    assert tokenizer.detokenize(ids) == "user: <Image><image></Image> what\n"
+    assert ids.count(tokenizer.image_token_id) == 1
+
+
 def test_a_huggingface_tokenizer_streams_as_the_server_does_it(tokenizer_path):
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")

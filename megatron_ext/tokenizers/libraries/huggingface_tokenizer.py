@@ -147,10 +147,12 @@ class HuggingFaceTokenizer(TableTokenizer):
         none, as with the other libraries.
 
         Raises:
-            AttributeError: transformers is not installed.
+            AttributeError: transformers is not installed, or nothing serves the tokenizer.
         """
+        if self.served_by is None:
+            raise AttributeError("no MegatronTokenizerText is around the tokenizer")
         try:
-            return transformers_tokenizer(self._whole, self)
+            return transformers_tokenizer(self._whole, self.served_by)
         except ImportError as error:
             raise AttributeError(f"transformers is not installed: {error}") from error
 

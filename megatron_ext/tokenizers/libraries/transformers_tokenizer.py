@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from megatron_ext.conversation import apply_chat_template
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
 
 _NOT_DONE_HERE = ("return_tensors", "return_dict", "padding", "truncation", "max_length")
 """What transformers does with the ids of a conversation, and we do not."""
 
 
-def transformers_tokenizer(tokenizer: Any, owner: MegatronTokenizerTextAbstract) -> Any:
+def transformers_tokenizer(tokenizer: Any, served_by: Any) -> Any:
     """A ``PreTrainedTokenizerFast`` around ``tokenizer``, an object of the tokenizers library.
 
-    Conversations go through ``owner``: with the template that the user chose, and without reading
-    control tokens that somebody wrote into a message.
+    Conversations go through ``served_by``, a ``MegatronTokenizerText``: with the template that its
+    user chose, and without reading control tokens that somebody wrote into a message.
 
     Raises:
         ImportError: transformers is not installed.
@@ -34,26 +32,23 @@ def transformers_tokenizer(tokenizer: Any, owner: MegatronTokenizerTextAbstract)
         tokenize: bool = True,
         **options: Any,
     ) -> str | list[int]:
-        template = self.chat_template if chat_template is None else chat_template
-        if template is None:
-            raise TokenizerError("the tokenizer has no chat template", fix="pass chat_template")
-        return apply_chat_template(
-            owner,
+        written: str | list[int] = served_by.apply_chat_template(
             conversation,
-            template,
+            self.chat_template if chat_template is None else chat_template,
             tokenize=tokenize,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             documents=documents,
             **_variables(options),
         )
+        return written
 
     base = import_module("transformers").PreTrainedTokenizerFast
     kind: Any = type("TransformersTokenizer", (base,), {"apply_chat_template": chat})
     return kind(
         tokenizer_object=tokenizer,
-        chat_template=owner.served_chat_template,
-        **owner.special_token_names,
+        chat_template=served_by.chat_template,
+        **served_by.special_token_names,
     )
 
 
