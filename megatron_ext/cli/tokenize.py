@@ -15,13 +15,18 @@ same --shards and its own --shard-index; the command without --shard-index puts 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import warnings
 
+import yaml
+
 from megatron_ext.errors import ConfigError
 from megatron_ext.preprocessing.config import PreprocessConfig
+from megatron_ext.preprocessing.output_names import LOSS_MASK
 from megatron_ext.preprocessing.preprocess import preprocess
 from megatron_ext.preprocessing.report import Report
+from megatron_ext.tokenizers import TokenizerConfig
 from megatron_ext.training.tokenizer_arguments import (
     add_tokenizer_arguments,
     tokenizer_config_from_arguments,
@@ -111,6 +116,8 @@ def run(arguments: argparse.Namespace) -> None:
         overwrite=arguments.overwrite,
         strict=arguments.strict,
     )
+    sys.stdout.write(_settings(config))
+    sys.stdout.flush()
     if not sys.warnoptions:
         # megatron-core warns its own developers while it is imported; -W brings it back.
         warnings.simplefilter("ignore")
@@ -121,6 +128,22 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         _warn(config, report)
         sys.stdout.write(_summary(config, report))
+
+
+def _settings(config: PreprocessConfig) -> str:
+    """What was asked for, without what was left as it is."""
+    values = dataclasses.asdict(config)
+    unset = dataclasses.asdict(TokenizerConfig())
+    tokenizer = {k: v for k, v in values.pop("tokenizer").items() if v != unset[k]}
+    asked = {name: value for name, value in values.items() if value not in (None, False, ())}
+    return yaml.safe_dump({**asked, "tokenizer": tokenizer}, sort_keys=False) + "\n"
+
+
+def _of_what(dataset: str) -> str:
+    """What the tokens that a dataset counts are."""
+    if dataset.endswith(f"_{LOSS_MASK}"):
+        return "of them trained"
+    return f"tokens in {dataset}"
 
 
 def _warn(config: PreprocessConfig, report: Report) -> None:
@@ -137,7 +160,7 @@ def _summary(config: PreprocessConfig, report: Report) -> str:
     counts = [
         f"{report.documents:,} documents",
         f"{report.text_bytes / 1e6:,.1f} MB of text",
-        *(f"{count:,} tokens in {name}" for name, count in report.tokens.items()),
+        *(f"{count:,} {_of_what(name)}" for name, count in report.tokens.items()),
         f"{report.empty_documents:,} empty",
         f"{report.bad_records:,} left out",
     ]

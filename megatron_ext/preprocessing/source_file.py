@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,29 +110,33 @@ def _expand(name: str) -> list[Path]:
     return [Path(path) for path in found]
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """The files of a folder and of those in it; a link to a folder above is not followed."""
+    above |= {folder.resolve()}
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith("."):
             continue
-        if entry.is_dir():
-            yield from _walk(entry)
-        else:
+        if not entry.is_dir():
             yield entry
+        elif entry.resolve() not in above:
+            yield from _walk(entry, above)
 
 
 def source_file(path: Path, kind: SourceKind) -> SourceFile:
     """One file, which is there and can be read.
 
     Raises:
-        DataError: It is not.
+        DataError: It is not, or is a pipe or the like, which cannot be read twice.
     """
     try:
+        if not path.is_dir() and not stat.S_ISREG(path.stat().st_mode):
+            raise DataError("the input is no regular file", where=path, fix="write it to a file")
         # Opened, because a file may be listed and still not be ours to read.
         with path.open("rb") as stream:
             status = os.fstat(stream.fileno())
     except OSError as error:
         raise DataError("the input cannot be read", where=path, got=error.strerror) from error
-    return SourceFile(str(path.resolve()), kind, status.st_size, status.st_mtime_ns)
+    return SourceFile(os.path.abspath(path), kind, status.st_size, status.st_mtime_ns)
 
 
 def _check(inputs: Sequence[str], files: tuple[SourceFile, ...], skipped: list[str]) -> None:

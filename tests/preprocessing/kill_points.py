@@ -41,8 +41,7 @@ def main() -> None:
 
 
 def _tokenize(folder: Path) -> None:
-    keys = ("text", "title")
-    run(folder / "data", output=folder / "out" / "a", json_keys=keys, shard_count=2)
+    run(folder / "data", output=folder / "out" / "a", shard_count=2)
 
 
 def _in_fork(call: Callable[[], None], *, kill_at: int | None, folder: Path) -> tuple[int, int]:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import DataError
 from megatron_ext.preprocessing import preprocess as preprocess_module
 from megatron_ext.preprocessing.document_encoder import ConversationEncoder
 from megatron_ext.preprocessing.record_block import RecordBlock, RecordFields
-from megatron_ext.tokenizers import TokenizerConfig
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.preprocessing.chat_of_bytes import (
     BEGIN,
     EOD,
@@ -98,6 +99,29 @@ def test_a_run_writes_tokens_and_a_mask_of_the_same_shape(tmp_path: Path) -> Non
     cut = run(file, output=tmp_path / "cut" / "a", tokenizer=SFT, append_eod=True, shard_count=7)
     assert cut == report
     assert contents(tmp_path / "cut") == contents(tmp_path / "out")
+
+
+def test_a_real_tokenizer_gives_what_its_own_method_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess_module, "build_tokenizer", build_tokenizer)
+    config = TokenizerConfig(
+        library="byte-level",
+        mode="sft",
+        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    )
+    rows = [ANSWERED, UNANSWERED, [*ANSWERED, *ANSWERED]]
+    file = write_json_lines(tmp_path / "a.jsonl", ({"messages": row} for row in rows))
+    run(file, output=tmp_path / "a", tokenizer=config)
+    tokens = IndexedDataset(str(tmp_path / "a_messages_document"))
+    mask = IndexedDataset(str(tmp_path / "a_messages_loss_mask"))
+    tokenizer = build_tokenizer(config)
+    for row, ids, trained in zip(rows, tokens, mask, strict=True):
+        expected, target = tokenizer.tokenize_conversation(row, True, False)
+        assert ids.tolist() == expected.tolist()
+        assert np.array_equal(trained, target != IGNORE_INDEX)
+        assert "yo" in tokenizer.detokenize(ids[trained == 1].tolist())
+        assert "hi" not in tokenizer.detokenize(ids[trained == 1].tolist())
 
 
 def test_conversations_without_a_trained_token_are_refused(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 def test_a_run_killed_before_any_of_its_changes_on_the_disk_goes_on(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    records = [{"text": f"text {i}", "title": str(i)} for i in range(30)]
-    write_json_lines(tmp_path / "data" / "a.jsonl", [*records, {"text": "no title"}])
+    records = [{"text": f"text {i}"} for i in range(30)]
+    write_json_lines(tmp_path / "data" / "a.jsonl", [*records, {"title": "no text"}])
     finished = subprocess.run(
         [sys.executable, "-m", "tests.preprocessing.kill_points", str(tmp_path)],
         cwd=REPOSITORY,
@@ -27,5 +27,5 @@ def test_a_run_killed_before_any_of_its_changes_on_the_disk_goes_on(tmp_path: Pa
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    # Two shards of two datasets, a plan, a report and the output itself.
-    assert int(finished.stdout) > 30
+    # Two shards, a plan, a report and the output itself.
+    assert int(finished.stdout) > 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,20 @@ def test_inputs_are_files_folders_and_patterns_in_the_order_of_their_names(tmp_p
     assert names("*.txt") == ["[x].txt", "b.txt"]
     assert names("[x].txt") == ["[x].txt"]
     assert names("**/*.json", "sub/z.txt") == ["sub/y.json", "sub/z.txt"]
+
+
+def test_a_folder_that_links_to_itself_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "again").symlink_to(tmp_path)
+    (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
+    files = find_sources([str(tmp_path)]).files
+    assert [file.path for file in files] == [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl: the input is no regular file"):
+        find_sources([str(tmp_path / "a.jsonl")])
 
 
 @pytest.mark.parametrize(
