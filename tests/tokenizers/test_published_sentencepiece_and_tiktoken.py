@@ -92,9 +92,9 @@ def test_rank_files_of_openai_give_the_ids_of_tiktoken_and_exact_byte_ends(file,
     def load(url, expected_hash):
         assert url.endswith(file.name)
         assert hashlib.sha256(file.read_bytes()).hexdigest() == expected_hash
-        return tiktoken.load.load_tiktoken_bpe(str(file))
+        rows = (line.split() for line in file.read_bytes().splitlines())
+        return {base64.b64decode(token): int(rank) for token, rank in rows}
 
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     monkeypatch.setattr(tiktoken_ext.openai_public, "load_tiktoken_bpe", load)
     ours = TOKENIZER_LIBRARIES["tiktoken"].build(file)
     theirs = tiktoken.Encoding(**getattr(tiktoken_ext.openai_public, file.stem)())
