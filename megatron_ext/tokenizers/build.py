@@ -34,7 +34,7 @@ def build_tokenizer(args: Any, **overrides: Any) -> MegatronTokenizerText | Mega
     config = args if isinstance(args, TokenizerConfig) else config_from_namespace(args)
     config = replace(config, **overrides)
     metadata = _metadata(config)
-    config = _with_library(config, metadata)
+    config = replace(config, library=_library(config, metadata))
     return MegatronTokenizer.from_pretrained(
         config.model,
         _agreed(metadata, config),
@@ -51,16 +51,23 @@ def _metadata(config: TokenizerConfig) -> dict[str, Any]:
     return read_metadata(beside) if beside is not None and beside.is_file() else {}
 
 
-def _with_library(config: TokenizerConfig, metadata: Mapping[str, Any]) -> TokenizerConfig:
-    """``config`` with its library, where it is unset told from the metadata or the file."""
+def tokenizer_library(config: TokenizerConfig) -> Library:
+    """The library of a tokenizer, where it is unset told from the metadata or the file.
+
+    Raises:
+        ConfigError: No model is named.
+        TokenizerError: The file is missing, or is no tokenizer.
+    """
+    return _library(config, _metadata(config))
+
+
+def _library(config: TokenizerConfig, metadata: Mapping[str, Any]) -> Library:
     library = config.library
     if library is None and metadata:
         library = cast(Library, library_of(metadata["library"]).library)
     if config.model is None and (library is None or TOKENIZER_LIBRARIES[library].reads_file):
         raise ConfigError("no tokenizer is named", fix="set model to a file", where="model")
-    if library is None:
-        library = file_kind(str(config.model)).library
-    return replace(config, library=library)
+    return file_kind(str(config.model)).library if library is None else library
 
 
 def _agreed(metadata: Mapping[str, Any], config: TokenizerConfig) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class TokenizerConfig:
                 )
         if self.library is not None:
             self._refuse_options_of_other_libraries(self.library)
-        if self.mode == "multimodal" and self.prompt_format is None:
+        if self.mode == "multimodal" and self.prompt_format is None and self.library != "null":
             raise ConfigError(
                 "a multimodal tokenizer needs a prompt format",
                 fix="name one, or use auto for the tokenizer's own chat template",

@@ -1,12 +1,17 @@
 """A tokenizer's configuration from Megatron's parsed flags, whichever release parsed them.
 
-A namespace of Megatron 0.16 has ``tokenizer_hf_include_special_tokens``, off unless asked for; one
-of its successors has ``tokenizer_hf_no_include_special_tokens``, on unless asked otherwise. The
-attributes that are there tell the release, and with it what an old type meant by default.
+The attributes that are there tell the release, and with it what an old type meant by default:
+
+* 0.16 has ``tokenizer_hf_include_special_tokens``, False unless asked for;
+* 0.17 has ``tokenizer_hf_no_include_special_tokens`` too, which wins, and the other is True;
+* 0.18 and later have the second alone;
+* 0.18 and later have ``null_tokenizer_eod_id``: their null tokenizer's last id is the end of
+  document, which was one more id before.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
@@ -38,6 +43,8 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "force_system_message": ("force_system_message",),
     "vocab_size": ("vocab_size",),
 }
+# What Megatron's parsers put where nothing was said, when it is not the field's own default.
+_UNSET: dict[str, int] = {"tiktoken_num_special_tokens": 1000, "null_pad_id": -1}
 _SPECIAL_TOKENS = ("tokenizer_special_tokens", "special_tokens", "tiktoken_special_tokens")
 
 
@@ -45,6 +52,8 @@ def config_from_namespace(args: Any) -> TokenizerConfig:
     """The configuration that a namespace of Megatron's flags describes.
 
     An option that the library does not have is left out: Megatron's namespaces hold all of them.
+    Where ``tokenizer_type_implied`` is true, ``tokenizer_type`` only repeats the library for code
+    that reads it, and says nothing here.
 
     Raises:
         ConfigError: The tokenizer type is unknown, flags contradict each other, or a value is
@@ -56,13 +65,13 @@ def config_from_namespace(args: Any) -> TokenizerConfig:
         "model": _first(args, ("tokenizer_model",)),
         "prompt_format": _prompt_format(args, values["mode"]),
         "special_tokens": tuple(_first(args, _SPECIAL_TOKENS) or ()),
-        "engine": _engine(args),
+        "engine": _engine(args, legacy),
         "hf_include_special_tokens": _include_special_tokens(args, legacy),
         "hf_use_fast": not getattr(args, "tokenizer_hf_no_use_fast", False),
     }
     for name, attributes in _ATTRIBUTES.items():
         value = _first(args, attributes)
-        if value is not None:
+        if value is not None and value != _UNSET.get(name):
             values[name] = value
     if legacy is not None:
         values = _as_the_type_did(values, legacy, args)
@@ -71,7 +80,7 @@ def config_from_namespace(args: Any) -> TokenizerConfig:
 
 def _legacy_type(args: Any) -> LegacyType | None:
     name = getattr(args, "tokenizer_type", None)
-    if name is None:
+    if name is None or getattr(args, "tokenizer_type_implied", False):
         return None
     if name not in LEGACY_TYPES:
         raise ConfigError(
@@ -81,7 +90,7 @@ def _legacy_type(args: Any) -> LegacyType | None:
             fix=did_you_mean(name, list(LEGACY_TYPES)) or "use --tokenizer-library",
             where="--tokenizer-type",
         )
-    if getattr(args, "tokenizer_library", None) is None:
+    if getattr(args, "tokenizer_library", None) is None and os.environ.get("RANK", "0") == "0":
         _warn_once(name)
     return LEGACY_TYPES[name]
 
@@ -126,25 +135,30 @@ def _prompt_format(args: Any, mode: str) -> str | None:
     return given
 
 
-def _engine(args: Any) -> str:
+def _engine(args: Any, legacy: LegacyType | None) -> str:
     engine: str | None = getattr(args, "tokenizer_engine", None)
-    if engine is not None:
-        return engine
-    return "gigatoken" if getattr(args, "use_gigatoken", False) else "auto"
+    # The old types of other libraries never minded the flag.
+    minds = legacy is None or legacy.library in ("huggingface", "megatron")
+    if not (minds and getattr(args, "use_gigatoken", False)):
+        return "auto" if engine is None else engine
+    if engine not in (None, "gigatoken"):
+        raise ConfigError(
+            "two flags name different engines",
+            got=f"--tokenizer-engine {engine} and --use-gigatoken",
+            fix="leave --use-gigatoken out",
+            where="--tokenizer-engine",
+        )
+    return "gigatoken"
 
 
 def _include_special_tokens(args: Any, legacy: LegacyType | None) -> bool:
-    asked = bool(getattr(args, "tokenizer_hf_include_special_tokens", False))
-    no = getattr(args, "tokenizer_hf_no_include_special_tokens", None)
-    if asked and no:
-        raise ConfigError(
-            "two flags contradict each other",
-            got="--tokenizer-hf-include-special-tokens and "
-            "--tokenizer-hf-no-include-special-tokens",
-            fix="leave one out",
-        )
-    by_default = legacy is not None and legacy.mode == "text" and no is not None
-    return asked or (by_default and not no)
+    include = getattr(args, "tokenizer_hf_include_special_tokens", None)
+    leave_out = getattr(args, "tokenizer_hf_no_include_special_tokens", None)
+    if leave_out or (legacy is not None and legacy.mode != "text"):
+        return False
+    if include is not None:
+        return bool(include)
+    return legacy is not None and leave_out is not None
 
 
 def _as_the_type_did(values: dict[str, Any], legacy: LegacyType, args: Any) -> dict[str, Any]:
@@ -152,8 +166,9 @@ def _as_the_type_did(values: dict[str, Any], legacy: LegacyType, args: Any) -> d
     values = {**values, "model": values["model"] if legacy.model is None else legacy.model}
     if args.tokenizer_type == "BertWordPieceCase":
         values["special_tokens"] = tuple(f"<extra_id_{i}>" for i in range(100))
-    if args.tokenizer_type == "NullTokenizer" and not hasattr(args, "null_tokenizer_eod_id"):
-        # Releases without that flag counted the end of document on top of the vocabulary.
+    if args.tokenizer_type == "NullMultimodalTokenizer" or (
+        args.tokenizer_type == "NullTokenizer" and not hasattr(args, "null_tokenizer_eod_id")
+    ):
         values["null_add_eod"] = True
     return values
 
