@@ -16,6 +16,7 @@ from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES
 from megatron_ext.tokenizers.namespace import config_from_namespace
 from megatron_ext.training.flag import Flag, argparse_type, flags_of
+from megatron_ext.training.spoken_flags import SPOKEN_DESTINATIONS, settle_spoken
 
 _SECTION: Final = "tokenizer"
 
@@ -132,7 +133,9 @@ def tokenizer_config_from_arguments(namespace: argparse.Namespace) -> TokenizerC
         ConfigError: Flags contradict each other, one is for another library, or a value is
             unusable.
     """
-    config = config_from_namespace(namespace)
+    settled = argparse.Namespace(**vars(namespace))
+    settle_spoken(settled, SPOKEN_DESTINATIONS & vars(namespace).keys())
+    config = config_from_namespace(settled)
     for flag, option in zip(tokenizer_flags(), fields(TokenizerConfig), strict=True):
         only = option.metadata.get("only")
         if config.library is None or only is None or config.library in only:

@@ -1,0 +1,110 @@
+"""Megatron-LM's argument parser with our flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from megatron_ext.tokenizers.build import tokenizer_library
+from megatron_ext.tokenizers.config import TokenizerConfig
+from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES
+from megatron_ext.tokenizers.namespace import config_from_namespace
+from megatron_ext.training.spoken_flags import SPOKEN_DESTINATIONS, settle_spoken
+from megatron_ext.training.tokenizer_arguments import add_tokenizer_arguments
+
+
+def with_our_flags(add_tokenizer_args: Callable[..., Any]) -> Callable[..., Any]:
+    """``_add_tokenizer_args`` that adds our flags besides its own, once the others are there."""
+
+    @wraps(add_tokenizer_args)
+    def add(parser: argparse.ArgumentParser, *args: Any, **options: Any) -> Any:
+        result = add_tokenizer_args(parser, *args, **options)
+        _take_our_flags(parser)
+        return result
+
+    return add
+
+
+def _take_our_flags(parser: argparse.ArgumentParser) -> None:
+    """Let ``parser`` take our flags and settle what they say.
+
+    They are added when it parses: a script adds flags of its own until then, some of them ours.
+    """
+    parse = parser.parse_known_args
+    has_legacy_tokenizers = "--legacy-tokenizer" in parser._option_string_actions
+
+    def parse_known_args(
+        args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        add_tokenizer_arguments(parser)
+        with _without_defaults(parser) as defaults:
+            namespace, rest = parse(args, namespace)
+        spoken = {name for name in SPOKEN_DESTINATIONS if hasattr(namespace, name)}
+        for name, default in defaults.items():
+            if name not in spoken:
+                setattr(namespace, name, default)
+        settle_spoken(namespace, spoken, has_legacy_tokenizers=has_legacy_tokenizers)
+        if not getattr(namespace, "legacy_tokenizer", False):
+            _imply_type(namespace, config_from_namespace(namespace), spoken)
+        return namespace, rest
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
+
+
+@contextmanager
+def _without_defaults(parser: argparse.ArgumentParser) -> Iterator[dict[str, Any]]:
+    """Take away the defaults of some flags, so that it shows which were given; the defaults."""
+    actions = [
+        action
+        for action in parser._actions
+        if action.dest in SPOKEN_DESTINATIONS and action.default is not argparse.SUPPRESS
+    ]
+    defaults = {action.dest: action.default for action in actions}
+    try:
+        for action in actions:
+            action.default = argparse.SUPPRESS
+        yield defaults
+    finally:
+        for action in actions:
+            action.default = defaults[action.dest]
+
+
+def _imply_type(namespace: Any, config: TokenizerConfig, spoken: set[str]) -> None:
+    """Set ``tokenizer_type``, which Megatron-LM's scripts read, where new flags name a tokenizer.
+
+    Without it they would also put their own default in.
+    """
+    unnamed = config.library is None and config.model is None
+    if getattr(namespace, "tokenizer_type", None) is not None or unnamed:
+        return
+    library = tokenizer_library(config)
+    namespace.tokenizer_library = library
+    namespace.tokenizer_type = _type_of(library, config.mode, config.model)
+    namespace.tokenizer_type_implied = True
+    include = "tokenizer_hf_include_special_tokens"
+    if include not in spoken and hasattr(namespace, include):
+        # On by default in one release; the new flags mean the same in all of them.
+        setattr(namespace, include, False)
+
+
+_TYPES = {
+    "huggingface": "HuggingFaceTokenizer",
+    "sentencepiece": "GPTSentencePieceTokenizer",
+    "tiktoken": "TikTokenizer",
+    "megatron": "GPT2BPETokenizer",
+    "byte-level": "NullTokenizer",
+    "null": "NullTokenizer",
+}
+
+
+def _type_of(library: str, mode: str, model: str | None) -> str:
+    """The old type nearest to a library and mode."""
+    if library == "megatron" and model is not None and model in LEGACY_TYPES:
+        return model
+    for name, legacy in LEGACY_TYPES.items():
+        if mode != "text" and (legacy.library, legacy.mode) == (library, mode):
+            return name
+    return _TYPES[library]
