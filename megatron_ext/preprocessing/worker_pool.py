@@ -65,7 +65,7 @@ def make_shards(
     with _workers(make_maker, min(worker_count, len(shards))) as workers:
         busy = {worker.connection: worker.process for worker in workers}
         for connection in busy:
-            connection.send(next(remaining, None))
+            _send(connection, next(remaining, None))
         while busy:
             for ready in wait(list(busy)):
                 assert isinstance(ready, Connection)
@@ -74,9 +74,15 @@ def make_shards(
                     on_progress(message)
                     continue
                 shard = next(remaining, None)
-                ready.send(shard)
+                _send(ready, shard)
                 if shard is None:
                     del busy[ready]
+
+
+def _send(connection: Connection, shard: Shard | None) -> None:
+    # What ended a worker that has ended shows when its next message is asked for.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        connection.send(shard)
 
 
 def _receive(connection: Connection, process: BaseProcess) -> Progress | None:

@@ -24,6 +24,8 @@ WRITING = os.O_WRONLY | os.O_RDWR
 
 
 def main() -> None:
+    # A process that dies leaves the kernel's buffers behind; waiting for the disk proves nothing.
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]
     folder = Path(sys.argv[1])
     out = folder / "out"
     changes, status = _in_fork(lambda: _tokenize(folder), kill_at=None, folder=out)
