@@ -71,7 +71,8 @@ def check_shown(rendered: Rendered, conversation: Conversation, config: PromptCo
         is_dropped = index == 0 and message["role"] == "system" and 0 not in written
         if is_dropped and (config.force_system_message or not config.has_system_role):
             continue
-        if message.get("content") and index not in written:
+        # Templates trim: of a message of white space nothing may be left.
+        if (message.get("content") or "").strip() and index not in written:
             raise ConversationError(
                 f"the prompt format {config.name} has no place for the message",
                 got=f"the role {message['role']!r}",

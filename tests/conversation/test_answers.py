@@ -1,0 +1,202 @@
+"""Answers are found in any template, by where the characters came from."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from byte_tokenizer import ByteTokenizer
+
+from megatron_ext.conversation import encode_conversation, prompt_config_of, tokenize_conversation
+from megatron_ext.errors import ConversationError
+
+USER = {"role": "user", "content": "Hi"}
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    USER,
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Bye."},
+]
+THINKING = [
+    USER,
+    {"role": "assistant", "content": "<think>\nold\n</think>\n\nHello."},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Bye.", "reasoning_content": "new"},
+]
+CALLS = [
+    USER,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}],
+    },
+    {"role": "tool", "name": "f", "content": "<|im_end|>"},
+    {"role": "assistant", "content": "Done."},
+]
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+CASES: dict[str, tuple[str, list[dict[str, Any]], str]] = {
+    "a loop": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+        CONVERSATION,
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n[Hello.<|im_end|>\n]<|im_start|>user\nBye<|im_end|>\n"
+        "<|im_start|>assistant\n[Bye.<|im_end|>\n]",
+    ),
+    "a default system message": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nBe nice.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+        CONVERSATION[1:3],
+        "<|im_start|>system\nBe nice.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n[Hello.<|im_end|>\n]",
+    ),
+    "the system message within the first question": (
+        "{% set system = messages[0].content %}{% for m in messages[1:] %}"
+        "{% if m.role == 'user' %}[INST] {% if loop.first %}{{ system }}\n\n{% endif %}"
+        "{{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+        CONVERSATION,
+        "(INST) Be brief.\n\nHi (/INST) [Hello.</s>](INST) Bye (/INST) [Bye.</s>]",
+    ),
+    "the header of an answer in the question's turn": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}\n"
+        "{% else %}{{ m.role }}: {{ m.content }}\nassistant: {% endif %}{% endfor %}",
+        CONVERSATION[1:],
+        "user: Hi\nassistant: [Hello.\n]user: Bye\nassistant: [Bye.\n]",
+    ),
+    "what the generation prompt leaves to the model": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n"
+        "{% endif %}{{ m.content.split('</think>')[-1].lstrip() }}<|im_end|>\n{% endfor %}"
+        + PROMPT,
+        THINKING,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello.<|im_end|>\n]"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+        "[<think>\nnew\n</think>\nBye.<|im_end|>\n]",
+    ),
+    "a generation prompt that history lacks": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+        CONVERSATION[1:3],
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello.<|im_end|>\n]",
+    ),
+    "tool calls": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}"
+        "CALL {{ c.function | tojson }}{% endfor %}{{ m.content or '' }}<|im_end|>\n{% endfor %}",
+        CALLS,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nCALL "
+        '[{"name": "f", "arguments": {"x": 1}}<|im_end|>\n]<|im_start|>tool\n<|im_end|><|im_end|>\n'
+        "<|im_start|>assistant\n[Done.<|im_end|>\n]",
+    ),
+    "tool calls after a generation prompt": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}"
+        "CALL {{ c.function | tojson }}{% endfor %}{{ m.content or '' }}<|im_end|>\n{% endfor %}"
+        + PROMPT,
+        CALLS,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        '[CALL {"name": "f", "arguments": {"x": 1}}<|im_end|>\n]<|im_start|>tool\n'
+        "<|im_end|><|im_end|>\n<|im_start|>assistant\n[Done.<|im_end|>\n]",
+    ),
+    "an assistant's text in a tool's turn": (
+        "{% for m in messages %}{% if m.role == 'tool' %}"
+        "<|im_start|>{{ messages[loop.index0 - 1].tool_calls[0].function.name }}: {{ m.content }}\n"
+        "{% else %}<|im_start|>{{ m.content or m.tool_calls | tojson }}<|im_end|>{% endif %}"
+        "{% endfor %}",
+        CALLS,
+        "<|im_start|>Hi<|im_end|><|im_start|>"
+        '[({"function": {"name": "f", "arguments": {"x": 1}}})<|im_end|>]'
+        "<|im_start|>f: <|im_end|>\n<|im_start|>[Done.<|im_end|>]",
+    ),
+    "a user's text in an answer's turn": (
+        "{% for m in messages if m.role == 'assistant' %}{{ m.content }} (to "
+        "{{ messages[0].content }}){{ eos_token }}{% endfor %}",
+        CONVERSATION[1:3],
+        "[Hello. (to ]Hi[)</s>]",
+    ),
+    "answers in a row": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+        [USER, CONVERSATION[2], CONVERSATION[4]],
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello.<|im_end|>\n]"
+        "<|im_start|>assistant\n[Bye.<|im_end|>\n]",
+    ),
+    "no loop over messages": (
+        "{% for i in range(messages | length) %}<|im_start|>{{ messages[i].role }}\n"
+        "{{ messages[i].content }}<|im_end|>\n{% endfor %}",
+        CONVERSATION[1:],
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello.<|im_end|>\n]"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n[Bye.<|im_end|>\n]",
+    ),
+    "no loop, two fields": (
+        "<s>{{ messages[0].content }}</s>{% set m = messages[1] %}"
+        "{{ m.content }}</think>{{ m.content }}</s> <s>",
+        CONVERSATION[1:3],
+        "<s>Hi</s>[Hello.</think>Hello.</s> ]<s>",
+    ),
+    "no loop, no stop marker": (
+        "{{ messages[0].content }}: {{ messages[1].content }} end",
+        CONVERSATION[1:3],
+        "Hi: [Hello.] end",
+    ),
+    "generation blocks": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}"
+        "{{ eos_token }}{% endgeneration %};{% else %}U: {{ m.content }}\n{% endif %}{% endfor %}",
+        CONVERSATION[1:3],
+        "U: Hi\nA: [Hello.</s>];",
+    ),
+    "a macro for a message": (
+        "{% macro say(m) %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>{% endmacro %}"
+        "{% for m in messages %}{{ say(m) ~ '\n' }}{% endfor %}{{ eos_token }}",
+        CONVERSATION[1:3],
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello.<|im_end|>\n]</s>",
+    ),
+}
+
+
+def shown(template: str, conversation: list[dict[str, Any]]) -> str:
+    """The render, brackets around what is trained; its own brackets are parentheses."""
+    tokenizer = ByteTokenizer(template)
+    config = prompt_config_of("auto", tokenizer)
+    encoded = encode_conversation(tokenizer, conversation, config)
+    text = encoded.text.translate({ord("["): "(", ord("]"): ")"})
+    for start, end in reversed(encoded.trained_ranges):
+        text = f"{text[:start]}[{text[start:end]}]{text[end:]}"
+    trained = re.findall(r"\[(.*?)\]", text, re.DOTALL)
+    written = tokenizer.decode(encoded.ids[encoded.trained])
+    assert written.translate({ord("["): "(", ord("]"): ")"}) == "".join(trained)
+    return text
+
+
+@pytest.mark.parametrize(("template", "conversation", "expected"), CASES.values(), ids=CASES)
+def test_the_answer_and_its_stop_marker_are_trained(
+    template: str, conversation: list[dict[str, Any]], expected: str
+) -> None:
+    assert shown(template, conversation) == expected
+
+
+@pytest.mark.parametrize("add_generation_prompt", [False, True], ids=["whole", "prompt"])
+def test_a_generation_prompt_is_never_trained(add_generation_prompt: bool) -> None:
+    template = CASES["a loop"][0] + PROMPT
+    tokenizer = ByteTokenizer(template)
+    config = prompt_config_of("auto", tokenizer)
+    _, target = tokenize_conversation(tokenizer, CONVERSATION, config, True, add_generation_prompt)
+    assert tokenizer.decode(target[target >= 0]) == "Hello.<|im_end|>\nBye.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content if not loop.last }};{% endfor %}",
+        "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}",
+    ],
+    ids=["no answers", "all but the last", "empty generation blocks"],
+)
+def test_an_answer_of_which_nothing_would_be_trained_is_refused(template: str) -> None:
+    tokenizer = ByteTokenizer(template)
+    config = prompt_config_of("auto", tokenizer)
+    tokenize_conversation(tokenizer, CONVERSATION, config, False, False)
+    with pytest.raises(
+        ConversationError, match=r"^conversation\[[24]\]: .* leaves out what the assistant"
+    ):
+        tokenize_conversation(tokenizer, CONVERSATION, config, True, False)
