@@ -75,10 +75,16 @@ def file_kind(path: str | os.PathLike[str]) -> FileKind:
 def require_library(path: str | os.PathLike[str], library: FileLibrary) -> FileKind:
     """``file_kind(path)``, which must be of ``library``.
 
+    A folder that holds files of several libraries gives the one that ``library`` reads.
+
     Raises:
         TokenizerError: As ``file_kind``, or the file belongs to another library.
     """
     kind = file_kind(path)
+    if kind.library != library and kind.file != Path(path):
+        others = (kind.file.parent / name for name in _NAMES_IN_DIRECTORY)
+        kinds = (file_kind(file) for file in others if file.is_file())
+        kind = next((other for other in kinds if other.library == library), kind)
     if kind.library != library:
         raise TokenizerError(
             f"the {library} library cannot read this file",

@@ -86,6 +86,17 @@ def test_broken_json_is_refused_with_its_place(tokenizer_path, tmp_path, name, l
     refused(library, tmp_path / "tokenizer.json", "not valid JSON", "column", "truncated")
 
 
+def test_a_directory_with_files_of_two_libraries_serves_both(tokenizer_path, tmp_path):
+    for name in ("tokenizer.json", "tokenizer.model"):
+        maker = "sentencepiece-v1" if name.endswith("model") else "huggingface-nfc"
+        (tmp_path / name).write_bytes(file_kind(tokenizer_path(maker)).file.read_bytes())
+    for library in ("sentencepiece", "huggingface"):
+        files = TOKENIZER_LIBRARIES[library].build(tmp_path).files()
+        assert ("tokenizer.model" in files) == (library == "sentencepiece")
+    assert file_kind(tmp_path).library == "huggingface"
+    refused("tiktoken", tmp_path, "use library 'huggingface'")
+
+
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     refused("huggingface", tmp_path, "holds no tokenizer", "tokenizer.json")
 
