@@ -128,9 +128,10 @@ class FastEncoder:
     def _engine_for(self, size: int) -> GigatokenEngine | None:
         """The engine, if it is to encode a batch of ``size`` bytes."""
         self._seen_bytes += size
-        if self._engine is not None and self._engine.is_worn:
+        is_worn = self._engine is not None and self._engine.is_worn
+        if is_worn:
             self._engine = None
-        if self._choice == "gigatoken" or self._seen_bytes >= _WORTH_BUILDING:
+        if is_worn or self._choice == "gigatoken" or self._seen_bytes >= _WORTH_BUILDING:
             self.prepare()
         engine = self._engine
         return engine if engine is not None and size >= engine.least_bytes else None
