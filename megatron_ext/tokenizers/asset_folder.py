@@ -21,7 +21,10 @@ def write_folder(
     """Make ``folder`` with the files ``contents`` in one step; an empty one is taken over.
 
     It is written under another name beside its own, flushed and checked, and then renamed: a reader
-    sees all of it or nothing, whenever the writer dies. What is then left begins with a dot.
+    sees all of it or nothing, whenever the writer dies. What is then left begins with a dot. A
+    reader in the midst of a folder that is replaced finds its files gone, not others in their place
+    half written. Where the folder holds the very same files already, nothing is done: several ranks
+    may write it.
 
     Args:
         folder: Its name; folders on the way are made.
@@ -33,6 +36,8 @@ def write_folder(
         TokenizerError: Something is there that may not be replaced, or the disk refuses.
     """
     final = Path(os.path.realpath(folder))
+    if _holds(final, contents):
+        return
     _refuse_to_replace(final, replaceable)
     part = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -41,7 +46,7 @@ def write_folder(
             _write(part / name, content)
         _flush(part)
         check(part)
-        _publish(part, final, replaceable)
+        _publish(part, final, contents, replaceable)
         _flush(final.parent)
     except OSError as error:
         raise TokenizerError(
@@ -66,11 +71,29 @@ def _refuse_to_replace(final: Path, replaceable: Callable[[Path], bool]) -> None
         )
 
 
-def _publish(part: Path, final: Path, replaceable: Callable[[Path], bool]) -> None:
+def _holds(folder: Path, contents: Mapping[str, bytes]) -> bool:
+    """Whether a folder holds these files and nothing besides."""
+    try:
+        names = os.listdir(folder)
+        return sorted(names) == sorted(contents) and all(
+            (folder / name).read_bytes() == content for name, content in contents.items()
+        )
+    except OSError:
+        return False
+
+
+def _publish(
+    part: Path,
+    final: Path,
+    contents: Mapping[str, bytes],
+    replaceable: Callable[[Path], bool],
+) -> None:
     try:
         # Takes the place of an empty folder, and fails on any other.
         part.rename(final)
     except OSError:
+        if _holds(final, contents):
+            return
         if not final.is_dir():
             raise
         _refuse_to_replace(final, replaceable)

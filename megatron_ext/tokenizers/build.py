@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
-from megatron_ext.tokenizers.file_kind import file_kind
 from megatron_ext.tokenizers.legacy_types import Library
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, LibraryName, library_of
+from megatron_ext.tokenizers.library_at import library_at
 from megatron_ext.tokenizers.megatron_tokenizer import MegatronTokenizer
 from megatron_ext.tokenizers.metadata import metadata_file, read_metadata
 from megatron_ext.tokenizers.namespace import config_from_namespace
@@ -67,7 +67,7 @@ def _library(config: TokenizerConfig, metadata: Mapping[str, Any]) -> Library:
         library = cast(Library, library_of(metadata["library"]).library)
     if config.model is None and (library is None or TOKENIZER_LIBRARIES[library].reads_file):
         raise ConfigError("no tokenizer is named", fix="set model to a file", where="model")
-    return file_kind(str(config.model)).library if library is None else library
+    return library_at(str(config.model)) if library is None else library
 
 
 def _agreed(metadata: Mapping[str, Any], config: TokenizerConfig) -> dict[str, Any]:

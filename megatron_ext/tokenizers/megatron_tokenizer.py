@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.file_kind import file_kind
 from megatron_ext.tokenizers.libraries import library_of
+from megatron_ext.tokenizers.library_at import library_at
 from megatron_ext.tokenizers.metadata import (
     METADATA_FILE,
     check_metadata,
@@ -139,7 +139,7 @@ def _metadata(
     beside = folder / METADATA_FILE
     if beside.is_file():
         return read_metadata(beside), folder
-    return {"library": file_kind(tokenizer_path).library}, folder
+    return {"library": library_at(tokenizer_path)}, folder
 
 
 def _import_name(kind: type[MegatronTokenizerText] | None) -> tuple[str | None, str | None]:

@@ -292,6 +292,33 @@ def test_folders_that_megatron_wrote_are_read(tokenizer_path, tokenizer, tmp_pat
     assert_same(tokenizer(name), MegatronTokenizer.from_pretrained(tmp_path))
 
 
+def test_vocabulary_files_that_megatron_wrote_are_read(tokenizer_path, tokenizer, tmp_path):
+    bpe, word_piece = tmp_path / "bpe", tmp_path / "word_piece"
+    for folder, name in ((bpe, "huggingface-byte-level"), (word_piece, "huggingface-wordpiece")):
+        folder.mkdir()
+        text = (tokenizer_path(name) / "tokenizer.json").read_text(encoding="utf-8")
+        model = json.loads(text)["model"]
+        if folder is bpe:
+            merges = "".join(f"{left} {right}\n" for left, right in model["merges"])
+            (folder / "merges.txt").write_text(merges, encoding="utf-8")
+            (folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
+        else:
+            pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
+            (folder / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+        theirs = MegatronTokenizer.from_pretrained(folder)
+        assert theirs.tokenize("the parser") == tokenizer(name).tokenize("the parser")
+        by_config = build_tokenizer(TokenizerConfig(model=str(folder)))
+        assert by_config.fingerprint() == theirs.fingerprint()
+        theirs.save_pretrained(tmp_path / "saved" / folder.name)
+        assert_same(theirs, MegatronTokenizer.from_pretrained(tmp_path / "saved" / folder.name))
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    # Megatron makes it for its null tokenizer and writes nothing.
+    with pytest.raises(TokenizerError, match=rf"{tmp_path.name}: the directory holds no tokenizer"):
+        MegatronTokenizer.from_pretrained(tmp_path)
+
+
 # Damage.
 
 
@@ -401,6 +428,28 @@ def test_a_folder_with_other_files_is_never_replaced(saved, tokenizer):
     assert (saved / "model.safetensors").read_bytes() == b"weights"
 
 
+def test_saving_the_same_tokenizer_again_does_nothing(saved, tokenizer):
+    # A run that is resumed saves the same iteration again.
+    before = {file.name: file.stat().st_mtime_ns for file in saved.iterdir()}
+    tokenizer("huggingface-nfc").save_pretrained(saved)
+    assert {file.name: file.stat().st_mtime_ns for file in saved.iterdir()} == before
+
+
+def test_ranks_that_save_the_same_tokenizer_at_once_all_succeed(tokenizer, tmp_path):
+    context = multiprocessing.get_context("fork")
+    ours = tokenizer("huggingface-metaspace")
+    ranks = [
+        context.Process(target=ours.save_pretrained, args=(tmp_path / "saved",)) for _ in range(4)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=30)
+    assert [rank.exitcode for rank in ranks] == [0] * 4
+    assert os.listdir(tmp_path) == ["saved"]
+    MegatronTokenizer.from_pretrained(tmp_path / "saved")
+
+
 def test_an_empty_folder_is_taken_over(tokenizer, tmp_path):
     # Megatron makes the folder before it asks the tokenizer to save itself there.
     tokenizer("sentencepiece-v1").save_pretrained(tmp_path)
@@ -444,36 +493,37 @@ def test_an_option_that_json_cannot_hold_is_named(tmp_path):
         ours.save_pretrained(tmp_path / "saved")
 
 
-def save_over_and_over(tokenizer, folder, stop):
+def save_in_turns(tokenizers, folder, stop):
     while not stop.is_set():
-        tokenizer.save_pretrained(folder, overwrite=True)
+        for tokenizer in tokenizers:
+            tokenizer.save_pretrained(folder, overwrite=True)
 
 
-def test_readers_see_a_whole_folder_or_none_while_it_is_replaced(tokenizer, tmp_path):
+def test_readers_get_one_of_two_tokenizers_or_an_error_while_one_replaces_the_other(
+    tokenizer, tmp_path
+):
+    both = [tokenizer("sentencepiece-nfkc"), tokenizer("json-rank-list")]
     folder = tmp_path / "saved"
-    tokenizer("sentencepiece-nfkc").save_pretrained(folder)
     context = multiprocessing.get_context("fork")
     stop = context.Event()
-    writer = context.Process(
-        target=save_over_and_over, args=(tokenizer("json-rank-list"), folder, stop)
-    )
+    writer = context.Process(target=save_in_turns, args=(both, folder, stop))
     writer.start()
-    seen, deadline = [], time.monotonic() + 30
+    expected = {one.fingerprint() for one in both}
+    seen, deadline = set(), time.monotonic() + 60
     try:
-        while len(seen) < 20 or set(seen) != {700, 2000}:
-            assert time.monotonic() < deadline, seen
+        while seen != expected:
+            assert time.monotonic() < deadline
             try:
-                names = sorted(os.listdir(folder))
-            except FileNotFoundError:
+                seen.add(MegatronTokenizer.from_pretrained(folder).fingerprint())
+            except TokenizerError:
+                # The folder was taken away while it was read.
                 continue
-            assert len(names) == 2
-            seen.append(700 if "tokenizer.model" in names else 2000)
-            if len(seen) == 1:
-                time.sleep(0.05)
+            assert seen <= expected
     finally:
         stop.set()
-        writer.join(timeout=20)
+        writer.join(timeout=30)
     assert writer.exitcode == 0
+    assert os.listdir(tmp_path) == ["saved"]
 
 
 def test_the_configuration_finds_a_saved_folder(tokenizer, tmp_path):
