@@ -12,8 +12,8 @@ from megatron_ext.errors import DataError
 from megatron_ext.preprocessing.bad_record import BadRecord
 from megatron_ext.preprocessing.input_slice import InputSlice
 
-BLOCK_BYTES: Final = 4 << 20
-"""Bytes of a block, but for its last line."""
+BLOCK_BYTES: Final = 8 << 20
+"""Bytes of a block, but for its last line: enough to keep the threads of a tokenizer busy."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

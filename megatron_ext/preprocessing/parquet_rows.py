@@ -9,9 +9,11 @@ from typing import Any, Final
 from megatron_ext.errors import DataError, MissingDependencyError
 from megatron_ext.preprocessing.bad_record import BadRecord
 from megatron_ext.preprocessing.input_slice import InputSlice
+from megatron_ext.preprocessing.line_block import BLOCK_BYTES
 from megatron_ext.preprocessing.record_block import RecordBlock, RecordFields
 
-_BATCH_ROWS: Final = 1024
+_MOST_ROWS: Final = 1 << 13
+"""Rows read at once, however small a dictionary makes them."""
 
 
 def row_group_sizes(path: str) -> list[int]:
@@ -67,7 +69,9 @@ def _row_group(
         if missing is not None:
             raise fields.missing(missing, columns)
         batches = file.iter_batches(
-            batch_size=_BATCH_ROWS, row_groups=[index], columns=list(fields.keys)
+            batch_size=_batch_rows(file.metadata.row_group(index)),
+            row_groups=[index],
+            columns=list(fields.keys),
         )
         for batch in batches:
             yield _block(batch, fields, line)
@@ -79,6 +83,12 @@ def _row_group(
         block.bad.append(BadRecord.of(line, problem, rows=stop - line))
         block.line_count = stop - line
         yield block
+
+
+def _batch_rows(group: Any) -> int:
+    """Rows of a row group that make a block."""
+    rows = group.num_rows * BLOCK_BYTES // max(group.total_byte_size, 1)
+    return int(min(max(rows, 1), _MOST_ROWS))
 
 
 def _block(batch: Any, fields: RecordFields, first_line: int) -> RecordBlock:
