@@ -58,6 +58,7 @@ class AnswerFinder:
         rendered: The conversation.
         roles: Role of each message by index.
         generation_prompt: What the template writes for the assistant to go on from; may be empty.
+        ends_with_prompt: The conversation was rendered with it at the end.
         control_ends: Characters at which control tokens end, in order; asked for when needed.
     """
 
@@ -67,12 +68,16 @@ class AnswerFinder:
         roles: Mapping[int, str],
         *,
         generation_prompt: str,
+        ends_with_prompt: bool,
         control_ends: Callable[[], Sequence[int]],
     ) -> None:
         self._text = rendered.text
         self._spans = rendered.spans
         self._roles = roles
         self._prompt = generation_prompt
+        # Some templates write the prompt within the last message's turn.
+        has_prompt = ends_with_prompt and rendered.text.endswith(generation_prompt)
+        self._end = len(rendered.text) - len(generation_prompt) * has_prompt
         self._control_ends = control_ends
 
     def ranges(self) -> list[Range]:
@@ -101,7 +106,7 @@ class AnswerFinder:
                 answer = None
             elif span.is_template or self._is_header(span, answer):
                 found.append((span.start, span.end))
-        return joined(found)
+        return joined((start, min(end, self._end)) for start, end in found)
 
     def _begin(self, index: int) -> int:
         """Where the answer begins whose first content is the span at ``index``."""

@@ -6,9 +6,9 @@ token may be read there, and whether the token that covers it is trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,12 +72,19 @@ def encode_conversation(
         apply_image_tag_fn=apply_image_tag_fn,
     )
     ids, ends = encode_rendered(tokenizer, rendered)
-    if prompt_config.skip_masking:
-        ranges = [(0, len(rendered.text))]
-        trained = np.ones(len(ids), np.bool_)
-    else:
-        roles = {index: str(message["role"]) for index, message in enumerate(conversation)}
-        ranges = _trained_ranges(tokenizer, rendered, roles, prompt_config, ids, ends)
+    ranges = [(0, len(rendered.text))]
+    trained = np.ones(len(ids), np.bool_)
+    if not prompt_config.skip_masking:
+        if rendered.has_generation_blocks:
+            ranges = generated_ranges(rendered)
+        else:
+            ranges = AnswerFinder(
+                rendered,
+                {index: str(message["role"]) for index, message in enumerate(conversation)},
+                generation_prompt=_generation_prompt(tokenizer, prompt_config),
+                ends_with_prompt=add_generation_prompt,
+                control_ends=partial(_control_ends, tokenizer, rendered.text, ids, ends),
+            ).ranges()
         trained = trained_tokens(rendered, ranges, ends)
     return EncodedConversation(
         text=rendered.text,
@@ -145,29 +152,18 @@ def template_source(tokenizer: ConversationTokenizer, prompt_config: PromptConfi
     return source
 
 
-def _trained_ranges(
-    tokenizer: ConversationTokenizer,
-    rendered: Rendered,
-    roles: Mapping[int, str],
-    prompt_config: PromptConfig,
-    ids: IdArray,
-    ends: ByteEnds,
-) -> list[Range]:
-    """Characters that are trained: those that the template marks, else the answers."""
-    if rendered.has_generation_blocks:
-        return generated_ranges(rendered)
-    variables: dict[str, Any] = dict(prompt_config.template_variables)
-    prompt = generation_prompt(
+def _generation_prompt(tokenizer: ConversationTokenizer, prompt_config: PromptConfig) -> str:
+    return generation_prompt(
         template_source(tokenizer, prompt_config),
         special_tokens=tokenizer.special_token_names,
-        variables=variables,
+        variables=prompt_config.template_variables,
     )
 
-    def control_ends() -> list[int]:
-        is_control = [tokenizer.is_control(token_id) for token_id in ids.tolist()]
-        offsets = byte_offsets(rendered.text)
-        at: list[int] = np.searchsorted(offsets, ends[np.array(is_control, np.bool_)]).tolist()
-        return at
 
-    finder = AnswerFinder(rendered, roles, generation_prompt=prompt, control_ends=control_ends)
-    return finder.ranges()
+def _control_ends(
+    tokenizer: ConversationTokenizer, text: str, ids: IdArray, ends: ByteEnds
+) -> list[int]:
+    """Characters of ``text`` at which control tokens end."""
+    is_control = [tokenizer.is_control(token_id) for token_id in ids.tolist()]
+    at: list[int] = np.searchsorted(byte_offsets(text), ends[is_control]).tolist()
+    return at

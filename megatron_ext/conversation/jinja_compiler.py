@@ -51,12 +51,16 @@ class ProvenanceCompiler(CodeGenerator):
             return
         self._loops += 1
         loop = self._loops
-        arguments = [nodes.Const(loop), nodes.Name(node.target.name, "load")]
+        arguments = [
+            nodes.ContextReference(),
+            nodes.Const(loop),
+            nodes.Name(node.target.name, "load"),
+        ]
         begins = nodes.EnvironmentAttribute("turn_begins")
         mark = nodes.Output([nodes.Call(begins, arguments, [], None, None)])
         node.body.insert(0, mark.set_lineno(node.lineno).set_environment(self.environment))
         super().visit_For(node, frame)
-        self.simple_write(f"environment.turns_end({loop})", frame)
+        self.simple_write(f"environment.turns_end(context, {loop})", frame)
 
 
 def _constant(value: Any) -> str:

@@ -27,12 +27,12 @@ from markupsafe import Markup
 
 from megatron_ext.conversation.jinja_compiler import ProvenanceCompiler
 from megatron_ext.conversation.provenance import TEMPLATE, in_generation, merged
-from megatron_ext.conversation.tracked_data import TrackedMessage, text_of
+from megatron_ext.conversation.tracked_data import TrackedMessage, provenance_of, text_of
 from megatron_ext.conversation.tracked_filters import FILTERS
 from megatron_ext.conversation.tracked_format import format_braces
 from megatron_ext.conversation.tracked_sources import settled
 from megatron_ext.conversation.tracked_text import TrackedText, as_tracked, join, track
-from megatron_ext.conversation.turn_joiner import TurnMark, join_turns
+from megatron_ext.conversation.turn_joiner import PROGRESS, TurnMark, join_turns
 
 _FRAME_ARGUMENTS: Final = ("caller", "_loop_vars", "_block_vars")
 """What compiled templates pass to every call beside the template's own arguments."""
@@ -82,16 +82,18 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
         return join([text_of(value, TEMPLATE) for value in values])
 
     @staticmethod
-    def turn_begins(loop: int, value: object) -> str:
+    def turn_begins(context: Context, loop: int, value: object) -> str:
         """A mark that a loop has come to a message; nothing where it loops over other things."""
         if not isinstance(value, TrackedMessage):
             return ""
-        value.progress.turn = value.index
-        return TurnMark(loop, value.index)
+        message = provenance_of(value).message
+        context.parent[PROGRESS].move(loop, message)
+        return TurnMark(loop, message)
 
     @staticmethod
-    def turns_end(loop: int) -> str:
+    def turns_end(context: Context, loop: int) -> str:
         """A mark that a loop is over."""
+        context.parent[PROGRESS].move(loop, None)
         return TurnMark(loop, None)
 
     # What templates call.

@@ -8,9 +8,10 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from megatron_ext.conversation.message import Conversation, Message, place
-from megatron_ext.conversation.provenance import TEMPLATE, Rendered, Span
-from megatron_ext.conversation.tracked_data import Progress, tracked_copy, tracked_messages
-from megatron_ext.conversation.tracked_text import TrackedText, track
+from megatron_ext.conversation.provenance import TEMPLATE, Provenance, Rendered, Span
+from megatron_ext.conversation.tracked_data import tracked_copy, tracked_messages
+from megatron_ext.conversation.tracked_text import TrackedText
+from megatron_ext.conversation.turn_joiner import PROGRESS, OpenLoops
 from megatron_ext.errors import ConfigError, ConversationError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ def render(
         source: Jinja source.
         messages: The conversation; copied, never changed.
         special_tokens: ``bos_token`` and so on: text of the template.
-        variables: What else the template sees, such as ``add_generation_prompt`` and ``tools``;
-            text in it is not the template's and holds no control tokens.
+        variables: What else the template sees, such as ``add_generation_prompt``; ``tools`` and
+            ``documents`` are None unless given. Text in them is not the template's and holds no
+            control tokens, but for a special token that is given another name.
         first_index: Index of the first message in the conversation that the caller has.
         name: What to call the template in an error.
 
@@ -47,10 +49,13 @@ def render(
             source cannot be told; the error names the message.
     """
     template, has_generation_blocks = compiled(source, name)
-    progress = Progress()
-    scope = {key: tracked_copy(value, "variable", None, key) for key, value in variables.items()}
-    scope |= {key: track(token, TEMPLATE) for key, token in special_tokens.items()}
-    scope["messages"] = tracked_messages(messages, first_index, progress)
+    progress = OpenLoops()
+    scope: dict[str, Any] = {"tools": None, "documents": None}
+    for key, value in {**special_tokens, **variables}.items():
+        own = TEMPLATE if key in special_tokens else Provenance("variable", field=key)
+        scope[key] = tracked_copy(value, own)
+    scope["messages"] = tracked_messages(messages, first_index)
+    scope[PROGRESS] = progress
     try:
         text = template.render(scope)
     except Exception as error:

@@ -5,46 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_ext.conversation.provenance import UNKNOWN, Provenance, Source
+from megatron_ext.conversation.provenance import UNKNOWN, Provenance
 from megatron_ext.conversation.tracked_text import TrackedText, track
 
 
 class TrackedDict(dict[str, Any]):
     """A mapping from one place; its keys and texts know that place too."""
 
-    __slots__ = ("provenance",)
+    # A template that asks for an attribute must find an item of the mapping, not one of ours.
+    __slots__ = ("_provenance",)
 
-    provenance: Provenance
+    _provenance: Provenance
 
 
 class TrackedList(list[Any]):
     """A list from one place."""
 
-    __slots__ = ("provenance",)
+    __slots__ = ("_provenance",)
 
-    provenance: Provenance
-
-
-class Progress:
-    """Which message a running template has reached, to name it in an error."""
-
-    __slots__ = ("turn",)
-
-    def __init__(self) -> None:
-        self.turn: int | None = None
+    _provenance: Provenance
 
 
 class TrackedMessage(TrackedDict):
     """One message of a conversation."""
 
-    __slots__ = ("index", "progress")
+    __slots__ = ()
 
-    index: int
-    progress: Progress
+
+def provenance_of(container: TrackedDict | TrackedList) -> Provenance:
+    """The place that a container comes from as a whole."""
+    return container._provenance
 
 
 def tracked_messages(
-    messages: Sequence[Mapping[str, Any]], first_index: int, progress: Progress
+    messages: Sequence[Mapping[str, Any]], first_index: int
 ) -> list[TrackedMessage]:
     """Copies of ``messages`` whose texts know their message and field.
 
@@ -53,43 +47,42 @@ def tracked_messages(
     tracked = []
     for index, message in enumerate(messages, first_index):
         copy = TrackedMessage()
-        copy.index = index
-        copy.progress = progress
-        _fill(copy, message, "message", index, "")
+        _fill(copy, message, Provenance("message", index))
         tracked.append(copy)
     return tracked
 
 
-def tracked_copy(value: Any, source: Source, message: int | None, path: str) -> Any:
-    """A copy of JSON-like data whose texts know that they come from ``path``.
+def tracked_copy(value: Any, place: Provenance) -> Any:
+    """A copy of JSON-like data whose texts know that they come from ``place``.
 
     Text that knows its sources already keeps them; other objects are passed on as they are.
     """
     if isinstance(value, TrackedText):
         return value
     if isinstance(value, str):
-        return track(value, Provenance(source, message, path))
+        return track(value, place)
     if isinstance(value, Mapping):
-        return _fill(TrackedDict(), value, source, message, path)
+        return _fill(TrackedDict(), value, place)
     if isinstance(value, (list, tuple)):
         copy = TrackedList(
-            tracked_copy(item, source, message, f"{path}[{index}]")
+            tracked_copy(item, _inside(place, f"{place.field}[{index}]"))
             for index, item in enumerate(value)
         )
-        copy.provenance = Provenance(source, message, path)
+        copy._provenance = place
         return copy
     return value
 
 
-def _fill(
-    copy: TrackedDict, value: Mapping[Any, Any], source: Source, message: int | None, path: str
-) -> TrackedDict:
-    copy.provenance = Provenance(source, message, path)
+def _fill(copy: TrackedDict, value: Mapping[Any, Any], place: Provenance) -> TrackedDict:
+    copy._provenance = place
     for key, item in value.items():
-        inner = f"{path}.{key}" if path else str(key)
-        name = track(key, Provenance(source, message, inner)) if isinstance(key, str) else key
-        copy[name] = tracked_copy(item, source, message, inner)
+        inner = _inside(place, f"{place.field}.{key}" if place.field else str(key))
+        copy[track(key, inner) if isinstance(key, str) else key] = tracked_copy(item, inner)
     return copy
+
+
+def _inside(place: Provenance, field: str) -> Provenance:
+    return Provenance(place.source, place.message, field)
 
 
 def text_of(value: object, own: Provenance) -> str:
@@ -101,7 +94,7 @@ def text_of(value: object, own: Provenance) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, (TrackedDict, TrackedList)):
-        return track(_written(value), value.provenance)
+        return track(_written(value), value._provenance)
     is_number = value is None or isinstance(value, (bool, int, float))
     return track(str(value), own if is_number else UNKNOWN)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.conversation.provenance import Provenance
-from megatron_ext.conversation.tracked_data import TrackedDict, TrackedList
+from megatron_ext.conversation.tracked_data import TrackedDict, TrackedList, provenance_of
 from megatron_ext.conversation.tracked_text import TrackedText, join, track
 
 
@@ -66,14 +66,14 @@ def _pieces(value: Any, style: JsonStyle, own: Provenance, margin: str) -> Itera
     if isinstance(value, TrackedText):
         yield _text(value, style, own)
     elif isinstance(value, Mapping):
-        own = value.provenance if isinstance(value, TrackedDict) else own
+        own = provenance_of(value) if isinstance(value, TrackedDict) else own
         items = sorted(value.items()) if style.sort_keys else value.items()
         rows = (
             [_key(key, style, own), track(style.key_separator, own), item] for key, item in items
         )
         yield from _container("{}", rows, style, own, margin)
     elif isinstance(value, (list, tuple)):
-        own = value.provenance if isinstance(value, TrackedList) else own
+        own = provenance_of(value) if isinstance(value, TrackedList) else own
         yield from _container("[]", ([item] for item in value), style, own, margin)
     else:
         yield track(json.dumps(value, ensure_ascii=style.ensure_ascii), own)

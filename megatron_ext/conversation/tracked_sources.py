@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from megatron_ext.conversation.provenance import TEMPLATE, UNKNOWN, Provenance
-from megatron_ext.conversation.tracked_data import TrackedDict, TrackedList
+from megatron_ext.conversation.tracked_data import TrackedDict, TrackedList, provenance_of
 from megatron_ext.conversation.tracked_text import TrackedText, track
 
 
@@ -63,7 +63,7 @@ def _runs(values: Iterable[Any]) -> Iterator[tuple[str, Provenance]]:
             if value:
                 yield value, UNKNOWN
         elif isinstance(value, (TrackedDict, TrackedList)):
-            yield "", value.provenance
+            yield "", provenance_of(value)
         elif isinstance(value, Mapping):
             yield from _runs(value.keys())
             yield from _runs(value.values())

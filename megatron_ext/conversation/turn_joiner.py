@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from megatron_ext.conversation.provenance import Run, in_turn, merged
 from megatron_ext.conversation.tracked_text import TrackedText, as_tracked
+
+PROGRESS: Final = "_progress"
+"""Variable of a running template: its ``OpenLoops``, to name the message in an error."""
+
+
+class OpenLoops:
+    """The loops over messages that are going on, and the message that each has come to."""
+
+    def __init__(self) -> None:
+        self._messages: dict[int, int] = {}
+
+    @property
+    def turn(self) -> int | None:
+        """Index of the message whose turn it is: the innermost loop's."""
+        return next(reversed(self._messages.values()), None)
+
+    def move(self, loop: int, message: int | None) -> None:
+        """A loop comes to a message, or is over."""
+        # Taken out first: a loop that goes on is opened anew, as the innermost.
+        self._messages.pop(loop, None)
+        if message is not None:
+            self._messages[loop] = message
 
 
 class TurnMark(str):
@@ -35,15 +58,12 @@ def join_turns(pieces: Iterable[str]) -> TrackedText:
     """``pieces`` one after another, each run told its turn: the innermost open loop's message."""
     texts: list[str] = []
     runs: list[Run] = []
-    open_loops: dict[int, int] = {}
+    loops = OpenLoops()
     turn: int | None = None
     for piece in pieces:
         if isinstance(piece, TurnMark):
-            # Taken out first: a loop that goes on is opened anew, as the innermost.
-            open_loops.pop(piece.loop, None)
-            if piece.message is not None:
-                open_loops[piece.loop] = piece.message
-            turn = next(reversed(open_loops.values()), None)
+            loops.move(piece.loop, piece.message)
+            turn = loops.turn
             continue
         known = as_tracked(piece)
         texts.append(known)

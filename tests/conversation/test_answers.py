@@ -174,9 +174,19 @@ def test_the_answer_and_its_stop_marker_are_trained(
     assert shown(template, conversation) == expected
 
 
+PROMPT_IN_THE_LAST_TURN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% endfor %}"
+)
+
+
 @pytest.mark.parametrize("add_generation_prompt", [False, True], ids=["whole", "prompt"])
-def test_a_generation_prompt_is_never_trained(add_generation_prompt: bool) -> None:
-    template = CASES["a loop"][0] + PROMPT
+@pytest.mark.parametrize(
+    "template",
+    [CASES["a loop"][0] + PROMPT, PROMPT_IN_THE_LAST_TURN],
+    ids=["after the loop", "in the last turn"],
+)
+def test_a_generation_prompt_is_never_trained(template: str, add_generation_prompt: bool) -> None:
     tokenizer = ByteTokenizer(template)
     config = prompt_config_of("auto", tokenizer)
     _, target = tokenize_conversation(tokenizer, CONVERSATION, config, True, add_generation_prompt)

@@ -109,7 +109,8 @@ def as_jinja_does(source: str, messages: Any, variables: dict[str, Any]) -> str 
     environment.globals.update(raise_exception=refuse, strftime_now=lambda form: "20 Nov 2026")
     template = environment.from_string(source)
     try:
-        return template.render(messages=messages, **SPECIAL_TOKENS, **variables)
+        known = {"tools": None, "documents": None, **SPECIAL_TOKENS, **variables}
+        return template.render(messages=messages, **known)
     except Exception as error:
         return error
 

@@ -35,7 +35,7 @@ def as_jinja_does(source: str, **variables: Any) -> str:
         value, ensure_ascii=ensure_ascii, **options
     )
     return environment.from_string(source).render(
-        messages=CONVERSATION, **SPECIAL_TOKENS, **variables
+        messages=CONVERSATION, tools=None, documents=None, **SPECIAL_TOKENS, **variables
     )
 
 
@@ -189,6 +189,28 @@ def test_variables_are_not_the_template_s_text_and_special_tokens_are() -> None:
         ("variable", "mode"),
     ]
     assert result.control_ranges() == [(0, 3)]
+
+
+def test_tools_and_documents_are_defined_and_a_special_token_can_be_renamed() -> None:
+    result = rendered("{{ tools is none and documents is none }}{{ bos_token }}", bos_token="<S>")
+    assert result.text == "True<S>"
+    assert result.control_ranges() == [(0, 7)]
+
+
+def test_fields_of_a_message_are_found_by_any_name() -> None:
+    message = {"role": "user", "index": "i", "progress": "p", "provenance": "q"}
+    fields = "{{ m.index }}{{ m.progress }}{{ m.provenance }}{{ m.x }}"
+    source = f"{{% for m in messages %}}{fields}{{% endfor %}}"
+    assert rendered(source, [message]).text == "ipq"
+    assert rendered(source, [{"role": "user"}]).text == ""
+
+
+def test_an_error_after_a_loop_names_no_message() -> None:
+    source = "{% for m in messages %}{% for t in m.tags or [] %}{% endfor %}1{% endfor %}2"
+    with pytest.raises(ConversationError, match=r"^conversation\[0\]: "):
+        rendered(source.replace("1", "{{ raise_exception('no') }}"))
+    with pytest.raises(ConversationError, match=r"^the chat template refuses"):
+        rendered(source.replace("2", "{{ raise_exception('no') }}"))
 
 
 def test_control_ranges_join_what_the_template_wrote_in_pieces() -> None:

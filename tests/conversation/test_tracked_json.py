@@ -15,6 +15,7 @@ from megatron_ext.conversation.tracked_json import JsonStyle, to_json
 from megatron_ext.conversation.tracked_text import join, track
 
 CONTENT = Provenance("message", 1, "content")
+CALLS = Provenance("message", 1, "tool_calls")
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
 values = st.recursive(
@@ -37,14 +38,14 @@ styles = st.fixed_dictionaries(
 @given(values, styles)
 def test_it_is_what_json_dumps_writes(value: Any, style: dict[str, Any]) -> None:
     expected = json.dumps(value, **style)
-    tracked = tracked_copy(value, "message", 1, "tool_calls")
+    tracked = tracked_copy(value, CALLS)
     assert to_json(tracked, JsonStyle.of(**style), TEMPLATE) == expected
     assert to_json(value, JsonStyle.of(**style), TEMPLATE) == expected
 
 
 @given(values)
 def test_what_comes_whole_from_a_message_is_the_message_s(value: Any) -> None:
-    tracked = tracked_copy([value], "message", 1, "tool_calls")
+    tracked = tracked_copy([value], CALLS)
     text = to_json(tracked, JsonStyle(), TEMPLATE)
     assert {(place.source, place.message) for _, place in text.runs} == {("message", 1)}
 
