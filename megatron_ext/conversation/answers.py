@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from megatron_ext.conversation.provenance import Rendered, Span
@@ -51,15 +52,17 @@ class AnswerFinder:
 
     An answer begins after the generation prompt, or at the first character that comes from the
     assistant message. It goes on through the rest of that message's turn in the template's loop,
-    the stop marker included. Where a template has no loop over messages there are no turns: the
-    answer then ends with the first control token after its content and the white space after that.
+    the stop marker included. Where no control token stands there, the one that the next turn begins
+    with is the stop marker: some templates end a turn in the next, or with the next. Where a
+    template has no loop over messages there are no turns: the answer then ends with the first
+    control token after its content and the white space after that.
 
     Args:
         rendered: The conversation.
         roles: Role of each message by index.
         generation_prompt: What the template writes for the assistant to go on from; may be empty.
         ends_with_prompt: The conversation was rendered with it at the end.
-        control_ends: Characters at which control tokens end, in order; asked for when needed.
+        control_tokens: Characters of each control token, in order.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class AnswerFinder:
         *,
         generation_prompt: str,
         ends_with_prompt: bool,
-        control_ends: Callable[[], Sequence[int]],
+        control_tokens: Sequence[Range],
     ) -> None:
         self._text = rendered.text
         self._spans = rendered.spans
@@ -78,7 +81,7 @@ class AnswerFinder:
         # Some templates write the prompt within the last message's turn.
         has_prompt = ends_with_prompt and rendered.text.endswith(generation_prompt)
         self._end = len(rendered.text) - len(generation_prompt) * has_prompt
-        self._control_ends = control_ends
+        self._control_tokens = control_tokens
 
     def ranges(self) -> list[Range]:
         """Characters of all answers, in order and apart."""
@@ -103,6 +106,8 @@ class AnswerFinder:
                 else:
                     answer = None
             elif answer.provenance.turn != span.provenance.turn:
+                if span.is_template and self._control_token(answer.end, found[-1][1]) is None:
+                    found.append((span.start, self._borrowed_stop_end(span)))
                 answer = None
             elif span.is_template or self._is_header(span, answer):
                 found.append((span.start, span.end))
@@ -126,12 +131,27 @@ class AnswerFinder:
         return same and span.provenance.field in _HEADER_FIELDS
 
     def _stop_end(self, span: Span) -> int:
-        """Where the stop marker ends that template text begins with; its start if there is none."""
-        ends = self._control_ends()
-        end = next((end for end in ends if span.start < end <= span.end), span.start)
-        while span.start < end < span.end and self._text[end].isspace():
+        """Where the stop marker ends that template text holds; its start if there is none."""
+        token = self._control_token(span.start, span.end)
+        if token is None:
+            return span.start
+        end = token[1]
+        while end < span.end and self._text[end].isspace():
             end += 1
         return end
+
+    def _borrowed_stop_end(self, span: Span) -> int:
+        """Where the control token ends that the next turn begins with; the start if with none."""
+        token = self._control_token(span.start, span.end)
+        if token is None or self._text[span.start : token[0]].strip():
+            return span.start
+        return token[1]
+
+    def _control_token(self, start: int, end: int) -> Range | None:
+        """The first control token in ``[start, end)``."""
+        index = bisect_left(self._control_tokens, (start, start))
+        token = next(iter(self._control_tokens[index : index + 1]), None)
+        return token if token is not None and token[1] <= end else None
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +82,7 @@ def encode_conversation(
                 {index: str(message["role"]) for index, message in enumerate(conversation)},
                 generation_prompt=_generation_prompt(tokenizer, prompt_config),
                 ends_with_prompt=add_generation_prompt,
-                control_ends=partial(_control_ends, tokenizer, rendered.text, ids, ends),
+                control_tokens=_control_tokens(tokenizer, rendered.text, ids, ends),
             ).ranges()
         trained = trained_tokens(rendered, ranges, ends)
     return EncodedConversation(
@@ -160,10 +159,15 @@ def _generation_prompt(tokenizer: ConversationTokenizer, prompt_config: PromptCo
     )
 
 
-def _control_ends(
+def _control_tokens(
     tokenizer: ConversationTokenizer, text: str, ids: IdArray, ends: ByteEnds
-) -> list[int]:
-    """Characters of ``text`` at which control tokens end."""
-    is_control = [tokenizer.is_control(token_id) for token_id in ids.tolist()]
-    at: list[int] = np.searchsorted(byte_offsets(text), ends[is_control]).tolist()
-    return at
+) -> list[Range]:
+    """Characters of ``text`` that each control token covers, in order."""
+    kinds, kind_of = np.unique(ids, return_inverse=True)
+    is_control = np.array([tokenizer.is_control(kind) for kind in kinds.tolist()], np.bool_)
+    at = np.flatnonzero(is_control[kind_of])
+    offsets = byte_offsets(text)
+    begins = np.concatenate(([0], ends[:-1]))
+    starts: list[int] = np.searchsorted(offsets, begins[at]).tolist()
+    stops: list[int] = np.searchsorted(offsets, ends[at]).tolist()
+    return list(zip(starts, stops, strict=True))

@@ -138,6 +138,25 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], str]] = {
         CONVERSATION[1:3],
         "Hi: [Hello.] end",
     ),
+    "a stop marker at the start of the next turn": (
+        "{% for m in messages %}{% if loop.previtem and loop.previtem.role == 'assistant' %}"
+        "<|im_end|>{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}",
+        CONVERSATION[1:],
+        "<|im_start|>user\nHi<|im_start|>assistant\n[Hello.<|im_end|>]<|im_start|>user\nBye"
+        "<|im_start|>assistant\n[Bye.]",
+    ),
+    "the next turn as a stop marker": (
+        "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|eot_id|>' }}\n"
+        "{{ m.content }}\n{% endfor %}",
+        CONVERSATION[1:],
+        "<|im_start|>\nHi\n<|eot_id|>\n[Hello.\n<|im_start|>]\nBye\n<|eot_id|>\n[Bye.\n]",
+    ),
+    "text before the next control token": (
+        "{% for m in messages %}{{ m.role }}<|im_start|>{{ m.content }}\n{% endfor %}",
+        CONVERSATION[1:],
+        "user<|im_start|>Hi\nassistant<|im_start|>[Hello.\n]user<|im_start|>Bye\n"
+        "assistant<|im_start|>[Bye.\n]",
+    ),
     "generation blocks": (
         "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}"
         "{{ eos_token }}{% endgeneration %};{% else %}U: {{ m.content }}\n{% endif %}{% endfor %}",
