@@ -1,0 +1,223 @@
+"""The fast engine gives the library's ids on every text."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import unicodedata
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_cases import FAST, FILLER, adapter_of, assert_same_ids, encoder_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from published import EVERY_STRETCH, SHARED, corpora, needs_published_files
+from tokenizer_files import SENTENCES, mistral_file
+
+from megatron_ext.tokenizers.engine import FastEncoder
+from megatron_ext.tokenizers.engine import gigatoken_engine as engine_module
+from megatron_ext.tokenizers.engine.probe_texts import probe_texts
+from megatron_ext.tokenizers.engine.rare_characters import probed_characters
+from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
+
+FUZZ = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+NAMES = (
+    *("<s>", "</s>", "<unk>", "<pad>", "[INST]", "[/INST]", "<0x0A>", "<|end|>", "<tool>"),
+    *("<SPECIAL_9>", "[REF]", "[REFERENCE_DOC_1]", "▁", "  ", "\r\n", "\t", "'LL", "'ſ", "3.14"),
+)
+MARKS = [chr(point) for point in range(0x300, 0x3000) if unicodedata.category(chr(point))[0] == "M"]
+TEXT = st.lists(
+    st.one_of(
+        st.text(max_size=8),
+        st.text(st.sampled_from(" \n\t\r'-_.aAbZ09éñ中の한"), max_size=12),
+        st.text(st.sampled_from(MARKS), max_size=4),
+        st.text(st.sampled_from(probed_characters()), max_size=3),
+        st.sampled_from(NAMES),
+        st.sampled_from(SENTENCES),
+    ),
+    max_size=6,
+).map("".join)
+
+
+@pytest.fixture(scope="session")
+def case(tokenizer_path):
+    """Name in ``MAKERS`` -> the adapter and its encoder, which uses the engine."""
+
+    @cache
+    def made(name: str) -> tuple[TableTokenizer, FastEncoder]:
+        adapter = adapter_of(tokenizer_path(name))
+        encoder = encoder_of(adapter)
+        encoder.prepare()
+        assert encoder.is_fast, encoder.refusal
+        return adapter, encoder
+
+    return made
+
+
+@pytest.mark.parametrize("name", FAST)
+@FUZZ
+@given(texts=st.lists(TEXT, max_size=6))
+def test_ids_are_those_of_the_library_for_any_text(case, name, texts):
+    adapter, encoder = case(name)
+    assert_same_ids(encoder, adapter, texts)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_one_text_has_the_ids_that_it_has_alone(case, name):
+    adapter, encoder = case(name)
+    texts = [FILLER, "", "The <s> of\n\n  it", "", "é中 123456", ""]
+    ids, offsets = encoder.encode_batch(texts)
+    assert (ids.dtype, offsets.dtype) == (np.int32, np.int64)
+    assert offsets.tolist()[0] == 0
+    assert offsets.tolist()[-1] == len(ids)
+    for text, (begin, end) in zip(texts, pairwise(offsets), strict=True):
+        assert ids[begin:end].tolist() == adapter.text_to_ids(text)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_no_text_is_an_empty_result(case, name):
+    ids, offsets = case(name)[1].encode_batch([])
+    assert (ids.tolist(), offsets.tolist()) == ([], [0])
+
+
+def test_a_text_longer_than_the_engine_cuts_at_is_encoded_whole(case):
+    adapter, encoder = case("rank-file")
+    long = "\n".join(SENTENCES) * 43 + "  tail"
+    assert len(long.encode()) > engine_module._LONG
+    assert_same_ids(encoder, adapter, ["short", long, "", "also short"])
+
+
+def test_a_batch_on_several_threads_keeps_its_order(case, monkeypatch):
+    adapter, encoder = case("sentencepiece-v3")
+    monkeypatch.setattr(engine_module, "_CHUNK", (1 << 13, 1 << 14))
+    monkeypatch.setattr(engine_module, "_threads", lambda: 3)
+    texts = ["", *SENTENCES, "", FILLER, ""]
+    assert len(list(engine_module._chunks([text.encode() for text in texts], 3))) > 3
+    assert_same_ids(encoder, adapter, texts)
+
+
+@pytest.mark.parametrize("name", ["rank-file", "huggingface-nfc"])
+def test_characters_that_python_does_not_know_go_to_the_library(case, name):
+    adapter, encoder = case(name)
+    unknown = next(chr(i) for i in range(0x378, 0x10000) if unicodedata.category(chr(i)) == "Cn")
+    texts = [FILLER, f"  {unknown}'sx", "plain", f"é{unknown}"]
+    assert encoder.exceptions is not None
+    assert encoder.exceptions.texts_with(texts) == [1, 3]
+    assert_same_ids(encoder, adapter, texts)
+
+
+@pytest.mark.parametrize("name", ["rank-file", "huggingface-nfc"])
+def test_common_scripts_and_emoji_do_not_go_to_the_library(case, name):
+    _, encoder = case(name)
+    assert encoder.exceptions is not None
+    text = "The é ñ ß ж λ א ع ह বা ไ த 中 の カ 한 🙂 👩‍👩‍👧 🤷🏽‍♀️ € → ½ １２ \u00a0\u3000\t"
+    assert encoder.exceptions.texts_with([text, unicodedata.normalize("NFD", text)]) == []
+
+
+def test_a_mark_that_one_normaliser_does_not_know_is_found(case):
+    adapter, encoder = case("huggingface-nfc")
+    assert encoder.exceptions is not None
+    # Unicode 10 gave U+1DF6 a combining class; the tokenizers library normalises by Unicode 9.
+    text = "a\u1df6\u0301b"
+    assert encoder.exceptions.covers("\u1df6")
+    alone, _ = encoder._engine.encode([text.encode()])
+    assert alone.tolist() != adapter.text_to_ids(text)
+    assert_same_ids(encoder, adapter, [text])
+
+
+def test_user_defined_pieces_are_read_as_the_library_reads_them(case):
+    adapter, encoder = case("sentencepiece-v3")
+    texts = ["a [REFERENCE_DOC_1] b", "[REFERENCE_DOC_12]", "[REFERENCE_DOC_x]", "[INST] c"]
+    assert encoder.exceptions is not None
+    assert encoder.exceptions.texts_with(texts) == [0, 1]
+    assert_same_ids(encoder, adapter, texts)
+
+
+def test_a_worn_engine_is_built_anew(case, monkeypatch):
+    adapter, _ = case("rank-file")
+    built = []
+    encoder = encoder_of(adapter)
+    build = encoder._build
+    encoder._build = lambda: built.append(1) or build()
+    encoder.prepare()
+    monkeypatch.setattr(
+        engine_module, "_CACHED_PER_THREAD", len(FILLER) // engine_module._threads()
+    )
+    for _ in range(4):
+        assert_same_ids(encoder, adapter, ["abc"])
+    assert len(built) > 1
+
+
+@pytest.mark.parametrize("name", ["sentencepiece-v3", "tekken", "huggingface-nfc"])
+def test_a_copy_in_another_process_needs_no_new_proof(case, name):
+    adapter, encoder = case(name)
+    copied = pickle.loads(pickle.dumps(encoder))
+    assert not copied.is_fast
+    assert copied.exceptions is not None
+    copied.prepare()
+    assert_same_ids(copied, adapter, ["a <s> é 中\u1df6\u0301"])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
+@pytest.mark.parametrize("name", ["sentencepiece-v3", "rank-file"])
+def test_a_forked_process_uses_the_engine_of_its_parent(case, name):
+    _, encoder = case(name)
+    texts = [FILLER * 250, "é中 <s>", FILLER * 10]
+    expected = [ids.tolist() for ids in encoder.encode_batch(texts)]
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        for got in pool.map_async(_encoded, [(encoder, texts)] * 2, chunksize=1).get(timeout=60):
+            assert got == (True, expected)
+    # And without a copy: the child goes on with what it inherited.
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        same = [ids.tolist() for ids in encoder.encode_batch(texts)] == expected
+        os.write(writer, b"same" if same and encoder.is_fast else b"else")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 4) == b"same"
+
+
+def _encoded(job: tuple[FastEncoder, list[str]]) -> tuple[bool, list[list[int]]]:
+    encoder, texts = job
+    encoder.prepare()
+    return encoder.is_fast, [ids.tolist() for ids in encoder.encode_batch(texts)]
+
+
+def test_the_probes_hold_what_tokenizers_tell_apart():
+    text = "".join(probe_texts())
+    assert "" in probe_texts()
+    kinds = {unicodedata.category(character) for character in text}
+    assert kinds >= {"Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No"}
+    assert kinds >= {"Zs", "Zl", "Zp", "Cc", "Cf", "Co", "Po", "Sm", "Sc", "So", "Sk", "Pd"}
+    assert set(map(chr, range(0x80))) <= set(text)
+    assert text != unicodedata.normalize("NFC", text) != unicodedata.normalize("NFD", text)
+
+
+def published_paths() -> list[Path]:
+    """Every vocabulary of the shared folder and of mistral-common that the engine can have.
+
+    Those in ``tokenizer.json`` are held to their library elsewhere, by the engine too.
+    """
+    found = [*SHARED.glob("tokenizers/*/*.tiktoken"), *SHARED.glob("tokenizers/llama2_sp/*.model")]
+    found += mistral_file("").iterdir()
+    if EVERY_STRETCH:
+        found += [file.parent for file in SHARED.glob("tokenizers/*/tokenizer.json")]
+    return sorted(path for path in found if path.name not in ("bert_uncased", "t5_small"))
+
+
+@needs_published_files
+@pytest.mark.parametrize("path", published_paths(), ids=lambda path: path.name)
+def test_a_published_vocabulary_has_the_ids_of_its_library_on_all_text(path):
+    adapter = adapter_of(path)
+    encoder = encoder_of(adapter)
+    encoder.prepare()
+    assert_same_ids(encoder, adapter, corpora() if EVERY_STRETCH else corpora()[::4])
