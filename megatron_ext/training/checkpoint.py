@@ -46,10 +46,14 @@ def save_checkpoint(
     *,
     groups: ProcessGroups,
     keep: int,
+    tokenizer: Path | None = None,
 ) -> Path:
     """Save a sharded state from all ranks, move ``latest``, drop all but the ``keep`` newest.
 
-    Collectives: those of ``dist_checkpointing.save`` and three barriers.
+    A copy of ``tokenizer``, a folder of ``save_pretrained``, lies in the checkpoint.
+
+    Collectives: those of ``dist_checkpointing.save`` and ``ProcessGroups.on_main``, and three
+    barriers.
     """
     final = checkpoint_path(folder, iteration)
     partial = folder / f".{final.name}.partial"
@@ -60,6 +64,9 @@ def save_checkpoint(
     _report_writes_in_process()
     dist_checkpointing.save(state, str(partial))
     dist.barrier()
+    if tokenizer is not None:
+        kept = tokenizer
+        groups.on_main(lambda: shutil.copytree(kept, partial / kept.name))
     if groups.is_main:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)

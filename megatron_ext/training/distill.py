@@ -26,6 +26,7 @@ from megatron_ext.training.models import build_gpt_model, freeze
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
     PROJECTION_FILE,
+    TOKENIZER_FOLDER,
     config_values,
     record_run,
 )
@@ -93,6 +94,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
         load_weights(start, gpt, fingerprint=tokenizer.fingerprint())
     student = Student(gpt, config=config, groups=groups)
     groups.on_main(lambda: record_run(config, inputs.data_summary()))
+    groups.on_main(lambda: tokenizer.save_pretrained(run_dir / TOKENIZER_FOLDER, overwrite=True))
     return Trainer(
         config=config,
         groups=groups,

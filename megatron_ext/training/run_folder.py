@@ -21,6 +21,7 @@ CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
 DATA_FILE = "data.json"
 PROJECTION_FILE = "projection.safetensors"
+TOKENIZER_FOLDER = "tokenizer"
 
 _TEACHER_CHECKPOINT = "teacher.checkpoint"
 

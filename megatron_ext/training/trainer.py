@@ -22,7 +22,7 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.datasets import WindowDataset
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep, reduce_reports
 from megatron_ext.training.metrics import MetricsLog, plot_loss_curve, progress_bar
-from megatron_ext.training.run_folder import CHECKPOINTS
+from megatron_ext.training.run_folder import CHECKPOINTS, TOKENIZER_FOLDER
 from megatron_ext.training.sampler import BatchSampler
 from megatron_ext.training.student import Student
 from megatron_ext.training.validation import BitsPerByte, measure_bits_per_byte
@@ -185,6 +185,7 @@ class Trainer:
             },
             groups=self.groups,
             keep=self.config.training.keep_checkpoints,
+            tokenizer=self.run_dir / TOKENIZER_FOLDER,
         )
 
     def _plot(self) -> None:

@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.tokenizers import MegatronTokenizer
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.metrics import METRICS_FILE, PLOT_FILE, read_metrics
-from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE, PROJECTION_FILE
+from megatron_ext.training.run_folder import (
+    CONFIG_FILE,
+    DATA_FILE,
+    PROJECTION_FILE,
+    TOKENIZER_FOLDER,
+)
 from tests.cli.run_files import finish, kill, start, write_config
 from tests.training.tiny_run import student_run
 
@@ -74,9 +80,18 @@ def test_no_unfinished_file_stays_behind(killed: Path) -> None:
         METRICS_FILE,
         PLOT_FILE,
         PROJECTION_FILE,
+        TOKENIZER_FOLDER,
     }
     in_checkpoints = {path.name for path in (killed / "checkpoints").iterdir()}
     assert in_checkpoints == {"latest", "iter_0000006", "iter_0000009"}
+
+
+def test_every_checkpoint_carries_the_tokenizer(killed: Path) -> None:
+    ours = MegatronTokenizer.from_pretrained(killed / TOKENIZER_FOLDER)
+    for name in ("iter_0000006", "iter_0000009"):
+        theirs = MegatronTokenizer.from_pretrained(killed / "checkpoints" / name / TOKENIZER_FOLDER)
+        assert theirs.fingerprint() == ours.fingerprint()
+        assert theirs.tokenize("the parser") == ours.tokenize("the parser")
 
 
 def test_a_finished_run_started_again_says_so_and_changes_nothing(
