@@ -72,6 +72,13 @@ def test_a_link_leads_to_a_file_and_a_heading(page: Path, link: str) -> None:
         assert anchor in headings(target.read_text(encoding="utf-8"))
 
 
+def test_the_tables_of_the_tokenizer_page_are_current() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "generate_tokenizer_tables.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["tokenizers_page"](), (
+        "run: python docs/generate_tokenizer_tables.py"
+    )
+
+
 def test_the_configuration_reference_is_current() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "generate_configuration.py"))
     assert script["PAGE"].read_text(encoding="utf-8") == script["configuration_page"](), (
