@@ -25,9 +25,9 @@ class PromptFormat:
     """
 
     name: str
-    """Name in the registry, and of its template file unless ``template`` says otherwise."""
+    """Name in the registry."""
     template: str | None = None
-    """Name of the template file; None is the tokenizer's own template."""
+    """Name of one of our templates, or ``file:PATH``; None is the tokenizer's own template."""
     pad: tuple[str, ...] = ("pad_id",)
     """What pads, the first that there is: an id of the tokenizer (``pad_id``), or a token."""
     tokens: tuple[str, ...] = ()

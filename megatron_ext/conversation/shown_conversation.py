@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_ext.conversation.images import with_images
@@ -22,8 +22,6 @@ class ShownConversation:
     first_index: int
     """Index of the first of them in the caller's conversation: -1 for a message that the format
     puts in front, 1 where it drops one."""
-    roles: Mapping[int, str]
-    """Role of each message of the caller's by index, as the caller wrote it."""
 
     @classmethod
     def of(
@@ -50,8 +48,7 @@ class ShownConversation:
             assert config.system_default is not None
             first_index -= 1
             shown.insert(0, _forced(config.system_default, first_index))
-        roles = {index: str(message["role"]) for index, message in enumerate(conversation)}
-        return cls(shown, first_index, roles)
+        return cls(shown, first_index)
 
 
 def check_shown(rendered: Rendered, conversation: Conversation, config: PromptConfig) -> None:

@@ -12,7 +12,7 @@ from megatron_ext.conversation.provenance import TEMPLATE, Provenance, Rendered,
 from megatron_ext.conversation.tracked_data import tracked_copy, tracked_messages
 from megatron_ext.conversation.tracked_text import TrackedText
 from megatron_ext.conversation.turn_joiner import PROGRESS, OpenLoops
-from megatron_ext.errors import ConfigError, ConversationError, MissingDependencyError
+from megatron_ext.errors import ConfigError, ConversationError
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -112,12 +112,7 @@ def compiled(source: str, name: str) -> tuple[Template, bool]:
 
 @lru_cache(maxsize=1)
 def _environment() -> ProvenanceEnvironment:
-    try:
-        import jinja2  # noqa: F401
-    except ImportError:
-        raise MissingDependencyError(
-            "jinja2", extra="tokenizers", feature="a chat template"
-        ) from None
+    # Jinja takes its time to load, and is needed here first.
     from megatron_ext.conversation.jinja_environment import ProvenanceEnvironment
 
     return ProvenanceEnvironment()

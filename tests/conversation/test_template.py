@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from datetime import datetime
 from typing import Any
 
@@ -317,3 +319,11 @@ def test_raise_exception_raises_jinja_s_error() -> None:
 def test_what_is_no_jinja_is_refused_with_its_line(source: str) -> None:
     with pytest.raises(ConfigError, match=r"^line \d: the chat template is not a Jinja template"):
         rendered(source)
+
+
+def test_jinja_is_loaded_by_the_first_template_only() -> None:
+    code = (
+        "import sys, megatron_ext.conversation as c; assert 'jinja2' not in sys.modules\n"
+        "c.render('a', [], special_tokens={}, variables={}); assert 'jinja2' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
