@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.errors import ConfigError, ConversationError
+from megatron_ext.errors import ConfigError, ConversationError, TokenizerError
 from megatron_ext.preprocessing.bad_record import BadRecord
 from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.encoded_documents import EncodedDocuments
 from megatron_ext.preprocessing.record_block import RecordBlock
 from megatron_ext.tokenizers import MegatronTokenizerText
+
+_FIRST_BATCH_WORDS = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,28 @@ class TextEncoder:
     eod: int | None = None
 
     def encode(self, block: RecordBlock) -> EncodedBlock:
-        encoded = [self._column(column) for column in block.columns]
+        try:
+            return self._encode(block.columns)
+        except TokenizerError:
+            # It refuses one of the texts; the null tokenizer, for one, reads numbers only.
+            good, bad = self._tell_apart(block)
+            return replace(self._encode(good.columns), bad=bad)
+
+    def _tell_apart(self, block: RecordBlock) -> tuple[RecordBlock, tuple[BadRecord, ...]]:
+        """The records that the tokenizer takes, and those that it does not."""
+        good = RecordBlock(tuple([] for _ in block.columns))
+        bad: list[BadRecord] = []
+        for line, *values in zip(block.lines, *block.columns, strict=True):
+            try:
+                self._encode([[value] for value in values])
+            except TokenizerError as error:
+                bad.append(BadRecord.of(line, error))
+            else:
+                good.add(line, values)
+        return good, tuple(bad)
+
+    def _encode(self, columns: Sequence[list[Any]]) -> EncodedBlock:
+        encoded = [self._column(column) for column in columns]
         documents = tuple(documents for documents, _ in encoded)
         return EncodedBlock(documents, (), sum(size for _, size in encoded))
 
@@ -126,6 +149,7 @@ def document_encoder(config: PreprocessConfig, tokenizer: MegatronTokenizerText)
 
     Raises:
         ConfigError: Documents are to end with a token that the tokenizer has not.
+        TokenizerError: The engine that is asked for cannot be used.
     """
     if config.append_eod and tokenizer.eod is None:
         raise ConfigError(
@@ -133,6 +157,9 @@ def document_encoder(config: PreprocessConfig, tokenizer: MegatronTokenizerText)
             where="--append-eod",
             fix="leave it out, or use a tokenizer that has an EOS",
         )
+    if config.tokenizer.engine == "gigatoken":
+        # An engine says on its first batch that it cannot be used: rather now than in the run.
+        tokenizer.text_to_flat_ids(["word " * _FIRST_BATCH_WORDS])
     eod = tokenizer.eod if config.append_eod else None
     kind = ConversationEncoder if config.has_conversations else TextEncoder
     return kind(tokenizer, eod)

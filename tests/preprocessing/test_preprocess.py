@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError, DataError, TokenizerError
 from megatron_ext.preprocessing.preprocess import preprocess
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.preprocessing.megatron_loop import write_one_by_one
@@ -191,6 +191,16 @@ def test_what_cannot_be_used_is_left_out_counted_and_listed(tmp_path: Path, out:
     assert [row["place"] for row in stored["bad"]] == [bad.place for bad in report.bad]
 
 
+def test_a_text_that_the_tokenizer_refuses_is_one_bad_record(tmp_path: Path, out: Path) -> None:
+    texts = ["1 2 3", "4 five", "", "6"]
+    file = write_json_lines(tmp_path / "a.jsonl", ({"text": text, "n": "7"} for text in texts))
+    null = TokenizerConfig(library="null", vocab_size=100)
+    report = run(file, output=out / "a", tokenizer=null, json_keys=("text", "n"))
+    assert [bad.place for bad in report.bad] == [f"{file}:2"]
+    assert report.tokens == {"text_document": 4, "n_document": 3}
+    assert report.documents == 3
+
+
 @pytest.mark.parametrize("shard_count", [1, 6])
 def test_a_strict_run_stops_at_the_first_bad_line_with_its_place(
     tmp_path: Path, out: Path, shard_count: int
@@ -246,6 +256,16 @@ def test_an_eod_that_the_tokenizer_lacks_is_refused_before_anything_is_written(
     tokenizer = _config(write_word_list(tmp_path))
     with pytest.raises(ConfigError, match="--append-eod: the tokenizer has no end-of-document"):
         run(file, output=out / "a", tokenizer=tokenizer, append_eod=True)
+    assert not list(out.iterdir())
+
+
+def test_an_engine_that_cannot_be_used_is_refused_before_anything_is_written(
+    tmp_path: Path, out: Path
+) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    tokenizer = TokenizerConfig(model=str(write_word_list(tmp_path)), engine="gigatoken")
+    with pytest.raises(TokenizerError, match="gigatoken"):
+        run(file, output=out / "a", tokenizer=tokenizer)
     assert not list(out.iterdir())
 
 
