@@ -17,6 +17,7 @@ from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.asset_folder import write_folder
 from megatron_ext.tokenizers.file_kind import FileFormat, file_kind
 from megatron_ext.tokenizers.metadata import METADATA_FILE, metadata_text, read_metadata
+from megatron_ext.tokenizers.tokenizer_class import class_entry
 
 if TYPE_CHECKING:
     from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
@@ -89,15 +90,12 @@ def _metadata(
     tokenizer: MegatronTokenizerText, names: Mapping[Path, str], contents: Mapping[str, bytes]
 ) -> dict[str, Any]:
     """The metadata of the folder, in an order that depends on nothing but the tokenizer."""
-    kind = type(tokenizer)
-    custom = not kind.__module__.startswith("megatron_ext.")
     own_template = tokenizer.chat_template == tokenizer.own_chat_template
     prompt_format = tokenizer.prompt_format
     known = {
         "library": tokenizer.library,
         "mode": tokenizer.mode,
-        "class_name": kind.__name__ if custom else None,
-        "class_path": kind.__module__ if custom else None,
+        **_class_keys(tokenizer),
         "chat_template": None if own_template else tokenizer.chat_template,
         "prompt_format": _FILE_PREFIX + PROMPT_FILE if PROMPT_FILE in contents else prompt_format,
     }
@@ -117,6 +115,13 @@ def _metadata(
     return {
         key: _portable(value, key) for key, value in {**known, **others, ASSETS_KEY: assets}.items()
     }
+
+
+def _class_keys(tokenizer: MegatronTokenizerText) -> dict[str, str]:
+    kind = type(tokenizer)
+    if kind.__module__.startswith("megatron_ext."):
+        return class_entry(tokenizer.mode)
+    return {"class_name": kind.__name__, "class_path": kind.__module__}
 
 
 def _split_options(

@@ -20,7 +20,7 @@ from megatron_ext.tokenizers.metadata import (
 )
 from megatron_ext.tokenizers.saved_tokenizer import SavedTokenizer
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
-from megatron_ext.tokenizers.tokenizer_class import tokenizer_class
+from megatron_ext.tokenizers.tokenizer_class import class_entry, tokenizer_class
 
 
 class MegatronTokenizer:
@@ -83,6 +83,7 @@ class MegatronTokenizer:
     ) -> None:
         """Write ``tokenizer_metadata.json`` beside a tokenizer, or to ``metadata_path``.
 
+        Without a class it names Megatron's, as main does, or none with a ``model_type``, as 0.16.
         The file appears whole or not at all, so several ranks may write and read it at once.
 
         Raises:
@@ -96,18 +97,17 @@ class MegatronTokenizer:
                 fix="for a name that is no path, say with metadata_path where to write",
                 where=tokenizer_path,
             )
-        class_name, class_path = _import_name(tokenizer_class)
-        metadata = {
-            "library": tokenizer_library,
-            "class_name": class_name,
-            "class_path": class_path,
-            "chat_template": chat_template,
-        }
+        mode = library_of(tokenizer_library).mode
+        entry: dict[str, str | None] = {"class_name": None, "class_path": None}
+        if tokenizer_class is not None:
+            entry = _import_name(tokenizer_class)
+        elif model_type is None:
+            entry = {**class_entry(mode)}
         if model_type is not None:
-            metadata["model_type"] = model_type
+            entry["model_type"] = model_type
+        metadata = {"library": tokenizer_library, **entry, "chat_template": chat_template}
         file = metadata_file(tokenizer_path) if metadata_path is None else Path(metadata_path)
         checked = check_metadata(metadata, where="write_metadata")
-        _ = library_of(tokenizer_library)
         if file.exists() and not overwrite:
             raise TokenizerError(
                 "the metadata file exists already", fix="pass overwrite=True", where=file
@@ -142,14 +142,12 @@ def _metadata(
     return {"library": library_at(tokenizer_path)}, folder
 
 
-def _import_name(kind: type[MegatronTokenizerText] | None) -> tuple[str | None, str | None]:
+def _import_name(kind: type[MegatronTokenizerText]) -> dict[str, str | None]:
     """Name and module by which another process finds a class.
 
     Raises:
         TokenizerError: It is no class, or not found by its name.
     """
-    if kind is None:
-        return None, None
     if not isinstance(kind, type):
         raise TokenizerError("tokenizer_class is no class", got=repr(kind))
     found: object = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
@@ -159,4 +157,4 @@ def _import_name(kind: type[MegatronTokenizerText] | None) -> tuple[str | None, 
             got=f"{kind.__module__}.{kind.__qualname__}",
             fix="define it at the top of a module that can be imported",
         )
-    return kind.__name__, kind.__module__
+    return {"class_name": kind.__name__, "class_path": kind.__module__}

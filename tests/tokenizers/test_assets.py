@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from published import SHARED, needs_published_files
 from tokenizer_files import MAKERS
 
 from megatron_ext.errors import TokenizerError
@@ -273,6 +274,27 @@ def test_a_caller_may_change_what_was_saved(tokenizer, tmp_path):
         tmp_path / "saved", additional_special_tokens=["<new>"], parse_special_tokens=True
     )
     assert changed.tokenize("<new>") == [changed.token_to_id("<new>")]
+
+
+@needs_published_files
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bert_uncased",
+        "gpt2",
+        "t5_small",
+        "llama2_sp/tokenizer.model",
+        "sp_tiny/kyoto_ja_unigram_8000.model",
+        "openai_tiktoken/p50k_base.tiktoken",
+    ],
+)
+def test_published_tokenizers_are_saved_and_built_again(tmp_path, name):
+    ours = MegatronTokenizer.from_pretrained(SHARED / "tokenizers" / name)
+    ours.save_pretrained(tmp_path / "one")
+    theirs = MegatronTokenizer.from_pretrained(tmp_path / "one")
+    assert_same(ours, theirs)
+    theirs.save_pretrained(tmp_path / "two")
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
 # What Megatron's own save_tokenizer_assets writes: the file alone.

@@ -26,6 +26,7 @@ from megatron.core.datasets.t5_dataset import (
     T5MaskedWordPieceDatasetConfig,
 )
 from megatron.core.datasets.utils import Split
+from megatron.core.tokenizers import MegatronTokenizer as TheirTokenizer
 from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.core.tokenizers.text import MegatronTokenizerText as TheirText
 from megatron.core.tokenizers.text.libraries.abstract_tokenizer import (
@@ -115,6 +116,19 @@ def test_a_tokenizer_is_one_of_megatron_cores(build, name):
     assert isinstance(tokenizer, MegatronTokenizerBase)
     assert isinstance(tokenizer, TheirText)
     assert isinstance(tokenizer._tokenizer, MegatronTokenizerTextAbstract)
+
+
+def test_megatron_core_reads_the_metadata_that_we_write(build, tmp_path):
+    ours = build("sentencepiece-v1")
+    ours.save_pretrained(tmp_path / "saved")
+    file = tmp_path / "saved" / "tokenizer.model"
+    for model_type in ("saved", None, "gpt"):
+        if model_type != "saved":
+            MegatronTokenizer.write_metadata(
+                file, "sentencepiece", model_type=model_type, overwrite=True
+            )
+        theirs = TheirTokenizer.from_pretrained(str(file))
+        assert theirs.tokenize("the parser") == ours.tokenize("the parser")
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

@@ -94,18 +94,40 @@ def test_the_libraries_have_the_names_of_every_release(folder, name, library, mo
     assert type(tokenizer) is expected
 
 
-def test_what_is_written_has_the_keys_that_megatron_reads(folder):
-    # 0.16.1 looks model_type up where it is written, and fails on null; main takes its own class
-    # where class_name is null.
+TEXT_CLASS = {
+    "class_name": "MegatronTokenizerText",
+    "class_path": "megatron.core.tokenizers.text.text_tokenizer",
+}
+
+
+def test_what_is_written_is_what_main_writes(folder):
     MegatronTokenizer.write_metadata(folder, "huggingface")
+    assert read_metadata(folder / FILE) == {
+        "library": "huggingface",
+        **TEXT_CLASS,
+        "chat_template": None,
+    }
+    MegatronTokenizer.write_metadata(folder, "multimodal", overwrite=True)
+    assert read_metadata(folder / FILE) == {
+        "library": "multimodal",
+        "class_name": "MegatronTokenizerVision",
+        "class_path": "megatron.core.tokenizers.vision.vision_tokenizer",
+        "chat_template": None,
+    }
+    assert type(MegatronTokenizer.from_pretrained(folder)) is MegatronTokenizerVision
+
+
+def test_with_a_model_type_it_is_what_release_0_16_writes(folder):
+    # 0.16.1 looks the model type up wherever it is written, and fails on null.
+    MegatronTokenizer.write_metadata(folder, "huggingface", model_type="t5", chat_template="x")
     assert read_metadata(folder / FILE) == {
         "library": "huggingface",
         "class_name": None,
         "class_path": None,
-        "chat_template": None,
+        "model_type": "t5",
+        "chat_template": "x",
     }
-    MegatronTokenizer.write_metadata(folder, "huggingface", model_type="t5", overwrite=True)
-    assert read_metadata(folder / FILE)["model_type"] == "t5"
+    assert type(MegatronTokenizer.from_pretrained(folder)) is MegatronTokenizerText
 
 
 def test_a_class_of_ones_own_is_written_and_found_again(folder):
