@@ -186,7 +186,7 @@ def test_the_prompt_format_comes_back_with_its_file(tokenizer_path, tmp_path, pr
     assert contents(tmp_path / "saved") == contents(tmp_path / "again")
 
 
-@pytest.mark.parametrize("name", ["huggingface-nfc", "sentencepiece-v1", "tekken"])
+@pytest.mark.parametrize("name", ["huggingface-nfc", "sentencepiece-v1", "json-rank-list"])
 def test_a_tokenizer_for_images_comes_back(tokenizer_path, tmp_path, name):
     ours = MegatronTokenizer.from_pretrained(
         tokenizer_path(name),
@@ -433,20 +433,20 @@ def test_metadata_cut_short_are_refused(saved):
 def test_a_folder_that_holds_something_is_refused(saved, tokenizer):
     before = contents(saved)
     with pytest.raises(TokenizerError, match="not empty; name another folder, or pass overwrite"):
-        tokenizer("tekken").save_pretrained(saved)
+        tokenizer("sentencepiece-nfkc").save_pretrained(saved)
     assert contents(saved) == before
 
 
 def test_a_saved_tokenizer_is_replaced_on_request(saved, tokenizer):
-    tokenizer("tekken").save_pretrained(saved, overwrite=True)
-    assert sorted(contents(saved)) == ["tekken.json", METADATA]
+    tokenizer("sentencepiece-nfkc").save_pretrained(saved, overwrite=True)
+    assert sorted(contents(saved)) == ["tokenizer.model", METADATA]
     assert os.listdir(saved.parent) == ["saved"]
 
 
 def test_a_folder_with_other_files_is_never_replaced(saved, tokenizer):
     (saved / "model.safetensors").write_bytes(b"weights")
     with pytest.raises(TokenizerError, match="not empty"):
-        tokenizer("tekken").save_pretrained(saved, overwrite=True)
+        tokenizer("sentencepiece-nfkc").save_pretrained(saved, overwrite=True)
     assert (saved / "model.safetensors").read_bytes() == b"weights"
 
 
@@ -481,7 +481,7 @@ def test_an_empty_folder_is_taken_over(tokenizer, tmp_path):
 def test_a_file_in_the_place_of_the_folder_is_refused(tokenizer, tmp_path):
     (tmp_path / "taken").touch()
     with pytest.raises(TokenizerError, match="taken: a file is in the place"):
-        tokenizer("tekken").save_pretrained(tmp_path / "taken", overwrite=True)
+        tokenizer("sentencepiece-nfkc").save_pretrained(tmp_path / "taken", overwrite=True)
 
 
 def test_a_write_that_fails_leaves_nothing(tokenizer, tmp_path, monkeypatch):

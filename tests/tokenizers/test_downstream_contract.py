@@ -26,7 +26,6 @@ from megatron_ext.tokenizers import MegatronTokenizer, MegatronTokenizerText
 FILES = (
     "sentencepiece-v1",
     "sentencepiece-nfkc-bytes",
-    "tekken",
     "json-rank-list",
     "rank-file",
     "huggingface-byte-level",
@@ -441,7 +440,7 @@ def test_it_is_told_whether_words_depend_on_the_space_before_them(build, name, s
     assert build(name).space_sensitive == bool(sensitive)
 
 
-@pytest.mark.parametrize("name", ["huggingface-byte-level", "sentencepiece-v1", "tekken"])
+@pytest.mark.parametrize("name", ["huggingface-byte-level", "sentencepiece-v1", "rank-file"])
 def test_files_of_documents_become_one_array(build, tmp_path, name):
     awkward = pytest.importorskip("awkward")
     tokenizer = build(name)

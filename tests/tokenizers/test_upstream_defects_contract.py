@@ -115,7 +115,7 @@ def test_adding_special_tokens_says_how_many_were_new(opened):
     assert opened("huggingface-nfc").add_special_tokens(["<|end|>", "<new>"]) == 1
 
 
-@pytest.mark.parametrize("name", ["sentencepiece-v1", "tekken", "byte-level", "null"])
+@pytest.mark.parametrize("name", ["sentencepiece-v1", "rank-file", "byte-level", "null"])
 def test_every_library_is_saved(opened, tmp_path, name):
     # Megatron: ValueError, save_pretrained is not supported with this library.
     tokenizer = opened(name, **({"vocab_size": 300} if name == "null" else {}))
@@ -135,7 +135,7 @@ def test_every_library_has_offsets(opened, name):
     assert len(offsets) == len(tokenizer.tokenize(text))
 
 
-@pytest.mark.parametrize("name", ["tekken", "sentencepiece-v1", "huggingface-nfc", "byte-level"])
+@pytest.mark.parametrize("name", ["rank-file", "sentencepiece-v1", "huggingface-nfc", "byte-level"])
 def test_every_library_has_conversations(opened, name):
     # main: NotImplementedError but for the library sft, which is HuggingFace's.
     tokenizer = opened(
