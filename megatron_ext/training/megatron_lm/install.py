@@ -6,6 +6,7 @@ import sys
 from typing import Final
 
 from megatron_ext.training.megatron_lm.checkpoint_arguments import with_tokenizer_of_checkpoint
+from megatron_ext.training.megatron_lm.checkpoint_assets import with_whole_tokenizers
 from megatron_ext.training.megatron_lm.megatron_builder import with_our_tokenizers
 from megatron_ext.training.megatron_lm.megatron_parser import with_our_flags
 from megatron_ext.training.megatron_lm.patched_modules import Patch, PatchedModules
@@ -25,6 +26,13 @@ PATCHES: Final = (
         "megatron.training.checkpointing",
         "load_args_from_checkpoint",
         with_tokenizer_of_checkpoint,
+    ),
+    # After 0.19.
+    Patch(
+        "megatron.training.checkpointing",
+        "save_tokenizer_assets",
+        with_whole_tokenizers,
+        optional=True,
     ),
 )
 

@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, get_args
 
 from megatron_ext.tokenizers.build import tokenizer_library
 from megatron_ext.tokenizers.config import TokenizerConfig
+from megatron_ext.tokenizers.file_kind import FileLibrary, require_library
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES
 from megatron_ext.tokenizers.namespace import config_from_namespace
 from megatron_ext.training.spoken_flags import SPOKEN_DESTINATIONS, settle_spoken
@@ -48,7 +49,10 @@ def _take_our_flags(parser: argparse.ArgumentParser) -> None:
                 setattr(namespace, name, default)
         settle_spoken(namespace, spoken, has_legacy_tokenizers=has_legacy_tokenizers)
         if not getattr(namespace, "legacy_tokenizer", False):
-            _imply_type(namespace, config_from_namespace(namespace), spoken)
+            config = config_from_namespace(namespace)
+            _imply_type(namespace, config, spoken)
+            if not getattr(namespace, "use_checkpoint_args", False):
+                _check_file(config)
         return namespace, rest
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
@@ -88,6 +92,18 @@ def _imply_type(namespace: Any, config: TokenizerConfig, spoken: set[str]) -> No
     if include not in spoken and hasattr(namespace, include):
         # On by default in one release; the new flags mean the same in all of them.
         setattr(namespace, include, False)
+
+
+def _check_file(config: TokenizerConfig) -> None:
+    """Complain of the tokenizer's file here: a script may build it where nobody hears of it.
+
+    ``preprocess_data.py`` of the main branch waits for ever for a process that failed.
+    """
+    if config.model is None or config.vocab_file is not None:
+        return
+    for library in get_args(FileLibrary):
+        if library == config.library:
+            _ = require_library(config.model, library)
 
 
 _TYPES = {

@@ -20,6 +20,8 @@ class Patch:
     function: str
     replace: Callable[[Any], Any]
     """The original -> what takes its place."""
+    optional: bool = False
+    """Whether the module does without the function in some releases."""
 
 
 class PatchedModules(MetaPathFinder):
@@ -66,10 +68,12 @@ class PatchedModules(MetaPathFinder):
         replaced = []
         for patch in self._patches[module.__name__]:
             original = getattr(module, patch.function, None)
+            if original is None and patch.optional:
+                continue
             if original is None:
                 warnings.warn(
                     f"{patch.module} has no {patch.function}: megatron-ext does not know this "
-                    "release of Megatron-LM and leaves the module as it is",
+                    "release of Megatron-LM and leaves the function as it is",
                     stacklevel=2,
                 )
                 continue
