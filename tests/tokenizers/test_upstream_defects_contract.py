@@ -271,3 +271,10 @@ def test_tokens_around_a_text_are_there_on_request_and_never_otherwise(opened):
         *ids,
         bare.token_to_id("</s>"),
     ]
+
+
+def test_options_of_megatrons_class_that_change_nothing_here_are_accepted(tokenizer_path):
+    folder = tokenizer_path("huggingface-byte-level")
+    ours = MegatronTokenizer.from_pretrained(folder, use_fast=False, trust_remote_code=True)
+    plain = MegatronTokenizer.from_pretrained(folder)
+    assert ours.tokenize("the parser ends") == plain.tokenize("the parser ends")

@@ -39,6 +39,8 @@ class HuggingFaceTokenizer(TableTokenizer):
         bos_token: Name of the BOS, instead of the configured one; added where it is missing. The
             other ``*_token`` options are alike.
         engine: What encodes batches.
+        use_fast: Accepted for code written for Megatron's class; the fast library reads always.
+        trust_remote_code: Accepted alike; code that comes with a tokenizer is never run.
 
     Raises:
         TokenizerError: There is no ``tokenizer.json``, or a file is broken.
@@ -63,6 +65,8 @@ class HuggingFaceTokenizer(TableTokenizer):
         cls_token: str | None = None,
         sep_token: str | None = None,
         engine: str = "auto",
+        use_fast: bool = True,
+        trust_remote_code: bool = False,
     ) -> None:
         self.engine = engine_choice(engine)
         roles: dict[SpecialRole, str | None] = {
