@@ -116,11 +116,15 @@ def add_tokenizer_arguments(
             value that ours takes, or raise argparse's error.
     """
     group = parser.add_argument_group(_SECTION)
+    known = parser._option_string_actions if existing == "skip" else {}
     for flag in tokenizer_flags():
-        for name, help, options in _forms(flag):
-            _add(parser, group, (name,), help, options, existing)
+        forms = _forms(flag)
+        either = len(forms) > 1 and any(name not in known for name, _, _ in forms)
+        container = group.add_mutually_exclusive_group() if either else group
+        for name, help, options in forms:
+            _add(container, known, (name,), help, options)
     for old in OLD_FLAGS:
-        _add(parser, group, old.names, old.help, old.options, existing)
+        _add(group, known, old.names, old.help, old.options)
 
 
 def tokenizer_config_from_arguments(namespace: argparse.Namespace) -> TokenizerConfig:
@@ -164,22 +168,19 @@ def _forms(flag: Flag) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def _add(
-    parser: argparse.ArgumentParser,
-    group: argparse._ArgumentGroup,
+    container: argparse._ArgumentGroup | argparse._MutuallyExclusiveGroup,
+    known: Mapping[str, argparse.Action],
     names: tuple[str, ...],
     help: str,
     options: Mapping[str, Any],
-    existing: Literal["skip", "error"],
 ) -> None:
-    known = parser._option_string_actions
-    if existing == "skip":
-        for name in names:
-            if name in known and "choices" not in options:
-                known[name].choices = None
-        names = tuple(name for name in names if name not in known)
-    if names:
-        group.add_argument(
-            *names, default=argparse.SUPPRESS, help=help.replace("%", "%%"), **options
+    for name in names:
+        if name in known and "choices" not in options:
+            known[name].choices = None
+    new = [name for name in names if name not in known]
+    if new:
+        container.add_argument(
+            *new, default=argparse.SUPPRESS, help=help.replace("%", "%%"), **options
         )
 
 
