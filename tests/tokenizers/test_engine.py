@@ -21,7 +21,8 @@ from tokenizer_files import SENTENCES, mistral_file
 from megatron_ext.tokenizers.engine import FastEncoder
 from megatron_ext.tokenizers.engine import gigatoken_engine as engine_module
 from megatron_ext.tokenizers.engine.probe_texts import probe_texts
-from megatron_ext.tokenizers.engine.rare_characters import probed_characters
+from megatron_ext.tokenizers.engine.proof import prove
+from megatron_ext.tokenizers.engine.rare_characters import compared_characters
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
 
 FUZZ = settings(
@@ -39,7 +40,7 @@ TEXT = st.lists(
         st.text(max_size=8),
         st.text(st.sampled_from(" \n\t\r'-_.aAbZ09éñ中の한"), max_size=12),
         st.text(st.sampled_from(MARKS), max_size=4),
-        st.text(st.sampled_from(probed_characters()), max_size=3),
+        st.text(st.sampled_from(compared_characters()), max_size=3),
         st.sampled_from(NAMES),
         st.sampled_from(SENTENCES),
     ),
@@ -109,35 +110,56 @@ def test_characters_that_python_does_not_know_go_to_the_library(case, name):
     adapter, encoder = case(name)
     unknown = next(chr(i) for i in range(0x378, 0x10000) if unicodedata.category(chr(i)) == "Cn")
     texts = [FILLER, f"  {unknown}'sx", "plain", f"é{unknown}"]
-    assert encoder.exceptions is not None
-    assert encoder.exceptions.texts_with(texts) == [1, 3]
+    assert encoder.unproven is not None
+    assert encoder.unproven.texts_with(texts) == [1, 3]
     assert_same_ids(encoder, adapter, texts)
 
 
 @pytest.mark.parametrize("name", ["rank-file", "huggingface-nfc"])
 def test_common_scripts_and_emoji_do_not_go_to_the_library(case, name):
     _, encoder = case(name)
-    assert encoder.exceptions is not None
+    assert encoder.unproven is not None
     text = "The é ñ ß ж λ א ع ह বা ไ த 中 の カ 한 🙂 👩‍👩‍👧 🤷🏽‍♀️ € → ½ １２ \u00a0\u3000\t"
-    assert encoder.exceptions.texts_with([text, unicodedata.normalize("NFD", text)]) == []
+    assert encoder.unproven.texts_with([text, unicodedata.normalize("NFD", text)]) == []
 
 
 def test_a_mark_that_one_normaliser_does_not_know_is_found(case):
     adapter, encoder = case("huggingface-nfc")
-    assert encoder.exceptions is not None
+    assert encoder.unproven is not None
     # Unicode 10 gave U+1DF6 a combining class; the tokenizers library normalises by Unicode 9.
     text = "a\u1df6\u0301b"
-    assert encoder.exceptions.covers("\u1df6")
+    assert encoder.unproven.covers("\u1df6")
     alone, _ = encoder._engine.encode([text.encode()])
     assert alone.tolist() != adapter.text_to_ids(text)
     assert_same_ids(encoder, adapter, [text])
 
 
+@pytest.mark.parametrize("young", [range(0x1F900, 0x1F904), range(0x2A700, 0x2B735)])
+def test_every_character_that_one_library_reads_otherwise_is_found(case, young):
+    adapter, encoder = case("rank-file")
+
+    class Forgetful:
+        """The engine without some characters, as an older Unicode would have it."""
+
+        reads_classes, composes, names = True, False, ()
+
+        def encode(self, documents):
+            hidden = str.maketrans(dict.fromkeys(young, "a"))
+            return encoder._engine.encode(
+                [raw.decode().translate(hidden).encode() for raw in documents]
+            )
+
+    unproven = prove(Forgetful(), adapter._encode_batch, adapter._table, adapter.pieces, "here")
+    assert all(unproven.covers(chr(point)) for point in young)
+    for neighbour in (young.start - 300, young.stop + 300):
+        assert unproven.covers(chr(neighbour)) == (unicodedata.category(chr(neighbour)) == "Cn")
+
+
 def test_user_defined_pieces_are_read_as_the_library_reads_them(case):
     adapter, encoder = case("sentencepiece-v3")
     texts = ["a [REFERENCE_DOC_1] b", "[REFERENCE_DOC_12]", "[REFERENCE_DOC_x]", "[INST] c"]
-    assert encoder.exceptions is not None
-    assert encoder.exceptions.texts_with(texts) == [0, 1]
+    assert encoder.unproven is not None
+    assert encoder.unproven.texts_with(texts) == [0, 1]
     assert_same_ids(encoder, adapter, texts)
 
 
@@ -161,7 +183,7 @@ def test_a_copy_in_another_process_needs_no_new_proof(case, name):
     adapter, encoder = case(name)
     copied = pickle.loads(pickle.dumps(encoder))
     assert not copied.is_fast
-    assert copied.exceptions is not None
+    assert copied.unproven is not None
     copied.prepare()
     assert_same_ids(copied, adapter, ["a <s> é 中\u1df6\u0301"])
 

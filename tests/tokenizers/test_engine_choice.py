@@ -204,7 +204,7 @@ def test_building_lets_a_keyboard_interrupt_through():
 def test_nothing_is_said_before_the_engine_is_wanted(tokenizer_path):
     encoder = encoder_of(adapter_of(tokenizer_path(FAST[0])))
     assert encoder.refusal is None
-    assert encoder.exceptions is None
+    assert encoder.unproven is None
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -239,7 +239,7 @@ def test_a_tokenizer_in_use_is_copied_with_what_was_proven(tokenizer_path, name)
     adapter = adapter_of(tokenizer_path(name), engine="auto")
     adapter.prepare_engine()
     copied = pickle.loads(pickle.dumps(adapter))
-    assert copied._fast.exceptions is not None
+    assert copied._fast.unproven is not None
     assert copied.prepare_engine() is None
     for got, want in zip(
         copied.text_to_flat_ids(TEXTS), adapter.text_to_flat_ids(TEXTS), strict=True

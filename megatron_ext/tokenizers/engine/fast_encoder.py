@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError
 from megatron_ext.tokenizers.config import Engine
-from megatron_ext.tokenizers.engine.exceptions import Exceptions
 from megatron_ext.tokenizers.engine.flat_ids import FlatIds, flat_ids, interleave
 from megatron_ext.tokenizers.engine.gigatoken_engine import GigatokenEngine
 from megatron_ext.tokenizers.engine.proof import Reference, prove
+from megatron_ext.tokenizers.engine.unproven import Unproven
 from megatron_ext.tokenizers.token_bytes import TokenBytes, utf8
 
 _WORTH_BUILDING = 1 << 20
@@ -62,7 +62,7 @@ class FastEncoder:
         self._pieces = pieces
         self._where = where
         self._engine: GigatokenEngine | None = None
-        self._exceptions: Exceptions | None = None
+        self._unproven: Unproven | None = None
         self._refusal: str | None = None
         self._seen_bytes = 0
 
@@ -77,9 +77,9 @@ class FastEncoder:
         return self._engine is not None
 
     @property
-    def exceptions(self) -> Exceptions | None:
+    def unproven(self) -> Unproven | None:
         """What sends a text to the library all the same; None before the engine is proven."""
-        return self._exceptions
+        return self._unproven
 
     def encode_batch(self, texts: Sequence[str]) -> FlatIds:
         """Ids of D texts one after another [N] int32, and where each begins [D + 1] int64.
@@ -93,8 +93,8 @@ class FastEncoder:
         engine = self._engine_for(sum(map(len, documents)))
         if engine is None:
             return flat_ids(self._reference(texts))
-        assert self._exceptions is not None
-        aside = self._exceptions.texts_with(texts)
+        assert self._unproven is not None
+        aside = self._unproven.texts_with(texts)
         if not aside:
             return engine.encode(documents)
         apart = set(aside)
@@ -115,8 +115,8 @@ class FastEncoder:
             return
         try:
             engine = self._build()
-            if self._exceptions is None:
-                self._exceptions = prove(
+            if self._unproven is None:
+                self._unproven = prove(
                     engine, self._reference, self._table, self._pieces, self._where
                 )
             self._engine = engine

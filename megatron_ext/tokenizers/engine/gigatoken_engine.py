@@ -100,7 +100,7 @@ class GigatokenEngine:
 
     def _encode_chunks(self, documents: Sequence[bytes]) -> FlatIds:
         """One call for each chunk, the chunks on as many threads as there are cores."""
-        threads = 1 if _in_worker() else _threads()
+        threads = _threads()
         chunks = list(_chunks(documents, threads))
         if threads == 1 or len(chunks) == 1:
             return join([self._call(chunk, False) for chunk in chunks])
@@ -138,12 +138,15 @@ def building(where: object) -> Iterator[Any]:
 
 
 def _import_gigatoken() -> Any:
-    try:
-        return import_module("gigatoken")
-    except ImportError:
-        raise MissingDependencyError(
-            "gigatoken", extra="fast", feature="the engine gigatoken"
-        ) from None
+    for package in ("gigatoken", "awkward"):
+        try:
+            import_module(package)
+        except ImportError:
+            # Results come in awkward's arrays.
+            raise MissingDependencyError(
+                package, extra="fast", feature="the engine gigatoken"
+            ) from None
+    return import_module("gigatoken")
 
 
 def _chunks(documents: Sequence[bytes], threads: int) -> Iterator[Sequence[bytes]]:
@@ -160,12 +163,10 @@ def _chunks(documents: Sequence[bytes], threads: int) -> Iterator[Sequence[bytes
 
 
 def _threads() -> int:
-    """Cores that this process may use."""
+    """Threads of one call: as many as there are cores, unless other processes share these."""
+    if os.getpid() != _PROCESS or multiprocessing.parent_process() is not None:
+        # A forked child, or a worker of a pool.
+        return 1
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _in_worker() -> bool:
-    """Whether other processes like this one share the cores: a forked child, a pool's worker."""
-    return os.getpid() != _PROCESS or multiprocessing.parent_process() is not None

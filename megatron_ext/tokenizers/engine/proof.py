@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import IdArray
-from megatron_ext.tokenizers.engine.exceptions import Exceptions
 from megatron_ext.tokenizers.engine.flat_ids import flat_ids
 from megatron_ext.tokenizers.engine.gigatoken_engine import GigatokenEngine
 from megatron_ext.tokenizers.engine.probe_texts import probe_texts
 from megatron_ext.tokenizers.engine.rare_characters import (
-    is_recent,
-    probed_characters,
-    rare_until_proven,
+    compared_characters,
+    is_young,
+    represented_by,
+    unknown_characters,
 )
+from megatron_ext.tokenizers.engine.unproven import Unproven
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 Reference = Callable[[Sequence[str]], Iterable[Sequence[int] | IdArray]]
@@ -36,12 +37,12 @@ def prove(
     table: TokenBytes,
     pieces: Sequence[str],
     where: object,
-) -> Exceptions:
+) -> Unproven:
     """Compare the engine with the library.
 
     The texts are those of ``probe_texts``, tokens of the vocabulary, and names of control tokens
-    as ordinary text. If the engine depends on what Unicode says of a character, each character of
-    which it may say something else is compared by itself.
+    as ordinary text. If the engine depends on what Unicode says of a character, characters are
+    compared one by one before.
 
     Args:
         engine: What is to be proven.
@@ -57,9 +58,9 @@ def prove(
         TokenizerError: They differ on a text without these.
     """
     asks_unicode = engine.reads_classes or engine.composes
-    exceptions = Exceptions(_rare(engine, reference) if asks_unicode else None, engine.names)
+    unproven = Unproven(_rare(engine, reference) if asks_unicode else None, engine.names)
     texts = [*probe_texts(), *_names(table, pieces), *_tokens(table)]
-    left_out = set(exceptions.texts_with(texts))
+    left_out = set(unproven.texts_with(texts))
     kept = [text for i, text in enumerate(texts) if i not in left_out]
     differing = _differing(engine, reference, kept)
     if differing:
@@ -69,26 +70,27 @@ def prove(
             got=f"{len(differing)} of {len(kept)} probes differ, such as {text[:40]!r}",
             where=where,
         )
-    return exceptions
+    return unproven
 
 
 def _rare(engine: GigatokenEngine, reference: Reference) -> NDArray[np.bool_]:
     """Whether each code point is one of which the two may know different things."""
     context = _context_with_marks if engine.composes else _context
-    characters = probed_characters()
+    characters = compared_characters()
     groups = [characters[i : i + _TOGETHER] for i in range(0, len(characters), _TOGETHER)]
     differing: list[str] = []
     for index in _differing(engine, reference, ["\n".join(map(context, g)) for g in groups]):
         group = groups[index]
         alone = _differing(engine, reference, list(map(context, group)))
         differing += [group[i] for i in alone] or group
-    is_rare = rare_until_proven()
+    is_rare = unknown_characters()
     is_rare[list(map(ord, characters))] = False
-    for suspect in differing:
-        is_rare[ord(suspect)] = True
+    for character in differing:
+        around = represented_by(character)
+        is_rare[around.start : around.stop] = True
         # What a character decomposes into may be what differs.
-        for part in unicodedata.normalize("NFD", suspect):
-            is_rare[ord(part)] |= is_recent(part)
+        for part in filter(is_young, unicodedata.normalize("NFD", character)):
+            is_rare[ord(part)] = True
     return is_rare
 
 
@@ -97,14 +99,14 @@ def _context(character: str) -> str:
 
     A contraction and a number show most: they are cut otherwise after a letter, a digit or a sign.
     """
-    return f"  {character}'sx1{character}234{character}{character}Aa"
+    return f"  {character}'sx1{character}234"
 
 
 def _context_with_marks(character: str) -> str:
     """The same, and what a normaliser takes it for.
 
     U+0334 has the least and U+0345 the greatest class of combining marks: whatever has a class of
-    its own changes places with one of them. A character that composes with another one is probed
+    its own changes places with one of them. A character that composes with another one is compared
     where what they make is.
     """
     is_unknown = unicodedata.category(character) == "Cn"
@@ -112,8 +114,7 @@ def _context_with_marks(character: str) -> str:
     if not (is_unknown or is_mark or unicodedata.decomposition(character)):
         return _context(character)
     apart = unicodedata.normalize("NFD", character)
-    marks = f"\u0345{character}a{character}\u0334{character}\u0301 {apart}"
-    return f"{_context(character)}{marks}"
+    return f"{_context(character)}\u0345{character}a{character}\u0334{character}\u0301 {apart}"
 
 
 def _names(table: TokenBytes, pieces: Sequence[str]) -> list[str]:

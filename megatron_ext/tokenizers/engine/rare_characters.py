@@ -1,10 +1,9 @@
 """Characters that two releases of Unicode may see differently.
 
 A pre-tokenizer asks Unicode what a character is, a normaliser what it composes with, and each
-library brings tables of its own release: gigatoken 17, tokenizers 0.22 releases 16 (its patterns)
-and 9 (its normaliser). Characters that Unicode 3.2 had are the same to all of them, unless their
-category has changed since; Python knows both. Those that even this Python does not know may be
-anything.
+library brings tables of its own release: gigatoken 0.10 those of Unicode 17, tokenizers 0.22 those
+of 16 for its patterns and of 9 for its normaliser. So libraries are compared on each character
+that this Python knows. One that it does not know may be anything and is rare until proven.
 
 Shape letters: S code points below 0x110000.
 """
@@ -12,6 +11,8 @@ Shape letters: S code points below 0x110000.
 from __future__ import annotations
 
 import unicodedata
+from bisect import bisect_left
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -21,50 +22,60 @@ _CODE_POINTS = 0x110000
 _ASSIGNED = (range(0x40000), range(0xE0000, 0xE1000))
 """Where Unicode has assigned characters, or may soon; private planes beyond are assigned whole."""
 _PRIVATE_PLANES = range(0xF0000, _CODE_POINTS)
+_SURROGATES = range(0xD800, 0xE000)
 _EMOJI = range(0x1F000, 0x1FB00)
-"""Blocks whose new characters are soon in every text: each is probed, known or not."""
+"""Blocks whose new characters are soon in every text: each is compared, known or not."""
 _UNIFORM_RUN, _EVERY = 256, 64
-"""Runs of one category, ideographs mostly, from this length on are probed at every 64th."""
+"""Neighbours of one category, ideographs mostly: so many or more are compared at every 64th."""
 
 
-def rare_until_proven() -> NDArray[np.bool_]:
+def unknown_characters() -> NDArray[np.bool_]:
     """Whether this Python's Unicode lacks each code point [S], a new array."""
-    return ~_categories()[0].astype(np.bool_)
+    is_unknown: NDArray[np.bool_] = _categories() == 0
+    return is_unknown
 
 
 @cache
-def probed_characters() -> str:
-    """The characters to compare two libraries on, one by one."""
-    now, old = _categories()
-    recent = np.flatnonzero((now != old) & (now != 0))
-    starts = np.flatnonzero(np.diff(recent, prepend=-2) != 1)
-    starts = np.union1d(starts, np.flatnonzero(np.diff(now[recent], prepend=-1) != 0))
-    chosen: list[int] = []
-    for run in np.split(recent, starts[1:]):
+def compared_characters() -> str:
+    """The characters to compare two libraries on, one by one, in ascending order."""
+    categories = _categories()
+    chosen = [point for point in _EMOJI if categories[point] == 0]
+    for run in _runs():
         step = _EVERY if len(run) >= _UNIFORM_RUN else 1
-        chosen += [*run[::step].tolist(), int(run[-1])]
-    emoji = [point for point in _EMOJI if now[point] == 0]
-    return "".join(map(chr, sorted({*chosen, *emoji})))
+        chosen += [*run[::step], run[-1]]
+    return "".join(map(chr, sorted(set(chosen))))
 
 
-def is_recent(character: str) -> bool:
-    """Whether a character, or its category, is younger than Unicode 3.2."""
-    now, old = _categories()
-    return bool(now[ord(character)] != old[ord(character)] or now[ord(character)] == 0)
+def represented_by(character: str) -> range:
+    """A compared character and those beside it that are not compared but taken to be alike."""
+    compared = compared_characters()
+    at = bisect_left(compared, character)
+    before = ord(compared[at - 1]) + 1 if at else 0
+    after = ord(compared[at + 1]) if at + 1 < len(compared) else ord(character) + 1
+    return range(before, after)
+
+
+def is_young(character: str) -> bool:
+    """Whether Unicode 3.2 lacked a character, which a normaliser may therefore not know."""
+    return unicodedata.ucd_3_2_0.category(character) == "Cn"
+
+
+def _runs() -> Iterator[range]:
+    """Maximal runs of known characters of one category, in ascending order."""
+    categories = _categories()
+    starts = np.flatnonzero(np.diff(categories, prepend=-1) != 0).tolist()
+    for start, stop in zip(starts, [*starts[1:], _CODE_POINTS], strict=True):
+        if categories[start] != 0 and start not in _SURROGATES:
+            yield range(start, stop)
 
 
 @cache
-def _categories() -> tuple[NDArray[np.int16], NDArray[np.int16]]:
-    """A number for the category of each code point, now and in Unicode 3.2 [S]; 0 is unassigned."""
-    numbers: dict[str, int] = {"Cn": 0}
-    tables = []
-    for database in (unicodedata, unicodedata.ucd_3_2_0):
-        table = np.zeros(_CODE_POINTS, np.int16)
-        table[_PRIVATE_PLANES.start :] = numbers.setdefault("Co", len(numbers))
-        for block in _ASSIGNED:
-            names = map(database.category, map(chr, block))
-            table[block.start : block.stop] = [
-                numbers.setdefault(name, len(numbers)) for name in names
-            ]
-        tables.append(table)
-    return tables[0], tables[1]
+def _categories() -> NDArray[np.int16]:
+    """A number for the category of each code point [S]; 0 where none is assigned."""
+    numbers = {"Cn": 0, "Co": 1}
+    table = np.zeros(_CODE_POINTS, np.int16)
+    table[_PRIVATE_PLANES.start :] = numbers["Co"]
+    for block in _ASSIGNED:
+        names = map(unicodedata.category, map(chr, block))
+        table[block.start : block.stop] = [numbers.setdefault(n, len(numbers)) for n in names]
+    return table

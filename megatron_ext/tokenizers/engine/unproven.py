@@ -1,4 +1,4 @@
-"""Texts that the library encodes, whatever the engine.
+"""What keeps a text from the engine.
 
 Shape letters: S code points below 0x110000.
 """
@@ -15,8 +15,8 @@ _SLICE = 1 << 22
 """Characters looked at together."""
 
 
-class Exceptions:
-    """Characters and names with which a text goes to the library.
+class Unproven:
+    """Characters and names of which nothing is proven: a text with one goes to the library.
 
     Args:
         is_rare: Whether each code point is such a character [S]; None where there are none.
