@@ -84,7 +84,8 @@ def _imply_type(namespace: Any, config: TokenizerConfig, spoken: set[str]) -> No
     unnamed = config.library is None and config.model is None
     if getattr(namespace, "tokenizer_type", None) is not None or unnamed:
         return
-    library = tokenizer_library(config)
+    # A checkpoint may bring the model to a library that is named alone.
+    library = tokenizer_library(config) if config.library is None else config.library
     namespace.tokenizer_library = library
     namespace.tokenizer_type = _type_of(library, config.mode, config.model)
     namespace.tokenizer_type_implied = True

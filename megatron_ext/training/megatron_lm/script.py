@@ -53,7 +53,7 @@ def _search_path(file: Path, path: Sequence[str]) -> list[str]:
     return [
         str(folder),
         *(entry for entry in rest if os.path.abspath(entry) in given),
-        *(str(checkout) for checkout in checkouts[:1]),
+        *(str(checkout) for checkout in checkouts[:1] if checkout != folder),
         *(entry for entry in rest if os.path.abspath(entry) not in given),
     ]
 
