@@ -15,6 +15,7 @@ from megatron_ext.conversation import (
     prompt_config_of,
     tokenize_conversation,
 )
+from megatron_ext.conversation.message import checked_messages
 from megatron_ext.errors import ConfigError, TokenizerError
 from megatron_ext.tokenizers.base import ByteEnds, IdArray, MegatronTokenizerTextAbstract
 from megatron_ext.tokenizers.special_ids import SpecialIds
@@ -56,10 +57,23 @@ class ChatTokenizer(SpecialIds):
             self.prompt_config = prompt_config_of(self.prompt_format, self)
 
     def tokenize(self, text: str | Conversation) -> list[int]:
-        """Ids of a text, or of a conversation that the assistant is to answer."""
+        """Ids of a text, or of a conversation that the assistant is to answer.
+
+        Raises:
+            TokenizerError: It is neither, or the library cannot take the text.
+            ConfigError: The tokenizer has no prompt format.
+            ConversationError: The conversation is malformed, or does not fit the format.
+        """
         if isinstance(text, str):
             return self.text_to_ids(text)
-        ids: list[int] = self.tokenize_conversation(text, False, True).tolist()
+        if isinstance(text, bytes) or not isinstance(text, Sequence):
+            raise TokenizerError(
+                "this is neither a text nor a conversation",
+                got=type(text).__name__,
+                expected="a string or a list of messages",
+            )
+        conversation = checked_messages(text)
+        ids: list[int] = self.tokenize_conversation(conversation, False, True).tolist()
         return ids
 
     def text_to_ids(self, text: str) -> list[int]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ByteEnds, MegatronTokenizerTextAbstract
 from megatron_ext.tokenizers.token_bytes import character_starts, utf8
+from megatron_ext.tokenizers.token_ids import integers
 
 
 def text_offsets(
@@ -30,7 +31,7 @@ def text_offsets(
     Raises:
         TokenizerError: ``ids`` do not decode to ``text``, or one is outside the vocabulary.
     """
-    stream = [int(token_id) for token_id in ids]
+    stream: list[int] = integers(ids).tolist()
     raw = utf8(text)
     ends = _ends_of_encoding(tokenizer, stream, text)
     if ends is not None:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ByteEnds, IdArray
+from megatron_ext.tokenizers.given_texts import checked_text
+from megatron_ext.tokenizers.token_ids import checked_id, checked_ids
 
 DummyPrefix = Literal["none", "first", "each"]
 """Which stretches of text between control tokens the library starts with a space of its own."""
@@ -60,33 +62,24 @@ class TokenBytes:
         return len(self.lengths)
 
     def __getitem__(self, token_id: int) -> bytes | None:
-        self.check(token_id)
+        token_id = self.check(token_id)
         return None if self.is_control[token_id] else self.rows[token_id]
 
-    def check(self, token_id: int) -> None:
-        """Refuse an id outside the vocabulary.
+    def check(self, token_id: int) -> int:
+        """An id inside the vocabulary, as an int.
 
         Raises:
-            TokenizerError: ``token_id`` is negative or not below V.
+            TokenizerError: ``token_id`` is no integer, negative or not below V.
         """
-        if not 0 <= token_id < len(self):
-            raise TokenizerError(
-                "the token id is outside the vocabulary",
-                got=int(token_id),
-                expected=f"0 to {len(self) - 1}",
-            )
+        return checked_id(token_id, len(self))
 
     def as_ids(self, ids: Sequence[int] | IdArray) -> IdArray:
         """``ids`` as int32 [T], each inside the vocabulary.
 
         Raises:
-            TokenizerError: An id is outside the vocabulary.
+            TokenizerError: They are no sequence of integers, or one is outside the vocabulary.
         """
-        array = np.asarray(ids, dtype=np.int64)
-        if array.size:
-            self.check(int(array.min()))
-            self.check(int(array.max()))
-        return array.astype(np.int32)
+        return checked_ids(ids, len(self))
 
     def join(self, ids: IdArray) -> NDArray[np.uint8]:
         """Bytes of ``ids`` one after another [N]; control tokens give none."""
@@ -155,10 +148,11 @@ def utf8(text: str) -> bytes:
     """``text.encode()``.
 
     Raises:
-        TokenizerError: A lone surrogate, which has no bytes; the message says where.
+        TokenizerError: A lone surrogate, which has no bytes, and the message says where; or it is
+            no text at all.
     """
     try:
-        return text.encode()
+        return checked_text(text).encode()
     except UnicodeEncodeError as error:
         raise TokenizerError(
             f"the text holds a lone surrogate at character {error.start}",

@@ -20,10 +20,12 @@ from megatron_ext.conversation.images import with_images
 from megatron_ext.conversation.message import checked_messages
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ByteEnds, IdArray, ParseSpecial
+from megatron_ext.tokenizers.given_texts import checked_texts
 from megatron_ext.tokenizers.libraries import library_of
 from megatron_ext.tokenizers.tagged_text import TaggedText
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import character_starts, utf8
+from megatron_ext.tokenizers.token_ids import integers
 
 
 class MegatronTokenizerVision(MegatronTokenizerText):
@@ -99,18 +101,23 @@ class MegatronTokenizerVision(MegatronTokenizerText):
         tagged = (self._tags.before, IMAGE_TOKEN, self._tags.after)
         return True if self.parse_special_tokens else frozenset(filter(None, tagged))
 
+    def _tagged(self, text: str) -> str:
+        # What is wrong with a text has its place before there are tags in it.
+        utf8(text)
+        return self._tags(text)
+
     def text_to_ids(self, text: str) -> list[int]:
         """Ids of ``text`` with tags around its images."""
-        return self._tokenizer.text_to_ids(self._tags(text), parse_special=self._read)
+        return self._tokenizer.text_to_ids(self._tagged(text), parse_special=self._read)
 
     def text_to_ids_batch(self, texts: Sequence[str]) -> list[IdArray]:
         """``text_to_ids`` of many texts, in parallel inside the library where it can."""
-        tagged = [self._tags(text) for text in texts]
+        tagged = [self._tagged(text) for text in checked_texts(texts)]
         return self._tokenizer.text_to_ids_batch(tagged, parse_special=self._read)
 
     def text_to_flat_ids(self, texts: Sequence[str]) -> tuple[IdArray, ByteEnds]:
         """Ids [N] of all texts and offsets [D + 1]: where those of each begin and end."""
-        tagged = [self._tags(text) for text in texts]
+        tagged = [self._tagged(text) for text in checked_texts(texts)]
         return self._tokenizer.text_to_flat_ids(tagged, parse_special=self._read)
 
     def encode_with_byte_ends(
@@ -120,6 +127,7 @@ class MegatronTokenizerVision(MegatronTokenizerText):
 
         Tags that are put around an image cover nothing.
         """
+        utf8(text)
         tagged = TaggedText.of(text, self._tags)
         ids, ends = self._tokenizer.encode_with_byte_ends(
             tagged.text, parse_special=parse_special or self._read
@@ -129,7 +137,7 @@ class MegatronTokenizerVision(MegatronTokenizerText):
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
         """Index of the character of ``text`` in which each token begins [T]."""
         own_ids, ends = self.encode_with_byte_ends(text)
-        if own_ids.tolist() != [int(token_id) for token_id in ids]:
+        if own_ids.tolist() != integers(ids).tolist():
             return super().offsets(ids, text)
         begins = np.concatenate(([0], ends[:-1]))[: len(ends)]
         starts = character_starts(utf8(text))
@@ -139,7 +147,7 @@ class MegatronTokenizerVision(MegatronTokenizerText):
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ``ids``; -200 is an image, and other negative ones, such as padding, nothing."""
         image = self.image_token_id
-        known = [image if i == DEFAULT_IMAGE_TOKEN_INDEX else i for i in ids]
+        known = [image if i == DEFAULT_IMAGE_TOKEN_INDEX else i for i in integers(ids).tolist()]
         shown = [i for i in known if i >= 0 or i == image]
         return super().detokenize(shown, skip_special_tokens=skip_special_tokens)
 

@@ -17,10 +17,12 @@ from megatron_ext.tokenizers.base import (
     ParseSpecial,
 )
 from megatron_ext.tokenizers.control_tokens import ControlMatch, ControlToken, ControlTokens
+from megatron_ext.tokenizers.given_texts import checked_text, checked_texts
 from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
 from megatron_ext.tokenizers.libraries.number_text import NumberText
 from megatron_ext.tokenizers.special_names import SpecialRole, conventional_ids
 from megatron_ext.tokenizers.token_bytes import TokenBytes, character_starts, utf8
+from megatron_ext.tokenizers.token_ids import checked_id, integer, integers
 
 
 class NullTokenizer(MegatronTokenizerTextAbstract):
@@ -73,14 +75,8 @@ class NullTokenizer(MegatronTokenizerTextAbstract):
         if pad_id is not None:
             self._roles["pad"] = None if pad_id < 0 else self._inside(pad_id)
 
-    def _inside(self, token_id: int) -> int:
-        if not 0 <= token_id < self.vocab_size:
-            raise TokenizerError(
-                "the token id is outside the vocabulary",
-                got=int(token_id),
-                expected=f"0 to {self.vocab_size - 1}",
-            )
-        return token_id
+    def _inside(self, token_id: object) -> int:
+        return checked_id(token_id, self.vocab_size)
 
     @property
     def vocab_size(self) -> int:
@@ -89,6 +85,7 @@ class NullTokenizer(MegatronTokenizerTextAbstract):
     # Text and ids.
 
     def text_to_ids(self, text: str, *, parse_special: ParseSpecial = False) -> list[int]:
+        text = checked_text(text)
         if not parse_special:
             return self._text.values(text)
         return self._text.read(text, self._matches(text, parse_special))[0]
@@ -98,14 +95,14 @@ class NullTokenizer(MegatronTokenizerTextAbstract):
     ) -> tuple[IdArray, ByteEnds]:
         ids: list[int] = []
         offsets = [0]
-        for text in texts:
+        for text in checked_texts(texts):
             ids += self.text_to_ids(text, parse_special=parse_special)
             offsets.append(len(ids))
         return np.array(ids, np.int32), np.array(offsets, np.int64)
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         skipped = {*self._roles.values(), *self._name_of_id} if skip_special_tokens else set()
-        return " ".join([self.id_to_token(i) for i in ids if i not in skipped])
+        return " ".join([self.id_to_token(i) for i in integers(ids).tolist() if i not in skipped])
 
     def encode_with_byte_ends(
         self, text: str, *, parse_special: ParseSpecial = False
@@ -132,10 +129,11 @@ class NullTokenizer(MegatronTokenizerTextAbstract):
     # Ids and bytes.
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        return None if self.is_control(token_id) else b"%d " % token_id
+        return None if self.is_control(token_id) else b"%d " % integer(token_id)
 
     def byte_ends(self, ids: Sequence[int] | IdArray) -> ByteEnds:
-        ends = np.cumsum([len(self.token_bytes(int(i)) or b"") for i in ids], dtype=np.int64)
+        lengths = [len(self.token_bytes(i) or b"") for i in integers(ids).tolist()]
+        ends = np.cumsum(lengths, dtype=np.int64)
         # The last number has no space behind it.
         return np.minimum(ends, max(ends[-1] - 1, 0)) if len(ends) else ends
 
@@ -144,15 +142,17 @@ class NullTokenizer(MegatronTokenizerTextAbstract):
     def token_to_id(self, token: str) -> int:
         if token in self._control.by_name:
             return self._control.by_name[token].token_id
-        number = self._text.value(token)
+        number = self._text.value(token) if isinstance(token, str) else None
         if number is None or str(number) != token:
             raise KeyError(token)
         return number
 
     def id_to_token(self, token_id: int) -> str:
-        return self._name_of_id[token_id] if self.is_control(token_id) else str(int(token_id))
+        token_id = integer(token_id)
+        return self._name_of_id[token_id] if self.is_control(token_id) else str(token_id)
 
     def is_control(self, token_id: int) -> bool:
+        token_id = integer(token_id)
         return token_id in self._name_of_id or self._inside(token_id) >= self._text.size
 
     # Special ids and identity.

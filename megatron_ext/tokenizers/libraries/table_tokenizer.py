@@ -21,6 +21,7 @@ from megatron_ext.tokenizers.base import (
 from megatron_ext.tokenizers.config import Engine
 from megatron_ext.tokenizers.control_tokens import ControlMatch, ControlToken, ControlTokens
 from megatron_ext.tokenizers.engine import FastEncoder, GigatokenEngine, flat_ids, interleave
+from megatron_ext.tokenizers.given_texts import checked_texts
 from megatron_ext.tokenizers.special_names import SpecialRole
 from megatron_ext.tokenizers.token_bytes import DummyPrefix, TokenBytes, utf8
 
@@ -132,6 +133,7 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
     def text_to_flat_ids(
         self, texts: Sequence[str], *, parse_special: ParseSpecial = False
     ) -> tuple[IdArray, ByteEnds]:
+        texts = checked_texts(texts)
         read = self._tokens_read(parse_special)
         aside = [i for i, text in enumerate(texts) if next(read.find(text), None) is not None]
         if not aside:
@@ -245,11 +247,10 @@ class TableTokenizer(MegatronTokenizerTextAbstract):
         return self._id_of_piece[token]
 
     def id_to_token(self, token_id: int) -> str:
-        self._table.check(token_id)
-        return self._pieces[token_id]
+        return self._pieces[self._table.check(token_id)]
 
     def is_control(self, token_id: int) -> bool:
-        self._table.check(token_id)
+        token_id = self._table.check(token_id)
         return bool(self._table.is_control[token_id]) or token_id in self._control.ids
 
     def special_id(self, role: SpecialRole) -> int | None:

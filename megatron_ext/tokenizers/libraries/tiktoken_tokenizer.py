@@ -114,13 +114,19 @@ class TiktokenTokenizer(TableTokenizer):
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         threads = min(8, os.cpu_count() or 1)
-        batch: list[list[int]] = self._encoding.encode_ordinary_batch(
-            list(texts), num_threads=threads
-        )
+        try:
+            batch: list[list[int]] = self._encoding.encode_ordinary_batch(
+                list(texts), num_threads=threads
+            )
+        except BaseException as error:
+            raise _without_panic(error) from None
         return batch
 
     def _encode(self, text: str) -> tuple[list[int], None]:
-        return self._encoding.encode_ordinary(text), None
+        try:
+            return self._encoding.encode_ordinary(text), None
+        except BaseException as error:
+            raise _without_panic(error) from None
 
     @property
     def _fillers(self) -> frozenset[str]:
@@ -141,6 +147,17 @@ class TiktokenTokenizer(TableTokenizer):
             expected="a pattern whose matches cover any text",
             fix=r"add |\s+|. to its end",
         )
+
+
+def _without_panic(error: BaseException) -> BaseException:
+    """``error``, unless it is a panic of the library: that is no Exception and ends a worker."""
+    if type(error).__name__ != "PanicException":
+        return error
+    return TokenizerError(
+        "tiktoken cannot cut the text",
+        got=error,
+        expected="runs of white space shorter than a million characters",
+    )
 
 
 def _rows(vocabulary: TiktokenVocabulary) -> tuple[list[str], list[bytes | None]]:

@@ -1,0 +1,98 @@
+"""Token ids that somebody gives: a list, an array or a tensor of them."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.errors import TokenizerError
+
+
+def integer(token_id: object) -> int:
+    """An id of any value, be it an int, NumPy's or a tensor with one element.
+
+    Raises:
+        TokenizerError: It is no integer.
+    """
+    try:
+        return index(token_id)  # type: ignore[arg-type]
+    except TypeError:
+        raise TokenizerError(
+            "the token id is no integer", got=f"{type(token_id).__name__}, {token_id!r}"
+        ) from None
+
+
+def checked_id(token_id: object, vocab_size: int) -> int:
+    """An id inside the vocabulary.
+
+    Raises:
+        TokenizerError: It is no integer, negative or not below ``vocab_size``.
+    """
+    number = integer(token_id)
+    if not 0 <= number < vocab_size:
+        raise TokenizerError(
+            "the token id is outside the vocabulary",
+            got=number,
+            expected=f"0 to {vocab_size - 1}",
+        )
+    return number
+
+
+def integers(ids: object) -> NDArray[np.int64]:
+    """``ids`` [T] as an array, whatever their values.
+
+    Raises:
+        TokenizerError: They are no sequence of integers: of another type, fractions, or several
+            rows.
+    """
+    try:
+        array: NDArray[Any] = np.asarray(ids)
+    except (TypeError, ValueError) as error:
+        # Rows of different lengths, or a tensor on another device.
+        raise TokenizerError(
+            "the token ids cannot be read", got=error, expected=_EXPECTED
+        ) from None
+    if array.ndim != 1:
+        shape = f" of shape {list(array.shape)}" if array.ndim else ""
+        raise TokenizerError(
+            "the token ids are no sequence",
+            got=f"{type(ids).__name__}{shape}",
+            expected=_EXPECTED,
+            fix="pass one row at a time" if array.ndim > 1 else None,
+        )
+    if array.size and array.dtype.kind not in "iu":
+        _refuse_other_types(array.tolist())
+    return array.astype(np.int64)
+
+
+def checked_ids(ids: object, vocab_size: int) -> NDArray[np.int32]:
+    """``ids`` as int32 [T], each inside the vocabulary.
+
+    Raises:
+        TokenizerError: They are no sequence of integers, or one is outside the vocabulary.
+    """
+    array = integers(ids)
+    if array.size:
+        checked_id(array.min(), vocab_size)
+        checked_id(array.max(), vocab_size)
+    return array.astype(np.int32)
+
+
+_EXPECTED = "a list, array or tensor of integers"
+
+
+def _refuse_other_types(items: list[Any]) -> None:
+    """Name the first item that is no integer, or is one that no array of integers holds."""
+    limits = np.iinfo(np.int64)
+    for item in items:
+        if not isinstance(item, int) or isinstance(item, bool):
+            raise TokenizerError(
+                "a token id is no integer",
+                got=f"{type(item).__name__}, {item!r}",
+                expected=_EXPECTED,
+            )
+        if not limits.min <= item <= limits.max:
+            raise TokenizerError("the token id is outside any vocabulary", got=item)
