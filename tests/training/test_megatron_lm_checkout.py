@@ -1,0 +1,137 @@
+"""Megatron-LM's own scripts, from the checkout that MEGATRON_LM_PATH names.
+
+Each is run as it is and under our flags; what it writes must be the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from tests.training.megatron_stand_in import REPOSITORY, report, run
+
+SHARED = Path(os.environ.get("MEGATRON_EXT_SHARED", REPOSITORY.parent / "shared"))
+TEXTS = [
+    "Zażółć gęślą jaźń, naïve café 12345.",
+    "吾輩は猫である。名前はまだ無い。",
+    "def f(x):\n    return  x + 1\n\n",
+    "🙂 and 👩‍👩‍👧",
+    "",
+]
+NUMBERS = ["1 2 3", "98", "0 7"]
+
+PROBE = """
+import json, sys
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.global_vars import get_tokenizer, set_global_variables
+args = parse_args()
+validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+set_global_variables(args)
+print(json.dumps([type(get_tokenizer()).__module__, get_tokenizer().vocab_size,
+                  args.padded_vocab_size, args.tokenizer_type]))
+"""
+MODEL = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
+    --max-position-embeddings 64 --micro-batch-size 1 --train-iters 1 --lr 1e-4
+    --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --mock-data
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout() -> Path:
+    """The checkout, where its parts that are needed import on this machine."""
+    path = os.environ.get("MEGATRON_LM_PATH")
+    if path is None:
+        pytest.skip("MEGATRON_LM_PATH names no checkout of Megatron-LM")
+    imports = "import megatron.training.arguments, megatron.training.global_vars"
+    finished = run("-c", imports, cwd=Path(path), python_path=path)
+    if finished.returncode != 0:
+        pytest.skip(f"the checkout does not import here: {finished.stderr.splitlines()[-1]}")
+    return Path(path)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Megatron's JSON rank list of a whole published vocabulary."""
+    tekken = json.loads(_mistral("tekken_240911.json").read_text(encoding="utf-8"))
+    file = tmp_path_factory.mktemp("ranks") / "ranks.json"
+    file.write_text(json.dumps(tekken["vocab"]), encoding="utf-8")
+    return file
+
+
+def _mistral(name: str) -> Path:
+    return Path(str(files("mistral_common") / "data" / name))
+
+
+def _flags(name: str, ranks: Path) -> tuple[list[str], list[str]]:
+    """Old flags and new ones of the same tokenizer."""
+    if name == "null":
+        return (
+            ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"],
+            ["--tokenizer-library", "null", "--vocab-size", "100"],
+        )
+    model, old = {
+        "sentencepiece": (_mistral("tokenizer.model.v1"), "Llama2Tokenizer"),
+        "tiktoken": (ranks, "TikTokenizer"),
+        "huggingface": (SHARED / "tokenizers" / "qwen2_5", "HuggingFaceTokenizer"),
+    }[name]
+    if not model.exists():
+        pytest.skip(f"{model} is not on this machine")
+    return (
+        ["--tokenizer-type", old, "--tokenizer-model", str(model)],
+        ["--tokenizer-library", name, "--tokenizer-model", str(model)],
+    )
+
+
+def _preprocess(checkout: Path, prefix: Path, texts: list[str], *words: str, ours: bool) -> str:
+    """SHA-256 of the two files that ``preprocess_data.py`` writes."""
+    data = prefix.with_suffix(".jsonl")
+    lines = (json.dumps({"text": text}) + "\n" for text in texts)
+    data.write_text("".join(lines), encoding="utf-8")
+    command = ("-m", "megatron_ext", "run") if ours else ()
+    finished = run(
+        *(*command, "tools/preprocess_data.py", "--input", str(data), "--workers", "1"),
+        *("--append-eod", "--output-prefix", str(prefix), *words),
+        cwd=checkout,
+        python_path=str(checkout),
+    )
+    assert finished.returncode == 0, finished.stderr
+    digest = hashlib.sha256()
+    for suffix in ("bin", "idx"):
+        digest.update(Path(f"{prefix}_text_document.{suffix}").read_bytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("name", ["sentencepiece", "tiktoken", "huggingface", "null"])
+def test_preprocess_data_writes_the_same_bytes_as_alone(
+    name: str, checkout: Path, ranks: Path, tmp_path: Path
+) -> None:
+    old, new = _flags(name, ranks)
+    texts = NUMBERS if name == "null" else TEXTS
+    try:
+        alone = _preprocess(checkout, tmp_path / "alone", texts, *old, ours=False)
+    except subprocess.TimeoutExpired:
+        pytest.skip("the checkout alone does not tokenize here")
+    assert _preprocess(checkout, tmp_path / "old", texts, *old, ours=True) == alone
+    if name == "null":
+        # The new flags have one meaning; the old type counted one id more before 0.18.
+        return
+    assert _preprocess(checkout, tmp_path / "new", texts, *new, ours=True) == alone
+
+
+def test_the_training_arguments_and_the_global_tokenizer_are_ours(
+    checkout: Path, ranks: Path, tmp_path: Path
+) -> None:
+    _, new = _flags("sentencepiece", ranks)
+    probe = tmp_path / "probe.py"
+    probe.write_text(PROBE, encoding="utf-8")
+    words = ("-m", "megatron_ext", "run", str(probe), *MODEL.split(), *new)
+    got = report(run(*words, cwd=checkout, python_path=str(checkout)))
+    module = "megatron_ext.tokenizers.text_tokenizer"
+    assert got == [module, 32000, 32000, "GPTSentencePieceTokenizer"]
