@@ -32,7 +32,7 @@ _THREAD_VARIABLES = ("RAYON_NUM_THREADS",)
 class _Failure:
     """What a worker died of."""
 
-    error: MegatronExtError | None
+    error: MegatronExtError | OSError | None
     trace: str
 
 
@@ -59,6 +59,7 @@ def make_shards(
 
     Raises:
         MegatronExtError: What a worker raised, or that one was killed; the others are ended.
+        OSError: A worker could not read or write.
         RuntimeError: A worker failed otherwise; the message is its traceback.
     """
     remaining = iter(shards)
@@ -147,7 +148,8 @@ def _work(connection: Connection, make_maker: Callable[[], MakeShard], threads: 
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:
-            own = error if isinstance(error, MegatronExtError) else None
+            # A full disk, for one, is the user's to mend: the caller says so in one line.
+            own = error if isinstance(error, (MegatronExtError, OSError)) else None
             connection.send(_Failure(own, traceback.format_exc()))
 
 

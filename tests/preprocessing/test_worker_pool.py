@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -25,6 +26,8 @@ def maker_of(kind: str) -> MakeShard:
         on_progress(Progress(size=index, text_bytes=0, documents=os.getpid(), bad=0))
         if index == 2 and kind == "refuses":
             raise DataError("the text is bad", where=slices[0].path)
+        if index == 2 and kind == "finds-the-disk-full":
+            raise OSError(errno.ENOSPC, "No space left on device", "/part")
         if index == 2 and kind == "fails":
             raise ZeroDivisionError("a fault of ours")
         if index == 2 and kind == "is-killed":
@@ -63,6 +66,7 @@ def test_every_shard_is_made_once_and_all_processes_take_part(tmp_path: Path) ->
     ("kind", "error", "words"),
     [
         ("refuses", DataError, "^/file-2: the text is bad$"),
+        ("finds-the-disk-full", OSError, "No space left on device: '/part'$"),
         ("fails", RuntimeError, "(?s)a worker process failed:.*ZeroDivisionError: a fault of ours"),
         ("is-killed", MegatronExtError, "a worker process was killed; got exit code -9"),
         ("cannot-start", DataError, "^no tokenizer$"),
