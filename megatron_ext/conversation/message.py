@@ -91,7 +91,8 @@ def place(index: int | None) -> str | None:
 
 def _check_message(message: Message, where: str | None) -> None:
     role = message.get("role")
-    if role not in ROLES:
+    # A role may be anything that JSON has, unhashable values among it.
+    if not isinstance(role, str) or role not in ROLES:
         raise ConversationError(
             "unknown role" if "role" in message else "the message has no role",
             got=repr(role) if "role" in message else f"the keys {', '.join(map(str, message))}",

@@ -34,6 +34,10 @@ MALFORMED: dict[str, tuple[Any, str]] = {
         [{"role": 1, "content": "b"}],
         r"^conversation\[0\]: unknown role; got 1",
     ),
+    "a role that is a list": (
+        [{"role": ["user"], "content": "b"}],
+        r"^conversation\[0\]: unknown role; got \['user'\]",
+    ),
     "missing content": (
         [HI, {"role": "assistant"}],
         r"^conversation\[1\]: the message has no content",
