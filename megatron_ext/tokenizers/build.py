@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.registry import did_you_mean
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.legacy_types import Library
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, LibraryName, library_of
@@ -31,8 +32,7 @@ def build_tokenizer(args: Any, **overrides: Any) -> MegatronTokenizerText | Mega
         TokenizerError: The file is missing, broken or of another library.
         MissingDependencyError: The library is not installed.
     """
-    config = args if isinstance(args, TokenizerConfig) else config_from_namespace(args)
-    config = replace(config, **overrides)
+    config = _with_overrides(_config(args), overrides)
     metadata = _metadata(config)
     config = replace(config, library=_library(config, metadata))
     return MegatronTokenizer.from_pretrained(
@@ -41,6 +41,34 @@ def build_tokenizer(args: Any, **overrides: Any) -> MegatronTokenizerText | Mega
         **_library_options(config),
         **_mode_options(config),
     )
+
+
+def _config(args: Any) -> TokenizerConfig:
+    """The configuration that ``args`` are or describe."""
+    if isinstance(args, TokenizerConfig):
+        return args
+    if not hasattr(args, "__dict__"):
+        # Every attribute would be missing, and the complaint would be of a missing tokenizer.
+        raise ConfigError(
+            "this describes no tokenizer",
+            got=type(args).__name__,
+            expected="a TokenizerConfig, or a namespace of Megatron's flags",
+            fix="pass TokenizerConfig(**fields)" if isinstance(args, Mapping) else None,
+        )
+    return config_from_namespace(args)
+
+
+def _with_overrides(config: TokenizerConfig, overrides: Mapping[str, Any]) -> TokenizerConfig:
+    names = [option.name for option in fields(TokenizerConfig)]
+    for name in overrides:
+        if name not in names:
+            raise ConfigError(
+                "a tokenizer's configuration has no such field",
+                got=repr(name),
+                expected=f"one of {', '.join(names)}",
+                fix=did_you_mean(name, names),
+            )
+    return replace(config, **overrides)
 
 
 def _metadata(config: TokenizerConfig) -> dict[str, Any]:

@@ -54,6 +54,12 @@ class ChatTokenizer(SpecialIds):
         self.prompt_format = self.config.get("prompt_format") if given is None else given
         self.prompt_config = None
         if self.prompt_format is not None:
+            if not isinstance(self.prompt_format, str):
+                raise ConfigError(
+                    "the prompt format is no name",
+                    got=type(self.prompt_format).__name__,
+                    where="prompt_format",
+                )
             self.prompt_config = prompt_config_of(self.prompt_format, self)
 
     def tokenize(self, text: str | Conversation) -> list[int]:
@@ -184,6 +190,12 @@ class ChatTokenizer(SpecialIds):
 
 def _source(template: str) -> str:
     """Jinja source, or what a file that ends in .jinja holds."""
+    if not isinstance(template, str):
+        raise TokenizerError(
+            "the chat template is no text",
+            got=type(template).__name__,
+            expected="Jinja source, or the path of a file that ends in .jinja",
+        )
     if not template.endswith(".jinja") or "\n" in template:
         return template
     try:

@@ -129,12 +129,27 @@ class TokenizerConfig:
         _check_choice("image_tag_type", self.image_tag_type, get_args(ImageTagType))
         for name, least in _LEAST.items():
             value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise ConfigError(
+                    "the value has the wrong type",
+                    got=f"{type(value).__name__}, {value!r}",
+                    expected="an integer",
+                    where=name,
+                )
             if value is not None and value < least:
                 raise ConfigError(
                     "the value is too small", got=value, expected=f">= {least}", where=name
                 )
         if self.library is not None:
             self._refuse_options_of_other_libraries(self.library)
+        for name in _MULTIMODAL_ONLY:
+            if getattr(self, name) and self.mode != "multimodal":
+                raise ConfigError(
+                    "the option is for the mode multimodal",
+                    got=f"mode {self.mode}",
+                    fix="leave it unset",
+                    where=name,
+                )
         if self.mode == "multimodal" and self.prompt_format is None and self.library != "null":
             raise ConfigError(
                 "a multimodal tokenizer needs a prompt format",
@@ -155,6 +170,7 @@ class TokenizerConfig:
             )
 
 
+_MULTIMODAL_ONLY = ("image_tag_type", "force_system_message")
 _LEAST: Mapping[str, int] = {
     "tiktoken_num_special_tokens": 1,
     "vocab_size": 1,

@@ -126,6 +126,12 @@ def _metadata(
             got=type(given).__name__,
             where="metadata_path",
         )
+    if tokenizer_path is not None and not isinstance(tokenizer_path, str | os.PathLike):
+        raise TokenizerError(
+            "the tokenizer's path is no path",
+            got=type(tokenizer_path).__name__,
+            where="tokenizer_path",
+        )
     if tokenizer_path is not None:
         folder = metadata_file(tokenizer_path).parent
     else:

@@ -45,6 +45,7 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
 }
 # What Megatron's parsers put where nothing was said, when it is not the field's own default.
 _UNSET: dict[str, int] = {"tiktoken_num_special_tokens": 1000, "null_pad_id": -1}
+_OF_IMAGES = ("image_tag_type", "force_system_message")
 _SPECIAL_TOKENS = ("tokenizer_special_tokens", "special_tokens", "tiktoken_special_tokens")
 
 
@@ -170,7 +171,11 @@ def _as_the_type_did(values: dict[str, Any], legacy: LegacyType, args: Any) -> d
         args.tokenizer_type == "NullTokenizer" and not hasattr(args, "null_tokenizer_eod_id")
     ):
         values["null_add_eod"] = True
-    return values
+    # Multimodal scripts ask for all of these whatever the type, and most types read none.
+    unread: tuple[str, ...] = () if legacy.mode == "multimodal" else _OF_IMAGES
+    if args.tokenizer_type == "NullMultimodalTokenizer":
+        unread = ("prompt_format", "special_tokens", *_OF_IMAGES)
+    return {name: value for name, value in values.items() if name not in unread}
 
 
 def _without_options_of_others(values: dict[str, Any]) -> dict[str, Any]:

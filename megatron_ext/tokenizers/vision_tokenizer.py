@@ -67,6 +67,13 @@ class MegatronTokenizerVision(MegatronTokenizerText):
         self.apply_image_tag = self._tags
         names = [*(options.pop("additional_special_tokens", None) or ()), *special_tokens]
         if library_of(config.get("library")).library == "null":
+            if image_tag_type:
+                raise TokenizerError(
+                    "a null tokenizer, whose texts are numbers, has no tags for images",
+                    got=repr(image_tag_type),
+                    fix="leave image_tag_type out",
+                    where="image_tag_type",
+                )
             names = [name for name in names if name != IMAGE_TOKEN]
             options = {"add_eod": True, **options}
             options["placeholders"] = {IMAGE_TOKEN: DEFAULT_IMAGE_TOKEN_INDEX}

@@ -41,6 +41,7 @@ class HuggingFaceTokenizer(TableTokenizer):
         engine: What encodes batches.
         use_fast: Accepted for code written for Megatron's class; the fast library reads always.
         trust_remote_code: Accepted alike; code that comes with a tokenizer is never run.
+        use_gigatoken: Megatron's word for the engine ``gigatoken``.
 
     Raises:
         TokenizerError: There is no ``tokenizer.json``, or a file is broken.
@@ -67,8 +68,9 @@ class HuggingFaceTokenizer(TableTokenizer):
         engine: str = "auto",
         use_fast: bool = True,
         trust_remote_code: bool = False,
+        use_gigatoken: bool = False,
     ) -> None:
-        self.engine = engine_choice(engine)
+        self.engine = engine_choice("gigatoken" if use_gigatoken and engine == "auto" else engine)
         roles: dict[SpecialRole, str | None] = {
             **{"bos": bos_token, "eos": eos_token, "pad": pad_token, "unk": unk_token},
             **{"mask": mask_token, "cls": cls_token, "sep": sep_token},

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from numbers import Integral
 from typing import Any
 
 from megatron_ext.errors import TokenizerError
@@ -33,11 +34,15 @@ class TokenizerLibrary:
 
     def options(self) -> list[str]:
         """Names of the options that the adapter takes besides the path."""
-        return [
-            name
+        return list(self._types())
+
+    def _types(self) -> dict[str, str]:
+        """Type of each option, as the adapter writes it."""
+        return {
+            name: str(parameter.annotation)
             for name, parameter in inspect.signature(self.adapter()).parameters.items()
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        ]
+        }
 
     def build(
         self, path: str | os.PathLike[str] | None, options: Mapping[str, Any] | None = None
@@ -45,18 +50,27 @@ class TokenizerLibrary:
         """Construct the adapter.
 
         Raises:
-            TokenizerError: The library reads a file and none is named, it does not have an option,
-                or the file is unusable.
+            TokenizerError: The library reads a file and none is named, it does not have an option
+                or not of this type, or the file is unusable.
             MissingDependencyError: The third-party library is not installed.
         """
-        known = self.options()
-        for name in options or {}:
+        types = self._types()
+        known = list(types)
+        for name, value in (options or {}).items():
             if name not in known:
                 raise TokenizerError(
                     f"the {self.adapter().library} library has no such option",
                     got=repr(name),
                     expected=f"one of {', '.join(known)}" if known else "no options",
                     fix=did_you_mean(name, known),
+                )
+            kind = _CHECKED.get(types[name].removesuffix(" | None"))
+            if value is not None and kind is not None and not isinstance(value, kind):
+                raise TokenizerError(
+                    f"the option of the {self.adapter().library} library has the wrong type",
+                    got=f"{type(value).__name__}, {value!r}",
+                    expected=types[name],
+                    where=name,
                 )
         if path is None and self.reads_file:
             raise TokenizerError(
@@ -67,6 +81,9 @@ class TokenizerLibrary:
         built: MegatronTokenizerTextAbstract = factory(*arguments, **(options or {}))
         return built
 
+
+_CHECKED: Mapping[str, type] = {"int": Integral, "str": str}
+"""Types of options that an adapter may take for granted."""
 
 TOKENIZER_LIBRARIES: Registry[TokenizerLibrary] = Registry("tokenizer library")
 
