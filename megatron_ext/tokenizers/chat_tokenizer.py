@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,21 @@ class ChatTokenizer(SpecialIds):
                     where="prompt_format",
                 )
             self.prompt_config = prompt_config_of(self.prompt_format, self)
+            self._warn_of_lost_newlines(self.prompt_config)
+
+    def _warn_of_lost_newlines(self, prompt_config: PromptConfig) -> None:
+        """Tell that the lines of a format run together, which no later step would notice."""
+        template = prompt_config.custom_chat_template or self.chat_template or ""
+        writes_newlines = "\n" in template or r"\n" in template
+        if not writes_newlines or self._tokenizer.library == "null":
+            return
+        ids = self._tokenizer.text_to_ids
+        if ids("x\ny") == ids("x y"):
+            warnings.warn(
+                f"the tokenizer makes a space of a newline: the lines of the prompt format "
+                f"{self.prompt_format} run together",
+                stacklevel=2,
+            )
 
     def tokenize(self, text: str | Conversation) -> list[int]:
         """Ids of a text, or of a conversation that the assistant is to answer.

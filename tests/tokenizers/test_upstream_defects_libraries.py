@@ -5,6 +5,8 @@ The comments say what megatron-core 0.16.1 does with the same input.
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from tokenizer_files import RANKS_IN_LIST
 
@@ -120,6 +122,25 @@ def test_sentencepiece_offsets_need_no_method_that_releases_dropped(opened, name
     assert offsets[0] == 0
     assert len(offsets) == len(ours.tokenize(text))
     assert all(0 <= offset < len(text) for offset in offsets)
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "warned"),
+    [
+        ("sentencepiece-nfkc", "{% for m in messages %}{{ m.role + '\\n' }}{% endfor %}", True),
+        ("sentencepiece-nfkc", "{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("sentencepiece-v1", "{% for m in messages %}{{ m.role + '\\n' }}{% endfor %}", False),
+    ],
+    ids=["lost", "not-written", "kept"],
+)
+def test_it_is_said_that_the_lines_of_a_format_run_together(opened, name, template, warned):
+    # Nothing tells that the model's normaliser makes spaces of newlines.
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        opened(name, prompt_format="default", chat_template=template)
+    assert ["makes a space of a newline" in str(warning.message) for warning in said] == (
+        [True] if warned else []
+    )
 
 
 # tiktoken.
