@@ -86,8 +86,23 @@ class ControlTokens:
     def _pattern(self) -> re.Pattern[str] | None:
         if not self.by_name:
             return None
-        longest_first = sorted(self.by_name, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)))
+        return re.compile(_any_of(list(self.by_name)))
+
+
+def _any_of(names: Sequence[str]) -> str:
+    """A regular expression for the longest of ``names``, which differ.
+
+    Names are told apart character by character: in a plain list of them each would be tried at
+    every ``<`` of a text, of which there may be a thousand.
+    """
+    if len(names) == 1:
+        return re.escape(names[0])
+    tails: dict[str, list[str]] = {}
+    for name in names:
+        tails.setdefault(name[:1], []).append(name[1:])
+    # The name that ends here comes last: a longer one that begins with it counts before.
+    ways = [re.escape(first) + _any_of(tails[first]) for first in sorted(tails, reverse=True)]
+    return ways[0] if len(ways) == 1 else f"(?:{'|'.join(ways)})"
 
 
 def _leading_space(text: str, begin: int) -> int:

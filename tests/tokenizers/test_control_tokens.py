@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -41,6 +43,28 @@ def found(text, *tokens, spans=None):
 def test_the_leftmost_token_counts_and_of_several_there_the_longest():
     tokens = (ControlToken("<a>", 1), ControlToken("<a><b>", 2), ControlToken("b>", 3))
     assert found("x<a><b><a>b>", *tokens) == [(1, 7, 2), (7, 10, 1), (10, 12, 3)]
+
+
+@MANY
+@given(
+    names=st.lists(st.text("ab<.", min_size=1, max_size=5), min_size=1, max_size=12, unique=True),
+    text=st.text("ab<.", max_size=40),
+)
+def test_of_any_names_those_are_found_that_a_list_of_them_finds(names, text):
+    longest_first = sorted(names, key=len, reverse=True)
+    wanted = re.finditer("|".join(map(re.escape, longest_first)), text)
+    tokens = [ControlToken(name, i) for i, name in enumerate(names)]
+    assert found(text, *tokens) == [(*m.span(), names.index(m[0])) for m in wanted]
+
+
+def test_a_thousand_tokens_cost_a_text_little_more_than_one():
+    text = "<div class='a'>[x]</div>" * 2_000
+    tokens = [ControlToken(f"<SPECIAL_{i}>", i) for i in range(1_000)]
+    tokens += [ControlToken(f"[control_{i}]", 1_000 + i) for i in range(1_000)]
+    begin = time.process_time()
+    assert found(text, *tokens) == []
+    # Tried one by one, they take some 100 times as long.
+    assert time.process_time() - begin < 0.3
 
 
 def test_a_token_counts_only_whole_inside_one_span():
@@ -96,11 +120,12 @@ def test_no_text_outside_of_the_spans_becomes_a_control_token(
     unknown = ours.unk_id
     for token_id, start, stop in zip(ids.tolist(), starts.tolist(), ends.tolist(), strict=True):
         if ours.is_control(token_id) and token_id != unknown:
-            # White space that gives no token belongs to the token after it.
+            # White space that gives no token belongs to the token after it, or to the last one.
             covered = text.encode()[start:stop].decode()
-            assert covered.lstrip() == ours.id_to_token(token_id)
-            assert first <= stop - len(covered.lstrip())
-            assert stop <= last
+            assert covered.strip() == ours.id_to_token(token_id)
+            assert first <= stop - len(covered.lstrip().encode())
+            assert start + len(covered.rstrip().encode()) <= last
+            assert stop <= last or stop == len(text.encode())
     assert (np.diff(ends, prepend=0) >= 0).all()
     assert not len(ids) or ends[-1] == len(text.encode())
 
