@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,16 +24,41 @@ VERBS = {
     "run": "run a script of Megatron-LM with our flags and tokenizers",
 }
 
+_EXIT_WITHOUT_READER = 128 + 13
+"""What a shell makes of SIGPIPE."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one verb; exit with 2 and one line on standard error when the user can mend it."""
+    """Run one verb; exit with 2 and one line on standard error when the user can mend it.
+
+    Whoever reads the output may stop early, as ``head`` does: that is no error, and ends the verb
+    with the exit code of a program that has no one to write to.
+    """
     try:
         _run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Other pipes may break, too: one to a worker, for one, is not to be passed over.
+        if not _reader_has_left():
+            raise
+        sys.exit(_EXIT_WITHOUT_READER)
     except MegatronExtError as error:
         rank = os.environ.get("RANK", "0")
         who = "megatron-ext: error" if rank == "0" else f"megatron-ext: error (rank {rank})"
         sys.stderr.write(f"{who}: {error}\n")
         sys.exit(2)
+
+
+def _reader_has_left() -> bool:
+    """Whether standard output is a pipe that nobody reads; it leads to nowhere from then on."""
+    output = select.poll()
+    # No event is asked for: that the pipe is broken is told in any case.
+    output.register(sys.stdout.fileno(), 0)
+    if not output.poll(0):
+        return False
+    # What is not written yet would break the pipe once more when Python ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 class _Parser(argparse.ArgumentParser):

@@ -33,6 +33,8 @@ from megatron_ext.training.tokenizer_arguments import (
 )
 
 _BAD_SHOWN = 5
+_EXIT_INTERRUPTED = 128 + 2
+"""What a shell makes of SIGINT."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +123,11 @@ def run(arguments: argparse.Namespace) -> None:
     if not sys.warnoptions:
         # megatron-core warns its own developers while it is imported; -W brings it back.
         warnings.simplefilter("ignore")
-    report = preprocess(config)
+    try:
+        report = preprocess(config)
+    except KeyboardInterrupt:
+        sys.stderr.write("megatron-ext: interrupted; the same command takes the run up again\n")
+        sys.exit(_EXIT_INTERRUPTED)
     if report is None:
         shards = " ".join(map(str, config.shard_indices))
         sys.stdout.write(f"finished: shard {shards} of {config.shard_count}\n")

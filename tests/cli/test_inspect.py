@@ -11,6 +11,7 @@ import pytest
 from megatron_ext.cli.main import main
 from megatron_ext.cli.token_view import TokenView, ribbon
 from megatron_ext.tokenizers import MegatronTokenizer
+from tests.cli.run_files import start
 
 MODEL = Path(pytest.importorskip("mistral_common").__file__).parent / "data" / "tekken_240911.json"
 TEXT = "naïve\t2017\n\u65e5\u672c 🤷"
@@ -79,6 +80,19 @@ def test_a_file_that_is_not_text_is_refused_with_its_place(capsys, tmp_path):
         shown(capsys, str(tmp_path / "latin.txt"))
     assert stopped.value.code == 2
     assert "latin.txt: the file is not UTF-8 at byte 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["short", "long enough for many writes " * 20_000])
+def test_a_reader_may_stop_early(tmp_path, text):
+    (tmp_path / "text.txt").write_text(text)
+    flags = ("--limit", "0", "--tokenizer-library", "byte-level")
+    process = start("inspect", str(tmp_path / "text.txt"), *flags)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait(timeout=60)
+    assert process.returncode == 141
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
 
 
 CONVERSATION = [

@@ -115,6 +115,27 @@ def test_output_that_cannot_be_written_is_one_line(
     assert "cannot write the output; got Not a directory" in line
 
 
+def test_an_interrupted_run_says_that_it_can_go_on(
+    tmp_path: Path,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_ext.preprocessing.preprocess.assemble", interrupted, raising=True)
+    flags = ("--input", corpus, "--output-prefix", tmp_path / "a")
+    with pytest.raises(SystemExit) as exit:
+        tokenize(*flags)
+    assert exit.value.code == 130
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line == "megatron-ext: interrupted; the same command takes the run up again"
+    monkeypatch.undo()
+    tokenize(*flags)
+    assert (tmp_path / "a_text_document.idx").exists()
+
+
 def test_the_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; from megatron_ext.cli.main import main\n"
