@@ -99,8 +99,9 @@ def test_new_flags_imply_the_nearest_old_type_for_code_that_reads_it(words: str,
     assert args.tokenizer_type_implied
 
 
-def test_a_model_that_a_checkpoint_will_replace_need_not_exist() -> None:
-    words = "--tokenizer-library tiktoken --tokenizer-model absent.json"
+@pytest.mark.parametrize("words", ["--tokenizer-library tiktoken", ""], ids=["library", "none"])
+def test_a_model_that_a_checkpoint_will_replace_need_not_exist(words: str) -> None:
+    words += " --tokenizer-model absent.json"
     with pytest.raises(TokenizerError, match=r"absent\.json"):
         parsed(words)
     args = parsed(f"{words} --use-checkpoint-args", ("--use-checkpoint-args", SWITCH))

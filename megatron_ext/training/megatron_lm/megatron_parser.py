@@ -50,9 +50,9 @@ def _take_our_flags(parser: argparse.ArgumentParser) -> None:
         settle_spoken(namespace, spoken, has_legacy_tokenizers=has_legacy_tokenizers)
         if not getattr(namespace, "legacy_tokenizer", False):
             config = config_from_namespace(namespace)
-            _imply_type(namespace, config, spoken)
-            if not getattr(namespace, "use_checkpoint_args", False):
+            if not _checkpoint_decides(namespace):
                 _check_file(config)
+            _imply_type(namespace, config, spoken)
         return namespace, rest
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
@@ -76,16 +76,26 @@ def _without_defaults(parser: argparse.ArgumentParser) -> Iterator[dict[str, Any
             action.default = defaults[action.dest]
 
 
+def _checkpoint_decides(namespace: Any) -> bool:
+    """Whether the arguments of a checkpoint will name another model, of another type."""
+    return bool(
+        getattr(namespace, "use_checkpoint_args", False)
+        and getattr(namespace, "use_tokenizer_model_from_checkpoint_args", True)
+    )
+
+
 def _imply_type(namespace: Any, config: TokenizerConfig, spoken: set[str]) -> None:
     """Set ``tokenizer_type``, which Megatron-LM's scripts read, where new flags name a tokenizer.
 
     Without it they would also put their own default in.
     """
-    unnamed = config.library is None and config.model is None
-    if getattr(namespace, "tokenizer_type", None) is not None or unnamed:
+    if getattr(namespace, "tokenizer_type", None) is not None:
         return
-    # A checkpoint may bring the model to a library that is named alone.
-    library = tokenizer_library(config) if config.library is None else config.library
+    library = config.library
+    if library is None:
+        if config.model is None or _checkpoint_decides(namespace):
+            return
+        library = tokenizer_library(config)
     namespace.tokenizer_library = library
     namespace.tokenizer_type = _type_of(library, config.mode, config.model)
     namespace.tokenizer_type_implied = True
