@@ -72,6 +72,9 @@ def _parse_slowly(line: bytes) -> Any:
         value = json.loads(text)
         if "\\u" in text:
             _refuse_surrogates(value)
+    except DataError:
+        # It is a ValueError, too, and says already what is wrong.
+        raise
     except UnicodeDecodeError as error:
         raise DataError(
             "the line is not UTF-8", got=f"{error.reason} at byte {error.start} of the line"

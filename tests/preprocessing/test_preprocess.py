@@ -177,7 +177,7 @@ def test_what_cannot_be_used_is_left_out_counted_and_listed(tmp_path: Path, out:
         (3, "the line is not JSON"),
         (4, "no text under 'text'; got keys ['body']; set --json-keys"),
         (5, "got a value of type int"),
-        (6, "half of a surrogate pair"),
+        (6, "the text holds half of a surrogate pair"),
         (7, "not UTF-8"),
         (8, "got a value of type float"),
         (9, "no text under 'text'; got str"),
@@ -187,6 +187,8 @@ def test_what_cannot_be_used_is_left_out_counted_and_listed(tmp_path: Path, out:
     assert [bad.place for bad in report.bad] == [f"{file}:{line}" for line, _ in problems]
     for bad, (_, words) in zip(report.bad, problems, strict=True):
         assert words in bad.problem
+    # Said by itself: the line is JSON.
+    assert report.bad[3].problem.startswith("the text holds half")
     stored = json.loads((out / "a_report.json").read_text())
     assert [row["place"] for row in stored["bad"]] == [bad.place for bad in report.bad]
 
