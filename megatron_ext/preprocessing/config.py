@@ -67,6 +67,13 @@ class PreprocessConfig:
                 expected="text or sft",
                 where="--tokenizer-mode",
             )
+        if self.tokenizer.prompt_format is not None and not self.has_conversations:
+            raise ConfigError(
+                "a prompt format is named, and texts have no use for one",
+                got=self.tokenizer.prompt_format,
+                fix="add --tokenizer-mode sft where the records hold conversations",
+                where="--tokenizer-prompt-format",
+            )
         if self.workers < 1:
             raise ConfigError("too few", got=self.workers, expected=">= 1", where="--workers")
         self._check_keys()

@@ -89,6 +89,11 @@ def test_a_shard_says_that_it_is_finished(
         (["--input", "a.jsonl", "--json-keys", "body", "--strict"], "a.jsonl:1: the line has no"),
         (["--input", "a.jsonl", "--split-sentences"], "--split-sentences: sentences are not split"),
         (["--input", "a.jsonl", "--tokenizer-mode", "multimodal"], "a multimodal tokenizer needs"),
+        (
+            ["--input", "a.jsonl", "--tokenizer-prompt-format", "chatml"],
+            "--tokenizer-prompt-format: a prompt format is named, and texts have no use for one; "
+            "got chatml; add --tokenizer-mode sft where the records hold conversations",
+        ),
         (["--input", "a.jsonl", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
     ],
     ids=lambda value: " ".join(value[2:] or value) if isinstance(value, list) else "",
