@@ -20,6 +20,8 @@ class LegacyType:
     """``--tokenizer-mode``."""
     model: str | None = None
     """``--tokenizer-model`` where the type says it all."""
+    parses_special_tokens: bool = False
+    """Special tokens that a text spells became their ids: ``--tokenizer-parse-special-tokens``."""
 
     @property
     def flags(self) -> str:
@@ -29,18 +31,26 @@ class LegacyType:
             words.append(f"--tokenizer-mode {self.mode}")
         if self.model is not None:
             words.append(f"--tokenizer-model {self.model}")
+        if self.parses_special_tokens:
+            words.append("--tokenizer-parse-special-tokens")
         return " ".join(words)
 
 
 LEGACY_TYPES: Final[Mapping[str, LegacyType]] = {
-    "BertWordPieceLowerCase": LegacyType("megatron", model="BertWordPieceLowerCase"),
-    "BertWordPieceCase": LegacyType("megatron", model="BertWordPieceCase"),
-    "GPT2BPETokenizer": LegacyType("megatron", model="GPT2BPETokenizer"),
+    "BertWordPieceLowerCase": LegacyType(
+        "megatron", model="BertWordPieceLowerCase", parses_special_tokens=True
+    ),
+    "BertWordPieceCase": LegacyType(
+        "megatron", model="BertWordPieceCase", parses_special_tokens=True
+    ),
+    "GPT2BPETokenizer": LegacyType(
+        "megatron", model="GPT2BPETokenizer", parses_special_tokens=True
+    ),
     "SentencePieceTokenizer": LegacyType("sentencepiece"),
     "GPTSentencePieceTokenizer": LegacyType("sentencepiece"),
     "Llama2Tokenizer": LegacyType("sentencepiece"),
-    "TikTokenizer": LegacyType("tiktoken"),
-    "HuggingFaceTokenizer": LegacyType("huggingface"),
+    "TikTokenizer": LegacyType("tiktoken", parses_special_tokens=True),
+    "HuggingFaceTokenizer": LegacyType("huggingface", parses_special_tokens=True),
     "MultimodalTokenizer": LegacyType("huggingface", "multimodal"),
     "SFTTokenizer": LegacyType("huggingface", "sft"),
     "NullTokenizer": LegacyType("null"),

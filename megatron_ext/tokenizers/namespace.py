@@ -98,9 +98,14 @@ def _legacy_type(args: Any) -> LegacyType | None:
 
 @cache
 def _warn_once(name: str) -> None:
+    legacy = LEGACY_TYPES[name]
+    special = (
+        " With the last of these, special tokens that a text spells become their ids, as this type "
+        "has it; without it they are text."
+    )
     warnings.warn(
-        f"--tokenizer-type {name} is an old name: use {LEGACY_TYPES[name].flags}. Special tokens "
-        "that are written in a text are now text; --tokenizer-parse-special-tokens reads them.",
+        f"--tokenizer-type {name} is an old name: use {legacy.flags}."
+        f"{special if legacy.parses_special_tokens else ''}",
         FutureWarning,
         stacklevel=4,
     )
@@ -164,7 +169,11 @@ def _include_special_tokens(args: Any, legacy: LegacyType | None) -> bool:
 
 def _as_the_type_did(values: dict[str, Any], legacy: LegacyType, args: Any) -> dict[str, Any]:
     """``values`` with what an old type implied."""
-    values = {**values, "model": values["model"] if legacy.model is None else legacy.model}
+    values = {
+        "parse_special_tokens": legacy.parses_special_tokens,
+        **values,
+        "model": values["model"] if legacy.model is None else legacy.model,
+    }
     if args.tokenizer_type == "BertWordPieceCase":
         values["special_tokens"] = tuple(f"<extra_id_{i}>" for i in range(100))
     if args.tokenizer_type == "NullMultimodalTokenizer" or (

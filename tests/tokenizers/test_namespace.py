@@ -91,6 +91,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], dict[str, Any]]]] = {
         {"vocab_file": "vocab.txt"},
         lambda release: {
             "library": "megatron",
+            "parse_special_tokens": True,
             "model": "BertWordPieceLowerCase",
             "vocab_file": "vocab.txt",
             "hf_include_special_tokens": SINCE_017[release],
@@ -100,6 +101,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], dict[str, Any]]]] = {
         {"vocab_file": "vocab.txt"},
         lambda release: {
             "library": "megatron",
+            "parse_special_tokens": True,
             "model": "BertWordPieceCase",
             "vocab_file": "vocab.txt",
             "special_tokens": tuple(f"<extra_id_{i}>" for i in range(100)),
@@ -110,6 +112,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], dict[str, Any]]]] = {
         {"vocab_file": "vocab.json", "merge_file": "merges.txt", "tokenizer_model": "ignored"},
         lambda release: {
             "library": "megatron",
+            "parse_special_tokens": True,
             "model": "GPT2BPETokenizer",
             "vocab_file": "vocab.json",
             "merge_file": "merges.txt",
@@ -137,6 +140,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], dict[str, Any]]]] = {
         },
         lambda _: {
             "library": "tiktoken",
+            "parse_special_tokens": True,
             "model": "t.json",
             "tiktoken_pattern": "v1",
             "vocab_size": 500,
@@ -147,6 +151,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], dict[str, Any]]]] = {
         {"tokenizer_model": "h", "vocab_size": 9},
         lambda release: {
             "library": "huggingface",
+            "parse_special_tokens": True,
             "model": "h",
             "hf_include_special_tokens": SINCE_017[release],
         },
@@ -471,3 +476,24 @@ def test_a_bare_configuration_builds_though_it_knows_no_divisor(
     assert tokenizer.vocab_size == 600
     assert tokenizer.detokenize(tokenizer.tokenize("naïve")) == "naïve"
     assert config.padded_vocab_size is None
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_an_old_type_reads_special_tokens_in_text_until_it_is_told_not_to(
+    release: str, tokenizer_path: Callable[[str], Path]
+) -> None:
+    model = str(tokenizer_path("json-rank-list"))
+    text = "the <s> parser"
+    given = {"tokenizer_type": "TikTokenizer", "tokenizer_model": model, "vocab_size": None}
+    old = build_tokenizer(parsed(release, **given, tiktoken_num_special_tokens=32))
+    told = build_tokenizer(
+        parsed(
+            release,
+            **given,
+            tiktoken_num_special_tokens=32,
+            tokenizer_parse_special_tokens=False,
+        )
+    )
+    assert old.bos_id in old.tokenize(text)
+    assert told.bos_id not in told.tokenize(text)
+    assert old.tokenize("the parser") == told.tokenize("the parser")
