@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from megatron_ext.alignment.alignment import Alignment
 from megatron_ext.alignment.byte_alignment import ByteEnds, align_byte_ends
 from megatron_ext.errors import AlignmentError
-from megatron_ext.tokenizers.base import ByteTokenizer, IdArray
+from megatron_ext.tokenizers.base import IdArray
+from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 Ids = Sequence[int] | IdArray

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.tokenizers.base import ByteEnds, ByteTokenizer
+from megatron_ext.tokenizers.base import ByteEnds
+from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
 _BACKGROUNDS = ("\x1b[48;5;24m", "\x1b[48;5;58m")
 _TRAINED = "\x1b[1;38;5;120m"

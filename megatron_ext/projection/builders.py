@@ -25,7 +25,7 @@ from megatron_ext.projection.token_match import (
     match_ordinary_tokens,
 )
 from megatron_ext.registry import Registry
-from megatron_ext.tokenizers.base import ByteTokenizer
+from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
 ProjectionMethod = Literal["exact", "retokenized"]
 

@@ -13,7 +13,7 @@ from megatron_ext.errors import MissingDependencyError, ProjectionError
 from megatron_ext.projection.sparse_projection import SparseProjection
 
 if TYPE_CHECKING:
-    from megatron_ext.tokenizers.base import ByteTokenizer
+    from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
 FORMAT: Final = "megatron-ext-projection"
 FORMAT_VERSION: Final = "1"

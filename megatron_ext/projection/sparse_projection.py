@@ -19,7 +19,7 @@ from megatron_ext.projection.validation import check_projection
 
 if TYPE_CHECKING:
     from megatron_ext.projection.builders import ProjectionMethod
-    from megatron_ext.tokenizers.base import ByteTokenizer
+    from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 _ROWS_OF_ONE_ENTRY: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ext.tokenizers.base import ByteTokenizer
+from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 class Speller:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.projection.speller import Speller
-from megatron_ext.tokenizers.base import ByteTokenizer
+from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
 NO_MATCH: Final = -1
 

@@ -9,11 +9,11 @@ from megatron_ext.tokenizers.aliases import (
     T5Tokenizer,
 )
 from megatron_ext.tokenizers.base import (
-    ByteTokenizer,
     MegatronTokenizerBase,
     MegatronTokenizerTextAbstract,
 )
 from megatron_ext.tokenizers.build import build_tokenizer, padded_vocab_size
+from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
 from megatron_ext.tokenizers.megatron_core_abc import register_with_megatron_core

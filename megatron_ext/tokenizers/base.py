@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -262,34 +262,6 @@ class MegatronTokenizerTextAbstract(ABC):
         Two files that hold the same vocabulary have the same fingerprint, whatever their library,
         path or format, provided that they name their control tokens alike.
         """
-
-
-class ByteTokenizer(Protocol):
-    """What alignment and projection ask of a tokenizer.
-
-    Both a library's adapter and a ``MegatronTokenizerText`` are one; see the adapter for the terms.
-    """
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def bos_id(self) -> int | None: ...
-    @property
-    def eos_id(self) -> int | None: ...
-    @property
-    def pad_id(self) -> int | None: ...
-    @property
-    def unk_id(self) -> int | None: ...
-    def text_to_ids(self, text: str) -> list[int]: ...
-    def text_to_ids_batch(self, texts: Sequence[str]) -> list[IdArray]: ...
-    def encode_with_byte_ends(
-        self, text: str, *, parse_special: bool = False
-    ) -> tuple[IdArray, ByteEnds]: ...
-    def token_bytes(self, token_id: int) -> bytes | None: ...
-    def byte_ends(self, ids: Sequence[int] | IdArray) -> ByteEnds: ...
-    def token_to_id(self, token: str) -> int: ...
-    def id_to_token(self, token_id: int) -> str: ...
-    def fingerprint(self) -> str: ...
 
 
 class MegatronTokenizerBase(ABC):

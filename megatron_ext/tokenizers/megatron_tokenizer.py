@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.assets.saved_tokenizer import SavedTokenizer
 from megatron_ext.tokenizers.libraries import library_of
 from megatron_ext.tokenizers.library_at import library_at
 from megatron_ext.tokenizers.metadata import (
@@ -18,7 +19,6 @@ from megatron_ext.tokenizers.metadata import (
     read_metadata,
     write_json,
 )
-from megatron_ext.tokenizers.saved_tokenizer import SavedTokenizer
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.tokenizer_class import class_entry, tokenizer_class
 

@@ -223,7 +223,7 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         Raises:
             TokenizerError: The folder holds something else, or cannot be written.
         """
-        from megatron_ext.tokenizers.assets import save_assets
+        from megatron_ext.tokenizers.assets.assets import save_assets
 
         save_assets(self, path, overwrite=overwrite)
 

@@ -9,9 +9,9 @@ from byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_ext.conversation import ConversationTokenizer
-from megatron_ext.tokenizers.libraries.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_ext.tokenizers.libraries.sentencepiece_tokenizer import SentencePieceTokenizer
-from megatron_ext.tokenizers.libraries.tiktoken_tokenizer import TiktokenTokenizer
+from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizers.libraries.sentencepiece.tokenizer import SentencePieceTokenizer
+from megatron_ext.tokenizers.libraries.tiktoken.tokenizer import TiktokenTokenizer
 
 LIBRARIES = ("bytes", "huggingface", "sentencepiece", "tiktoken")
 ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}

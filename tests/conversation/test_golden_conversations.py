@@ -24,7 +24,7 @@ from megatron_ext.conversation import (
     tokenize_conversation,
 )
 from megatron_ext.errors import ConversationError
-from megatron_ext.tokenizers.libraries.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
 
 Row = dict[str, Any]
 

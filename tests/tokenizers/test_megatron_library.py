@@ -13,8 +13,8 @@ from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, pre_tokeni
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
-from megatron_ext.tokenizers.libraries.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_ext.tokenizers.libraries.megatron_tokenizer import (
+from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizers.libraries.megatron.tokenizer import (
     MEGATRON_NAMES,
     MegatronHFTokenizer,
 )

@@ -11,8 +11,8 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizer_files import MAKERS, RANKS_IN_LIST, SENTENCES, mistral_file
 from tokenizers import Tokenizer
 
-from megatron_ext.tokenizers.libraries.tiktoken_file import EARLY_TEKKEN_SPECIAL_TOKENS
-from megatron_ext.tokenizers.libraries.tiktoken_patterns import PATTERNS
+from megatron_ext.tokenizers.libraries.tiktoken.file import EARLY_TEKKEN_SPECIAL_TOKENS
+from megatron_ext.tokenizers.libraries.tiktoken.patterns import PATTERNS
 
 MANY = settings(
     max_examples=60,

@@ -15,8 +15,8 @@ from tokenizer_files import SENTENCES
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
-from megatron_ext.tokenizers.libraries.sentencepiece_model import edit_model
-from megatron_ext.tokenizers.libraries.sentencepiece_wire import (
+from megatron_ext.tokenizers.libraries.sentencepiece.model import edit_model
+from megatron_ext.tokenizers.libraries.sentencepiece.wire import (
     bytes_field,
     read_field,
     varint_field,

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.engine.gigatoken_engine import GigatokenEngine, building
-from megatron_ext.tokenizers.libraries.sentencepiece_wire import (
+from megatron_ext.tokenizers.libraries.sentencepiece.wire import (
     LENGTH_DELIMITED,
     bytes_field,
     read_field,

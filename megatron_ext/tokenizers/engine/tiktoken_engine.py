@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.engine.gigatoken_engine import GigatokenEngine, building
-from megatron_ext.tokenizers.libraries.tiktoken_patterns import (
+from megatron_ext.tokenizers.libraries.tiktoken.patterns import (
     CL100K,
     LLAMA_3,
     O200K,

@@ -95,7 +95,7 @@ for _name, _class_name, _reads_file in (
     ("byte-level", "ByteLevelTokenizer", False),
     ("null", "NullTokenizer", False),
 ):
-    _module = f"{__package__}.{_name.replace('-', '_')}_tokenizer"
+    _module = f"{__package__}.{_name.replace('-', '_')}.tokenizer"
     TOKENIZER_LIBRARIES.register(_name, TokenizerLibrary(_module, _class_name, _reads_file))
 
 

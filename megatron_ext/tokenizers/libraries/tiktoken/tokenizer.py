@@ -10,13 +10,13 @@ from megatron_ext.errors import MissingDependencyError, TokenizerError
 from megatron_ext.tokenizers.engine import GigatokenEngine, tiktoken_engine
 from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
-from megatron_ext.tokenizers.libraries.tiktoken_file import read_tiktoken_file
-from megatron_ext.tokenizers.libraries.tiktoken_layout import (
+from megatron_ext.tokenizers.libraries.tiktoken.file import read_tiktoken_file
+from megatron_ext.tokenizers.libraries.tiktoken.layout import (
     TiktokenOptions,
     TiktokenVocabulary,
     lay_out,
 )
-from megatron_ext.tokenizers.libraries.tiktoken_special_tokens import role_ids, without_role
+from megatron_ext.tokenizers.libraries.tiktoken.special_tokens import role_ids, without_role
 from megatron_ext.tokenizers.libraries.token_names import distinct_names
 from megatron_ext.tokenizers.special_names import SpecialRole
 

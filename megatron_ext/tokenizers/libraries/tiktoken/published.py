@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.tokenizers.libraries.tiktoken_patterns import CL100K, LLAMA_3, O200K, R50K
+from megatron_ext.tokenizers.libraries.tiktoken.patterns import CL100K, LLAMA_3, O200K, R50K
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,16 @@ from megatron_ext.errors import MissingDependencyError, TokenizerError
 from megatron_ext.tokenizers.engine import GigatokenEngine, huggingface_engine
 from megatron_ext.tokenizers.file_kind import require_library
 from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
-from megatron_ext.tokenizers.libraries.huggingface_file import HuggingFaceFile
-from megatron_ext.tokenizers.libraries.huggingface_source import HuggingFaceSource
+from megatron_ext.tokenizers.libraries.huggingface.file import HuggingFaceFile
+from megatron_ext.tokenizers.libraries.huggingface.source import HuggingFaceSource
+from megatron_ext.tokenizers.libraries.huggingface.transformers_tokenizer import (
+    transformers_tokenizer,
+)
+from megatron_ext.tokenizers.libraries.huggingface.vocab_file_choice import (
+    named_vocab_files,
+    vocab_files_at,
+)
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
-from megatron_ext.tokenizers.libraries.transformers_tokenizer import transformers_tokenizer
-from megatron_ext.tokenizers.libraries.vocab_file_choice import named_vocab_files, vocab_files_at
 from megatron_ext.tokenizers.special_names import SpecialRole
 from megatron_ext.tokenizers.token_bytes import character_starts, settle_ends
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.libraries.huggingface_source import HuggingFaceSource
-from megatron_ext.tokenizers.libraries.vocab_files import Gpt2Files, WordPieceFile
+from megatron_ext.tokenizers.libraries.huggingface.source import HuggingFaceSource
+from megatron_ext.tokenizers.libraries.huggingface.vocab_files import Gpt2Files, WordPieceFile
 
 PathLike = str | os.PathLike[str]
 

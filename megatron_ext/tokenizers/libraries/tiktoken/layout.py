@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.libraries.tiktoken_file import TiktokenFile
-from megatron_ext.tokenizers.libraries.tiktoken_patterns import pattern_of
+from megatron_ext.tokenizers.libraries.tiktoken.file import TiktokenFile
+from megatron_ext.tokenizers.libraries.tiktoken.patterns import pattern_of
 
 MEGATRON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 """Special tokens of a file of which nothing is known, in id order."""

@@ -7,7 +7,7 @@ this message (``out_type="serialized_proto"``); the ones with objects in them co
 
 from __future__ import annotations
 
-from megatron_ext.tokenizers.libraries.sentencepiece_wire import (
+from megatron_ext.tokenizers.libraries.sentencepiece.wire import (
     LENGTH_DELIMITED,
     VARINT,
     read_field,

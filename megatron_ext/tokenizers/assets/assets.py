@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.asset_folder import write_folder
+from megatron_ext.tokenizers.assets.asset_folder import write_folder
 from megatron_ext.tokenizers.file_kind import FileFormat, file_kind
 from megatron_ext.tokenizers.metadata import METADATA_FILE, metadata_text, read_metadata
 from megatron_ext.tokenizers.tokenizer_class import class_entry

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError
 from megatron_ext.tokenizers.control_tokens import ControlToken
-from megatron_ext.tokenizers.libraries.sentencepiece_model import edit_model
+from megatron_ext.tokenizers.libraries.sentencepiece.model import edit_model
 
 SPACE = "▁"
 """What a space is inside a piece."""

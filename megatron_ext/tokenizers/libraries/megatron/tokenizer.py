@@ -11,9 +11,12 @@ from typing import ClassVar, Literal
 from megatron_ext.errors import TokenizerError
 from megatron_ext.registry import did_you_mean
 from megatron_ext.tokenizers.hub import local_files
-from megatron_ext.tokenizers.libraries.huggingface_source import HuggingFaceSource
-from megatron_ext.tokenizers.libraries.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_ext.tokenizers.libraries.vocab_file_choice import PathLike, named_vocab_files
+from megatron_ext.tokenizers.libraries.huggingface.source import HuggingFaceSource
+from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizers.libraries.huggingface.vocab_file_choice import (
+    PathLike,
+    named_vocab_files,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from megatron_ext.tokenizers.libraries.sentencepiece_wire import (
+from megatron_ext.tokenizers.libraries.sentencepiece.wire import (
     bytes_field,
     read_field,
     varint_field,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.libraries.tiktoken_layout import TiktokenOptions, TiktokenVocabulary
+from megatron_ext.tokenizers.libraries.tiktoken.layout import TiktokenOptions, TiktokenVocabulary
 from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES, SpecialRole
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.assets import (
+from megatron_ext.tokenizers.assets.assets import (
     ASSETS_KEY,
     ASSETS_VERSION,
     PROMPT_FILE,

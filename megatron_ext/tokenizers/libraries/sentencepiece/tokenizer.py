@@ -14,7 +14,7 @@ from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.engine import GigatokenEngine, sentencepiece_engine
 from megatron_ext.tokenizers.file_kind import require_library
 from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
-from megatron_ext.tokenizers.libraries.sentencepiece_processor import (
+from megatron_ext.tokenizers.libraries.sentencepiece.processor import (
     SPACE,
     absent_pieces,
     control_tokens,
@@ -24,8 +24,8 @@ from megatron_ext.tokenizers.libraries.sentencepiece_processor import (
     processor_from_model,
     with_control_pieces,
 )
-from megatron_ext.tokenizers.libraries.sentencepiece_spans import read_spans
-from megatron_ext.tokenizers.libraries.sentencepiece_special_tokens import (
+from megatron_ext.tokenizers.libraries.sentencepiece.spans import read_spans
+from megatron_ext.tokenizers.libraries.sentencepiece.special_tokens import (
     GivenSpecialTokens,
 )
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.libraries.huggingface_file import name_of
-from megatron_ext.tokenizers.libraries.huggingface_source import HuggingFaceSource
-from megatron_ext.tokenizers.libraries.vocab_lines import (
+from megatron_ext.tokenizers.libraries.huggingface.file import name_of
+from megatron_ext.tokenizers.libraries.huggingface.source import HuggingFaceSource
+from megatron_ext.tokenizers.libraries.huggingface.vocab_lines import (
     read_merges,
     read_vocab_json,
     read_vocab_txt,

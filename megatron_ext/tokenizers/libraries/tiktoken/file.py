@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.file_kind import read_json, require_library
-from megatron_ext.tokenizers.libraries.tiktoken_published import (
+from megatron_ext.tokenizers.libraries.tiktoken.published import (
     PUBLISHED,
     PublishedVocabulary,
     published_vocabulary,

@@ -1,0 +1,1 @@
+"""HuggingFace fast tokenizers and the files that they come in."""

@@ -1,0 +1,1 @@
+"""tiktoken rank files of every layout."""
