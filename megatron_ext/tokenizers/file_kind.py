@@ -101,11 +101,29 @@ def read_json(file: Path) -> object:
     Raises:
         TokenizerError: It cannot be read, or is not JSON: truncated, for one.
     """
+    return parse_json(read_file(file), file)
+
+
+def read_file(file: Path) -> bytes:
+    """The bytes of ``file``.
+
+    Raises:
+        TokenizerError: It cannot be read.
+    """
     try:
-        with file.open(encoding="utf-8") as stream:
-            return json.load(stream)
+        return file.read_bytes()
     except OSError as error:
         raise TokenizerError("cannot read the file", got=error.strerror, where=file) from error
+
+
+def parse_json(contents: bytes, file: Path) -> object:
+    """The JSON document that was read from ``file``.
+
+    Raises:
+        TokenizerError: It is not JSON: truncated, for one.
+    """
+    try:
+        return json.loads(contents.decode())
     except ValueError as error:
         raise TokenizerError(
             "the file is not valid JSON",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -474,3 +475,19 @@ def test_a_line_that_holds_no_document_is_named(build, tmp_path, line, message):
         build("byte-level").tokenize_files(file, "body")
     with pytest.raises(TokenizerError, match=r"b\.jsonl: cannot read the file; got No such"):
         build("byte-level").tokenize_files(tmp_path / "b.jsonl")
+
+
+def test_a_tokenizer_does_not_mind_what_becomes_of_its_files(tokenizer_path, tmp_path):
+    for name in ("huggingface-byte-level", "huggingface-metaspace", "json-rank-list", "rank-file"):
+        folder = tmp_path / name
+        source = tokenizer_path(name)
+        shutil.copytree(source if source.is_dir() else source.parent, folder)
+        ours = MegatronTokenizer.from_pretrained(
+            folder if source.is_dir() else folder / source.name
+        )
+        shutil.rmtree(folder)
+        text = "the parser ends here"
+        ids, _ = ours.encode_with_byte_ends(text, parse_special=True)
+        assert ours.detokenize(ids.tolist()) == text
+        again = pickle.loads(pickle.dumps(ours))
+        assert again.detokenize(ids.tolist()) == text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.file_kind import read_json
+from megatron_ext.tokenizers.file_kind import parse_json, read_file, read_json
 
 _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
@@ -15,6 +17,8 @@ _TEMPLATE = "chat_template.jinja"
 
 class HuggingFaceSource:
     """Where the contents of a tokenizer come from.
+
+    The files are read once: a run that goes on for weeks does not mind what becomes of them.
 
     Args:
         file: The ``tokenizer.json``.
@@ -24,6 +28,7 @@ class HuggingFaceSource:
     def __init__(self, file: Path, folder: Path | None) -> None:
         self.file = file
         self._folder = folder
+        self._kept: bytes | None = None
 
     @property
     def files(self) -> dict[str, Path]:
@@ -36,15 +41,33 @@ class HuggingFaceSource:
         return {"tokenizer.json": self.file}
 
     def document(self) -> object:
-        """The ``tokenizer.json``."""
-        return read_json(self.file)
+        """The ``tokenizer.json``, a new object.
 
+        Raises:
+            TokenizerError: It cannot be read, or is broken.
+        """
+        if self._kept is None:
+            contents = self._read()
+            # As an object it would take a hundred bytes for each of a piece.
+            self._kept = zlib.compress(contents, level=1)
+        else:
+            contents = zlib.decompress(self._kept)
+        return parse_json(contents, self.file)
+
+    def _read(self) -> bytes:
+        """The ``tokenizer.json`` as its file has it."""
+        return read_file(self.file)
+
+    @cached_property
     def config(self) -> Mapping[str, Any] | None:
         """The ``tokenizer_config.json``; None where there is none.
 
         Raises:
             TokenizerError: It is broken.
         """
+        return self._read_config()
+
+    def _read_config(self) -> Mapping[str, Any] | None:
         file = self._beside(_CONFIG)
         if file is None:
             return None
@@ -58,7 +81,7 @@ class HuggingFaceSource:
         file = self._beside(_TEMPLATE)
         if file is not None:
             return file.read_text(encoding="utf-8")
-        template = (self.config() or {}).get("chat_template")
+        template = (self.config or {}).get("chat_template")
         if isinstance(template, list):
             named = {row.get("name"): row.get("template") for row in template}
             template = named.get("default")

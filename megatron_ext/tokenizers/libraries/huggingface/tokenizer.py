@@ -118,9 +118,9 @@ class HuggingFaceTokenizer(TableTokenizer):
         return HuggingFaceSource(file, file.parent)
 
     def _contents(self) -> HuggingFaceFile:
-        """What the files say, with the additions; read anew, for it is large."""
+        """What the files say, with the additions; made anew, for it is large."""
         source = self._source
-        return HuggingFaceFile(source.document(), source.config(), source.file, **self._additions)
+        return HuggingFaceFile(source.document(), source.config, source.file, **self._additions)
 
     def _build_engine(self) -> GigatokenEngine:
         return huggingface_engine(self._text_only.to_str(), self._source.file)

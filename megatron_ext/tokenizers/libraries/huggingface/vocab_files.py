@@ -5,6 +5,8 @@ Each is read into the ``tokenizer.json`` that means the same.
 
 from __future__ import annotations
 
+import json
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,18 @@ from megatron_ext.tokenizers.libraries.huggingface.vocab_lines import (
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
-class Gpt2Files(HuggingFaceSource):
+class VocabFiles(HuggingFaceSource):
+    """Files that are read into a document of ours."""
+
+    def _read(self) -> bytes:
+        return json.dumps(self._document()).encode()
+
+    @abstractmethod
+    def _document(self) -> dict[str, Any]:
+        """The ``tokenizer.json`` that means the same."""
+
+
+class Gpt2Files(VocabFiles):
     """``vocab.json`` and ``merges.txt``: byte-level BPE that cuts text as GPT-2 does.
 
     Args:
@@ -38,16 +51,16 @@ class Gpt2Files(HuggingFaceSource):
     def _own_files(self) -> dict[str, Path]:
         return {"vocab.json": self.file, "merges.txt": self._merges_file}
 
-    def config(self) -> dict[str, Any]:
+    def _read_config(self) -> dict[str, Any]:
         end = "<|endoftext|>"
         default = {"bos_token": end, "eos_token": end, "unk_token": end}
-        given = super().config() or {}
+        given = super()._read_config() or {}
         _check_class(given, ("GPT2Tokenizer",), self.file)
         return {**default, **given}
 
-    def document(self) -> dict[str, Any]:
+    def _document(self) -> dict[str, Any]:
         ids = read_vocab_json(self.file)
-        config = self.config()
+        config = self._read_config()
         byte_level = {
             "type": "ByteLevel",
             "add_prefix_space": bool(config.get("add_prefix_space")),
@@ -65,7 +78,7 @@ class Gpt2Files(HuggingFaceSource):
         return {**parts, "normalizer": None, "added_tokens": _special_tokens(config, ids)}
 
 
-class WordPieceFile(HuggingFaceSource):
+class WordPieceFile(VocabFiles):
     """``vocab.txt``: BERT's pieces, one in each line.
 
     Args:
@@ -82,15 +95,15 @@ class WordPieceFile(HuggingFaceSource):
     def _own_files(self) -> dict[str, Path]:
         return {"vocab.txt": self.file}
 
-    def config(self) -> dict[str, Any]:
+    def _read_config(self) -> dict[str, Any]:
         default = {f"{role}_token": f"[{role.upper()}]" for role in _ROLES[2:]}
-        given = super().config() or {}
+        given = super()._read_config() or {}
         names = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
         _check_class(given, names, self.file)
         return {**default, **given}
 
-    def document(self) -> dict[str, Any]:
-        config = self.config()
+    def _document(self) -> dict[str, Any]:
+        config = self._read_config()
         needed = [name_of(config[f"{role}_token"]) for role in ("unk", "cls", "sep")]
         ids = read_vocab_txt(self.file, needed)
         unk, cls, sep = needed
