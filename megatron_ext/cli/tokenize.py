@@ -67,14 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     data.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     run = parser.add_argument_group("run")
-    run.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default 1)")
+    run.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes; one for each shard, as far as there are cores, when unset",
+    )
     run.add_argument(
         "--shards",
         "--shard-count",
         dest="shard_count",
         type=int,
         metavar="K",
-        help="parts to cut the input into; one for each worker and each 256 MiB when unset",
+        help="parts to cut the input into; as many as workers, none over 256 MiB, when unset",
     )
     run.add_argument(
         "--shard-index",
@@ -170,6 +175,6 @@ def _summary(config: PreprocessConfig, report: Report) -> str:
         f"{report.empty_documents:,} empty",
         f"{report.bad_records:,} left out",
     ]
-    if config.has_conversations:
+    if report.settings["mode"] == "sft":
         counts.append(f"{report.untrained_documents:,} without a trained token")
     return f"{config.output_prefix}: {', '.join(counts)}\n"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.preprocessing.output_names import OutputNames
 from megatron_ext.preprocessing.record_block import FieldContent, RecordFields
-from megatron_ext.tokenizers import TokenizerConfig
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -26,7 +26,8 @@ class PreprocessConfig:
     """Folder and first part of the names of the output: PREFIX_KEY_document.bin and .idx."""
 
     tokenizer: TokenizerConfig
-    """The tokenizer; its mode says whether records hold texts or conversations."""
+    """The tokenizer; its mode says whether records hold texts or conversations. Where it is text,
+    the mode that the tokenizer was saved with decides: ``with_mode_of``."""
 
     json_keys: tuple[str, ...] = ()
     """Fields to read, each for files of its own; text, or messages in the mode sft, when unset."""
@@ -34,11 +35,11 @@ class PreprocessConfig:
     append_eod: bool = False
     """End every document that has any tokens with the end-of-document token."""
 
-    workers: int = 1
-    """Processes; the tokenizer's threads are shared out among them."""
+    workers: int | None = None
+    """Processes; one for each shard, as far as there are cores, when unset."""
 
     shard_count: int | None = None
-    """Parts to cut the input into; one for each 256 MiB of it, and for each worker, when unset."""
+    """Parts to cut the input into; as many as workers, and none over 256 MiB, when unset."""
 
     shard_indices: tuple[int, ...] = ()
     """Make these parts only and leave putting them together to a later run; all when unset."""
@@ -74,10 +75,30 @@ class PreprocessConfig:
                 fix="add --tokenizer-mode sft where the records hold conversations",
                 where="--tokenizer-prompt-format",
             )
-        if self.workers < 1:
+        if self.workers is not None and self.workers < 1:
             raise ConfigError("too few", got=self.workers, expected=">= 1", where="--workers")
         self._check_keys()
         self._check_shards()
+
+    def with_mode_of(self, tokenizer: MegatronTokenizerText) -> PreprocessConfig:
+        """The run in the mode that ``tokenizer`` has, which its metadata may have set.
+
+        Raises:
+            ConfigError: The mode has no indexed dataset.
+        """
+        if tokenizer.mode == self.tokenizer.mode:
+            return self
+        if tokenizer.mode != "sft":
+            raise ConfigError(
+                "the tokenizer's metadata name a mode that has no indexed dataset",
+                got=tokenizer.mode,
+                expected="text or sft",
+                fix="name other metadata with --tokenizer-metadata",
+                where=self.tokenizer.metadata or self.tokenizer.model,
+            )
+        # The prompt format that was saved stays: unset, the mode would take the tokenizer's own.
+        saved = replace(self.tokenizer, mode="sft", prompt_format=tokenizer.prompt_format)
+        return replace(self, tokenizer=saved)
 
     @property
     def has_conversations(self) -> bool:

@@ -47,7 +47,7 @@ class Plan:
             raise DataError("the input holds no text", got=f"{len(inputs)} empty files")
         count = config.shard_count
         if count is None:
-            count = max(config.workers, -(-total // SHARD_BYTES))
+            count = max(config.workers or 1, -(-total // SHARD_BYTES))
         return cls(_settings(config, tokenizer), inputs, cut_into_shards(inputs, count))
 
     def to_json(self) -> str:

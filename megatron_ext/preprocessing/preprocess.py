@@ -16,7 +16,7 @@ from megatron_ext.preprocessing.report import Report
 from megatron_ext.preprocessing.shard import ShardMaker
 from megatron_ext.preprocessing.source_file import find_sources
 from megatron_ext.preprocessing.work_folder import WorkFolder
-from megatron_ext.preprocessing.worker_pool import make_shards
+from megatron_ext.preprocessing.worker_pool import make_shards, usable_cores
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
 
 
@@ -30,8 +30,8 @@ def preprocess(config: PreprocessConfig) -> Report | None:
         MegatronExtError: Anything that the user can mend. What can be known beforehand is checked
             before anything is written.
     """
+    config, tokenizer = _with_tokenizer(config)
     _check_output(config)
-    tokenizer = build_tokenizer(config.tokenizer)
     document_encoder(config, tokenizer)
     sources = find_sources(config.inputs, is_own=config.names.is_own)
     check_fields(sources.files, config.fields)
@@ -45,6 +45,16 @@ def preprocess(config: PreprocessConfig) -> Report | None:
         raise DataError(
             "cannot write the output", got=error.strerror, where=error.filename
         ) from error
+
+
+def _with_tokenizer(config: PreprocessConfig) -> tuple[PreprocessConfig, MegatronTokenizerText]:
+    """The tokenizer, and the run in its mode: a saved one says itself that it is for SFT."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    agreed = config.with_mode_of(tokenizer)
+    if agreed is not config:
+        # Anew, because what was saved without a prompt format has got none yet.
+        tokenizer = build_tokenizer(agreed.tokenizer)
+    return agreed, tokenizer
 
 
 def _check_output(config: PreprocessConfig) -> None:
@@ -99,9 +109,10 @@ def _make_missing(config: PreprocessConfig, plan: Plan, tokenizer: MegatronToken
     total = sum(sizes.values())
     done = total - sum(sizes[index] for index in missing)
     with ProgressBar(total=total, done=done) as bar:
-        if min(config.workers, len(missing)) > 1:
+        workers = min(config.workers or usable_cores(), len(missing))
+        if workers > 1:
             make_maker = partial(_shard_maker, config, digest)
-            make_shards(make_maker, shards, worker_count=config.workers, on_progress=bar.add)
+            make_shards(make_maker, shards, worker_count=workers, on_progress=bar.add)
         else:
             make = ShardMaker.of(config, tokenizer, digest)
             for index, slices in shards:

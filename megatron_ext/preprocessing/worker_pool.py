@@ -110,7 +110,7 @@ def _workers(make_maker: Callable[[], MakeShard], count: int) -> Iterator[list[_
     """Processes that wait for shards; all of them have ended when the block has."""
     # Spawned, not forked: a copy of a process whose tokenizer has started threads may hang.
     context = multiprocessing.get_context("spawn")
-    threads = max(1, _usable_cores() // count)
+    threads = max(1, usable_cores() // count)
     workers: list[_Worker] = []
     try:
         for _ in range(count):
@@ -153,7 +153,8 @@ def _work(connection: Connection, make_maker: Callable[[], MakeShard], threads: 
             connection.send(_Failure(own, traceback.format_exc()))
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Cores that this process may run on."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -23,6 +23,7 @@ class ChatOfBytes:
     """
 
     path = None
+    mode = "sft"
     prompt_config = "bytes"
     chat_template = None
     vocab_size = 1000

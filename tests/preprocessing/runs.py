@@ -34,11 +34,11 @@ def write_word_list(folder: Path) -> Path:
 
 
 def config_of(*inputs: Path, output: Path, **options: Any) -> PreprocessConfig:
-    """A run over ``inputs`` with the byte tokenizer, unless ``options`` name another."""
+    """A run over ``inputs`` in this process and with the byte tokenizer, unless told otherwise."""
     return PreprocessConfig(
         inputs=tuple(map(str, inputs)),
         output_prefix=str(output),
-        **{"tokenizer": BYTES, **options},
+        **{"tokenizer": BYTES, "workers": 1, **options},
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.preprocessing import preprocess as preprocess_module
 from megatron_ext.preprocessing.document_encoder import ConversationEncoder
 from megatron_ext.preprocessing.record_block import RecordBlock, RecordFields
@@ -122,6 +122,42 @@ def test_a_real_tokenizer_gives_what_its_own_method_gives(
         assert np.array_equal(trained, target != IGNORE_INDEX)
         assert "yo" in tokenizer.detokenize(ids[trained == 1].tolist())
         assert "hi" not in tokenizer.detokenize(ids[trained == 1].tolist())
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("prompt_format", [None, "default"])
+def test_a_tokenizer_that_was_saved_for_sft_reads_conversations_without_a_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt_format: str | None
+) -> None:
+    monkeypatch.setattr(preprocess_module, "build_tokenizer", build_tokenizer)
+    told = TokenizerConfig(
+        library="byte-level", mode="sft", chat_template=TEMPLATE, prompt_format=prompt_format
+    )
+    folder = tmp_path / "saved"
+    build_tokenizer(told).save_pretrained(str(folder))
+    # With a text, too: read as one, the record would lose its mask and nobody would notice.
+    rows = [{"text": "x", "messages": ANSWERED}, {"text": "y", "messages": UNANSWERED}]
+    file = write_json_lines(tmp_path / "a.jsonl", rows)
+    saved = TokenizerConfig(model=str(folder))
+    report = run(file, output=tmp_path / "saved-out" / "a", tokenizer=saved, workers=2)
+    run(file, output=tmp_path / "told-out" / "a", tokenizer=told)
+    assert report.settings["mode"] == "sft"
+    assert contents(tmp_path / "saved-out") == contents(tmp_path / "told-out")
+
+
+def test_metadata_of_a_mode_without_a_dataset_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OfImages(ChatOfBytes):
+        mode = "multimodal"
+
+    monkeypatch.setattr(preprocess_module, "build_tokenizer", lambda config: OfImages())
+    file = write_json_lines(tmp_path / "a.jsonl", [{"text": "x"}])
+    with pytest.raises(ConfigError, match="a mode that has no indexed dataset; got multimodal"):
+        run(file, output=tmp_path / "out" / "a", tokenizer=TokenizerConfig(library="byte-level"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_conversations_without_a_trained_token_are_refused(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import gzip
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 from megatron_ext.errors import ConfigError, DataError, TokenizerError
+from megatron_ext.preprocessing import preprocess as preprocess_module
 from megatron_ext.preprocessing.preprocess import preprocess
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.preprocessing.megatron_loop import write_one_by_one
@@ -125,13 +127,40 @@ def test_every_kind_of_file_gives_the_same_documents_in_the_order_of_the_input(
 def test_workers_and_shards_leave_no_trace_in_the_output(tmp_path: Path, out: Path) -> None:
     file = write_json_lines(tmp_path / "a.jsonl", [*RECORDS, {"body": "bad"}, *RECORDS])
     reports = []
-    for name, workers, shard_count in (("one", 1, 1), ("many", 1, 200), ("two", 2, 5)):
+    for name, workers, shard_count in (("one", 1, 1), ("many", 1, 200), ("two", 2, None)):
         (out / name).mkdir()
         run(file, output=out / name / "a", workers=workers, shard_count=shard_count)
         reports.append((out / name / "a_report.json").read_text())
     assert contents(out / "one") == contents(out / "many") == contents(out / "two")
     assert reports[0] == reports[1] == reports[2]
     assert json.loads(reports[0])["bad"][0]["place"] == f"{file}:{len(RECORDS) + 1}"
+
+
+@pytest.mark.parametrize(
+    ("shard_count", "cores", "processes"),
+    [(None, 8, 1), (3, 8, 3), (5, 2, 2), (5, 1, 1)],
+    ids=["one-shard", "few-shards", "few-cores", "one-core"],
+)
+def test_unless_told_otherwise_each_shard_has_a_process_as_far_as_there_are_cores(
+    tmp_path: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shard_count: int | None,
+    cores: int,
+    processes: int,
+) -> None:
+    started: list[int] = []
+
+    def make_here(make_maker: Any, shards: Any, *, worker_count: int, on_progress: Any) -> None:
+        started.append(worker_count)
+        for shard in shards:
+            make_maker()(*shard, on_progress)
+
+    monkeypatch.setattr(preprocess_module, "usable_cores", lambda: cores)
+    monkeypatch.setattr(preprocess_module, "make_shards", make_here)
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    run(file, output=out / "a", shard_count=shard_count, workers=None)
+    assert started == ([processes] if processes > 1 else [])
 
 
 def test_shards_made_one_by_one_are_put_together_by_a_last_run(tmp_path: Path, out: Path) -> None:
