@@ -162,7 +162,8 @@ def _warn(config: PreprocessConfig, report: Report) -> None:
     for bad in report.bad[:_BAD_SHOWN]:
         sys.stderr.write(f"megatron-ext: left out: {bad.place}: {bad.problem}\n")
     if len(report.bad) > _BAD_SHOWN:
-        sys.stderr.write(f"megatron-ext: all that was left out: {config.names.report}\n")
+        listed = f"the first {len(report.bad):,}" if report.bad_unlisted else "all"
+        sys.stderr.write(f"megatron-ext: {listed} that was left out: {config.names.report}\n")
     for file in report.skipped_files[:_BAD_SHOWN]:
         sys.stderr.write(f"megatron-ext: skipped, of no known kind: {file}\n")
 

@@ -110,7 +110,8 @@ class PreprocessConfig:
         """Which fields of a record are read."""
         content: FieldContent = "conversation" if self.has_conversations else "sentences"
         default = "messages" if self.has_conversations else "text"
-        return RecordFields(self.json_keys or (default,), content)
+        keys = self.json_keys or (default,)
+        return RecordFields(keys, content, conversation_flag="--tokenizer-mode sft")
 
     @property
     def names(self) -> OutputNames:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 
 from megatron_ext.errors import ConfigError, DataError, MissingDependencyError
 from megatron_ext.preprocessing.assembly import assemble
@@ -11,7 +12,7 @@ from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.document_encoder import document_encoder
 from megatron_ext.preprocessing.plan import Plan
 from megatron_ext.preprocessing.progress_bar import ProgressBar
-from megatron_ext.preprocessing.records import check_fields
+from megatron_ext.preprocessing.records import check_fields, check_first_records
 from megatron_ext.preprocessing.report import Report
 from megatron_ext.preprocessing.shard import ShardMaker
 from megatron_ext.preprocessing.source_file import find_sources
@@ -94,7 +95,10 @@ def _take_up(config: PreprocessConfig, plan: Plan) -> Plan:
     except ConfigError:
         if not config.overwrite:
             raise
+        check_first_records(chain.from_iterable(plan.shards), config.fields)
         folder.discard()
+    else:
+        check_first_records(chain.from_iterable(plan.shards), config.fields)
     folder.store_plan(plan)
     return plan
 

@@ -13,6 +13,9 @@ FieldContent = Literal["text", "sentences", "conversation"]
 """A text; a text or a list of texts; a list of messages."""
 
 _KEYS_SHOWN = 12
+_CONVERSATION_KEYS = ("messages", "conversations")
+"""Under which names data sets have their conversations."""
+
 _NAMES: dict[FieldContent, str] = {
     "text": "text",
     "sentences": "text",
@@ -28,11 +31,14 @@ class RecordFields:
         keys: Their names.
         content: What each holds.
         flag: The flag or configuration key that sets ``keys``, for error messages.
+        conversation_flag: The flag that has conversations read in place of texts, for error
+            messages; None where nothing has.
     """
 
     keys: tuple[str, ...]
     content: FieldContent = "text"
     flag: str = "--json-keys"
+    conversation_flag: str | None = None
 
     def values_of(self, record: object) -> list[Any]:
         """The fields of one record, in the order of ``keys``.
@@ -46,7 +52,8 @@ class RecordFields:
 
     def missing(self, key: str, present: Iterable[str]) -> DataError:
         """The error of a record, or a file, that has other fields."""
-        return self._error(key, f"keys {list(present)[:_KEYS_SHOWN]}")
+        names = list(present)
+        return self._error(key, f"keys {names[:_KEYS_SHOWN]}", names)
 
     def _value_of(self, record: dict[str, Any], key: str) -> Any:
         if key not in record:
@@ -61,15 +68,29 @@ class RecordFields:
                 and all(isinstance(sentence, str) for sentence in value)
             )
         if not fits:
-            raise self._error(key, f"a value of type {type(value).__name__}")
+            raise self._error(key, f"a value of type {type(value).__name__}", record)
         return value
 
-    def _error(self, key: str, got: str) -> DataError:
+    def _error(self, key: str, got: str, present: Iterable[str] = ()) -> DataError:
         return DataError(
             f"the line has no {_NAMES[self.content]} under {key!r}",
             got=got,
-            fix=f"set {self.flag} to the field that holds the {_NAMES[self.content]}",
+            fix=self._fix(key, set(present)),
         )
+
+    def _fix(self, key: str, present: set[str]) -> str:
+        """What to do about a record that lacks ``key``, or holds something else there."""
+        content = _NAMES[self.content]
+        fix = f"set {self.flag} to the field that holds the {content}"
+        found = next((name for name in _CONVERSATION_KEYS if name in present), None)
+        if found is None or (content == "conversation" and found == key):
+            return fix
+        if content == "conversation":
+            return f"{fix}, as in {self.flag} {found}"
+        if self.conversation_flag is None:
+            return fix
+        flags = f"{self.conversation_flag} {self.flag} {found}"
+        return f"pass {flags} to read the conversations there, or {fix}"
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from megatron_ext.errors import DataError
 from megatron_ext.preprocessing.input_slice import InputSlice
 from megatron_ext.preprocessing.json_line import read_json_lines
 from megatron_ext.preprocessing.line_block import newlines_before
@@ -30,6 +31,32 @@ def read_records(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBloc
         MissingDependencyError: A package that reads this kind of file is not installed.
     """
     return _READERS[piece.kind](piece, fields)
+
+
+def check_first_records(pieces: Iterable[InputSlice], fields: RecordFields) -> None:
+    """Check that some file begins with a record that can be used.
+
+    Of each file some megabytes are read, and no more files than it takes to find one.
+
+    Args:
+        pieces: Slices of the files; those that do not begin one are passed over.
+        fields: What is read.
+
+    Raises:
+        DataError: All records are bad, most likely for want of the right flag; it is the error of
+            the first.
+    """
+    first: DataError | None = None
+    for piece in pieces:
+        block = next(read_records(piece, fields), None) if not piece.start else None
+        if block is None:
+            continue
+        if block.lines:
+            return
+        if first is None and block.bad:
+            first = block.bad[0].error(piece.path)
+    if first is not None:
+        raise first
 
 
 def lines_before(piece: InputSlice) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_ext.preprocessing.shard_record import ShardRecord
+from megatron_ext.preprocessing.shard_record import MOST_LISTED, ShardRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class Report:
     text_bytes: int
     bad_records: int
     bad: Sequence[BadPlace] = field(default=())
+    """The first bad records of the input."""
+
+    bad_unlisted: int = 0
+    """Lines and rows among ``bad_records`` that are not in ``bad``."""
 
     @classmethod
     def of(
@@ -66,10 +70,19 @@ class Report:
             for piece in record.slices:
                 bad += [
                     BadPlace(row.place(piece.path, lines[piece.path]), row.problem, row.rows)
-                    for row in piece.bad
+                    for row in piece.bad[: MOST_LISTED - len(bad)]
                 ]
                 lines[piece.path] += piece.line_count
-        return cls(settings, inputs, skipped_files, tokens=dict(tokens), bad=bad, **totals)
+        unlisted = totals["bad_records"] - sum(row.rows for row in bad)
+        return cls(
+            settings,
+            inputs,
+            skipped_files,
+            tokens=dict(tokens),
+            bad=bad,
+            bad_unlisted=unlisted,
+            **totals,
+        )
 
     def to_json(self) -> str:
         """The report as a file."""

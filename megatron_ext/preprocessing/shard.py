@@ -102,7 +102,7 @@ class ShardMaker:
         bad = sorted((*block.bad, *encoded.bad), key=lambda bad: bad.line or 0)
         if bad and self.config.strict:
             raise bad[0].error(piece.path, lines_before(piece))
-        record.slices[-1].bad += bad
+        record.add_bad(bad)
         record.slices[-1].line_count += block.line_count
         for key, documents in zip(self.config.fields.keys, encoded.documents, strict=True):
             _write(key, documents, writers, record)

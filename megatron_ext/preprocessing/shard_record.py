@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from megatron_ext.preprocessing.bad_record import BadRecord
+
+MOST_LISTED: Final = 10_000
+"""Bad records that are listed, of a shard and of a run; a corpus can have any number of them."""
 
 
 @dataclass(slots=True)
@@ -37,6 +40,15 @@ class ShardRecord:
 
     text_bytes: int = 0
     slices: list[SliceRecord] = field(default_factory=list)
+    bad_unlisted: int = 0
+    """Lines and rows that gave no document beyond those that the slices list."""
+
+    def add_bad(self, bad: Sequence[BadRecord]) -> None:
+        """Count what the last slice has lost, and list it while there is room."""
+        listed = sum(len(piece.bad) for piece in self.slices)
+        room = max(MOST_LISTED - listed, 0)
+        self.slices[-1].bad += bad[:room]
+        self.bad_unlisted += sum(row.rows for row in bad[room:])
 
     def to_values(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -54,4 +66,5 @@ class ShardRecord:
     @property
     def bad_count(self) -> int:
         """Lines and rows that gave no document."""
-        return sum(bad.rows for piece in self.slices for bad in piece.bad)
+        listed = sum(bad.rows for piece in self.slices for bad in piece.bad)
+        return listed + self.bad_unlisted

@@ -160,6 +160,24 @@ def test_metadata_of_a_mode_without_a_dataset_are_refused_before_anything_is_wri
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("record", "fix"),
+    [
+        ({"chat": ANSWERED}, "set --json-keys to the field that holds the conversation"),
+        ({"conversations": ANSWERED}, "the conversation, as in --json-keys conversations"),
+        ({"messages": "x"}, "set --json-keys to the field that holds the conversation"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_conversations_under_another_key_are_told_of_the_flag(
+    tmp_path: Path, record: dict[str, Any], fix: str
+) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", [record])
+    with pytest.raises(DataError, match=r"no conversation under 'messages'") as caught:
+        run(file, output=tmp_path / "out" / "a", tokenizer=SFT)
+    assert str(caught.value).endswith(fix)
+
+
 def test_conversations_without_a_trained_token_are_refused(tmp_path: Path) -> None:
     file = write_json_lines(tmp_path / "a.jsonl", [{"messages": conversation("hi")}] * 3)
     with pytest.raises(DataError, match="messages_loss_mask: no token of the input is trained"):

@@ -266,7 +266,7 @@ def test_a_compressed_file_that_is_cut_off_gives_what_it_holds(tmp_path: Path, o
     [
         (b"", "the input holds no text"),
         (b"\n\n", "no record of the input can be used"),
-        (b'{"body": "a"}\n[]\n', r"2 bad, the first: .*a\.jsonl:1: the line has no text"),
+        (b'{"body": "a"}\n[]\n', r"^\S*a\.jsonl:1: the line has no text"),
         (b'{"text": ""}\n', "give no tokens"),
     ],
     ids=["empty", "blank", "all-bad", "no-tokens"],
@@ -278,6 +278,58 @@ def test_input_without_a_usable_text_is_refused_and_leaves_nothing(
     with pytest.raises(DataError, match=words):
         run(tmp_path / "a.jsonl", output=out / "a")
     assert not list(out.iterdir())
+
+
+def test_a_key_that_no_file_has_is_refused_before_anything_is_written(
+    tmp_path: Path, out: Path
+) -> None:
+    first = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    second = write_json_lines(tmp_path / "b.jsonl", [{"id": 1, "body": "x"}] * 3)
+    table = pyarrow.table({"title": ["x"]})
+    parquet.write_table(table, tmp_path / "c.parquet")
+    with pytest.raises(DataError, match=r"^\S*a\.jsonl:1: the line has no text under 'boddy'"):
+        preprocess(
+            config_of(
+                first,
+                second,
+                tmp_path / "c.parquet",
+                output=out / "a",
+                json_keys=("boddy",),
+                shard_count=4,
+                shard_indices=(0,),
+            )
+        )
+    assert not list(out.iterdir())
+    report = run(first, second, output=out / "a", json_keys=("body",))
+    assert (report.documents, report.bad_records) == (3, len(RECORDS))
+
+
+@pytest.mark.parametrize("shard_count", [1, 4])
+def test_bad_records_beyond_the_first_ones_are_counted_but_not_listed(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, shard_count: int
+) -> None:
+    for module in ("shard_record", "report"):
+        monkeypatch.setattr(f"megatron_ext.preprocessing.{module}.MOST_LISTED", 5)
+    records = [{"text": "x"} if i % 3 == 0 else {"body": i} for i in range(30)]
+    file = write_json_lines(tmp_path / "a.jsonl", records)
+    report = run(file, output=out / "a", shard_count=shard_count)
+    assert [row.place for row in report.bad] == [f"{file}:{line}" for line in (2, 3, 5, 6, 8)]
+    assert (report.documents, report.bad_records, report.bad_unlisted) == (10, 20, 15)
+    assert json.loads((out / "a_report.json").read_text())["bad_unlisted"] == 15
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_conversations_that_are_read_as_texts_are_told_of_the_flag(
+    tmp_path: Path, out: Path, key: str
+) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", [{key: [{"role": "user", "content": "x"}]}])
+    with pytest.raises(DataError) as caught:
+        run(file, output=out / "a")
+    assert f"pass --tokenizer-mode sft --json-keys {key} to read the conversations" in str(
+        caught.value
+    )
+    with pytest.raises(DataError, match="value of type list; pass --tokenizer-mode sft"):
+        run(file, output=out / "a", json_keys=(key,))
 
 
 def test_an_eod_that_the_tokenizer_lacks_is_refused_before_anything_is_written(
