@@ -12,7 +12,6 @@ because it needs Jinja. How provenance survives:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from datetime import datetime
 from functools import wraps
 from typing import Any, Final, NoReturn
 
@@ -27,6 +26,7 @@ from markupsafe import Markup
 
 from megatron_ext.conversation.jinja_compiler import ProvenanceCompiler
 from megatron_ext.conversation.provenance import TEMPLATE, in_generation, merged
+from megatron_ext.conversation.template_clock import template_time
 from megatron_ext.conversation.tracked_data import TrackedMessage, provenance_of, text_of
 from megatron_ext.conversation.tracked_filters import FILTERS
 from megatron_ext.conversation.tracked_format import format_braces
@@ -149,4 +149,4 @@ def _raise_exception(message: object) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+    return template_time().strftime(form)

@@ -37,14 +37,14 @@ def assemble(
     problem = _emptiness(report)
     if problem is not None:
         # Nothing in it is worth taking up.
-        folder.discard()
+        folder.finish()
         raise problem
     # Everything is made among the parts, which go with all that a killed run may leave there.
     scratch = folder.scratch()
     _write_datasets(config, folder, len(plan.shards), scratch, vocab_size)
     write_text(scratch / config.names.report.name, report.to_json())
     (scratch / config.names.report.name).replace(config.names.report)
-    folder.discard()
+    folder.finish()
     return report
 
 

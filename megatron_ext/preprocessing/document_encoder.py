@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.conversation.template_clock import stopped_at
 from megatron_ext.errors import ConfigError, ConversationError, TokenizerError
 from megatron_ext.preprocessing.bad_record import BadRecord
 from megatron_ext.preprocessing.config import PreprocessConfig
@@ -107,12 +109,18 @@ class ConversationEncoder:
     Attributes:
         tokenizer: The tokenizer.
         eod: The token that ends each document; None for none.
+        moment: What templates take for now; None for the time of the call.
     """
 
     tokenizer: MegatronTokenizerText
     eod: int | None = None
+    moment: datetime | None = None
 
     def encode(self, block: RecordBlock) -> EncodedBlock:
+        with stopped_at(self.moment):
+            return self._encode(block)
+
+    def _encode(self, block: RecordBlock) -> EncodedBlock:
         good: list[list[tuple[NDArray[np.int32], NDArray[np.uint8]]]] = []
         bad: list[BadRecord] = []
         text_bytes = 0
@@ -144,8 +152,15 @@ class ConversationEncoder:
         return ids, trained
 
 
-def document_encoder(config: PreprocessConfig, tokenizer: MegatronTokenizerText) -> DocumentEncoder:
+def document_encoder(
+    config: PreprocessConfig, tokenizer: MegatronTokenizerText, moment: str | None = None
+) -> DocumentEncoder:
     """What tokenizes the records of a run.
+
+    Args:
+        config: The run.
+        tokenizer: Its tokenizer.
+        moment: What the templates of conversations take for now, in ISO 8601.
 
     Raises:
         ConfigError: Documents are to end with a token that the tokenizer has not.
@@ -161,8 +176,10 @@ def document_encoder(config: PreprocessConfig, tokenizer: MegatronTokenizerText)
         # An engine says on its first batch that it cannot be used: rather now than in the run.
         tokenizer.text_to_flat_ids(["word " * _FIRST_BATCH_WORDS])
     eod = tokenizer.eod if config.append_eod else None
-    kind = ConversationEncoder if config.has_conversations else TextEncoder
-    return kind(tokenizer, eod)
+    if not config.has_conversations:
+        return TextEncoder(tokenizer, eod)
+    now = None if moment is None else datetime.fromisoformat(moment)
+    return ConversationEncoder(tokenizer, eod, now)
 
 
 def _documents(

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any, Final
 
 from megatron_ext.errors import ConfigError, DataError
@@ -30,6 +31,10 @@ class Plan:
     inputs: tuple[SourceFile, ...]
     shards: tuple[tuple[InputSlice, ...], ...]
 
+    moment: str | None = None
+    """When a run over conversations was first started, in local time: what their templates take
+    for now, however long the run takes and wherever its shards are made. None for texts."""
+
     @classmethod
     def make(
         cls,
@@ -48,7 +53,9 @@ class Plan:
         count = config.shard_count
         if count is None:
             count = max(config.workers or 1, -(-total // SHARD_BYTES))
-        return cls(_settings(config, tokenizer), inputs, cut_into_shards(inputs, count))
+        moment = datetime.now().isoformat(timespec="seconds") if config.has_conversations else None
+        shards = cut_into_shards(inputs, count)
+        return cls(_settings(config, tokenizer), inputs, shards, moment)
 
     def to_json(self) -> str:
         """The plan as text, the same for the same plan."""
@@ -62,6 +69,7 @@ class Plan:
             values["settings"],
             tuple(SourceFile(**file) for file in values["inputs"]),
             tuple(tuple(InputSlice(**piece) for piece in shard) for shard in values["shards"]),
+            values.get("moment"),
         )
 
     def digest(self) -> str:

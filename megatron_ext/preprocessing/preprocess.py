@@ -43,9 +43,9 @@ def preprocess(config: PreprocessConfig) -> Report | None:
             return None
         return assemble(config, plan, sources, vocab_size=tokenizer.vocab_size)
     except OSError as error:
-        raise DataError(
-            "cannot write the output", got=error.strerror, where=error.filename
-        ) from error
+        # A write to an open file does not know its name.
+        place = config.names.work_folder if error.filename is None else error.filename
+        raise DataError("cannot write the output", got=error.strerror, where=place) from error
 
 
 def _with_tokenizer(config: PreprocessConfig) -> tuple[PreprocessConfig, MegatronTokenizerText]:
@@ -79,28 +79,44 @@ def _has_megatron_core() -> bool:
 def _take_up(config: PreprocessConfig, plan: Plan) -> Plan:
     """The plan of the unfinished run if there is one, else ``plan``, which is begun."""
     folder = WorkFolder(config.names.work_folder)
+    stored = _unfinished(config, folder, plan)
+    if stored is not None:
+        return stored
+    check_first_records(chain.from_iterable(plan.shards), config.fields)
+    with folder.lock():
+        # Another process of this run may have begun it in the meantime, and works in the folder.
+        stored = _unfinished(config, folder, plan)
+        if stored is not None:
+            return stored
+        folder.discard()
+        folder.store_plan(plan)
+    return plan
+
+
+def _unfinished(config: PreprocessConfig, folder: WorkFolder, plan: Plan) -> Plan | None:
+    """The stored plan of this run; None where none is, or one that is to be overwritten.
+
+    Raises:
+        ConfigError: It is another run's.
+    """
     try:
         stored = folder.stored_plan()
-        if stored is not None:
-            plan.check_same(stored, where=folder.path)
-            if config.shard_count not in (None, len(stored.shards)):
-                raise ConfigError(
-                    "the unfinished run was started with another number of shards",
-                    got=config.shard_count,
-                    expected=len(stored.shards),
-                    fix="pass --overwrite to start again, or leave --shards out",
-                    where=folder.path,
-                )
-            return stored
+        if stored is None:
+            return None
+        plan.check_same(stored, where=folder.path)
+        if config.shard_count not in (None, len(stored.shards)):
+            raise ConfigError(
+                "the unfinished run was started with another number of shards",
+                got=config.shard_count,
+                expected=len(stored.shards),
+                fix="pass --overwrite to start again, or leave --shards out",
+                where=folder.path,
+            )
     except ConfigError:
         if not config.overwrite:
             raise
-        check_first_records(chain.from_iterable(plan.shards), config.fields)
-        folder.discard()
-    else:
-        check_first_records(chain.from_iterable(plan.shards), config.fields)
-    folder.store_plan(plan)
-    return plan
+        return None
+    return stored
 
 
 def _make_missing(config: PreprocessConfig, plan: Plan, tokenizer: MegatronTokenizerText) -> None:
@@ -115,14 +131,14 @@ def _make_missing(config: PreprocessConfig, plan: Plan, tokenizer: MegatronToken
     with ProgressBar(total=total, done=done) as bar:
         workers = min(config.workers or usable_cores(), len(missing))
         if workers > 1:
-            make_maker = partial(_shard_maker, config, digest)
+            make_maker = partial(_shard_maker, config, digest, plan.moment)
             make_shards(make_maker, shards, worker_count=workers, on_progress=bar.add)
         else:
-            make = ShardMaker.of(config, tokenizer, digest)
+            make = ShardMaker.of(config, tokenizer, digest, plan.moment)
             for index, slices in shards:
                 make(index, slices, bar.add)
 
 
-def _shard_maker(config: PreprocessConfig, plan: str) -> ShardMaker:
+def _shard_maker(config: PreprocessConfig, plan: str, moment: str | None) -> ShardMaker:
     """Called in each worker, which builds a tokenizer of its own."""
-    return ShardMaker.of(config, build_tokenizer(config.tokenizer), plan)
+    return ShardMaker.of(config, build_tokenizer(config.tokenizer), plan, moment)

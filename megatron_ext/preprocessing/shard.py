@@ -52,14 +52,19 @@ class ShardMaker:
 
     @classmethod
     def of(
-        cls, config: PreprocessConfig, tokenizer: MegatronTokenizerText, plan: str
+        cls,
+        config: PreprocessConfig,
+        tokenizer: MegatronTokenizerText,
+        plan: str,
+        moment: str | None = None,
     ) -> ShardMaker:
-        """A maker for one run.
+        """A maker for one run, whose templates take ``moment`` for now.
 
         Raises:
             ConfigError: The tokenizer cannot do what the run asks for.
         """
-        return cls(config, document_encoder(config, tokenizer), tokenizer.vocab_size, plan)
+        encoder = document_encoder(config, tokenizer, moment)
+        return cls(config, encoder, tokenizer.vocab_size, plan)
 
     def __call__(
         self,

@@ -7,12 +7,13 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import ConfigError
+from megatron_ext.preprocessing.begin_lock import begin_lock
 from megatron_ext.preprocessing.plan import Plan
 from megatron_ext.preprocessing.shard_record import ShardRecord
 
@@ -50,6 +51,10 @@ class WorkFolder:
                 where=file,
             ) from error
 
+    def lock(self) -> AbstractContextManager[None]:
+        """Held to begin a run; beside the folder, which may be discarded meanwhile."""
+        return begin_lock(self.path.with_name(f".{self.path.name}.lock"))
+
     def store_plan(self, plan: Plan) -> None:
         """Begin a run."""
         write_text(self.path / _PLAN, plan.to_json())
@@ -60,6 +65,13 @@ class WorkFolder:
             record.unlink(missing_ok=True)
         with suppress(FileNotFoundError):
             shutil.rmtree(self.path)
+
+    def finish(self) -> None:
+        """Remove everything of a run that has come to its end."""
+        with self.lock():
+            # The file of a lock goes with its holder, but for one that was killed.
+            pass
+        self.discard()
 
     def scratch(self) -> Path:
         """A new folder for what will be the output, on the file system of the output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.preprocessing.chat_of_bytes import (
     ChatOfBytes,
     conversation,
 )
-from tests.preprocessing.runs import contents, run, write_json_lines
+from tests.preprocessing.runs import config_of, contents, run, write_json_lines
 
 SFT = TokenizerConfig(library="byte-level", mode="sft")
 ANSWERED = conversation("hi", "yo")
@@ -122,6 +123,42 @@ def test_a_real_tokenizer_gives_what_its_own_method_gives(
         assert np.array_equal(trained, target != IGNORE_INDEX)
         assert "yo" in tokenizer.detokenize(ids[trained == 1].tolist())
         assert "hi" not in tokenizer.detokenize(ids[trained == 1].tolist())
+
+
+DATED = TokenizerConfig(
+    library="byte-level",
+    mode="sft",
+    chat_template="{{ strftime_now('%Y-%m-%d %H:%M:%S') }}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_templates_see_the_time_at_which_the_run_was_first_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr(preprocess_module, "build_tokenizer", build_tokenizer)
+    file = write_json_lines(tmp_path / "a.jsonl", [{"messages": ANSWERED}] * 8)
+    config = config_of(
+        file, output=tmp_path / "a", tokenizer=DATED, shard_count=4, shard_indices=(1,)
+    )
+    with monkeypatch.context() as years_ago:
+        years_ago.setattr("megatron_ext.preprocessing.plan.datetime", _Years)
+        preprocess_module.preprocess(config)
+    run(file, output=tmp_path / "a", tokenizer=DATED, workers=workers)
+    tokenizer = build_tokenizer(DATED)
+    dataset = IndexedDataset(str(tmp_path / "a_messages_document"))
+    assert len(dataset) == 8
+    for row in dataset:
+        assert tokenizer.detokenize(row.tolist()).startswith("2001-02-03 23:59:58")
+
+
+class _Years(datetime):
+    """A clock that stands at one second of another year."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> _Years:
+        return cls(2001, 2, 3, 23, 59, 58)
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

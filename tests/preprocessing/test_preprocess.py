@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from pyarrow import parquet
 
 from megatron_ext.errors import ConfigError, DataError, TokenizerError
 from megatron_ext.preprocessing import preprocess as preprocess_module
+from megatron_ext.preprocessing.begin_lock import begin_lock
 from megatron_ext.preprocessing.preprocess import preprocess
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.preprocessing.megatron_loop import write_one_by_one
@@ -418,6 +422,58 @@ def test_to_overwrite_does_not_throw_away_what_an_unfinished_run_has_made(
         config_of(file, output=out / "a", shard_count=2, shard_indices=(0, 1), overwrite=True)
     )
     assert part.stat().st_ino == before
+
+
+def test_processes_that_overwrite_at_once_keep_what_the_first_of_them_began(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    stale = {"output": out / "a", "shard_count": 2}
+    preprocess(config_of(file, **stale, shard_indices=(0,), append_eod=True))
+    first = config_of(file, **stale, shard_indices=(0,), overwrite=True)
+    second = config_of(file, **stale, shard_indices=(1,), overwrite=True)
+    plain = preprocess_module.check_first_records
+
+    def while_the_other_begins(*arguments: Any) -> None:
+        # Both have seen the old plan; the first one comes to its end before the second goes on.
+        monkeypatch.setattr(preprocess_module, "check_first_records", plain)
+        preprocess(first)
+
+    monkeypatch.setattr(preprocess_module, "check_first_records", while_the_other_begins)
+    preprocess(second)
+    shards = [file.name for file in first.names.work_folder.iterdir()]
+    assert sorted(shards) == ["00000", "00001", "plan.json"]
+    run(file, output=out / "a")
+    run(file, output=tmp_path / "whole" / "a")
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_one_process_at_a_time_holds_the_lock_and_leaves_no_file(tmp_path: Path) -> None:
+    path, inside, most = tmp_path / "lock", [0], [0]
+
+    def hold(_: int) -> None:
+        with begin_lock(path):
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0.002)
+            inside[0] -= 1
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(hold, range(40)))
+    assert most == [1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_without_a_name_says_where(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("megatron_ext.preprocessing.part.PartWriter.add", full)
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    with pytest.raises(DataError, match=r"^\S*a\.parts: cannot write the output; got No space"):
+        run(file, output=out / "a")
 
 
 def test_a_damaged_part_is_found(tmp_path: Path, out: Path) -> None:
