@@ -39,7 +39,7 @@ def build_tokenizer(args: Any, **overrides: Any) -> MegatronTokenizerText | Mega
         config.model,
         _agreed(metadata, config),
         **_library_options(config),
-        **_mode_options(config),
+        **_mode_options(config, metadata),
     )
 
 
@@ -161,10 +161,10 @@ def _library_options(config: TokenizerConfig) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _mode_options(config: TokenizerConfig) -> dict[str, Any]:
+def _mode_options(config: TokenizerConfig, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What the tokenizer does with texts and conversations."""
     prompt_format = config.prompt_format
-    if config.mode == "sft" and prompt_format is None:
+    if config.mode == "sft" and prompt_format is None and metadata.get("prompt_format") is None:
         prompt_format = "auto"
     options: dict[str, Any] = {
         "prompt_format": prompt_format,

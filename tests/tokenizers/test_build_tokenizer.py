@@ -85,3 +85,13 @@ def test_a_vocabulary_is_padded_to_a_multiple_of_the_divisor_on_every_rank(
 def test_a_size_that_is_not_positive_is_named():
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size: .*got 0"):
         padded_vocab_size(10, make_vocab_size_divisible_by=1, tensor_model_parallel_size=0)
+
+
+def test_the_mode_sft_keeps_the_prompt_format_of_a_saved_tokenizer(tokenizer_path, tmp_path):
+    model = str(tokenizer_path("sentencepiece-v3"))
+    first = build_tokenizer(TokenizerConfig(model=model, mode="sft", prompt_format="identity"))
+    first.save_pretrained(tmp_path / "saved")
+    again = build_tokenizer(TokenizerConfig(model=str(tmp_path / "saved"), mode="sft"))
+    assert again.prompt_format == "identity"
+    other = TokenizerConfig(model=str(tmp_path / "saved"), mode="sft", prompt_format="mistral")
+    assert build_tokenizer(other).prompt_format == "mistral"
