@@ -71,6 +71,17 @@ def test_ids_are_those_of_the_library_for_any_text(case, name, texts):
     assert_same_ids(encoder, adapter, texts)
 
 
+@pytest.mark.parametrize("name", ["sentencepiece-v3", "huggingface-metaspace"])
+@FUZZ
+@given(texts=st.lists(TEXT, min_size=1, max_size=6))
+def test_a_call_for_many_texts_gives_what_a_call_for_each_does(case, name, texts):
+    _, encoder = case(name)
+    documents = [text.encode() for text in texts]
+    each, many = encoder._engine.encode(documents), encoder._engine._call(documents, False)
+    for got, want in zip(many, each, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("name", FAST)
 def test_one_text_has_the_ids_that_it_has_alone(case, name):
     adapter, encoder = case(name)

@@ -15,6 +15,8 @@ from megatron_ext.tokenizers.token_bytes import TokenBytes, utf8
 
 _WORTH_BUILDING = 1 << 20
 """Bytes of text from which on ``auto`` builds the engine, which takes about a second."""
+_WORTH_CALLING = 1 << 10
+"""Bytes of a batch below which the library is done before the engine has begun."""
 
 
 class FastEncoder:
@@ -133,8 +135,7 @@ class FastEncoder:
             self._engine = None
         if is_worn or self._choice == "gigatoken" or self._seen_bytes >= _WORTH_BUILDING:
             self.prepare()
-        engine = self._engine
-        return engine if engine is not None and size >= engine.least_bytes else None
+        return self._engine if size >= _WORTH_CALLING else None
 
     def __getstate__(self) -> dict[str, Any]:
         # gigatoken's objects cannot be sent to another process; what was proven here holds there.

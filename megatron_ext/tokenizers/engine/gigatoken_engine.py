@@ -4,8 +4,9 @@ Facts about gigatoken 0.10 that this module works around:
 
 * It always reads the added tokens that it was given, so it is given none that text may not spell.
 * A byte-level tokenizer caches the words it has seen, per thread and without a limit.
-* A SentencePiece tokenizer starts every call, and every chunk of a parallel call, with empty
-  caches. Its calls are independent, so a chunk here is as long as the threads allow.
+* A SentencePiece tokenizer does so where texts are encoded one by one, on one thread. A call for
+  many begins with empty caches, and again for each MiB of a parallel call; it takes twice as long.
+  Its calls are independent, so large batches are cut here, into as few as there are threads.
 * A parallel call cuts texts of more than 2 MiB. What is proven of whole texts would have to be
   proven of each cut; such a text is encoded whole instead.
 * Its thread pool does not survive a fork; calls in a child process stay on one thread.
@@ -30,8 +31,8 @@ from megatron_ext.tokenizers.engine.flat_ids import FlatIds, join
 
 _LONG = 1 << 21
 """Bytes from which a parallel call may cut a text."""
-_CHUNK = (1 << 20, 1 << 23)
-"""Least and most bytes of a SentencePiece chunk."""
+_CHUNK = (1 << 21, 1 << 25)
+"""Least and most bytes of a SentencePiece chunk: caches fill slowly, and threads end together."""
 _CACHED_PER_THREAD = 1 << 30
 """Bytes of text after which the word cache of one thread is worth dropping."""
 _PROCESS = os.getpid()
@@ -58,7 +59,7 @@ class GigatokenEngine:
         self._tokenizer = tokenizer
         self._is_sentencepiece = type(tokenizer.backend).__name__ == "SentencePieceTokenizer"
         self._ids = ids
-        self._encoded_bytes = 0
+        self._cached_bytes = 0
         self.composes = composes
         self.names = tuple(names)
 
@@ -68,15 +69,10 @@ class GigatokenEngine:
         return not self._is_sentencepiece
 
     @property
-    def least_bytes(self) -> int:
-        """Size of a batch below which setting a call up takes longer than the library does."""
-        return 1 << 13 if self._is_sentencepiece else 1 << 10
-
-    @property
     def is_worn(self) -> bool:
         """Whether the word caches may have grown so large that a new engine is cheaper."""
-        bounded = self._is_sentencepiece or hasattr(_import_gigatoken(), "set_max_cache_bytes")
-        return not bounded and self._encoded_bytes > _CACHED_PER_THREAD * _threads()
+        is_bounded = hasattr(_import_gigatoken(), "set_max_cache_bytes")
+        return not is_bounded and self._cached_bytes > _CACHED_PER_THREAD * _threads()
 
     def encode(self, documents: Sequence[bytes]) -> FlatIds:
         """Ids of each of D documents, which must be valid UTF-8.
@@ -87,25 +83,29 @@ class GigatokenEngine:
         """
         if not documents:
             return np.zeros(0, np.int32), np.zeros(1, np.int64)
-        if self._is_sentencepiece:
-            ids, offsets = self._encode_chunks(documents)
-        else:
-            self._encoded_bytes += sum(map(len, documents))
-            runs = groupby(documents, key=lambda document: len(document) >= _LONG)
-            # None leaves the choice to gigatoken: parallel, except in a worker process.
-            ids, offsets = join(
-                [self._call(list(run), False if is_long else None) for is_long, run in runs]
-            )
+        encode = self._encode_in_chunks if self._is_sentencepiece else self._encode_in_runs
+        ids, offsets = encode(documents)
         return ids if self._ids is None else self._ids[ids], offsets
 
-    def _encode_chunks(self, documents: Sequence[bytes]) -> FlatIds:
-        """One call for each chunk, the chunks on as many threads as there are cores."""
+    def _encode_in_runs(self, documents: Sequence[bytes]) -> FlatIds:
+        """A parallel call for each run of documents that it does not cut, another for the rest."""
+        self._cached_bytes += sum(map(len, documents))
+        runs = groupby(documents, key=lambda document: len(document) >= _LONG)
+        # None leaves the choice to gigatoken: parallel, except in a worker process.
+        return join([self._call(list(run), False if is_long else None) for is_long, run in runs])
+
+    def _encode_in_chunks(self, documents: Sequence[bytes]) -> FlatIds:
+        """A call for each chunk on a thread of its own, or one for each document."""
         threads = _threads()
-        chunks = list(_chunks(documents, threads))
-        if threads == 1 or len(chunks) == 1:
-            return join([self._call(chunk, False) for chunk in chunks])
-        with ThreadPoolExecutor(threads) as pool:
-            return join(list(pool.map(lambda chunk: self._call(chunk, False), chunks)))
+        chunks = [documents] if threads == 1 else list(_chunks(documents, threads))
+        if len(chunks) > 1:
+            with ThreadPoolExecutor(threads) as pool:
+                return join(list(pool.map(lambda chunk: self._call(chunk, False), chunks)))
+        self._cached_bytes += sum(map(len, documents))
+        rows = list(map(self._tokenizer.encode, documents))
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        return np.concatenate(rows).view(np.int32), offsets
 
     def _call(self, documents: Sequence[bytes], parallel: bool | None) -> FlatIds:
         ragged = self._tokenizer.encode_batch(documents, parallel=parallel).layout
