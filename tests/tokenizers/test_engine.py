@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import pickle
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -77,9 +78,21 @@ def test_ids_are_those_of_the_library_for_any_text(case, name, texts):
 def test_a_call_for_many_texts_gives_what_a_call_for_each_does(case, name, texts):
     _, encoder = case(name)
     documents = [text.encode() for text in texts]
-    each, many = encoder._engine.encode(documents), encoder._engine._call(documents, False)
+    each = encoder._engine.encode(documents)
+    many = engine_module._call(encoder._engine._tokenizer, documents, False)
     for got, want in zip(many, each, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["sentencepiece-v3", "rank-file"])
+def test_threads_of_the_caller_do_not_get_into_each_others_way(case, name, monkeypatch):
+    adapter, encoder = case(name)
+    monkeypatch.setattr(engine_module, "_LEAST_SHARE", 1 << 16)
+    batches = [[FILLER * 30, *SENTENCES], ["small", FILLER], [FILLER * 40], ["a", FILLER]] * 4
+    expected = [adapter.text_to_flat_ids(batch)[0] for batch in batches]
+    with ThreadPoolExecutor(4) as pool:
+        for (got, _), want in zip(pool.map(encoder.encode_batch, batches), expected, strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -92,6 +105,21 @@ def test_one_text_has_the_ids_that_it_has_alone(case, name):
     assert offsets.tolist()[-1] == len(ids)
     for text, (begin, end) in zip(texts, pairwise(offsets), strict=True):
         assert ids[begin:end].tolist() == adapter.text_to_ids(text)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1),
+    threads=st.integers(1, 5),
+    least=st.integers(1, 9),
+)
+def test_shares_are_the_documents_in_order(sizes, threads, least):
+    documents = [bytes(size) for size in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "_LEAST_SHARE", least)
+        shares = engine_module._shares(documents, threads)
+    assert list(chain(*shares)) == documents
+    assert len(shares) <= threads
+    assert all(shares)
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -109,10 +137,13 @@ def test_a_text_longer_than_the_engine_cuts_at_is_encoded_whole(case):
 
 def test_a_batch_on_several_threads_keeps_its_order(case, monkeypatch):
     adapter, encoder = case("sentencepiece-v3")
-    monkeypatch.setattr(engine_module, "_CHUNK", (1 << 13, 1 << 14))
+    monkeypatch.setattr(engine_module, "_LEAST_SHARE", 1 << 11)
     monkeypatch.setattr(engine_module, "_threads", lambda: 3)
     texts = ["", *SENTENCES, "", FILLER, ""]
-    assert len(list(engine_module._chunks([text.encode() for text in texts], 3))) > 3
+    documents = [text.encode() for text in texts]
+    shares = engine_module._shares(documents, 3)
+    assert len(shares) == 3
+    assert list(chain(*shares)) == documents
     assert_same_ids(encoder, adapter, texts)
 
 

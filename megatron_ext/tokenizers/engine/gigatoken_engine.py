@@ -4,9 +4,9 @@ Facts about gigatoken 0.10 that this module works around:
 
 * It always reads the added tokens that it was given, so it is given none that text may not spell.
 * A byte-level tokenizer caches the words it has seen, per thread and without a limit.
-* A SentencePiece tokenizer does so where texts are encoded one by one, on one thread. A call for
-  many begins with empty caches, and again for each MiB of a parallel call; it takes twice as long.
-  Its calls are independent, so large batches are cut here, into as few as there are threads.
+* A SentencePiece tokenizer does so where texts are encoded one by one, which is twice as fast as a
+  call for many: that begins with empty caches, and again for each MiB if it is parallel. But the
+  former holds Python's lock, and the latter may not run beside it in the same tokenizer.
 * A parallel call cuts texts of more than 2 MiB. What is proven of whole texts would have to be
   proven of each cut; such a text is encoded whole instead.
 * Its thread pool does not survive a fork; calls in a child process stay on one thread.
@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from importlib import import_module
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError
 from megatron_ext.tokenizers.base import IdArray
@@ -31,8 +33,8 @@ from megatron_ext.tokenizers.engine.flat_ids import FlatIds, join
 
 _LONG = 1 << 21
 """Bytes from which a parallel call may cut a text."""
-_CHUNK = (1 << 21, 1 << 25)
-"""Least and most bytes of a SentencePiece chunk: caches fill slowly, and threads end together."""
+_LEAST_SHARE = 1 << 22
+"""Bytes of text for which a thread of its own pays, since its caches are empty."""
 _CACHED_PER_THREAD = 1 << 30
 """Bytes of text after which the word cache of one thread is worth dropping."""
 _PROCESS = os.getpid()
@@ -42,7 +44,7 @@ class GigatokenEngine:
     """Encodes UTF-8 documents in which special tokens are ordinary text.
 
     Args:
-        tokenizer: A ``gigatoken.Tokenizer``.
+        make: Makes a ``gigatoken.Tokenizer``.
         composes: It normalises text to NFC.
         names: What it reads otherwise than the library where a text spells it.
         ids: Id [R] of each of gigatoken's ids; None where they are the same.
@@ -50,14 +52,17 @@ class GigatokenEngine:
 
     def __init__(
         self,
-        tokenizer: Any,
+        make: Callable[[], Any],
         *,
         composes: bool = False,
         names: Sequence[str] = (),
         ids: IdArray | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._is_sentencepiece = type(tokenizer.backend).__name__ == "SentencePieceTokenizer"
+        self._tokenizer = make()
+        backend = type(self._tokenizer.backend).__name__
+        self._is_sentencepiece = backend == "SentencePieceTokenizer"
+        # What a tokenizer is made of is large: it is kept only where another one may be made.
+        self._make = make if self._is_sentencepiece else None
         self._ids = ids
         self._cached_bytes = 0
         self.composes = composes
@@ -72,7 +77,8 @@ class GigatokenEngine:
     def is_worn(self) -> bool:
         """Whether the word caches may have grown so large that a new engine is cheaper."""
         is_bounded = hasattr(_import_gigatoken(), "set_max_cache_bytes")
-        return not is_bounded and self._cached_bytes > _CACHED_PER_THREAD * _threads()
+        caches = 1 if self._is_sentencepiece else _threads()
+        return not is_bounded and self._cached_bytes > _CACHED_PER_THREAD * caches
 
     def encode(self, documents: Sequence[bytes]) -> FlatIds:
         """Ids of each of D documents, which must be valid UTF-8.
@@ -83,7 +89,7 @@ class GigatokenEngine:
         """
         if not documents:
             return np.zeros(0, np.int32), np.zeros(1, np.int64)
-        encode = self._encode_in_chunks if self._is_sentencepiece else self._encode_in_runs
+        encode = self._encode_in_shares if self._is_sentencepiece else self._encode_in_runs
         ids, offsets = encode(documents)
         return ids if self._ids is None else self._ids[ids], offsets
 
@@ -92,26 +98,42 @@ class GigatokenEngine:
         self._cached_bytes += sum(map(len, documents))
         runs = groupby(documents, key=lambda document: len(document) >= _LONG)
         # None leaves the choice to gigatoken: parallel, except in a worker process.
-        return join([self._call(list(run), False if is_long else None) for is_long, run in runs])
+        return join(
+            [_call(self._tokenizer, list(run), False if is_long else None) for is_long, run in runs]
+        )
 
-    def _encode_in_chunks(self, documents: Sequence[bytes]) -> FlatIds:
-        """A call for each chunk on a thread of its own, or one for each document."""
+    def _encode_in_shares(self, documents: Sequence[bytes]) -> FlatIds:
+        """A call on each thread for its share of a large batch; else one text after another."""
         threads = _threads()
-        chunks = [documents] if threads == 1 else list(_chunks(documents, threads))
-        if len(chunks) > 1:
-            with ThreadPoolExecutor(threads) as pool:
-                return join(list(pool.map(lambda chunk: self._call(chunk, False), chunks)))
+        shares = _shares(documents, threads)
+        if len(shares) == 1:
+            return self._encode_each(documents, self._tokenizer if threads == 1 else self._beside)
+        with ThreadPoolExecutor(len(shares)) as pool:
+            return join(list(pool.map(lambda share: _call(self._tokenizer, share, False), shares)))
+
+    def _encode_each(self, documents: Sequence[bytes], tokenizer: Any) -> FlatIds:
         self._cached_bytes += sum(map(len, documents))
-        rows = list(map(self._tokenizer.encode, documents))
+        rows = list(map(tokenizer.encode, documents))
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
-        return np.concatenate(rows).view(np.int32), offsets
+        return _signed(np.concatenate(rows)), offsets
 
-    def _call(self, documents: Sequence[bytes], parallel: bool | None) -> FlatIds:
-        ragged = self._tokenizer.encode_batch(documents, parallel=parallel).layout
-        ids = np.asarray(ragged.content.data)
-        # Ids are below 2**31: the same bits, read as signed, are the same numbers.
-        return ids.view(np.int32), np.asarray(ragged.offsets.data, np.int64)
+    @cached_property
+    def _beside(self) -> Any:
+        """Another tokenizer like this, for one text after another while calls run."""
+        assert self._make is not None
+        return self._make()
+
+
+def _call(tokenizer: Any, documents: Sequence[bytes], parallel: bool | None) -> FlatIds:
+    """Ids of many documents by one call of gigatoken's."""
+    ragged = tokenizer.encode_batch(documents, parallel=parallel).layout
+    return _signed(np.asarray(ragged.content.data)), np.asarray(ragged.offsets.data, np.int64)
+
+
+def _signed(ids: NDArray[np.uint32]) -> IdArray:
+    """The same numbers as signed ones, not copied: ids are below 2**31."""
+    return ids.view(np.int32)
 
 
 @contextmanager
@@ -149,17 +171,13 @@ def _import_gigatoken() -> Any:
     return import_module("gigatoken")
 
 
-def _chunks(documents: Sequence[bytes], threads: int) -> Iterator[Sequence[bytes]]:
-    """Runs of documents of about the same number of bytes."""
+def _shares(documents: Sequence[bytes], threads: int) -> list[Sequence[bytes]]:
+    """Runs of about equally many bytes for as many threads as pay, none empty."""
     ends = np.cumsum([len(document) for document in documents])
-    least, most = _CHUNK
-    size = max(least, min(most, -(-int(ends[-1]) // threads)))
-    begin = 0
-    while begin < len(documents):
-        done = int(ends[begin - 1]) if begin else 0
-        stop = int(np.searchsorted(ends, done + size)) + 1
-        yield documents[begin:stop]
-        begin = stop
+    count = max(1, min(threads, int(ends[-1]) // _LEAST_SHARE))
+    targets = ends[-1] * np.arange(1, count) // count
+    cuts = [0, *np.searchsorted(ends, targets, side="right").tolist(), len(documents)]
+    return [documents[begin:end] for begin, end in pairwise(cuts) if begin < end]
 
 
 def _threads() -> int:

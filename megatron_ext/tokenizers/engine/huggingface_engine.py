@@ -37,7 +37,7 @@ def huggingface_engine(document: str, where: object) -> GigatokenEngine:
         )
     with building(where) as gigatoken:
         return GigatokenEngine(
-            gigatoken.Tokenizer.from_json(document),
+            lambda: gigatoken.Tokenizer.from_json(document),
             composes="NFC" in normalizers,
         )
 

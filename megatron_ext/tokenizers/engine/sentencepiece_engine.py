@@ -57,7 +57,7 @@ def sentencepiece_engine(model: bytes, where: object) -> GigatokenEngine:
     with building(where) as gigatoken:
         copy = b"".join([*rest, bytes_field(_NORMALIZER, normalizer)])
         return GigatokenEngine(
-            gigatoken.Tokenizer.from_sentencepiece(copy),
+            lambda: gigatoken.Tokenizer.from_sentencepiece(copy),
             names=_checked_names(names, where) if has_prefix else (),
         )
 

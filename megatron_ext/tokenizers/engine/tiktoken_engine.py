@@ -61,6 +61,6 @@ def tiktoken_engine(table: TokenBytes, pattern: str, where: object) -> Gigatoken
         file = Path(folder, "ranks.tiktoken")
         file.write_bytes(b"".join(lines))
         return GigatokenEngine(
-            gigatoken.Tokenizer.from_tiktoken(file, pretokenizer=scheme),
+            lambda: gigatoken.Tokenizer.from_tiktoken(file, pretokenizer=scheme),
             ids=ids,
         )
