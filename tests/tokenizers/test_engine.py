@@ -8,7 +8,7 @@ import pickle
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
