@@ -96,11 +96,12 @@ class ProjectionShard:
         teacher_shard: VocabShard,
         device: torch.device | str = "cpu",
     ) -> ProjectionShard:
-        """``from_csr`` of a projection's own arrays.
+        """``from_csr`` of a projection's own arrays; its padding, if any, counts for nothing.
 
         Raises:
             ProjectionError: As ``from_csr``.
         """
+        projection = projection.padded(*projection.vocab_sizes)
         return cls.from_csr(
             projection.indptr,
             projection.indices,

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.errors import ProjectionError
+from megatron_ext.projection.entries import check_top_k
 from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.projection.speller import Speller
 from megatron_ext.projection.token_match import (
@@ -53,10 +53,7 @@ def build_projection(
     Control tokens are matched by role, then by name; one that the teacher lacks has an empty row.
     """
     spell = PROJECTION_METHODS[method]
-    if top_k < 1:
-        raise ProjectionError(
-            "top_k leaves no entry in a row", got=top_k, expected="at least 1", where="top_k"
-        )
+    check_top_k(top_k)
     student_bytes = [student.token_bytes(token_id) for token_id in range(student.vocab_size)]
     speller = Speller(teacher)
     matches = match_ordinary_tokens(student_bytes, speller)
@@ -71,18 +68,12 @@ def build_projection(
     piece_counts = np.array([len(ids) for ids in pieces], dtype=np.int64)
     spelled_rows = np.repeat(np.array(lacking, dtype=np.int64), piece_counts)
     spelled_columns = np.fromiter(chain.from_iterable(pieces), dtype=np.int64)
-    indptr, indices, values = normalised_rows(
+    return SparseProjection.from_entries(
         np.concatenate([exact_rows, spelled_rows]),
         np.concatenate([matches[exact_rows], spelled_columns]),
         np.concatenate([np.ones(len(exact_rows)), piece_weights(piece_counts)]),
-        shape=(student.vocab_size, teacher.vocab_size),
-    )
-    return SparseProjection(
-        indptr=indptr,
-        indices=indices,
-        values=values,
-        shape=(student.vocab_size, teacher.vocab_size),
-        metadata={
+        (student.vocab_size, teacher.vocab_size),
+        {
             "method": method,
             "options": json.dumps({"top_k": top_k}),
             **_identity("student", student),
@@ -105,28 +96,3 @@ def piece_weights(piece_counts: NDArray[np.int64]) -> NDArray[np.float64]:
     starts = np.cumsum(piece_counts) - piece_counts
     place = np.arange(piece_counts.sum()) - np.repeat(starts, piece_counts)
     return FIRST_PIECE_WEIGHT * NEXT_PIECE_FACTOR ** place.astype(np.float64)
-
-
-def normalised_rows(
-    rows: NDArray[np.int64],
-    columns: NDArray[np.int64],
-    weights: NDArray[np.float64],
-    *,
-    shape: tuple[int, int],
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-    """Compressed rows of weighted entries: repeated columns added up, each row summing to 1.
-
-    A share that float32 cannot tell from 0, as of a fortieth piece, has no entry.
-
-    Returns:
-        indptr [Vs + 1], indices [nnz] ascending within a row, values [nnz].
-    """
-    entries, place = np.unique(rows * shape[1] + columns, return_inverse=True)
-    totals = np.bincount(place, weights=weights, minlength=len(entries))
-    entry_rows, entry_columns = np.divmod(entries, shape[1])
-    row_totals = np.bincount(entry_rows, weights=totals, minlength=shape[0])
-    values = (totals / row_totals[entry_rows]).astype(np.float32)
-    kept = values > 0
-    indptr = np.zeros(shape[0] + 1, dtype=np.int64)
-    np.cumsum(np.bincount(entry_rows[kept], minlength=shape[0]), out=indptr[1:])
-    return indptr, entry_columns[kept].astype(np.int32), values[kept]

@@ -10,15 +10,17 @@ from numpy.typing import NDArray
 
 from megatron_ext.atomic_file import write_bytes
 from megatron_ext.errors import MissingDependencyError, ProjectionError
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.sparse_projection import ARRAYS, SparseProjection
+from megatron_ext.version import __version__
 
 if TYPE_CHECKING:
     from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
 FORMAT: Final = "megatron-ext-projection"
-FORMAT_VERSION: Final = "1"
-ARRAYS: Final = ("indptr", "indices", "values", "is_exact_row")
-FILE_ENTRIES: Final = ("format", "format_version", "shape")
+FORMAT_VERSION: Final = "2"
+READ_VERSIONS: Final = ("1", "2")
+"""Version 1 has no ``vocab_sizes``: its projections have no padding."""
+FILE_ENTRIES: Final = ("format", "format_version", "shape", "vocab_sizes", "written_by")
 """Metadata of the file, as opposed to that of the projection."""
 
 
@@ -36,7 +38,9 @@ def save_projection(projection: SparseProjection, path: Path) -> None:
             **projection.metadata,
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
-            "shape": f"{projection.shape[0]}x{projection.shape[1]}",
+            "shape": _product(projection.shape),
+            "vocab_sizes": _product(projection.vocab_sizes),
+            "written_by": f"megatron-ext {__version__}",
         },
     )
     try:
@@ -60,13 +64,13 @@ def load_projection(
 ) -> SparseProjection:
     """Read the file at ``path``; see ``SparseProjection.load``."""
     metadata, arrays = _read(path)
-    if metadata.get("format") != FORMAT or metadata.get("format_version") != FORMAT_VERSION:
+    if metadata.get("format") != FORMAT or metadata.get("format_version") not in READ_VERSIONS:
         found = f"{metadata.get('format')} version {metadata.get('format_version')}"
         raise ProjectionError(
             "the file is no projection that this version reads",
             where=path,
             got=found if "format" in metadata else "a safetensors file without a format entry",
-            expected=f"{FORMAT} version {FORMAT_VERSION}",
+            expected=f"{FORMAT} version {' or '.join(READ_VERSIONS)}",
             fix="build the projection again from the two tokenizers",
         )
     missing = [name for name in ARRAYS if name not in arrays]
@@ -81,21 +85,34 @@ def load_projection(
     for role, tokenizer in (("student", student), ("teacher", teacher)):
         if tokenizer is not None:
             _check_built_for(path, metadata, role, tokenizer)
-    shape = _shape(path, metadata)
+    shape = _sizes(path, metadata, "shape")
+    vocab_sizes = shape
+    if metadata["format_version"] != "1":
+        vocab_sizes = _sizes(path, metadata, "vocab_sizes")
     own = {name: text for name, text in metadata.items() if name not in FILE_ENTRIES}
     try:
-        return SparseProjection(shape=shape, metadata=own, **{n: arrays[n] for n in ARRAYS})
+        return SparseProjection(
+            shape=shape,
+            metadata=own,
+            vocab_sizes=vocab_sizes,
+            **{name: arrays[name] for name in ARRAYS},
+        )
     except ProjectionError as error:
         raise ProjectionError(str(error), where=path) from error
 
 
-def _shape(path: Path, metadata: dict[str, str]) -> tuple[int, int]:
-    rows, _, columns = metadata.get("shape", "").partition("x")
+def _product(sizes: tuple[int, int]) -> str:
+    return f"{sizes[0]}x{sizes[1]}"
+
+
+def _sizes(path: Path, metadata: dict[str, str], entry: str) -> tuple[int, int]:
+    """The two numbers of a metadata entry that ``_product`` wrote."""
+    rows, _, columns = metadata.get(entry, "").partition("x")
     if not (rows.isdecimal() and columns.isdecimal()):
         raise ProjectionError(
-            "the projection does not say its shape",
+            f"the projection does not say its {entry.replace('_', ' ')}",
             where=path,
-            got=repr(metadata.get("shape")),
+            got=repr(metadata.get(entry)),
             expected="student ids x teacher ids, as in 131072x32768",
             fix="build the projection again from the two tokenizers",
         )

@@ -20,21 +20,26 @@ def check_projection(
     values: NDArray[np.float32],
     is_exact_row: NDArray[np.bool_],
     shape: tuple[int, int],
+    vocab_sizes: tuple[int, int],
 ) -> None:
     """Check the arrays of a ``SparseProjection``; about 10 ms for 131,072 rows.
 
     Raises:
         ProjectionError: The first thing that is wrong, with the first row it is wrong in.
     """
+    _check_sizes(shape, vocab_sizes)
     _check_arrays(indptr, indices, values, is_exact_row, shape)
     _check_row_pointers(indptr, len(indices))
     row_sizes = np.diff(indptr)
     rows = np.repeat(np.arange(shape[0]), row_sizes)
 
-    outside = (indices < 0) | (indices >= shape[1])
+    outside = (indices < 0) | (indices >= vocab_sizes[1])
     if (at := _first(outside)) is not None:
-        expected = f"0 to {shape[1] - 1}"
+        expected = f"0 to {vocab_sizes[1] - 1}"
         _refuse(rows[at], "has a column outside the teacher's vocabulary", indices[at], expected)
+    if (at := _first(row_sizes[vocab_sizes[0] :] > 0)) is not None:
+        row = at + vocab_sizes[0]
+        _refuse(row, "is padding and not empty", f"{row_sizes[row]} entries", "none")
 
     unsorted = (indices[1:] <= indices[:-1]) & (rows[1:] == rows[:-1])
     if (at := _first(unsorted)) is not None:
@@ -54,6 +59,16 @@ def check_projection(
     overclaimed = is_exact_row & (row_sizes != 1)
     if (at := _first(overclaimed)) is not None:
         _refuse(at, "is marked exact", f"{row_sizes[at]} entries", "1 entry")
+
+
+def _check_sizes(shape: tuple[int, int], vocab_sizes: tuple[int, int]) -> None:
+    for side, size, real in zip(("student", "teacher"), shape, vocab_sizes, strict=True):
+        if not 0 <= real <= size:
+            raise ProjectionError(
+                f"a projection {shape} does not hold the {side}'s vocabulary",
+                got=f"{size} ids for {real} tokens",
+                expected="as many ids as tokens, or more",
+            )
 
 
 def _check_arrays(
