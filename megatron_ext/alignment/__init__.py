@@ -2,12 +2,14 @@
 
 from megatron_ext.alignment.alignment import Alignment
 from megatron_ext.alignment.byte_alignment import align_byte_ends
+from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.alignment.token_aligner import TokenAligner
 from megatron_ext.alignment.window import Windows, cut_windows
 
 __all__ = [
     "Alignment",
+    "ChunkClass",
     "ChunkCounts",
     "TokenAligner",
     "Windows",

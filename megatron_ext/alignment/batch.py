@@ -1,27 +1,41 @@
-"""Alignments of one microbatch as tensors. B batch, T tokens, C chunks."""
+"""Alignments of one microbatch as tensors. B samples, T tokens, C chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_ext.alignment.alignment import Alignment
+from megatron_ext.alignment.chunk_class import chunk_classes
+from megatron_ext.alignment.label_positions import (
+    ChunkIds,
+    LabelledSide,
+    Stretches,
+    first_ids_of,
+    untrained_positions,
+)
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 
-ChunkIds = NDArray[np.int32]
+Pair = Alignment | tuple[ChunkIds, ChunkIds]
+"""What is aligned of one sample: an ``Alignment``, or its student [Ts] and teacher [Tt] chunk ids
+in token coordinates, all of whose chunks are exact."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlignmentBatch:
     """Chunk ids in label coordinates: position ``t`` holds the chunk of the token it predicts.
 
     Ids run from 0 over the whole microbatch (not per sample), so that one segment sum serves all of
     it, and ``chunk_count`` is known on the host, so that no kernel waits for it.
+
+    In the padded layout each sample is a row of [B, T]. In the packed layout all samples are in one
+    row [1, T], each from ``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]``; its last position predicts
+    nothing, and no chunk goes over a boundary.
     """
 
     student_chunk_id: torch.Tensor
@@ -33,112 +47,260 @@ class AlignmentBatch:
     chunk_count: int
     """C: every id in ``[0, C)`` occurs at least once on both sides."""
 
+    is_exact: torch.Tensor
+    """[C] bool: equal bytes on both sides."""
+
+    chunk_class: torch.Tensor
+    """[C] int8, see ``ChunkClass``."""
+
+    student_spans: torch.Tensor
+    """[C, 2] int64: first position of each chunk and one past its last, ``row * Ts + t``. A
+    position in between can be in no chunk."""
+
+    teacher_spans: torch.Tensor
+    """[C, 2] int64"""
+
+    student_is_chunk_start: torch.Tensor
+    """[B, Ts] bool: first positions of chunks."""
+
+    teacher_is_chunk_start: torch.Tensor
+    """[B, Tt] bool"""
+
+    sample: torch.Tensor
+    """[C] int64: sample of each chunk, ascending."""
+
+    student_cu_seqlens: torch.Tensor | None = None
+    """[B + 1] int32 where each packed sample starts, and the end; None in the padded layout."""
+
+    teacher_cu_seqlens: torch.Tensor | None = None
+    """[B + 1] int32"""
+
+    @classmethod
+    def from_chunk_ids(
+        cls,
+        student_chunk_id: torch.Tensor,
+        teacher_chunk_id: torch.Tensor,
+        *,
+        is_exact: torch.Tensor | None = None,
+        student_cu_seqlens: torch.Tensor | None = None,
+        teacher_cu_seqlens: torch.Tensor | None = None,
+    ) -> AlignmentBatch:
+        """The batch of chunk ids on the CPU; see the fields. Without ``is_exact`` all are exact.
+
+        Raises:
+            AlignmentError: Ids of one side that the other lacks, or that leave a number out.
+        """
+        student, teacher = student_chunk_id.numpy(), teacher_chunk_id.numpy()
+        count = 1 + max(int(ids.max(initial=NO_CHUNK)) for ids in (student, teacher))
+        student_spans = _spans(student, count, side="student")
+        teacher_spans = _spans(teacher, count, side="teacher")
+        if student_cu_seqlens is None:
+            sample = student_spans[:, 0] // max(student.shape[-1], 1)
+        else:
+            bounds = student_cu_seqlens.numpy()
+            sample = np.searchsorted(bounds, student_spans[:, 0], side="right") - 1
+        return cls(
+            student_chunk_id=student_chunk_id,
+            teacher_chunk_id=teacher_chunk_id,
+            chunk_count=count,
+            is_exact=torch.ones(count, dtype=torch.bool) if is_exact is None else is_exact,
+            chunk_class=torch.from_numpy(chunk_classes(student, teacher, count)),
+            student_spans=torch.from_numpy(student_spans),
+            teacher_spans=torch.from_numpy(teacher_spans),
+            student_is_chunk_start=_starts(student_spans, student_chunk_id.shape),
+            teacher_is_chunk_start=_starts(teacher_spans, teacher_chunk_id.shape),
+            sample=torch.from_numpy(sample.astype(np.int64)),
+            student_cu_seqlens=student_cu_seqlens,
+            teacher_cu_seqlens=teacher_cu_seqlens,
+        )
+
     def to(self, device: torch.device | str) -> AlignmentBatch:
         """The same batch on ``device``."""
-        return AlignmentBatch(
-            student_chunk_id=self.student_chunk_id.to(device, non_blocking=True),
-            teacher_chunk_id=self.teacher_chunk_id.to(device, non_blocking=True),
-            chunk_count=self.chunk_count,
-        )
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> AlignmentBatch:
+        """The same batch in page-locked memory, from which ``to`` does not wait."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def __len__(self) -> int:
+        """B."""
+        if self.student_cu_seqlens is not None:
+            return len(self.student_cu_seqlens) - 1
+        return len(self.student_chunk_id)
+
+    def __getitem__(self, index: int) -> AlignmentBatch:
+        """One sample [1, T] in the padded layout, with ids from 0; waits for the device."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of a batch of {len(self)}")
+        index %= len(self)
+        first = int((self.sample < index).sum())
+        is_exact = self.is_exact[self.sample == index]
+        return AlignmentBatch.from_chunk_ids(
+            _sample_ids(self.student_chunk_id, self.student_cu_seqlens, index, first),
+            _sample_ids(self.teacher_chunk_id, self.teacher_cu_seqlens, index, first),
+            is_exact=is_exact.cpu(),
+        ).to(self.student_chunk_id.device)
+
+    def __iter__(self) -> Iterator[AlignmentBatch]:
+        return (self[index] for index in range(len(self)))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> AlignmentBatch:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {n: change(value) for n, value in values.items() if torch.is_tensor(value)}
+        return replace(self, **tensors)
 
 
 def pad_alignments(
-    chunk_ids: Sequence[tuple[ChunkIds, ChunkIds]],
+    alignments: Sequence[Pair],
     *,
     student_length: int,
     teacher_length: int,
     student_masks: Sequence[NDArray[np.bool_]] | None = None,
 ) -> AlignmentBatch:
-    """The batch of per-sample chunk ids in token coordinates.
+    """The batch of per-sample alignments in token coordinates, one sample a row.
 
     Position ``t`` of the result holds the chunk of token ``t + 1``. Token 0 is never predicted and
     a token past the padded length is never seen, so a chunk that holds one of them on either side
     is dropped on both; the others are renumbered without gaps, samples one after the other.
 
     Args:
-        chunk_ids: B pairs of student [Ts] and teacher [Tt] int32 ids, as an ``Alignment`` has them.
+        alignments: B alignments, or pairs of chunk ids as an ``Alignment`` has them.
         student_length: Label positions of a padded student row.
         teacher_length: Label positions of a padded teacher row.
         student_masks: B rows of bool, True where the label position is trained; at least as many as
             the sample has label positions. A chunk with an untrained student position is dropped.
 
     Returns:
-        int64 ids [B, student_length] and [B, teacher_length] on the CPU.
+        ids [B, student_length] and [B, teacher_length], on the CPU.
 
     Raises:
-        AlignmentError: A sample without its mask, or a mask that is too short.
+        AlignmentError: A length below 1, a sample without its mask, or a mask that is too short.
     """
-    offsets = np.zeros(len(chunk_ids) + 1, dtype=np.int64)
-    for row, pair in enumerate(chunk_ids):
-        offsets[row + 1] = offsets[row] + 1 + max(int(ids.max(initial=NO_CHUNK)) for ids in pair)
-    student = _flatten([pair[0] for pair in chunk_ids], offsets, student_length)
-    teacher = _flatten([pair[1] for pair in chunk_ids], offsets, teacher_length)
-    dropped = np.zeros(offsets[-1], dtype=np.bool_)
-    for side in (student, teacher):
-        occurs = np.zeros_like(dropped)
-        occurs[side.chunk] = True
-        dropped |= ~occurs
-        dropped[side.chunk[~side.is_label]] = True
-    if student_masks is not None:
-        trained = _flatten_masks(student_masks, chunk_ids, student_length)
-        labelled = student.is_label
-        untrained = ~trained[student.row[labelled], student.position[labelled]]
-        dropped[student.chunk[labelled][untrained]] = True
-    renumbered = np.where(dropped, NO_CHUNK, np.cumsum(~dropped) - 1)
-    return AlignmentBatch(
-        student_chunk_id=_scatter(student, renumbered, (len(chunk_ids), student_length)),
-        teacher_chunk_id=_scatter(teacher, renumbered, (len(chunk_ids), teacher_length)),
-        chunk_count=int(np.count_nonzero(~dropped)),
-    )
-
-
-class _Labels(NamedTuple):
-    """Every token of one side that is in a chunk."""
-
-    chunk: NDArray[np.int64]
-    row: NDArray[np.int64]
-    position: NDArray[np.int64]
-    is_label: NDArray[np.bool_]
-
-
-def _flatten(rows: Sequence[ChunkIds], offsets: NDArray[np.int64], length: int) -> _Labels:
-    sizes = np.array([len(ids) for ids in rows], dtype=np.int64)
-    row = np.repeat(np.arange(len(rows), dtype=np.int64), sizes)
-    token = np.arange(sizes.sum(), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    chunk = np.concatenate([np.empty(0, dtype=np.int64), *rows])
-    inside = chunk != NO_CHUNK
-    row, position = row[inside], token[inside] - 1
-    return _Labels(
-        chunk=chunk[inside] + offsets[row],
-        row=row,
-        position=position,
-        is_label=(position >= 0) & (position < length),
-    )
-
-
-def _flatten_masks(
-    masks: Sequence[NDArray[np.bool_]], chunk_ids: Sequence[tuple[ChunkIds, ChunkIds]], length: int
-) -> NDArray[np.bool_]:
-    if len(masks) != len(chunk_ids):
-        raise AlignmentError(
-            "samples and student masks differ in number", got=len(masks), expected=len(chunk_ids)
-        )
-    trained = np.zeros((len(masks), length), dtype=np.bool_)
-    for row, (mask, (student_ids, _)) in enumerate(zip(masks, chunk_ids, strict=True)):
-        needed = min(len(student_ids) - 1, length)
-        if len(mask) < needed:
+    for side, length in (("student", student_length), ("teacher", teacher_length)):
+        if length < 1:
             raise AlignmentError(
-                f"the student mask of sample {row} is too short",
-                got=f"{len(mask)} positions",
-                expected=f"at least {needed}, one for each label",
-                fix="shift the mask with the labels: position t is trained on token t + 1",
+                f"{side}_length holds no token", got=length, expected="at least 1 token"
             )
-        trained[row, : min(len(mask), length)] = mask[:length]
-    return trained
+    count = len(alignments)
+    return _batch(
+        alignments,
+        (Stretches.padded(count, student_length), Stretches.padded(count, teacher_length)),
+        ((count, student_length), (count, teacher_length)),
+        student_masks,
+    )
 
 
-def _scatter(side: _Labels, renumbered: NDArray[np.int64], shape: tuple[int, int]) -> torch.Tensor:
-    padded = np.full(shape, NO_CHUNK, dtype=np.int64)
-    labelled = side.is_label
-    padded[side.row[labelled], side.position[labelled]] = renumbered[side.chunk[labelled]]
-    return torch.from_numpy(padded)
+def pack_alignments(
+    alignments: Sequence[Pair],
+    *,
+    student_masks: Sequence[NDArray[np.bool_]] | None = None,
+    multiple_of: int = 1,
+) -> AlignmentBatch:
+    """The batch of per-sample alignments in token coordinates, all samples in one row.
+
+    A sample takes as many positions as it has tokens, on each side; its last position predicts
+    nothing, and its first token is not predicted, so that chunks with it are dropped.
+
+    Args:
+        alignments: B alignments, or pairs of chunk ids as an ``Alignment`` has them.
+        student_masks: As ``pad_alignments`` takes them.
+        multiple_of: Each sample's positions are filled up to a multiple of this, as context
+            parallelism needs it.
+
+    Returns:
+        ids [1, sum of Ts] and [1, sum of Tt], on the CPU, with ``cu_seqlens`` of both sides.
+
+    Raises:
+        AlignmentError: A multiple below 1, a sample without its mask, or a mask that is too short.
+    """
+    if multiple_of < 1:
+        raise AlignmentError("multiple_of is no length", got=multiple_of, expected="at least 1")
+    student, teacher = (
+        Stretches.packed([-(-len(ids) // multiple_of) * multiple_of for ids in side])
+        for side in _sides(alignments)
+    )
+    shapes = ((1, student.total), (1, teacher.total))
+    return _batch(alignments, (student, teacher), shapes, student_masks, is_packed=True)
+
+
+def _batch(
+    alignments: Sequence[Pair],
+    stretches: tuple[Stretches, Stretches],
+    shapes: tuple[tuple[int, int], tuple[int, int]],
+    student_masks: Sequence[NDArray[np.bool_]] | None,
+    *,
+    is_packed: bool = False,
+) -> AlignmentBatch:
+    student_rows, teacher_rows = _sides(alignments)
+    first_ids = first_ids_of(list(zip(student_rows, teacher_rows, strict=True)))
+    student = LabelledSide(student_rows, stretches[0], first_ids)
+    teacher = LabelledSide(teacher_rows, stretches[1], first_ids)
+    dropped = student.unseen | teacher.unseen
+    if student_masks is not None:
+        untrained = untrained_positions(student_masks, student_rows, stretches[0])
+        dropped |= student.touching(untrained)
+    renumbered = np.where(dropped, NO_CHUNK, np.cumsum(~dropped) - 1)
+    cu_seqlens = [_cu_seqlens(side) if is_packed else None for side in stretches]
+    return AlignmentBatch.from_chunk_ids(
+        torch.from_numpy(student.laid_out(renumbered).reshape(shapes[0])),
+        torch.from_numpy(teacher.laid_out(renumbered).reshape(shapes[1])),
+        is_exact=torch.from_numpy(_is_exact(alignments, first_ids)[~dropped]),
+        student_cu_seqlens=cu_seqlens[0],
+        teacher_cu_seqlens=cu_seqlens[1],
+    )
+
+
+def _sides(alignments: Sequence[Pair]) -> tuple[list[ChunkIds], list[ChunkIds]]:
+    pairs = [
+        (pair.student_chunk_id, pair.teacher_chunk_id) if isinstance(pair, Alignment) else pair
+        for pair in alignments
+    ]
+    return [student for student, _ in pairs], [teacher for _, teacher in pairs]
+
+
+def _is_exact(alignments: Sequence[Pair], first_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    is_exact = np.ones(int(first_ids[-1]), dtype=np.bool_)
+    for pair, first in zip(alignments, first_ids.tolist(), strict=False):
+        if isinstance(pair, Alignment):
+            is_exact[first : first + pair.chunk_count] = pair.is_exact
+    return is_exact
+
+
+def _cu_seqlens(stretches: Stretches) -> torch.Tensor:
+    bounds = np.append(stretches.starts, stretches.total)
+    return torch.from_numpy(bounds.astype(np.int32))
+
+
+def _spans(chunk_id: NDArray[np.int64], count: int, *, side: str) -> NDArray[np.int64]:
+    """First position and one past the last [C, 2] of each chunk in a flat row of ids."""
+    flat = chunk_id.reshape(-1)
+    positions = np.flatnonzero(flat != NO_CHUNK)
+    spans = np.zeros((count, 2), dtype=np.int64)
+    # Of several positions of one chunk, an assignment keeps the last.
+    spans[flat[positions[::-1]], 0] = positions[::-1]
+    spans[flat[positions], 1] = positions + 1
+    if not spans[:, 1].all():
+        raise AlignmentError(
+            f"the {side}'s chunk ids leave a chunk out",
+            got=f"no position of chunk {int(np.argmin(spans[:, 1]))}",
+            expected=f"each of 0 to {count - 1} on both sides",
+        )
+    return spans
+
+
+def _starts(spans: NDArray[np.int64], shape: torch.Size) -> torch.Tensor:
+    starts = np.zeros(int(np.prod(shape)), dtype=np.bool_)
+    starts[spans[:, 0]] = True
+    return torch.from_numpy(starts.reshape(tuple(shape)))
+
+
+def _sample_ids(
+    chunk_id: torch.Tensor, cu_seqlens: torch.Tensor | None, index: int, first: int
+) -> torch.Tensor:
+    """Chunk ids [1, T] of one sample, counted from ``first``, on the CPU."""
+    if cu_seqlens is None:
+        own = chunk_id[index : index + 1].cpu()
+    else:
+        start, stop = cu_seqlens[index : index + 2].tolist()
+        own = chunk_id[:, start:stop].cpu()
+    return torch.where(own == NO_CHUNK, own, own - first)

@@ -1,4 +1,6 @@
-"""Padded chunk ids in label coordinates, against a slow loop."""
+"""Padded and packed chunk ids in label coordinates, against a slow loop."""
+
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -7,8 +9,8 @@ from byte_end_strategies import pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.alignment import align_byte_ends
-from megatron_ext.alignment.batch import pad_alignments
+from megatron_ext.alignment import Alignment, ChunkClass, align_byte_ends
+from megatron_ext.alignment.batch import AlignmentBatch, pack_alignments, pad_alignments
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 
@@ -162,3 +164,151 @@ def test_a_mask_that_does_not_cover_the_labels_is_refused(masks, message):
         pad_alignments(
             [pair([-1, 0, 1], [-1, 0, 1])], student_length=4, teacher_length=4, student_masks=masks
         )
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_a_length_of_no_token_is_refused(side):
+    lengths = {"student_length": 4, "teacher_length": 4, f"{side}_length": 0}
+    with pytest.raises(AlignmentError, match=f"{side}_length holds no token; got 0"):
+        pad_alignments([pair([-1, 0], [-1, 0])], **lengths)
+
+
+def slow_facts(student, teacher, sample_of):
+    """Span, class and sample of each chunk of two flat rows, by their definitions."""
+    facts = []
+    for chunk in range(max([NO_CHUNK, *student]) + 1):
+        at = [[t for t, other in enumerate(ids) if other == chunk] for ids in (student, teacher)]
+        names = {(False, False): "ONE_TO_ONE", (False, True): "ONE_TO_MANY"}
+        names |= {(True, False): "MANY_TO_ONE", (True, True): "MANY_TO_MANY"}
+        facts.append(
+            (
+                [at[0][0], at[0][-1] + 1],
+                [at[1][0], at[1][-1] + 1],
+                ChunkClass[names[len(at[0]) > 1, len(at[1]) > 1]],
+                sample_of(at[0][0]),
+            )
+        )
+    return facts
+
+
+def facts_of(batch):
+    return list(
+        zip(
+            batch.student_spans.tolist(),
+            batch.teacher_spans.tolist(),
+            batch.chunk_class.tolist(),
+            batch.sample.tolist(),
+            strict=True,
+        )
+    )
+
+
+def starts_of(spans, shape):
+    starts = torch.zeros(shape, dtype=torch.bool)
+    for first, _ in spans.tolist():
+        starts.view(-1)[first] = True
+    return starts
+
+
+def assert_facts(batch, sample_of):
+    flat = [ids.view(-1).tolist() for ids in (batch.student_chunk_id, batch.teacher_chunk_id)]
+    assert facts_of(batch) == slow_facts(*flat, sample_of)
+    for side in ("student", "teacher"):
+        starts = getattr(batch, f"{side}_is_chunk_start")
+        spans = getattr(batch, f"{side}_spans")
+        assert torch.equal(starts, starts_of(spans, getattr(batch, f"{side}_chunk_id").shape))
+        assert spans.dtype == torch.int64
+    assert batch.chunk_class.dtype == torch.int8
+    assert batch.sample.dtype == torch.int64
+    assert batch.is_exact.tolist() == [True] * batch.chunk_count
+
+
+@given(microbatches())
+@settings(deadline=None)
+def test_spans_classes_and_samples_of_a_padded_batch_are_those_of_its_ids(microbatch):
+    chunk_ids, student_length, teacher_length, masks = microbatch
+    batch = pad_alignments(
+        chunk_ids,
+        student_length=student_length,
+        teacher_length=teacher_length,
+        student_masks=masks,
+    )
+    assert_facts(batch, lambda position: position // student_length)
+
+
+@given(microbatches(), st.integers(1, 3))
+@settings(deadline=None)
+def test_a_packed_batch_holds_the_chunks_of_the_padded_one(microbatch, multiple):
+    chunk_ids, _, _, masks = microbatch
+    longest = [max((len(side[i]) for side in chunk_ids), default=0) for i in (0, 1)]
+    padded = pad_alignments(
+        chunk_ids,
+        student_length=max(longest[0], 1),
+        teacher_length=max(longest[1], 1),
+        student_masks=masks,
+    )
+    packed = pack_alignments(chunk_ids, student_masks=masks, multiple_of=multiple)
+    assert packed.chunk_count == padded.chunk_count
+    for i, side in enumerate(("student", "teacher")):
+        bounds = getattr(packed, f"{side}_cu_seqlens")
+        assert bounds.dtype == torch.int32
+        sizes = [-(-len(pair[i]) // multiple) * multiple for pair in chunk_ids]
+        assert bounds.tolist() == np.cumsum([0, *sizes]).tolist()
+        row = getattr(packed, f"{side}_chunk_id")
+        assert row.shape == (1, sum(sizes))
+        for sample, pair in enumerate(chunk_ids):
+            own = row[0, bounds[sample] : bounds[sample + 1]].tolist()
+            kept = getattr(padded, f"{side}_chunk_id")[sample, : len(pair[i])].tolist()
+            assert own == kept + [NO_CHUNK] * (len(own) - len(kept))
+    starts = packed.student_cu_seqlens.tolist()[1:]
+    assert_facts(packed, lambda position: sum(start <= position for start in starts))
+
+
+@given(microbatches())
+@settings(deadline=None)
+def test_a_sample_of_a_batch_is_the_batch_of_the_sample(microbatch):
+    chunk_ids, student_length, teacher_length, masks = microbatch
+    lengths = {"student_length": student_length, "teacher_length": teacher_length}
+    for layout, options in ((pad_alignments, lengths), (pack_alignments, {})):
+        batch = layout(chunk_ids, student_masks=masks, **options)
+        assert len(batch) == len(chunk_ids)
+        for row, own in enumerate(batch):
+            mask = masks and masks[row : row + 1]
+            alone = layout(chunk_ids[row : row + 1], student_masks=mask, **options)
+            for field in fields(AlignmentBatch):
+                if not field.name.endswith("cu_seqlens"):
+                    left, right = getattr(own, field.name), getattr(alone, field.name)
+                    assert left == right if field.name == "chunk_count" else left.equal(right)
+
+
+def test_a_batch_has_no_sample_past_its_last():
+    batch = pad_alignments([pair([-1, 0], [-1, 0])], student_length=2, teacher_length=2)
+    assert batch[-1].chunk_count == 1
+    with pytest.raises(IndexError, match="sample 1 of a batch of 1"):
+        batch[1]
+
+
+def test_chunks_that_are_not_exact_stay_so_where_others_are_dropped():
+    student, teacher = pair([-1, 0, 1, 2], [0, 0, 1, 2])
+    spans = np.array([[0, 2], [2, 3], [3, 4]], np.int32)
+    alignment = Alignment(spans, spans, np.array([True, False, True]), student, teacher)
+    batch = pad_alignments([pair([-1, 0], [-1, 0]), alignment], student_length=3, teacher_length=3)
+    assert batch.sample.tolist() == [0, 1, 1]
+    assert batch.is_exact.tolist() == [True, False, True]
+
+
+def test_a_batch_moves_with_all_its_tensors():
+    batch = pack_alignments([pair([-1, 0], [-1, 0])])
+    moved = batch.to("meta")
+    for field in fields(AlignmentBatch):
+        value = getattr(moved, field.name)
+        assert field.name == "chunk_count" or value.device.type == "meta", field.name
+    assert moved.chunk_count == 1
+
+
+def test_ids_that_leave_a_chunk_out_are_refused():
+    with pytest.raises(
+        AlignmentError,
+        match="the teacher's chunk ids leave a chunk out; got no position of chunk 1",
+    ):
+        AlignmentBatch.from_chunk_ids(torch.tensor([[0, 1]]), torch.tensor([[0, -1]]))

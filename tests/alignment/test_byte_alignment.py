@@ -10,7 +10,7 @@ from byte_end_strategies import byte_ends, ends_of, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.alignment import Alignment, align_byte_ends, byte_alignment
+from megatron_ext.alignment import Alignment, ChunkClass, align_byte_ends, byte_alignment
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 
@@ -158,3 +158,29 @@ def test_ends_that_are_no_ends_are_refused(ends, message):
         align_byte_ends(ends_of(1), np.array(ends))
     with pytest.raises(AlignmentError, match="student"):
         align_byte_ends(np.array(ends), ends_of(1))
+
+
+@given(pairs())
+@settings(deadline=None)
+def test_classes_and_starts_are_those_of_the_chunk_ids(pair):
+    alignment = align_byte_ends(*pair)
+    sizes = [[len(tokens) for tokens in chunk] for chunk in chunks_of(alignment)]
+    expected = [2 * (student > 1) + (teacher > 1) for student, teacher in sizes]
+    assert alignment.chunk_class.tolist() == expected
+    assert alignment.chunk_class.dtype == np.int8
+    for ids, starts in (
+        (alignment.student_chunk_id, alignment.student_is_chunk_start),
+        (alignment.teacher_chunk_id, alignment.teacher_is_chunk_start),
+    ):
+        first = [int(np.argmax(ids == chunk)) for chunk in range(alignment.chunk_count)]
+        assert np.flatnonzero(starts).tolist() == first
+
+
+def test_the_classes_of_a_chunk_say_how_many_tokens_each_side_has():
+    alignment = align_byte_ends(ends_of(1, 2, 1, 1, 2, 2), ends_of(1, 1, 1, 2, 1, 3))
+    assert [ChunkClass(kind).name for kind in alignment.chunk_class] == [
+        "ONE_TO_ONE",
+        "ONE_TO_MANY",
+        "MANY_TO_ONE",
+        "MANY_TO_MANY",
+    ]

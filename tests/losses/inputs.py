@@ -72,11 +72,7 @@ class Microbatch:
             for side, ids in zip(sides, pair, strict=True):
                 side.append(torch.where(ids >= 0, ids + count, -1))
             count += int(pair[0].max()) + 1
-        return AlignmentBatch(
-            student_chunk_id=torch.stack(sides[0]),
-            teacher_chunk_id=torch.stack(sides[1]),
-            chunk_count=count,
-        )
+        return AlignmentBatch.from_chunk_ids(torch.stack(sides[0]), torch.stack(sides[1]))
 
     def inputs(
         self, *, rank: int = 0, ranks: int = 1, group: Any = None, padding: tuple[int, int] = (0, 0)

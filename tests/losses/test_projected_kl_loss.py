@@ -104,11 +104,7 @@ def _without(**parts: Any) -> DistillationInputs:
 
 
 def _alignment(student: tuple[int, int], teacher: tuple[int, int]) -> AlignmentBatch:
-    return AlignmentBatch(
-        student_chunk_id=torch.full(student, -1),
-        teacher_chunk_id=torch.full(teacher, -1),
-        chunk_count=0,
-    )
+    return AlignmentBatch.from_chunk_ids(torch.full(student, -1), torch.full(teacher, -1))
 
 
 SHARD = VocabShard(start=0, stop=23, vocab_size=23)
