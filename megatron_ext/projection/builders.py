@@ -1,7 +1,7 @@
-"""Building a projection from two vocabularies alone. V vocabularies Vs and Vt, K top-k.
+"""Building a projection from two tokenizers alone. V vocabularies Vs and Vt, K top-k.
 
 A student token that the teacher has is one entry of 1. Another is spelled with the teacher's
-tokens, piece ``i`` weighing ``0.9 * 0.1**i`` before its row is normalised, because what the student
+tokens, piece ``i`` weighing ``decay**i`` before its row is normalised, because what the student
 predicts at once is what the teacher predicts first: ``201`` is ``2``, ``0``, ``1`` with shares
 0.9009, 0.0901, 0.0090.
 """
@@ -10,89 +10,176 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from itertools import chain
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.projection.entries import check_top_k
+from megatron_ext.projection.control_names import most_similar
+from megatron_ext.projection.entries import Entries
+from megatron_ext.projection.options import ProjectionMethod, ProjectionOptions
 from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.projection.speller import Speller
 from megatron_ext.projection.token_match import (
     NO_MATCH,
+    emitted_tokens,
     match_control_tokens,
     match_ordinary_tokens,
 )
 from megatron_ext.registry import Registry
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.version import __version__
 
-ProjectionMethod = Literal["exact", "retokenized"]
+__all__ = ["PROJECTION_METHODS", "ProjectionMethod", "build_projection"]
 
-FIRST_PIECE_WEIGHT = 0.9
-NEXT_PIECE_FACTOR = 0.1
+Spellings = list[list[int]]
 
-PROJECTION_METHODS: Registry[Callable[[Speller, Sequence[bytes]], list[list[int]]]] = Registry(
+PROJECTION_METHODS: Registry[Callable[[Speller, Sequence[bytes]], Spellings]] = Registry(
     "projection method"
 )
 """How the tokens that the teacher lacks are spelled with those it has: no pieces, an empty row."""
 
 PROJECTION_METHODS.register("exact", lambda speller, tokens: [[] for _ in tokens])
 PROJECTION_METHODS.register("retokenized", Speller.spell)
+PROJECTION_METHODS.register(
+    "first_piece", lambda speller, tokens: [ids[:1] for ids in speller.spell(tokens)]
+)
 
 
 def build_projection(
-    student: ByteTokenizer,
-    teacher: ByteTokenizer,
-    *,
-    method: ProjectionMethod = "retokenized",
-    top_k: int = 4,
+    student: ByteTokenizer, teacher: ByteTokenizer, options: ProjectionOptions | None = None
 ) -> SparseProjection:
-    """The projection of a pair; see ``SparseProjection.from_tokenizers``.
+    """The projection of a pair.
 
-    Control tokens are matched by role, then by name; one that the teacher lacks has an empty row.
+    Control tokens are matched by role, then by name, then, where options say so, by how alike their
+    names are. One that none of these matches has an empty row.
+
+    Raises:
+        UnknownNameError: No such method.
     """
-    spell = PROJECTION_METHODS[method]
-    check_top_k(top_k)
-    student_bytes = [student.token_bytes(token_id) for token_id in range(student.vocab_size)]
-    speller = Speller(teacher)
-    matches = match_ordinary_tokens(student_bytes, speller)
-    control = np.flatnonzero([token is None for token in student_bytes]).astype(np.int64)
-    for student_id, teacher_id in match_control_tokens(student, teacher, control).items():
-        matches[student_id] = teacher_id
+    options = ProjectionOptions() if options is None else options
+    spell = PROJECTION_METHODS[options.method]
+    students, teachers = Speller(student), Speller(teacher)
+    matches = match_ordinary_tokens(students, teachers)
+    is_emitted = emitted_tokens(students)
+    for student_id, teacher_id in match_control_tokens(
+        student, teacher, students.control_ids
+    ).items():
+        matches[student_id], is_emitted[student_id] = teacher_id, True
 
-    is_exact_row = matches != NO_MATCH
-    exact_rows = np.flatnonzero(is_exact_row)
-    lacking = [row for row, token in enumerate(student_bytes) if token and not is_exact_row[row]]
-    pieces = [ids[:top_k] for ids in spell(speller, [student_bytes[row] or b"" for row in lacking])]
-    piece_counts = np.array([len(ids) for ids in pieces], dtype=np.int64)
-    spelled_rows = np.repeat(np.array(lacking, dtype=np.int64), piece_counts)
-    spelled_columns = np.fromiter(chain.from_iterable(pieces), dtype=np.int64)
-    return SparseProjection.from_entries(
-        np.concatenate([exact_rows, spelled_rows]),
-        np.concatenate([matches[exact_rows], spelled_columns]),
-        np.concatenate([np.ones(len(exact_rows)), piece_weights(piece_counts)]),
+    matched = np.flatnonzero(matches != NO_MATCH)
+    lacking = _lacking(students, matches == NO_MATCH)
+    parts = [
+        Entries(matched, matches[matched], np.ones(len(matched))),
+        _spelled(lacking, spell(teachers, _bytes_of(students, lacking)), options),
+    ]
+    if options.reverse_pass:
+        parts.append(_reverse_spelled(students, teachers, matches, options))
+    if options.control_similarity is not None:
+        parts.append(_similar_controls(student, teacher, students, teachers, matches, options))
+    rows, columns, weights = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    projection = SparseProjection.from_entries(
+        rows,
+        columns,
+        weights,
         (student.vocab_size, teacher.vocab_size),
-        {
-            "method": method,
-            "options": json.dumps({"top_k": top_k}),
-            **_identity("student", student),
-            **_identity("teacher", teacher),
-        },
-        is_exact_row=is_exact_row,
+        is_exact_row=is_emitted & (matches != NO_MATCH),
+    )
+    return replace(
+        projection.top_k(options.row_limit), metadata=build_metadata(student, teacher, options)
     )
 
 
-def _identity(role: str, tokenizer: ByteTokenizer) -> dict[str, str]:
-    """What a projection says of the tokenizer it was built for."""
+def build_metadata(
+    student: ByteTokenizer, teacher: ByteTokenizer, options: ProjectionOptions
+) -> dict[str, str]:
+    """What a projection says of how it was built."""
+    given = asdict(options)
     return {
-        f"{role}_fingerprint": tokenizer.fingerprint(),
-        f"{role}_vocab_size": str(tokenizer.vocab_size),
+        "method": given.pop("method"),
+        "options": json.dumps(given),
+        **identity(student, teacher),
     }
 
 
-def piece_weights(piece_counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Weight of every piece of every token [sum of counts], before a row is normalised."""
+def identity(student: ByteTokenizer, teacher: ByteTokenizer) -> dict[str, str]:
+    """What a projection says of the pair it was built for, and of who built it."""
+    return {
+        "builder": f"megatron-ext {__version__}",
+        "student_fingerprint": student.fingerprint(),
+        "student_vocab_size": str(student.vocab_size),
+        "teacher_fingerprint": teacher.fingerprint(),
+        "teacher_vocab_size": str(teacher.vocab_size),
+    }
+
+
+def piece_weights(piece_counts: NDArray[np.int64], decay: float) -> NDArray[np.float64]:
+    """Weight of every piece of every token [sum of counts]; those of a token sum to 1."""
     starts = np.cumsum(piece_counts) - piece_counts
-    place = np.arange(piece_counts.sum()) - np.repeat(starts, piece_counts)
-    return FIRST_PIECE_WEIGHT * NEXT_PIECE_FACTOR ** place.astype(np.float64)
+    owner = np.repeat(np.arange(len(piece_counts)), piece_counts)
+    weights = decay ** (np.arange(len(owner)) - starts[owner]).astype(np.float64)
+    sums = np.bincount(owner, weights=weights, minlength=len(piece_counts))
+    return weights / sums[owner]
+
+
+def _lacking(speller: Speller, unmatched: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Unmatched ids that have bytes, ascending."""
+    has_bytes = np.array([bool(token) for token in speller.tokens], dtype=np.bool_)
+    return np.flatnonzero(unmatched & has_bytes).astype(np.int64)
+
+
+def _bytes_of(speller: Speller, ids: NDArray[np.int64]) -> list[bytes]:
+    return [speller.tokens[token_id] or b"" for token_id in ids.tolist()]
+
+
+def _spelled(ids: NDArray[np.int64], spellings: Spellings, options: ProjectionOptions) -> Entries:
+    """An entry for each piece: the token that is spelled, the piece, its weight."""
+    cut = [pieces[: options.top_k] for pieces in spellings]
+    counts = np.fromiter(map(len, cut), dtype=np.int64, count=len(cut))
+    return Entries(
+        np.repeat(ids, counts),
+        np.fromiter(chain.from_iterable(cut), dtype=np.int64, count=int(counts.sum())),
+        piece_weights(counts, options.decay),
+    )
+
+
+def _reverse_spelled(
+    students: Speller, teachers: Speller, matches: NDArray[np.int64], options: ProjectionOptions
+) -> Entries:
+    """Entries of the teacher tokens that the student lacks, in rows that have no match."""
+    unmatched = np.ones(len(teachers.tokens), dtype=np.bool_)
+    unmatched[matches[matches != NO_MATCH]] = False
+    lacking = _lacking(teachers, unmatched & emitted_tokens(teachers))
+    columns, rows, weights = _spelled(
+        lacking, students.spell(_bytes_of(teachers, lacking)), options
+    )
+    open_rows = matches[rows] == NO_MATCH
+    return Entries(rows[open_rows], columns[open_rows], weights[open_rows])
+
+
+def _similar_controls(
+    student: ByteTokenizer,
+    teacher: ByteTokenizer,
+    students: Speller,
+    teachers: Speller,
+    matches: NDArray[np.int64],
+    options: ProjectionOptions,
+) -> Entries:
+    """Entries of control tokens that have no match, weighing as much as their names are alike."""
+    assert options.control_similarity is not None
+    candidates = {i: teacher.id_to_token(i) for i in teachers.control_ids.tolist()}
+    candidates = {token_id: name for token_id, name in candidates.items() if name}
+    found = [
+        (student_id, teacher_id, similarity)
+        for student_id in students.control_ids.tolist()
+        if matches[student_id] == NO_MATCH and student.id_to_token(student_id)
+        for teacher_id, similarity in most_similar(
+            student.id_to_token(student_id),
+            candidates,
+            min_similarity=options.control_similarity,
+            most=options.row_limit,
+        ).items()
+    ]
+    table = np.array(found, dtype=np.float64).reshape(-1, 3)
+    return Entries(table[:, 0].astype(np.int64), table[:, 1].astype(np.int64), table[:, 2])

@@ -23,11 +23,11 @@ from megatron_ext.projection.entries import (
     largest_of_each_row,
 )
 from megatron_ext.projection.history import with_step
+from megatron_ext.projection.options import PIECE_DECAY, ProjectionMethod, ProjectionOptions
 from megatron_ext.projection.validation import check_projection
 from megatron_ext.projection.vocabulary_partition import VocabularyPartition
 
 if TYPE_CHECKING:
-    from megatron_ext.projection.builders import ProjectionMethod
     from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
 
@@ -313,20 +313,34 @@ class SparseProjection:
         teacher: ByteTokenizer,
         method: ProjectionMethod = "retokenized",
         top_k: int = 4,
+        *,
+        decay: float = PIECE_DECAY,
+        reverse_pass: bool = False,
+        control_similarity: float | None = None,
     ) -> SparseProjection:
         """Build the projection of a pair from the two vocabularies alone.
 
         Args:
             student: Tokenizer of the rows.
             teacher: Tokenizer of the columns.
-            method: ``exact`` fills the rows of tokens that both have; ``retokenized`` also spells
-                every other student token with the teacher's tokens.
+            method: ``exact``, ``retokenized`` or ``first_piece``; this and the rest are described
+                at ``ProjectionOptions``.
             top_k: Most teacher tokens in a row.
+            decay: What each piece of a spelling weighs of the one before it.
+            reverse_pass: Also spell the tokens that the student lacks.
+            control_similarity: Least similarity of the names of control tokens without a match.
 
         Raises:
             UnknownNameError: No such method.
-            ProjectionError: ``top_k`` below 1.
+            ProjectionError: A number that means nothing, or options that exclude each other.
         """
         from megatron_ext.projection.builders import build_projection
 
-        return build_projection(student, teacher, method=method, top_k=top_k)
+        options = ProjectionOptions(
+            method=method,
+            top_k=top_k,
+            decay=decay,
+            reverse_pass=reverse_pass,
+            control_similarity=control_similarity,
+        )
+        return build_projection(student, teacher, options)

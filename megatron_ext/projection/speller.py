@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
@@ -16,14 +19,25 @@ class Speller:
 
     def __init__(self, tokenizer: ByteTokenizer) -> None:
         self._tokenizer = tokenizer
-        ids = range(tokenizer.vocab_size)
-        self._bytes = [tokenizer.token_bytes(token_id) or b"" for token_id in ids]
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+        """[V] bytes of each id; None of a control token or an unused id."""
+        self._bytes = [token or b"" for token in self.tokens]
         # SentencePiece starts every text with a space of its own. Behind a line break, which it
         # never merges with anything, the pieces are those of the middle of a text.
         starts_clean = self._trailing(tokenizer.text_to_ids("a"), b"a")
         self._context = "" if starts_clean else "\n"
         self._id_of = self._preferred_ids()
         self._longest = max((len(token) for token in self._id_of), default=0)
+
+    @property
+    def emitted_ids(self) -> Collection[int]:
+        """Ids that have bytes; of several with the same bytes only the one that ``id_of`` gives."""
+        return self._id_of.values()
+
+    @property
+    def control_ids(self) -> NDArray[np.int64]:
+        """Ids without bytes of their own, ascending."""
+        return np.flatnonzero([token is None for token in self.tokens]).astype(np.int64)
 
     def id_of(self, token: bytes) -> int | None:
         """The id with these very bytes.

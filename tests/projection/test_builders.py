@@ -8,6 +8,7 @@ from greedy_tokenizer import GreedyTokenizer, every_byte
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import megatron_ext
 from megatron_ext.errors import ProjectionError, UnknownNameError
 from megatron_ext.projection import SparseProjection
 
@@ -18,6 +19,12 @@ def row(projection, student_id):
     return dict(
         zip(projection.indices[entries].tolist(), projection.values[entries].tolist(), strict=True)
     )
+
+
+def id_for(token, tokens):
+    """The id that a ``GreedyTokenizer`` of ``tokens`` emits, else the lowest with these bytes."""
+    is_text = token.decode(errors="ignore").encode() == token
+    return max(i for i, t in enumerate(tokens) if t == token) if is_text else tokens.index(token)
 
 
 def only_row(token, teacher_tokens):
@@ -199,7 +206,8 @@ def test_every_row_is_spelled_by_tokens_of_a_teacher_that_has_every_byte(
         assert bool(shares) == bool(token)
         assert sum(shares.values()) == pytest.approx(1.0, abs=1e-6) or not token
         assert all(tokens[i] in token for i in shares)
-        assert projection.is_exact_row[student_id] == (token in tokens)
+        is_its_id = student_id == id_for(token, student_tokens)
+        assert projection.is_exact_row[student_id] == (token in tokens and is_its_id)
         if shares:
             assert token.startswith(tokens[max(shares, key=shares.__getitem__)])
 
@@ -277,7 +285,13 @@ def test_metadata_says_pair_method_and_options():
     student, teacher = GreedyTokenizer([b"a"]), GreedyTokenizer([b"a", b"b"])
     metadata = SparseProjection.from_tokenizers(student, teacher, top_k=3).metadata
     assert metadata["method"] == "retokenized"
-    assert json.loads(metadata["options"]) == {"top_k": 3}
+    assert json.loads(metadata["options"]) == {
+        "top_k": 3,
+        "decay": 0.1,
+        "reverse_pass": False,
+        "control_similarity": None,
+    }
+    assert metadata["builder"] == f"megatron-ext {megatron_ext.__version__}"
     assert metadata["student_fingerprint"] == student.fingerprint()
     assert metadata["teacher_fingerprint"] == teacher.fingerprint()
     assert (metadata["student_vocab_size"], metadata["teacher_vocab_size"]) == ("1", "2")
@@ -285,7 +299,7 @@ def test_metadata_says_pair_method_and_options():
 
 def test_an_unknown_method_lists_the_choices():
     tokenizer = GreedyTokenizer([b"a"])
-    with pytest.raises(UnknownNameError, match="expected one of exact, retokenized"):
+    with pytest.raises(UnknownNameError, match="expected one of exact, retokenized, first_piece"):
         SparseProjection.from_tokenizers(tokenizer, tokenizer, method="retokenised")
 
 

@@ -118,7 +118,7 @@ def test_a_directory_is_refused(tmp_path):
     [
         pytest.param({"format": None}, (), "without a format entry", id="model weights"),
         pytest.param({"format": "other"}, (), "got other version 2", id="other format"),
-        pytest.param({"format_version": "3"}, (), "version 3; expected .* 1 or 2", id="newer version"),
+        pytest.param({"format_version": "3"}, (), "version 3; .* 1 or 2", id="newer version"),
         pytest.param({"shape": "many"}, (), "does not say its shape; got 'many'", id="no shape"),
         pytest.param({"shape": "6x3"}, (), "indptr", id="other shape"),
         pytest.param({}, ("values",), "incomplete; got no values", id="no values"),

@@ -1,0 +1,69 @@
+"""How a projection is built from two tokenizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_ext.errors import ProjectionError
+from megatron_ext.projection.entries import check_top_k
+
+ProjectionMethod = Literal["exact", "retokenized", "first_piece"]
+
+PIECE_DECAY = 0.1
+"""What each piece weighs of the one before it: 0.9, 0.09, 0.009, ... before a row is normalised."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class ProjectionOptions:
+    """What ``build_projection`` makes of a pair.
+
+    Raises:
+        ProjectionError: A number that means nothing, or options that exclude each other.
+    """
+
+    method: ProjectionMethod = "retokenized"
+    """What stands for a token that the teacher lacks: ``exact`` nothing; ``retokenized`` the pieces
+    that the teacher spells it with, in falling shares; ``first_piece`` the first of them alone."""
+
+    top_k: int = 4
+    """Most teacher tokens in a row, and most pieces of a spelling that count."""
+
+    decay: float = PIECE_DECAY
+    """What each piece of a spelling weighs of the one before it; 1 weighs all alike."""
+
+    reverse_pass: bool = False
+    """Also spell the tokens that the student lacks with the student's, and add these entries.
+    Exact rows and control tokens stay as they are."""
+
+    control_similarity: float | None = None
+    """Least similarity of names, above 0 and at most 1, at which a control token that has neither
+    role nor name at the teacher stands for another; None leaves its row empty."""
+
+    def __post_init__(self) -> None:
+        check_top_k(self.top_k)
+        if not 0 < self.decay <= 1:
+            raise ProjectionError(
+                "the decay of pieces cannot be used",
+                got=self.decay,
+                expected="above 0 and at most 1",
+                where="decay",
+            )
+        if self.control_similarity is not None and not 0 < self.control_similarity <= 1:
+            raise ProjectionError(
+                "the least similarity of control tokens cannot be used",
+                got=self.control_similarity,
+                expected="above 0 and at most 1, or None",
+                where="control_similarity",
+            )
+        if self.method == "first_piece" and self.reverse_pass:
+            raise ProjectionError(
+                "a reverse pass adds entries to rows that first_piece keeps at one",
+                got="method first_piece with reverse_pass",
+                fix="use the method retokenized",
+            )
+
+    @property
+    def row_limit(self) -> int:
+        """Most entries of a row."""
+        return 1 if self.method == "first_piece" else self.top_k
