@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from megatron_ext.conversation.byte_offsets import byte_offsets
 from megatron_ext.conversation.encoded_conversation import (
     EncodedConversation,
     encode_conversation,
 )
-from megatron_ext.conversation.masking.training_mask import byte_offsets
 from megatron_ext.conversation.message import place
 from megatron_ext.conversation.prompt_config import PromptConfig
 from megatron_ext.conversation.protocol import ConversationTokenizer

@@ -23,7 +23,7 @@ from megatron_ext.conversation.masking.trained_part import (
     TrainedPart,
     trained_part,
 )
-from megatron_ext.conversation.masking.training_mask import byte_offsets, trained_tokens
+from megatron_ext.conversation.masking.training_mask import trained_tokens
 from megatron_ext.conversation.message import Conversation, check_conversation
 from megatron_ext.conversation.prompt_config import PromptConfig
 from megatron_ext.conversation.protocol import ByteEnds, ConversationTokenizer, IdArray
@@ -143,7 +143,7 @@ def encode_checked(
         )
         part = trained_part(rendered, conversation, prompt_config.policy, context)
         trained = trained_tokens(rendered, part.ranges, ends)
-        part = _without_untrained(part, rendered.text, trained, ends)
+        part = _without_untrained(part, rendered, trained, ends)
     return EncodedConversation(
         text=rendered.text,
         spans=rendered.spans,
@@ -224,11 +224,11 @@ def template_source(tokenizer: ConversationTokenizer, prompt_config: PromptConfi
 
 
 def _without_untrained(
-    part: TrainedPart, text: str, trained: NDArray[np.bool_], ends: ByteEnds
+    part: TrainedPart, rendered: Rendered, trained: NDArray[np.bool_], ends: ByteEnds
 ) -> TrainedPart:
     """``part`` with the messages excluded that share each of their tokens with other text."""
     begins, ends = np.concatenate(([0], ends[:-1]))[trained], ends[trained]
-    bounds = byte_offsets(text)[np.array(list(part.said.values()), np.int64).reshape(-1, 2)]
+    bounds = rendered.byte_offsets[np.array(list(part.said.values()), np.int64).reshape(-1, 2)]
     # The first trained token that ends in or behind what a message says, if there is one.
     first = np.searchsorted(ends, bounds[:, 0], side="right")
     is_said = np.append(begins, np.iinfo(np.int64).max)[first] < bounds[:, 1]
@@ -250,12 +250,13 @@ def _control_tokens(
     tokenizer: ConversationTokenizer, rendered: Rendered, ids: IdArray, ends: ByteEnds
 ) -> list[Range]:
     """Characters that each control token of the template's covers, in order."""
-    offsets = byte_offsets(rendered.text)
+    offsets = rendered.byte_offsets
     begins = np.concatenate(([0], ends[:-1]))
     own = offsets[np.array(rendered.control_ranges, np.int64).reshape(-1, 2)]
-    nearest = np.searchsorted(own[:, 0], begins, side="right") - 1
-    is_own = (nearest >= 0) & (begins < own[nearest, 1]) if len(own) else nearest >= 0
-    at = np.flatnonzero(is_own)
+    # Tokens and ranges are both in order, and ranges are few: these are looked up.
+    first, last = np.searchsorted(begins, own.T)
+    counts = last - first
+    at = np.repeat(last - np.cumsum(counts), counts) + np.arange(counts.sum())
     kinds, kind_of = np.unique(ids[at], return_inverse=True)
     is_control = np.fromiter(map(tokenizer.is_control, kinds.tolist()), np.bool_, len(kinds))
     at = at[is_control[kind_of]]

@@ -82,19 +82,22 @@ def check_shown(
     Raises:
         ConversationError: The template has no place for them.
     """
-    written = {span.provenance.message for span in rendered.spans}
-    written |= {span.provenance.turn for span in rendered.spans}
-    calls = {
-        span.provenance.message
-        for span in rendered.spans
-        if span.provenance.field.startswith("tool_calls")
-    }
+    written: set[int | None] = set()
+    calls: set[int | None] = set()
+    shows_tools = False
+    for _, _, (_, message_index, field, turn, _) in rendered.spans:
+        written.add(message_index)
+        written.add(turn)
+        if field.startswith("tool"):
+            shows_tools |= field.startswith("tools")
+            if field.startswith("tool_calls"):
+                calls.add(message_index)
     for index, message in enumerate(conversation):
         is_dropped = index == 0 and message["role"] == "system" and 0 not in written
         if is_dropped and (config.force_system_message or not config.has_system_role):
             continue
         # Templates trim: of a message of white space nothing may be left.
-        if content_text(message).strip() and index not in written:
+        if index not in written and content_text(message).strip():
             raise ConversationError(
                 f"the prompt format {config.name} has no place for the message",
                 got=f"the role {message['role']!r}",
@@ -104,8 +107,7 @@ def check_shown(
             raise ConversationError(
                 f"the prompt format {config.name} has no place for tool calls", where=place(index)
             )
-    variables = {span.provenance.field for span in rendered.spans if not span.is_template}
-    if has_tools and not any(field.startswith("tools") for field in variables):
+    if has_tools and not shows_tools:
         raise ConversationError(
             f"the prompt format {config.name} has no place for tools",
             fix="take another format, such as auto, or leave the tools out",

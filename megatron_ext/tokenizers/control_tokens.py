@@ -67,20 +67,35 @@ class ControlTokens:
         """
         if self._pattern is None:
             return
+        find, plain = self._pattern.finditer, self._plain_ids
         done = 0
         for start, stop in ((0, len(text)),) if spans is None else spans:
             # A pattern that is given an end sees no character beyond it.
-            for match in self._pattern.finditer(text, max(start, done), stop):
-                token = self.by_name[match[0]]
-                if token.single_word and _touches_a_word(text, match.start(), match.end()):
-                    continue
+            for match in find(text, start if start > done else done, stop):
                 begin, end = match.span()
+                name = match[0]
+                if name in plain:
+                    yield ControlMatch(begin, end, plain[name])
+                    done = end
+                    continue
+                token = self.by_name[name]
+                if token.single_word and _touches_a_word(text, begin, end):
+                    continue
                 if token.lstrip:
                     begin = max(done, len(text[done:begin].rstrip()) + done)
                 if token.rstrip:
                     end += _leading_space(text, end)
                 yield ControlMatch(begin, end, token.token_id)
                 done = end
+
+    @cached_property
+    def _plain_ids(self) -> dict[str, int]:
+        """Id of each name that is a control token wherever it stands, and swallows nothing."""
+        return {
+            name: token.token_id
+            for name, token in self.by_name.items()
+            if not (token.lstrip or token.rstrip or token.single_word)
+        }
 
     @cached_property
     def _pattern(self) -> re.Pattern[str] | None:

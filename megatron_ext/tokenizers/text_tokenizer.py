@@ -105,6 +105,15 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         """Ids [N] of all texts and offsets [D + 1]: where those of each begin and end."""
         return self._tokenizer.text_to_flat_ids(texts, parse_special=self.parse_special_tokens)
 
+    def prepare_engine(self) -> str | None:
+        """Build and prove the engine for batches now: before a fork, or to hear of it.
+
+        Returns:
+            Why it is not used, in one line; None where it is.
+        """
+        prepare = getattr(self._tokenizer, "prepare_engine", None)
+        return f"{self.library} has no fast engine" if prepare is None else prepare()
+
     def tokenize_files(
         self, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], field: str = "text"
     ) -> Any:

@@ -37,7 +37,7 @@ from megatron_ext.conversation import (
     prompt_config_of,
     tokenize_conversation,
 )
-from megatron_ext.conversation.masking.training_mask import byte_offsets
+from megatron_ext.conversation.byte_offsets import byte_offsets
 from megatron_ext.errors import ConversationError
 
 Conversation = list[dict[str, Any]]

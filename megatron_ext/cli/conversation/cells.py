@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.conversation import EncodedConversation, Provenance
-from megatron_ext.conversation.masking.training_mask import byte_offsets
+from megatron_ext.conversation.byte_offsets import byte_offsets
 from megatron_ext.conversation.message import INSTRUCTION_ROLES, TOOL_ROLES
 
 Kind = Literal["template", "system", "user", "tool", "assistant", "image", "variable", "unknown"]

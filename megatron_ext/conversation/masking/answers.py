@@ -282,13 +282,11 @@ def _by_message(pieces: Iterable[tuple[int, int, int]]) -> list[Answer]:
 
 def _quoted(spans: Sequence[Span]) -> Iterator[int]:
     """Indices of spans of turns within another turn: some templates look a tool's name up there."""
-    turns = [
-        (turn, [index for index, _ in group])
-        for turn, group in groupby(enumerate(spans), key=lambda item: item[1].provenance.turn)
-    ]
-    for (before, _), (_, indices), (after, _) in zip(turns, turns[1:], turns[2:], strict=False):
-        if before is not None and before == after:
-            yield from indices
+    turns = [turn for _, _, (_, _, _, turn, _) in spans]
+    begins = [at for at, turn in enumerate(turns) if at == 0 or turn != turns[at - 1]]
+    for before, begin, after in zip(begins, begins[1:], begins[2:], strict=False):
+        if turns[before] is not None and turns[before] == turns[after]:
+            yield from range(begin, after)
 
 
 def _goes_on(answer: Span, span: Span) -> bool:

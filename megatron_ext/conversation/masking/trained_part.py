@@ -18,7 +18,7 @@ from megatron_ext.conversation.masking.answers import (
 )
 from megatron_ext.conversation.masking.training_policy import TrainingPolicy
 from megatron_ext.conversation.message import Conversation, Message, content_text
-from megatron_ext.conversation.rendering.provenance import Rendered, Span
+from megatron_ext.conversation.rendering.provenance import Rendered
 from megatron_ext.conversation.rendering.template import unknown_messages
 
 UNKNOWN_SOURCE = "the template changes text so that it cannot be told what is the message's"
@@ -65,7 +65,7 @@ def trained_part(
     """
     messages = dict(enumerate(conversation))
     excluded = _with_left_out(policy.untrained(conversation), rendered, messages)
-    for index in unknown_messages(rendered, messages) if _has_unknown(rendered) else ():
+    for index in unknown_messages(rendered, messages):
         # Text that cannot be given to any message may be of each.
         for message in messages if index is None else [index]:
             excluded.setdefault(message, UNKNOWN_SOURCE)
@@ -95,9 +95,8 @@ def _with_left_out(
     untrained: Mapping[int, str], rendered: Rendered, messages: Mapping[int, Message]
 ) -> dict[int, str]:
     """The reasons, and of which of these messages the template writes nothing."""
-    written = {span.provenance.message for span in rendered.spans}
-    hidden = {span.provenance.turn for span in rendered.spans if _is_unknown(span)}
-    written |= hidden
+    hidden = {span.provenance.turn for span in rendered.unknown_spans}
+    written = {message for _, _, (_, message, _, _, _) in rendered.spans} | hidden
     is_sure = None not in hidden
     return {
         index: f"{reason}, and {NOT_SHOWN}"
@@ -138,11 +137,3 @@ def _control_tokens(answer: Answer, context: AnswerContext) -> Sequence[Range]:
     first = bisect_left(context.control_tokens, (answer.start, answer.start))
     last = bisect_left(context.control_tokens, (answer.end, answer.end))
     return context.control_tokens[first:last]
-
-
-def _has_unknown(rendered: Rendered) -> bool:
-    return any(map(_is_unknown, rendered.spans))
-
-
-def _is_unknown(span: Span) -> bool:
-    return span.provenance.source == "unknown"

@@ -34,12 +34,14 @@ def trained_tokens(
     trained = np.zeros(len(byte_ends), np.bool_)
     if not ranges or not len(byte_ends):
         return trained
-    offsets = byte_offsets(rendered.text)
+    offsets = rendered.byte_offsets
     bounds = offsets[np.array(ranges, np.int64)]
     starts, stops = bounds[:, 0], bounds[:, 1]
     begins = np.concatenate(([0], byte_ends[:-1]))
-    # The last range that begins before the token ends; an empty token counts as one byte.
-    nearest = np.searchsorted(starts, np.maximum(byte_ends, begins + 1), side="left") - 1
+    # The last range that begins before the token ends; an empty token counts as one byte. Both are
+    # in order, and ranges are few: these are looked up, and counted along the tokens.
+    first_behind = np.searchsorted(np.maximum(byte_ends, begins + 1), starts, side="right")
+    nearest = np.bincount(first_behind, minlength=len(begins))[: len(begins)].cumsum() - 1
     is_near = nearest >= 0
     nearest = np.maximum(nearest, 0)
     trained[:] = is_near & (begins >= starts[nearest]) & (byte_ends <= stops[nearest])
@@ -57,14 +59,6 @@ def trained_tokens(
         )
         trained[token] = _is_first_word(rendered, int(begin) - 1, int(start) - 1, int(end) - 1)
     return trained
-
-
-def byte_offsets(text: str) -> NDArray[np.int64]:
-    """Byte at which each character of ``text`` begins and, last, the number of bytes N."""
-    if text.isascii():
-        return np.arange(len(text) + 1)
-    is_start = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
-    return np.append(np.flatnonzero(is_start), len(is_start))
 
 
 def _is_own_space(rendered: Rendered, begin: int, end: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.conversation.message import Conversation, Message, content_text, place
@@ -116,11 +116,12 @@ def _has_generation_blocks(environment: ProvenanceEnvironment, source: str) -> b
 
 
 def _spans(text: TrackedText) -> tuple[Span, ...]:
-    ends = accumulate(length for length, _ in text.runs)
-    return tuple(
-        Span(end - length, end, provenance)
-        for (length, provenance), end in zip(text.runs, ends, strict=True)
-    )
+    spans = []
+    end = 0
+    for length, provenance in text.runs:
+        start, end = end, end + length
+        spans.append(tuple.__new__(Span, (start, end, provenance)))
+    return tuple(spans)
 
 
 def _refuse_surrogates(rendered: Rendered) -> None:
@@ -144,11 +145,10 @@ def unknown_messages(rendered: Rendered, messages: Mapping[int, Message]) -> dic
     That is the message whose turn it was written in, else the first that has a word of it.
     """
     found: dict[int | None, str] = {}
-    for span in rendered.spans:
-        if span.provenance.source == "unknown":
-            text = rendered.text[span.start : span.end]
-            turn = span.provenance.turn
-            found.setdefault(_likeliest_message(text, messages) if turn is None else turn, text)
+    for span in rendered.unknown_spans:
+        text = rendered.text[span.start : span.end]
+        turn = span.provenance.turn
+        found.setdefault(_likeliest_message(text, messages) if turn is None else turn, text)
     return found
 
 

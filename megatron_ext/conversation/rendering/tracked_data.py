@@ -94,9 +94,12 @@ def _copied(value: Any, place: Provenance) -> Any:
 
 def _fill(copy: TrackedDict, value: Mapping[Any, Any], place: Provenance) -> TrackedDict:
     copy._provenance = place
+    source, message, field, _, _ = place
     for key, item in value.items():
-        inner = _inside(place, f"{place.field}.{key}" if place.field else str(key))
-        copy[track(key, inner) if isinstance(key, str) else key] = _copied(item, inner)
+        path = f"{field}.{key}" if field else str(key)
+        inner = tuple.__new__(Provenance, (source, message, path, None, False))
+        name = track(key, inner) if isinstance(key, str) else key
+        copy[name] = track(item, inner) if type(item) is str else _copied(item, inner)
     return copy
 
 

@@ -225,7 +225,12 @@ class TrackedText(str):
 
 def track(text: str, provenance: Provenance) -> TrackedText:
     """``text``, all of it from one source."""
-    return TrackedText(text, ((len(text), provenance),)) if text else EMPTY
+    if not text:
+        return EMPTY
+    # As a call of the class, which every text of every message would have to make.
+    tracked = str.__new__(TrackedText, text)
+    tracked.runs = ((len(text), provenance),)
+    return tracked
 
 
 def as_tracked(text: str) -> TrackedText:

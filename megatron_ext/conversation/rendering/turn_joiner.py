@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from megatron_ext.conversation.rendering.provenance import Provenance, Run, merged, placed
+from megatron_ext.conversation.rendering.provenance import UNKNOWN, Provenance, Run, placed
 from megatron_ext.conversation.rendering.template_limits import spend
 from megatron_ext.conversation.rendering.tracked_text import TrackedText, as_tracked
 
@@ -49,7 +49,7 @@ class TurnMark(str):
     message: int | None
 
     def __new__(cls, loop: int, message: int | None) -> TurnMark:
-        self = super().__new__(cls)
+        self = str.__new__(cls)
         self.loop = loop
         self.message = message
         return self
@@ -76,14 +76,15 @@ def join_turns(pieces: Iterable[str]) -> TrackedText:
 
     The turn is that of the innermost open loop's message.
     """
-    texts: list[str] = []
+    texts: list[TrackedText] = []
     runs: list[Run] = []
     loops = OpenLoops()
     turn: int | None = None
-    blocks = 0
-    characters = 0
-    # By identity, which the texts keep alive: hashing all fields of each run would be slow.
+    blocks = characters = 0
+    # What each provenance is within this turn and block. By identity, which the texts keep alive:
+    # hashing all fields of each run would be slow.
     told: dict[int, Provenance] = {}
+    length, within = 0, UNKNOWN
     for piece in pieces:
         kind = type(piece)
         if kind is TurnMark:
@@ -100,13 +101,17 @@ def join_turns(pieces: Iterable[str]) -> TrackedText:
         characters += len(known)
         if len(known.runs) > _FEW_RUNS:
             spend(len(known.runs) >> 2)
-        if turn is None and not blocks:
-            runs.extend(known.runs)
-            continue
-        for length, provenance in known.runs:
-            within = told.get(id(provenance))
-            if within is None:
-                within = told[id(provenance)] = placed(provenance, turn, blocks > 0)
-            runs.append((length, within))
+        for more, provenance in known.runs:
+            following = told.get(id(provenance))
+            if following is None:
+                following = told[id(provenance)] = placed(provenance, turn, blocks > 0)
+            if following == within:
+                length += more
+                continue
+            if length:
+                runs.append((length, within))
+            length, within = more, following
+    if length:
+        runs.append((length, within))
     spend(len(runs) >> 2, characters)
-    return TrackedText("".join(texts), merged(runs))
+    return TrackedText("".join(texts), tuple(runs))

@@ -93,8 +93,13 @@ class FastEncoder:
                 cannot be used.
             MissingDependencyError: The engine was asked for by name and is not installed.
         """
-        reference = self._reference if reference is None else reference
         documents = [utf8(text) for text in texts]
+        return self.encode_documents(texts, documents, reference or self._reference)
+
+    def encode_documents(
+        self, texts: Sequence[str], documents: Sequence[bytes], reference: Reference
+    ) -> FlatIds:
+        """``encode_batch`` of texts whose UTF-8 is at hand."""
         engine = self._engine_for(sum(map(len, documents)))
         if engine is None:
             return flat_ids(reference(texts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -53,46 +53,51 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
     ) -> tuple[IdArray, ByteEnds]:
         """Ids and byte ends of a text with control tokens at ``matches`` and nowhere else."""
         raw = utf8(text)
-        parts = list(self._parts(text, matches))
-        is_stretch = np.array([not isinstance(part, ControlMatch) for part in parts], np.bool_)
-        bounds = np.array([_bounds(part) for part in parts], np.int64).reshape(-1, 2)
+        control = np.array(list(matches), np.int64).reshape(-1, 3)
+        bounds = control[:, :2]
+        # Before each control token, and behind the last, is a stretch; it may be empty.
+        begins = np.concatenate(([0], bounds[:, 1]))
+        ends = np.concatenate((bounds[:, 0], [len(text)]))
+        is_text = begins < ends
+        begins, ends = begins[is_text], ends[is_text]
+        ids, byte_ends, counts = self._encode_stretches(text, begins.tolist(), ends.tolist())
         if len(raw) != len(text):
-            bounds = character_starts(raw)[bounds]
-        ids, ends, counts = self._encode_stretches(
-            text, [part for part in parts if not isinstance(part, ControlMatch)]
-        )
-        ends = ends + np.repeat(bounds[is_stretch, 0], counts)
-        if not is_stretch.all():
-            control = [part.token_id for part in parts if isinstance(part, ControlMatch)]
-            sizes = np.ones(len(parts), np.int64)
-            sizes[is_stretch] = counts
-            is_control = np.repeat(~is_stretch, sizes)
-            ids = _merged(ids, np.array(control, np.int32), is_control)
-            ends = _merged(ends, bounds[~is_stretch, 1], is_control)
-        if len(ends):
+            starts = character_starts(raw)
+            bounds, begins = starts[bounds], starts[begins]
+        byte_ends = byte_ends + np.repeat(begins, counts)
+        if len(control):
+            sizes = np.ones(2 * len(control) + 1, np.int64)
+            sizes[::2] = 0
+            sizes[::2][is_text] = counts
+            is_control = np.repeat(np.arange(len(sizes)) % 2 == 1, sizes)
+            ids = _merged(ids, control[:, 2].astype(np.int32), is_control)
+            byte_ends = _merged(byte_ends, bounds[:, 1], is_control)
+        if len(byte_ends):
             # Text that gives no token (white space, to some) belongs to the token before it.
-            ends[-1] = len(raw)
-        return ids, ends
+            byte_ends[-1] = len(raw)
+        return ids, byte_ends
 
     def _encode_stretches(
-        self, text: str, stretches: Sequence[tuple[StretchTokenizer, int, int]]
+        self, text: str, begins: Sequence[int], ends: Sequence[int]
     ) -> tuple[IdArray, ByteEnds, NDArray[np.int64]]:
         """Ids and byte ends of stretches of a text, each counted from its begin, and how many."""
+        texts = [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
         found: list[tuple[IdArray, ByteEnds, list[int]]] = []
-        for encoder, group in groupby(stretches, key=lambda stretch: stretch[0]):
-            texts = [text[begin:end] for _, begin, end in group]
-            if len(texts) > 1 and encoder._batches_stretches:
-                found += encoder._encode_as_batch(texts)
-            else:
-                found += map(encoder._encode_one, texts)
+        continued = self._continued()
+        if begins and begins[0] == 0 and continued is not self:
+            found.append(self._encode_one(texts.pop(0)))
+        if len(texts) > 1 and continued._batches_stretches:
+            found += continued._encode_as_batch(texts)
+        else:
+            found += map(continued._encode_one, texts)
         ids = np.concatenate([np.zeros(0, np.int32), *(ids for ids, _, _ in found)])
-        ends = np.concatenate([np.zeros(0, np.int64), *(ends for _, ends, _ in found)])
-        return ids, ends, np.array([n for _, _, counts in found for n in counts], np.int64)
+        byte_ends = np.concatenate([np.zeros(0, np.int64), *(ends for _, ends, _ in found)])
+        return ids, byte_ends, np.array([n for _, _, counts in found for n in counts], np.int64)
 
     def _encode_as_batch(self, texts: Sequence[str]) -> list[tuple[IdArray, ByteEnds, list[int]]]:
         """What ``_encode_one`` gives of each text, of all together where it can be."""
-        ids, offsets = self._fast.encode_batch(texts, self._encode_each)
         raws = [text.encode() for text in texts]
+        ids, offsets = self._fast.encode_documents(texts, raws, self._encode_each)
         ends, lossy = self._table.ends_within_each(ids, offsets, raws)
         if not lossy:
             return [(ids, ends, np.diff(offsets).tolist())]
@@ -114,6 +119,12 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
         ids, ends = self._encode_stretch(text, text.encode())
         return ids, ends, [len(ids)]
 
+    def _stretch_ids(self, text: str, begin: int, end: int) -> list[int]:
+        """Ids of a stretch of a text between control tokens; it may be empty."""
+        if begin >= end:
+            return []
+        return (self if begin == 0 else self._continued())._encode(text[begin:end])[0]
+
     def _encode_each(self, texts: Sequence[str]) -> Iterable[Sequence[int] | IdArray]:
         """Ids of each of some short texts."""
         return [self._encode(text)[0] for text in texts]
@@ -127,24 +138,6 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
             return array, ends
         ids, located = self._locate(text, raw, encoded)
         return np.array(ids, np.int32), np.array(located, np.int64)
-
-    def _parts(
-        self, text: str, matches: Iterable[ControlMatch]
-    ) -> Iterable[ControlMatch | tuple[StretchTokenizer, int, int]]:
-        """The control tokens of a text and, with what encodes them, the stretches between."""
-        done = 0
-        for match in matches:
-            if match.begin > done:
-                yield self if done == 0 else self._continued(), done, match.begin
-            yield match
-            done = match.end
-        if done < len(text):
-            yield self if done == 0 else self._continued(), done, len(text)
-
-
-def _bounds(part: ControlMatch | tuple[StretchTokenizer, int, int]) -> tuple[int, int]:
-    """The characters that a part of a text covers, half-open."""
-    return (part.begin, part.end) if isinstance(part, ControlMatch) else part[1:]
 
 
 def _merged(rest: NDArray[Any], chosen: NDArray[Any], is_chosen: NDArray[np.bool_]) -> NDArray[Any]:

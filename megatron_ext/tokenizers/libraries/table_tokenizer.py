@@ -16,7 +16,7 @@ from megatron_ext.tokenizers.base import (
     ParseSpecial,
 )
 from megatron_ext.tokenizers.config import Engine
-from megatron_ext.tokenizers.control_tokens import ControlMatch, ControlToken, ControlTokens
+from megatron_ext.tokenizers.control_tokens import ControlToken, ControlTokens
 from megatron_ext.tokenizers.engine import FastEncoder, GigatokenEngine, flat_ids, interleave
 from megatron_ext.tokenizers.given_texts import checked_texts
 from megatron_ext.tokenizers.libraries.stretch_tokenizer import StretchTokenizer
@@ -112,12 +112,12 @@ class TableTokenizer(StretchTokenizer):
     def text_to_ids(self, text: str, *, parse_special: ParseSpecial = False) -> list[int]:
         utf8(text)
         ids: list[int] = self._prefix.tolist()
-        for part in self._parts(text, self._tokens_read(parse_special).find(text)):
-            if isinstance(part, ControlMatch):
-                ids.append(part.token_id)
-            else:
-                encoder, begin, end = part
-                ids += encoder._encode(text[begin:end])[0]
+        done = 0
+        for begin, end, token_id in self._tokens_read(parse_special).find(text):
+            ids += self._stretch_ids(text, done, begin)
+            ids.append(token_id)
+            done = end
+        ids += self._stretch_ids(text, done, len(text))
         ids += self._suffix.tolist()
         return ids
 
