@@ -25,12 +25,20 @@ At a million tokens, whole-sequence temporaries cost more in fresh pages and cac
 work on them."""
 
 
-def align_byte_ends(student_ends: ByteEnds, teacher_ends: ByteEnds) -> Alignment:
+def align_byte_ends(
+    student_ends: ByteEnds,
+    teacher_ends: ByteEnds,
+    *,
+    paired: tuple[Indices, Indices] | None = None,
+) -> Alignment:
     """Minimal chunks of two tokenizations of the same bytes.
 
     A token that covers no byte (a control token, a dummy prefix) repeats the end before it. It is
     in no chunk: its chunk id is ``NO_CHUNK``, no span starts or ends with it, and where it stands
     between two tokens of one chunk the span runs over it without the id being in the chunk.
+
+    Two tokens without bytes that stand for the same thing can be ``paired``; they are a chunk of
+    their own then.
 
     Where one side ends earlier, as after a truncation, chunks go to the last common boundary and
     the tokens past it are in no chunk.
@@ -38,6 +46,8 @@ def align_byte_ends(student_ends: ByteEnds, teacher_ends: ByteEnds) -> Alignment
     Args:
         student_ends: [Ts] int64, where each token ends in the bytes, non-decreasing.
         teacher_ends: [Tt] int64
+        paired: Ascending indices [P] of student tokens and [P] of teacher tokens, each pair
+            covering no byte at the same byte, as ``ControlClasses.pair`` finds them.
 
     Returns:
         The alignment; every chunk is exact, because both spans are the same bytes.
@@ -45,6 +55,9 @@ def align_byte_ends(student_ends: ByteEnds, teacher_ends: ByteEnds) -> Alignment
     Raises:
         AlignmentError: Ends that are not a non-decreasing row of byte positions.
     """
+    if paired is not None and len(paired[0]):
+        student_ends = _with_a_byte(student_ends, paired[0])
+        teacher_ends = _with_a_byte(teacher_ends, paired[1])
     student_ends, student_covers = check_byte_ends(student_ends, side="student")
     teacher_ends, teacher_covers = check_byte_ends(teacher_ends, side="teacher")
     student_stop, teacher_stop = _padding_start(student_ends), _padding_start(teacher_ends)
@@ -111,6 +124,18 @@ def check_byte_ends(ends: ByteEnds, *, side: str) -> tuple[ByteEnds, Mask]:
     if not covers.all():
         _refuse_falling(array, side)
     return array, covers
+
+
+def _with_a_byte(ends: ByteEnds, at: Indices) -> ByteEnds:
+    """``ends`` with each token ``at`` one byte longer.
+
+    The n-th pair is behind n - 1 others on either side, so that both get the same byte.
+    """
+    lengthened = np.zeros(len(ends), dtype=np.int64)
+    lengthened[at] = 1
+    np.cumsum(lengthened, out=lengthened)
+    lengthened += ends
+    return lengthened
 
 
 def _refuse_falling(ends: ByteEnds, side: str) -> None:

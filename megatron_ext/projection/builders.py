@@ -16,15 +16,15 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.alignment.control_pairs import match_control_tokens
 from megatron_ext.projection.control_names import most_similar
-from megatron_ext.projection.entries import Entries
+from megatron_ext.projection.entries import Entries, concatenated
 from megatron_ext.projection.options import ProjectionMethod, ProjectionOptions
 from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.projection.speller import Speller
 from megatron_ext.projection.token_match import (
     NO_MATCH,
     emitted_tokens,
-    match_control_tokens,
     match_ordinary_tokens,
 )
 from megatron_ext.registry import Registry
@@ -78,11 +78,8 @@ def build_projection(
         parts.append(_reverse_spelled(students, teachers, matches, options))
     if options.control_similarity is not None:
         parts.append(_similar_controls(student, teacher, students, teachers, matches, options))
-    rows, columns, weights = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     projection = SparseProjection.from_entries(
-        rows,
-        columns,
-        weights,
+        *concatenated(parts),
         (student.vocab_size, teacher.vocab_size),
         is_exact_row=is_emitted & (matches != NO_MATCH),
     )
