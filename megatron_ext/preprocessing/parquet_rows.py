@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from megatron_ext.errors import DataError, MissingDependencyError
+from megatron_ext.preprocessing.arrow_block import arrow_block
 from megatron_ext.preprocessing.bad_record import BadRecord
 from megatron_ext.preprocessing.input_slice import InputSlice
 from megatron_ext.preprocessing.line_block import BLOCK_BYTES
@@ -71,7 +72,7 @@ def _row_group(
             columns=fields.columns_of(columns),
         )
         for batch in batches:
-            yield _block(batch, fields, line)
+            yield arrow_block(batch, fields, line)
             line += batch.num_rows
     except (DataError, OSError, ValueError) as error:
         # pyarrow's own errors are ValueErrors and OSErrors.
@@ -86,31 +87,6 @@ def _batch_rows(group: Any) -> int:
     """Rows of a row group that make a block."""
     rows = group.num_rows * BLOCK_BYTES // max(group.total_byte_size, 1)
     return int(min(max(rows, 1), _MOST_ROWS))
-
-
-def _block(batch: Any, fields: RecordFields, first_line: int) -> RecordBlock:
-    block = RecordBlock.empty(fields)
-    block.line_count = batch.num_rows
-    try:
-        rows = batch.to_pylist()
-    except UnicodeDecodeError:
-        rows = [None] * batch.num_rows
-    for offset, row in enumerate(rows):
-        try:
-            values = _one_row(batch, offset) if row is None else row
-            block.add(first_line + offset, fields.values_of(values))
-        except DataError as error:
-            block.bad.append(BadRecord.of(first_line + offset, error))
-    return block
-
-
-def _one_row(batch: Any, offset: int) -> Any:
-    try:
-        return batch.slice(offset, 1).to_pylist()[0]
-    except UnicodeDecodeError as error:
-        raise DataError(
-            "the row is not UTF-8", got=f"{error.reason} at byte {error.start}"
-        ) from error
 
 
 def _damaged(error: Exception) -> DataError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from megatron_ext.errors import DataError
+from megatron_ext.preprocessing.arrow_rows import read_arrow
 from megatron_ext.preprocessing.input_slice import InputSlice
 from megatron_ext.preprocessing.json_document import read_json_document
 from megatron_ext.preprocessing.json_line import read_json_lines
@@ -19,6 +20,7 @@ _READERS: Mapping[SourceKind, Callable[[InputSlice, RecordFields], Iterator[Reco
     "json-lines-gzip": read_json_lines,
     "json-document": read_json_document,
     "parquet": read_parquet,
+    "arrow": read_arrow,
     "text": read_text_file,
     "text-gzip": read_text_file,
 }

@@ -14,7 +14,7 @@ from typing import Final, Literal
 from megatron_ext.errors import DataError
 
 SourceKind = Literal[
-    "json-lines", "json-lines-gzip", "json-document", "parquet", "text", "text-gzip"
+    "json-lines", "json-lines-gzip", "json-document", "parquet", "arrow", "text", "text-gzip"
 ]
 
 _KIND_OF_SUFFIX: dict[str, SourceKind] = {
@@ -25,6 +25,7 @@ _KIND_OF_SUFFIX: dict[str, SourceKind] = {
     ".ndjson.gz": "json-lines-gzip",
     ".json.gz": "json-lines-gzip",
     ".parquet": "parquet",
+    ".arrow": "arrow",
     ".txt": "text",
     ".md": "text",
     ".txt.gz": "text-gzip",
