@@ -1,0 +1,1 @@
+"""Data for distillation across tokenizers, for torch's data loaders."""

@@ -1,0 +1,104 @@
+"""What stands around a text on one side, and how long the rows of that side are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.tokenizers import MegatronTokenizerText
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Side:
+    """The student, or one teacher.
+
+    A text is read behind a leading token: BOS, or the end-of-document token where there is no BOS.
+    Without either its first token leads and is not predicted itself.
+    """
+
+    name: str
+    """For messages."""
+
+    length: int
+    """Label positions of a row."""
+
+    lead: int | None
+    """What is read before each piece of a text, and never predicted."""
+
+    eod: int | None
+    """What ends each text and is predicted there; None for nothing."""
+
+    pad: int
+    """What fills a row."""
+
+    segment_multiple: int = 1
+    """What the length of each piece in a row is filled up to a multiple of."""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "segment_multiple"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"the {name} of {self.name} is too small",
+                    got=getattr(self, name),
+                    expected=">= 1",
+                )
+        if self.capacity < 1:
+            raise ConfigError(
+                f"a row of {self.name} has no room for a token of a text",
+                got=f"{self.length} positions",
+                fix="raise its length",
+            )
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: MegatronTokenizerText,
+        *,
+        name: str,
+        length: int,
+        length_multiple: int,
+        segment_multiple: int,
+        append_eod: bool,
+        pad_id: int | None,
+    ) -> Side:
+        """The side of a tokenizer.
+
+        Args:
+            tokenizer: It.
+            name: For messages.
+            length: Most tokens of a row.
+            length_multiple: What a row is filled up to a multiple of.
+            segment_multiple: What each piece in a row is filled up to a multiple of.
+            append_eod: End texts with the end-of-document token, where there is one.
+            pad_id: What fills a row; the tokenizer's padding, else its end-of-document token, else
+                0 with None.
+        """
+        if length_multiple < 1:
+            raise ConfigError(
+                f"the length multiple of {name} is too small", got=length_multiple, expected=">= 1"
+            )
+        pads = (pad_id, tokenizer.pad, tokenizer.eod, 0)
+        return cls(
+            name=name,
+            length=-(-length // length_multiple) * length_multiple,
+            lead=tokenizer.bos if tokenizer.bos is not None else tokenizer.eod,
+            eod=tokenizer.eod if append_eod else None,
+            pad=next(pad for pad in pads if pad is not None),
+            segment_multiple=segment_multiple,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a text that fit a row, whatever stands around them."""
+        room = self.length - self.length % self.segment_multiple
+        return room - (self.eod is not None) + (self.lead is None)
+
+    def segment_length(self, token_count: int, *, is_end: bool) -> int:
+        """Positions that a piece of ``token_count`` tokens takes.
+
+        Args:
+            token_count: Its tokens.
+            is_end: Whether a text ends with it.
+        """
+        labels = token_count + (is_end and self.eod is not None) - (self.lead is None)
+        return -(-max(labels, 0) // self.segment_multiple) * self.segment_multiple

@@ -1,0 +1,98 @@
+"""Many texts to ids, and where each token ends in them. D texts, N tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.base import ByteEnds, IdArray
+from megatron_ext.tokenizers.token_bytes import TokenBytes
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokens:
+    """Ids of D texts, one text after another."""
+
+    ids: IdArray
+    """[N] int32"""
+
+    ends: ByteEnds
+    """[N] int64 where each token ends in the UTF-8 of all texts one after another."""
+
+    offsets: NDArray[np.int64]
+    """[D + 1] where the tokens of each text begin and end."""
+
+    byte_offsets: NDArray[np.int64]
+    """[D + 1] where the bytes of each text begin and end."""
+
+    @property
+    def widths(self) -> IdArray:
+        """[N] bytes that each token covers."""
+        widths = np.diff(self.ends, prepend=0)
+        has_tokens = np.diff(self.offsets) > 0
+        # The text before may have no tokens: then no end says where this one begins.
+        firsts = self.offsets[:-1][has_tokens]
+        widths[firsts] = self.ends[firsts] - self.byte_offsets[:-1][has_tokens]
+        return widths.astype(np.int32)
+
+
+class TextTokenizer:
+    """Encodes batches of text with byte ends, by the tokenizer's engine where that is fast.
+
+    The engine gives ids alone. Where their bytes spell the text, the ends follow; a text that its
+    tokenizer changes (lower case, NFC) is located by the tokenizer itself.
+
+    Args:
+        tokenizer: The tokenizer. It can be sent to another process with this.
+    """
+
+    def __init__(self, tokenizer: MegatronTokenizerText) -> None:
+        self.tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[str], raws: Sequence[bytes]) -> TextTokens:
+        """Ids and byte ends of ``texts``, whose UTF-8 is ``raws`` [D].
+
+        Raises:
+            TokenizerError: A text that the tokenizer cannot take.
+        """
+        ids, offsets = self.tokenizer.text_to_flat_ids(texts)
+        ends, changed = self._table.ends_within_each(ids, offsets, raws)
+        if changed:
+            ids, ends, offsets = self._located(texts, ids, ends, offsets, changed)
+        begins = np.fromiter(accumulate(map(len, raws), initial=0), np.int64, len(raws) + 1)
+        return TextTokens(ids, ends + np.repeat(begins[:-1], np.diff(offsets)), offsets, begins)
+
+    def _located(
+        self,
+        texts: Sequence[str],
+        ids: IdArray,
+        ends: ByteEnds,
+        offsets: NDArray[np.int64],
+        changed: Sequence[int],
+    ) -> tuple[IdArray, ByteEnds, NDArray[np.int64]]:
+        """The same with the texts ``changed`` as the tokenizer locates their tokens."""
+        rows = [(ids[begin:end], ends[begin:end]) for begin, end in pairwise(offsets.tolist())]
+        for index in changed:
+            rows[index] = self.tokenizer.encode_with_byte_ends(texts[index])
+        counts = accumulate((len(row) for row, _ in rows), initial=0)
+        return (
+            np.concatenate([row for row, _ in rows]),
+            np.concatenate([row for _, row in rows]),
+            np.fromiter(counts, np.int64, len(rows) + 1),
+        )
+
+    @cached_property
+    def _table(self) -> TokenBytes:
+        tokenizer = self.tokenizer
+        return TokenBytes.from_tokens(map(tokenizer.token_bytes, range(tokenizer.vocab_size)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Quicker to make again than to send.
+        return {"tokenizer": self.tokenizer}
