@@ -39,16 +39,16 @@ class ChunkCounts:
     @classmethod
     def of(cls, alignment: Alignment) -> ChunkCounts:
         """The counts of one alignment."""
-        student_size, student_unaligned = _sizes(alignment.student_chunk_id, alignment.chunk_count)
-        teacher_size, teacher_unaligned = _sizes(alignment.teacher_chunk_id, alignment.chunk_count)
+        student_size = tokens_per_chunk(alignment.student_chunk_id, alignment.chunk_count)
+        teacher_size = tokens_per_chunk(alignment.teacher_chunk_id, alignment.chunk_count)
         one_student, one_teacher = student_size == 1, teacher_size == 1
         return cls(
             one_to_one=int(np.count_nonzero(one_student & one_teacher)),
             one_to_many=int(np.count_nonzero(one_student & ~one_teacher)),
             many_to_one=int(np.count_nonzero(~one_student & one_teacher)),
             many_to_many=int(np.count_nonzero(~one_student & ~one_teacher)),
-            student_unaligned=student_unaligned,
-            teacher_unaligned=teacher_unaligned,
+            student_unaligned=len(alignment.student_chunk_id) - int(student_size.sum()),
+            teacher_unaligned=len(alignment.teacher_chunk_id) - int(teacher_size.sum()),
         )
 
     def __add__(self, other: ChunkCounts) -> ChunkCounts:
@@ -72,7 +72,6 @@ class ChunkCounts:
         return {name: getattr(self, name) / self.chunks for name in names}
 
 
-def _sizes(chunk_id: NDArray[np.int32], chunk_count: int) -> tuple[NDArray[np.intp], int]:
-    """Tokens in each chunk [C], and in none."""
-    inside = chunk_id[chunk_id != NO_CHUNK]
-    return np.bincount(inside, minlength=chunk_count), len(chunk_id) - len(inside)
+def tokens_per_chunk(chunk_id: NDArray[np.int32], chunk_count: int) -> NDArray[np.int64]:
+    """Tokens of one side in each chunk [C]; those that are in none do not count."""
+    return np.bincount(chunk_id[chunk_id != NO_CHUNK], minlength=chunk_count)

@@ -1,0 +1,17 @@
+"""What to know of a student and a teacher before training: how their tokens meet on a text."""
+
+from megatron_ext.alignment.audit.coverage_row import CoverageRow
+from megatron_ext.alignment.audit.document import AuditDocument
+from megatron_ext.alignment.audit.offenders import Offender
+from megatron_ext.alignment.audit.pair_audit import AuditReport, PairAudit, SideReport
+from megatron_ext.alignment.audit.recommendation import Recommendation
+
+__all__ = [
+    "AuditDocument",
+    "AuditReport",
+    "CoverageRow",
+    "Offender",
+    "PairAudit",
+    "Recommendation",
+    "SideReport",
+]

@@ -1,0 +1,142 @@
+"""Chunks of one kind of text: how many there are of each size, and what they hold."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.alignment.coverage import ChunkCounts
+
+MEASURES = 4
+"""What ``CoverageTally`` adds up: chunks, student tokens, teacher tokens, bytes."""
+
+CHUNK_SIZES = 4
+"""1:1, 1:n, n:1 and n:m, in this order."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class CoverageRow:
+    """The chunks of a script, of a class or of the whole text."""
+
+    name: str
+    counts: ChunkCounts
+    student_tokens: int
+    """Student tokens in these chunks."""
+    teacher_tokens: int
+    byte_count: int
+    """Bytes of the text in these chunks."""
+    one_to_one_bytes: int
+    """Bytes in chunks of one token on both sides."""
+    many_to_many_bytes: int
+    """Bytes in chunks of several tokens on both sides."""
+
+    @property
+    def one_to_one_share(self) -> float:
+        """Share of 1:1 among the chunks, of which there is at least one."""
+        return self.counts.one_to_one / self.counts.chunks
+
+    @property
+    def one_to_one_byte_share(self) -> float:
+        """Share of the bytes that lie in 1:1 chunks."""
+        return self.one_to_one_bytes / self.byte_count
+
+    @property
+    def many_to_many_byte_share(self) -> float:
+        """Share of the bytes that lie in n:m chunks."""
+        return self.many_to_many_bytes / self.byte_count
+
+    def as_row(self) -> dict[str, Any]:
+        """The same for JSON; ratios are absent where there is no chunk."""
+        chunks = self.counts.chunks
+        row: dict[str, Any] = {
+            "name": self.name,
+            "chunks": chunks,
+            "chunk_counts": asdict(self.counts),
+            "chunk_shares": self.counts.shares(),
+            "student_tokens": self.student_tokens,
+            "teacher_tokens": self.teacher_tokens,
+            "bytes": self.byte_count,
+            "one_to_one_bytes": self.one_to_one_bytes,
+            "many_to_many_bytes": self.many_to_many_bytes,
+        }
+        if chunks:
+            row |= {
+                "student_tokens_per_chunk": self.student_tokens / chunks,
+                "teacher_tokens_per_chunk": self.teacher_tokens / chunks,
+                "bytes_per_chunk": self.byte_count / chunks,
+                "one_to_one_byte_share": self.one_to_one_byte_share,
+            }
+        return row
+
+
+class CoverageTally:
+    """Sums over chunks, by script and class.
+
+    Args:
+        scripts: Number of scripts.
+        classes: Number of classes.
+    """
+
+    def __init__(self, scripts: int, classes: int) -> None:
+        self._sums = np.zeros((scripts, classes, CHUNK_SIZES, MEASURES), np.int64)
+
+    def add(
+        self,
+        script: NDArray[np.uint8],
+        text_class: NDArray[np.uint8],
+        student_size: NDArray[np.int64],
+        teacher_size: NDArray[np.int64],
+        byte_count: NDArray[np.int64],
+    ) -> None:
+        """Count chunks; every array is [C]."""
+        cells = self._sums.shape[:3]
+        size = 2 * (student_size > 1) + (teacher_size > 1)
+        cell = (script.astype(np.int64) * cells[1] + text_class) * CHUNK_SIZES + size
+        for measure, weights in enumerate((None, student_size, teacher_size, byte_count)):
+            # Weighted counts are doubles, exact up to 2 ** 53 in one call.
+            sums = np.bincount(cell, weights, minlength=int(np.prod(cells)))
+            self._sums[..., measure] += sums.astype(np.int64).reshape(cells)
+
+    def total(self, *, student_unaligned: int, teacher_unaligned: int) -> CoverageRow:
+        """All chunks, and the tokens in none."""
+        return _row(
+            "all",
+            self._sums.sum(axis=(0, 1)),
+            student_unaligned=student_unaligned,
+            teacher_unaligned=teacher_unaligned,
+        )
+
+    def scripts(self, names: tuple[str, ...]) -> list[CoverageRow]:
+        """A row for each script that occurs, most chunks first."""
+        rows = [_row(name, sums) for name, sums in zip(names, self._sums.sum(axis=1), strict=True)]
+        present = [row for row in rows if row.counts.chunks]
+        return sorted(present, key=lambda row: -row.counts.chunks)
+
+    def classes(self, names: tuple[str, ...]) -> list[CoverageRow]:
+        """A row for each class that occurs, in the order of the classes."""
+        rows = [_row(name, sums) for name, sums in zip(names, self._sums.sum(axis=0), strict=True)]
+        return [row for row in rows if row.counts.chunks]
+
+
+def _row(name: str, sums: NDArray[np.int64], **unaligned: int) -> CoverageRow:
+    """A row from sums [CHUNK_SIZES, MEASURES]."""
+    one_to_one, one_to_many, many_to_one, many_to_many = sums[:, 0].tolist()
+    _, student_tokens, teacher_tokens, byte_count = sums.sum(axis=0).tolist()
+    return CoverageRow(
+        name=name,
+        counts=ChunkCounts(
+            one_to_one=one_to_one,
+            one_to_many=one_to_many,
+            many_to_one=many_to_one,
+            many_to_many=many_to_many,
+            **unaligned,
+        ),
+        student_tokens=student_tokens,
+        teacher_tokens=teacher_tokens,
+        byte_count=byte_count,
+        one_to_one_bytes=int(sums[0, 3]),
+        many_to_many_bytes=int(sums[3, 3]),
+    )

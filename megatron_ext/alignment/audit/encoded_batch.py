@@ -1,0 +1,97 @@
+"""Several texts through one tokenizer: ids and byte ends over all of them. T tokens, D texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.base import ByteEnds, IdArray
+from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.token_bytes import TokenBytes
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBatch:
+    """Tokens of texts, one after another."""
+
+    ids: IdArray
+    """[T]"""
+    ends: ByteEnds
+    """[T] where each ends, in bytes from the begin of its own text."""
+    offsets: NDArray[np.int64]
+    """[D + 1] where the tokens of each text begin; the last entry is T."""
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Tokens of each text [D]."""
+        return np.diff(self.offsets)
+
+    def of_texts(self, chosen: NDArray[np.bool_]) -> EncodedBatch:
+        """The tokens of some of the texts [D]."""
+        if chosen.all():
+            return self
+        tokens = np.repeat(chosen, self.counts)
+        offsets = np.cumsum([0, *self.counts[chosen].tolist()], dtype=np.int64)
+        return EncodedBatch(self.ids[tokens], self.ends[tokens], offsets)
+
+    def joined_ends(self, raws: Sequence[bytes]) -> ByteEnds:
+        """Where each token ends in the texts, whose UTF-8 is ``raws``, put one after another."""
+        begins = np.cumsum([0, *map(len, raws)], dtype=np.int64)[:-1]
+        return self.ends + np.repeat(begins, self.counts)
+
+
+class BatchEncoder:
+    """Encodes texts as batches, as fast as the tokenizer's library can.
+
+    Args:
+        tokenizer: The tokenizer.
+    """
+
+    def __init__(self, tokenizer: ByteTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._table = TokenBytes.from_tokens(
+            map(tokenizer.token_bytes, range(tokenizer.vocab_size))
+        )
+
+    def encode(self, texts: Sequence[str], raws: Sequence[bytes]) -> EncodedBatch:
+        """The tokens of ``texts``, whose UTF-8 is ``raws``.
+
+        Texts that the bytes of their tokens do not spell, as where a tokenizer normalises, are
+        encoded once more, one by one, for ends in the text as it was.
+
+        Raises:
+            TokenizerError: The tokenizer refuses one of them.
+        """
+        found = self._tokenizer.text_to_ids_batch(texts)
+        ids = np.concatenate([np.zeros(0, np.int32), *found])
+        offsets = np.cumsum([0, *map(len, found)], dtype=np.int64)
+        ends, changed = self._table.ends_within_each(ids, offsets, raws)
+        if not changed:
+            return EncodedBatch(ids, ends, offsets)
+        again = {index: self._tokenizer.encode_with_byte_ends(texts[index]) for index in changed}
+        return _joined(
+            again.get(index, (ids[begin:end], ends[begin:end]))
+            for index, (begin, end) in enumerate(pairwise(offsets.tolist()))
+        )
+
+    def refusal(self, text: str) -> str | None:
+        """Why the tokenizer does not take a text; None where it does."""
+        try:
+            self._tokenizer.text_to_ids(text)
+        except TokenizerError as error:
+            return str(error)
+        return None
+
+
+def _joined(encoded: Iterable[tuple[IdArray, ByteEnds]]) -> EncodedBatch:
+    pairs = list(encoded)
+    return EncodedBatch(
+        np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in pairs)]),
+        np.concatenate([np.zeros(0, np.int64), *(ends for _, ends in pairs)]),
+        np.cumsum([0, *(len(ids) for ids, _ in pairs)], dtype=np.int64),
+    )

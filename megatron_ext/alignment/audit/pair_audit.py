@@ -1,0 +1,292 @@
+"""The audit of a tokenizer pair: documents in, a report out, some megabytes at a time.
+
+M characters, C chunks, T tokens, D documents of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.alignment.alignment import Alignment
+from megatron_ext.alignment.audit.character_table import SCRIPTS
+from megatron_ext.alignment.audit.coverage_row import CoverageRow, CoverageTally
+from megatron_ext.alignment.audit.document import AuditDocument, document_batches
+from megatron_ext.alignment.audit.encoded_batch import BatchEncoder, EncodedBatch
+from megatron_ext.alignment.audit.example import ExampleMaker, SpannedTokens
+from megatron_ext.alignment.audit.offenders import Offender, Offenders, pair_hashes
+from megatron_ext.alignment.audit.recommendation import Recommendation, recommend
+from megatron_ext.alignment.audit.text_class import TEXT_CLASSES, TextClassifier
+from megatron_ext.alignment.byte_alignment import align_byte_ends
+from megatron_ext.alignment.coverage import tokens_per_chunk
+from megatron_ext.errors import DataError, TokenizerError
+from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.token_bytes import utf8
+
+BATCH_CHARACTERS: Final = 1 << 21
+"""Characters of a batch: enough for the threads of a tokenizer, and arrays of some megabytes."""
+
+MOST_REFUSED_LISTED: Final = 100
+"""Refused documents that are named; all are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideReport:
+    """What one tokenizer made of the text."""
+
+    vocab_size: int
+    tokens: int
+    bytes_per_token: float
+    unknown_tokens: int
+    """Unknown tokens: text that the tokenizer cannot represent."""
+    unknown_bytes: int
+    """Bytes that they stand for."""
+    longest_chunk: int
+    """Most tokens of this side in one chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedDocument:
+    """A document that one of the tokenizers does not take."""
+
+    place: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """How a student's and a teacher's tokens meet on a text."""
+
+    student: SideReport
+    teacher: SideReport
+    documents: int
+    """Those with any text that both tokenizers take."""
+    byte_count: int
+    total: CoverageRow
+    scripts: Sequence[CoverageRow]
+    classes: Sequence[CoverageRow]
+    longest_chunk_bytes: int
+    most_tokens: Sequence[Offender]
+    """Chunks that are not 1:1, by the tokens that they concern over the whole text."""
+    largest: Sequence[Offender]
+    """The same by tokens in one chunk."""
+    counts_are_exact: bool
+    """The counts of the offenders; lower bounds otherwise."""
+    refused_documents: int
+    refused: Sequence[RefusedDocument]
+    """The first of them."""
+    recommendation: Recommendation
+
+
+class PairAudit:
+    """Audits how two tokenizers cut the same texts.
+
+    Args:
+        student: The student's tokenizer.
+        teacher: The teacher's.
+
+    Raises:
+        MissingDependencyError: regex is not installed.
+    """
+
+    def __init__(self, student: ByteTokenizer, teacher: ByteTokenizer) -> None:
+        self._sides = (_Side(student), _Side(teacher))
+        self._same_vocabulary = student.fingerprint() == teacher.fingerprint()
+        self._classifier = TextClassifier()
+        self._tally = CoverageTally(len(SCRIPTS), len(TEXT_CLASSES))
+        self._offenders = Offenders.none()
+        self._documents = 0
+        self._byte_count = 0
+        self._longest_chunk_bytes = 0
+        self._refused: list[RefusedDocument] = []
+        self._refused_count = 0
+
+    def add(self, documents: Iterable[AuditDocument]) -> None:
+        """Audit more documents; empty ones are left out."""
+        for batch in document_batches(documents, BATCH_CHARACTERS):
+            taken = batch
+            try:
+                self._add_batch(batch)
+            except TokenizerError:
+                # One of the texts is refused; the null tokenizer, for one, reads numbers only.
+                taken = [document for document in batch if self._takes(document)]
+                self._add_batch(taken)
+            self._documents += sum(document.begins_document for document in taken)
+
+    def report(self) -> AuditReport:
+        """What was found so far.
+
+        Raises:
+            DataError: There was no text.
+        """
+        if not self._byte_count:
+            raise DataError(
+                "there is no text to audit",
+                got=f"{self._refused_count} documents that a tokenizer refuses"
+                if self._refused_count
+                else "no document that holds any",
+                fix="name files that hold text",
+            )
+        student, teacher = self._sides
+        total = self._tally.total(
+            student_unaligned=student.unaligned, teacher_unaligned=teacher.unaligned
+        )
+        classes = self._tally.classes(tuple(TEXT_CLASSES))
+        return AuditReport(
+            student=student.report(self._byte_count),
+            teacher=teacher.report(self._byte_count),
+            documents=self._documents,
+            byte_count=self._byte_count,
+            total=total,
+            scripts=self._tally.scripts(SCRIPTS),
+            classes=classes,
+            longest_chunk_bytes=self._longest_chunk_bytes,
+            most_tokens=self._offenders.by_tokens(),
+            largest=self._offenders.by_size(),
+            counts_are_exact=self._offenders.are_exact,
+            refused_documents=self._refused_count,
+            refused=tuple(self._refused),
+            recommendation=recommend(total, classes, same_vocabulary=self._same_vocabulary),
+        )
+
+    def _takes(self, document: AuditDocument) -> bool:
+        problems = [side.encoder.refusal(document.text) for side in self._sides]
+        problem = next((problem for problem in problems if problem is not None), None)
+        if problem is None:
+            return True
+        self._refused_count += 1
+        if len(self._refused) < MOST_REFUSED_LISTED:
+            self._refused.append(RefusedDocument(document.place(0), problem))
+        return False
+
+    def _add_batch(self, batch: Sequence[AuditDocument]) -> None:
+        texts = [document.text for document in batch]
+        raws = [utf8(text) for text in texts]
+        encoded = [side.encoder.encode(texts, raws) for side in self._sides]
+        for side, one in zip(self._sides, encoded, strict=True):
+            side.count(one)
+        self._byte_count += sum(map(len, raws))
+        # Of white space alone some tokenizers make no token: nothing is there to align.
+        has_both = (encoded[0].counts > 0) & (encoded[1].counts > 0)
+        kept = np.flatnonzero(has_both).tolist()
+        if kept:
+            self._add_chunks(
+                [batch[index] for index in kept],
+                [raws[index] for index in kept],
+                [one.of_texts(has_both) for one in encoded],
+            )
+
+    def _add_chunks(
+        self,
+        batch: Sequence[AuditDocument],
+        raws: Sequence[bytes],
+        encoded: Sequence[EncodedBatch],
+    ) -> None:
+        ids = [one.ids for one in encoded]
+        ends = [one.joined_ends(raws) for one in encoded]
+        alignment = align_byte_ends(ends[0], ends[1])
+        sizes = [
+            side.count_chunks(chunk_id, alignment.chunk_count)
+            for side, chunk_id in zip(
+                self._sides,
+                (alignment.student_chunk_id, alignment.teacher_chunk_id),
+                strict=True,
+            )
+        ]
+        bounds = _byte_bounds(alignment, ends[0])
+        byte_count = bounds[:, 1] - bounds[:, 0]
+        self._longest_chunk_bytes = max(self._longest_chunk_bytes, int(byte_count.max()))
+        text = _BatchText(raws)
+        script, text_class = self._classifier.classify(
+            text.code_points, text.documents, *text.characters(bounds)
+        )
+        self._tally.add(script, text_class, sizes[0], sizes[1], byte_count)
+        offending = np.flatnonzero((sizes[0] > 1) | (sizes[1] > 1))
+        spans = (alignment.student_spans[offending], alignment.teacher_spans[offending])
+        self._offenders.add(
+            pair_hashes(ids[0], spans[0], ids[1], spans[1]),
+            (sizes[0] + sizes[1])[offending],
+            ExampleMaker(
+                batch,
+                raws,
+                (
+                    SpannedTokens(ids[0], ends[0], spans[0]),
+                    SpannedTokens(ids[1], ends[1], spans[1]),
+                ),
+            ).example,
+        )
+
+
+class _Side:
+    """One tokenizer, and what is counted of its tokens."""
+
+    def __init__(self, tokenizer: ByteTokenizer) -> None:
+        self.encoder = BatchEncoder(tokenizer)
+        self.unaligned = 0
+        self._tokenizer = tokenizer
+        self._unknown = tokenizer.unk_id
+        self._tokens = self._unknown_tokens = self._unknown_bytes = self._longest = 0
+
+    def count(self, encoded: EncodedBatch) -> None:
+        """Tokens of a batch, and the unknown ones among them."""
+        self._tokens += len(encoded.ids)
+        self.unaligned += len(encoded.ids)
+        if self._unknown is None:
+            return
+        unknown = np.flatnonzero(encoded.ids == self._unknown)
+        self._unknown_tokens += len(unknown)
+        if len(unknown):
+            widths = np.diff(encoded.ends, prepend=0)
+            firsts = encoded.offsets[:-1][encoded.counts > 0]
+            widths[firsts] = encoded.ends[firsts]
+            self._unknown_bytes += int(widths[unknown].sum())
+
+    def count_chunks(self, chunk_id: NDArray[np.int32], chunk_count: int) -> NDArray[np.int64]:
+        """Tokens in each chunk of the batch [C]."""
+        sizes = tokens_per_chunk(chunk_id, chunk_count)
+        self.unaligned -= int(sizes.sum())
+        self._longest = max(self._longest, int(sizes.max(initial=0)))
+        return sizes
+
+    def report(self, byte_count: int) -> SideReport:
+        """The counts, over a text of so many bytes."""
+        return SideReport(
+            vocab_size=self._tokenizer.vocab_size,
+            tokens=self._tokens,
+            bytes_per_token=byte_count / self._tokens if self._tokens else float("nan"),
+            unknown_tokens=self._unknown_tokens,
+            unknown_bytes=self._unknown_bytes,
+            longest_chunk=self._longest,
+        )
+
+
+class _BatchText:
+    """The characters of a batch, and which of them bytes belong to."""
+
+    def __init__(self, raws: Sequence[bytes]) -> None:
+        raw = b"".join(raws)
+        self.code_points = np.frombuffer(raw.decode().encode("utf-32-le"), np.uint32)
+        self._is_ascii = len(self.code_points) == len(raw)
+        if not self._is_ascii:
+            is_start = (np.frombuffer(raw, np.uint8) & 0xC0) != 0x80
+            self._character_at = np.cumsum(is_start) - 1
+        begins = np.cumsum([0, *map(len, raws)], dtype=np.int64)[:-1]
+        self.documents = self._of_bytes(begins)
+
+    def characters(self, bounds: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """First character and one past the last of byte ranges that are not empty [C, 2]."""
+        return self._of_bytes(bounds[:, 0]), self._of_bytes(bounds[:, 1] - 1) + 1
+
+    def _of_bytes(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+        return at if self._is_ascii else self._character_at[at]
+
+
+def _byte_bounds(alignment: Alignment, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """First byte of each chunk and one past its last [C, 2]."""
+    fence = np.concatenate([np.zeros(1, np.int64), ends])
+    bounds: NDArray[np.int64] = fence[alignment.student_spans]
+    return bounds

@@ -1,0 +1,129 @@
+"""Which objective suits a pair, from what was counted.
+
+The rules are those that the X-Token paper states for its two objectives (projected KL where tokens
+that matter, such as numbers, are cut otherwise by the teacher; hybrid KL elsewhere), and the case
+that both leave out: text whose chunks hold several tokens, for which ALM scores chunks by their
+likelihood. The thresholds are our judgement, not measurements: an objective is chosen well by
+comparing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from megatron_ext.alignment.audit.coverage_row import CoverageRow
+
+ObjectiveName = Literal["kl", "projected_kl", "hybrid_kl", "chunk_likelihood"]
+
+LEAST_ONE_TO_ONE_BYTES: Final = 0.5
+"""Share of bytes in 1:1 chunks below which chunks are to be compared by likelihood: most of the
+text would be compared by averages over several tokens, which are no prediction of anything."""
+
+MOST_MANY_TO_MANY_BYTES: Final = 0.1
+"""Share of bytes in n:m chunks above which the same holds: neither side has a single prediction
+there, so that no projection from one vocabulary to the other describes the chunk."""
+
+MOST_SPLIT_NUMBERS: Final = 0.05
+"""Share of chunks in numbers of several digits that may be other than 1:1. An objective on the
+exactly common vocabulary does not see a number that the other side spells otherwise; one in twenty
+is what a mathematical text can do without."""
+
+LEAST_NUMBER_CHUNKS: Final = 100
+"""Chunks in numbers of several digits below which the text says nothing of numbers: the standard
+error of a share of 5 % over 100 chunks is 2 %."""
+
+_LONG_NUMBERS: Final = ("digits-2", "digits-3", "digits-4+")
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """An objective, in words."""
+
+    objective: ObjectiveName | None
+    """None where nothing aligns."""
+    title: str
+    """The objective and why, in a sentence."""
+    reasons: tuple[str, ...]
+    """The numbers that it rests on, a sentence each."""
+
+    def as_row(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return asdict(self)
+
+
+def recommend(
+    total: CoverageRow, classes: Sequence[CoverageRow], *, same_vocabulary: bool
+) -> Recommendation:
+    """The objective for a pair.
+
+    Args:
+        total: All chunks.
+        classes: The chunks by class.
+        same_vocabulary: The two vocabularies hold the same bytes under the same ids.
+    """
+    if not total.counts.chunks:
+        return Recommendation(
+            None,
+            "No objective: no token of the student meets one of the teacher.",
+            ("There is no chunk.",),
+        )
+    one_to_one = (
+        f"{total.one_to_one_share:.1%} of the {total.counts.chunks:,} chunks are 1:1, and "
+        f"{total.one_to_one_byte_share:.1%} of the bytes lie in them."
+    )
+    if same_vocabulary and total.counts.one_to_one == total.counts.chunks:
+        return Recommendation(
+            "kl",
+            "KL between the two predictions, token by token: the tokenizers are the same.",
+            ("Both vocabularies have the same bytes under every id.", one_to_one),
+        )
+    many_to_many = (
+        f"{total.many_to_many_byte_share:.1%} of the bytes lie in n:m chunks, of several tokens on "
+        "both sides."
+    )
+    if (
+        total.one_to_one_byte_share < LEAST_ONE_TO_ONE_BYTES
+        or total.many_to_many_byte_share > MOST_MANY_TO_MANY_BYTES
+    ):
+        return Recommendation(
+            "chunk_likelihood",
+            "Chunk likelihood (ALM): too much of the text is in chunks of several tokens to "
+            "compare predictions token by token.",
+            (one_to_one, many_to_many),
+        )
+    return _by_numbers(classes, one_to_one)
+
+
+def _by_numbers(classes: Sequence[CoverageRow], one_to_one: str) -> Recommendation:
+    numbers = [row for row in classes if row.name in _LONG_NUMBERS]
+    chunks = sum(row.counts.chunks for row in numbers)
+    split = chunks - sum(row.counts.one_to_one for row in numbers)
+    if chunks < LEAST_NUMBER_CHUNKS:
+        return Recommendation(
+            "hybrid_kl",
+            "Hybrid KL, unless numbers matter: tokens meet 1:1 nearly everywhere, but the text "
+            "holds too few numbers to tell how these are cut.",
+            (
+                one_to_one,
+                f"Only {chunks:,} chunks lie in numbers of several digits; audit a text with "
+                f"{LEAST_NUMBER_CHUNKS} or more before training on mathematics.",
+            ),
+        )
+    numbers_cut = (
+        f"{split / chunks:.1%} of the {chunks:,} chunks in numbers of several digits are not 1:1."
+    )
+    if split / chunks > MOST_SPLIT_NUMBERS:
+        return Recommendation(
+            "projected_kl",
+            "Projected KL: the two cut numbers differently, and an objective on the exactly common "
+            "vocabulary would not teach these tokens.",
+            (numbers_cut, one_to_one),
+        )
+    return Recommendation(
+        "hybrid_kl",
+        "Hybrid KL: numbers and nearly all else are cut alike, so that the common vocabulary is "
+        "compared exactly.",
+        (numbers_cut, one_to_one),
+    )

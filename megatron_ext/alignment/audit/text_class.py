@@ -1,0 +1,188 @@
+"""What kind of text a chunk holds: digits by length, letters, punctuation, white space, code.
+
+M characters, C chunks. Everything is done with whole arrays: a corpus has millions of chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.alignment.audit.character_table import (
+    COMMON,
+    DIGIT,
+    LETTER,
+    SEVERAL_SCRIPTS,
+    SIGN,
+    SPACE,
+    CharacterTable,
+    CodePoints,
+)
+
+TEXT_CLASSES: Final = {
+    "digits-1": "digits, of a run of 1",
+    "digits-2": "digits, of a run of 2",
+    "digits-3": "digits, of a run of 3",
+    "digits-4+": "digits, of a run of 4 or more",
+    "letters": "letters",
+    "punctuation": "punctuation and symbols",
+    "whitespace": "white space",
+    "code": "code-like",
+    "mixed": "several of these",
+    "other": "none of these",
+}
+"""Name and meaning of each class, by number.
+
+White space counts only in a chunk that holds nothing else, so that `` the`` is letters. The length
+of a digit run is that of the number in the text, not of the chunk. Code-like is a chunk
+
+- with one of the signs in ``CODE_SIGNS``, which prose hardly has;
+- of an identifier: a run of ASCII letters, digits and ``_`` with a letter in it that has a ``_``,
+  or a capital right after a small letter (as some names have, too);
+- of white space alone, in the indentation of a line: a tab, or two spaces or more.
+
+A chunk of digits alone is digits, wherever it stands.
+"""
+
+DIGITS_1, LETTERS, PUNCTUATION, WHITESPACE, CODE, MIXED, NOTHING = 0, 4, 5, 6, 7, 8, 9
+
+CODE_SIGNS: Final = "#*+<=>@[\\]^_`{|}~"
+
+_CODE_FLAG: Final = 32
+_INDENT_FLAG: Final = 64
+_RUN_FLAGS: Final = 128
+"""Flag of a digit run of 1; those of 2, 3 and 4 or more are the bits above it."""
+
+Flags = NDArray[np.uint16]
+Mask = NDArray[np.bool_]
+Indices = NDArray[np.int64]
+
+
+class TextClassifier:
+    """Script and class of chunks.
+
+    Raises:
+        MissingDependencyError: regex is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._table = CharacterTable()
+
+    def classify(
+        self, code_points: CodePoints, documents: Indices, begins: Indices, ends: Indices
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Numbers in ``SCRIPTS`` [C] and in ``TEXT_CLASSES`` [C].
+
+        Args:
+            code_points: The texts of some documents, one after another [M].
+            documents: Where each begins.
+            begins: First character of each chunk [C]; a part of a character counts as all of it.
+            ends: One past its last [C].
+        """
+        scripts, kinds = self._table.look_up(code_points)
+        flags = _flags(code_points, kinds, documents)
+        bounds = np.stack([begins, ends], axis=1).ravel()
+        # One character more, so that the last end is a place, too.
+        padded = np.append(scripts, np.uint8(COMMON))
+        highest = np.maximum.reduceat(padded, bounds)[::2]
+        padded[padded == COMMON] = SEVERAL_SCRIPTS
+        lowest = np.minimum.reduceat(padded, bounds)[::2]
+        is_one = (highest == COMMON) | (highest == lowest)
+        script = np.where(is_one, highest, np.uint8(SEVERAL_SCRIPTS))
+        held = np.bitwise_or.reduceat(np.append(flags, np.uint16(0)), bounds)[::2]
+        return script, _classes(held)
+
+
+def _classes(held: Flags) -> NDArray[np.uint8]:
+    """Class of chunks that hold characters with these flags [C]."""
+    content = held & (DIGIT | LETTER | SIGN)
+    classes = np.full(len(held), MIXED, np.uint8)
+    classes[content == LETTER] = LETTERS
+    classes[content == SIGN] = PUNCTUATION
+    is_code = (held & _CODE_FLAG) > 0
+    classes[is_code] = CODE
+    is_blank = content == 0
+    is_space = is_blank & ((held & SPACE) > 0)
+    classes[is_blank] = NOTHING
+    classes[is_space] = WHITESPACE
+    classes[is_space & ((held & _INDENT_FLAG) > 0)] = CODE
+    is_number = content == DIGIT
+    runs = held[is_number] // _RUN_FLAGS
+    classes[is_number] = DIGITS_1 + np.searchsorted([2, 4, 8], runs, side="right")
+    return classes
+
+
+def _flags(code_points: CodePoints, kinds: NDArray[np.uint8], documents: Indices) -> Flags:
+    """Kind of each character [M], and what it is part of."""
+    flags = kinds.astype(np.uint16)
+    is_first = np.zeros(len(code_points), np.bool_)
+    is_first[documents[documents < len(code_points)]] = True
+    is_digit = kinds == DIGIT
+    _, lengths = _runs(is_digit, is_first)
+    run_flags = _RUN_FLAGS << np.minimum(lengths - 1, 3)
+    flags[is_digit] |= np.repeat(run_flags, lengths).astype(np.uint16)
+    is_code = _CODE_SIGN_AT[np.minimum(code_points, 127)] | _in_identifier(code_points, is_first)
+    flags[is_code] |= _CODE_FLAG
+    flags[_in_indentation(code_points, is_first)] |= _INDENT_FLAG
+    return flags
+
+
+def _runs(is_member: Mask, is_first: Mask) -> tuple[Indices, Indices]:
+    """Where runs of members begin and how long they are; a document's start begins a new one."""
+    starts_run = is_member.copy()
+    starts_run[1:] &= ~is_member[:-1] | is_first[1:]
+    starts = np.flatnonzero(starts_run)
+    members = np.flatnonzero(is_member)
+    firsts = np.searchsorted(members, starts)
+    return starts, np.diff(np.append(firsts, len(members)))
+
+
+def _in_identifier(code_points: CodePoints, is_first: Mask) -> Mask:
+    ascii_points = np.minimum(code_points, 127)
+    is_word = _WORD_AT[ascii_points]
+    inside: Mask = np.zeros(len(code_points), np.bool_)
+    starts, lengths = _runs(is_word, is_first)
+    if not len(starts):
+        return inside
+    small, capital = _SMALL_AT[ascii_points], _CAPITAL_AT[ascii_points]
+    turns = np.zeros(len(code_points), np.bool_)
+    turns[1:] = capital[1:] & small[:-1] & ~is_first[1:]
+    members = np.flatnonzero(is_word)
+    firsts = np.cumsum(lengths) - lengths
+
+    def any_of(mask: Mask) -> Mask:
+        found: Mask = np.logical_or.reduceat(mask[members], firsts)
+        return found
+
+    has_mark = any_of(code_points == ord("_")) | any_of(turns)
+    inside[members] = np.repeat(has_mark & any_of(small | capital), lengths)
+    return inside
+
+
+def _in_indentation(code_points: CodePoints, is_first: Mask) -> Mask:
+    is_tab = code_points == ord("\t")
+    is_blank = is_tab | (code_points == ord(" "))
+    inside: Mask = np.zeros(len(code_points), np.bool_)
+    starts, lengths = _runs(is_blank, is_first)
+    if not len(starts):
+        return inside
+    members = np.flatnonzero(is_blank)
+    has_tab = np.logical_or.reduceat(is_tab[members], np.cumsum(lengths) - lengths)
+    begins_line = is_first[starts] | (code_points[starts - 1] == ord("\n"))
+    inside[members] = np.repeat(begins_line & (has_tab | (lengths > 1)), lengths)
+    return inside
+
+
+def _ascii(characters: str) -> Mask:
+    """Which of the ASCII characters are among these [128]."""
+    table: Mask = np.zeros(128, np.bool_)
+    table[[ord(character) for character in characters]] = True
+    return table
+
+
+_SMALL_AT: Final = _ascii("abcdefghijklmnopqrstuvwxyz")
+_CAPITAL_AT: Final = _ascii("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_WORD_AT: Final = _SMALL_AT | _CAPITAL_AT | _ascii("0123456789_")
+_CODE_SIGN_AT: Final = _ascii(CODE_SIGNS)
