@@ -1,0 +1,182 @@
+"""What is wrong with the projection in a file, and how much mass it concerns. Vs rows, n entries.
+
+A row is taken to have a mass of 1 whatever its weights sum to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from megatron_ext.projection.defect import Defect, DefectKind
+from megatron_ext.projection.filler import Filler, find_filler
+from megatron_ext.projection.loose_entries import LooseEntries, Mask
+from megatron_ext.projection.tokenizer_pair import TokenizerPair
+
+_COLUMNS_SHOWN = 3
+_SUM_SLACK = 1e-5
+"""Of a float32 sum that was divided in another order; below any share of a fourth piece."""
+_ROUNDINGS = 3
+"""A stored share is rounded as a weight, through the sum it is divided by, and when stored."""
+
+
+def diagnose(entries: LooseEntries, pair: TokenizerPair | None = None) -> list[Defect]:
+    """The defects of ``entries``, in the order in which they are mended.
+
+    Args:
+        entries: What the file holds.
+        pair: The tokenizers that it is for. Without them nothing is known of the padding, of exact
+            tokens and of what a row's token is spelled with.
+    """
+    filler = find_filler(entries)
+    checks: list[Callable[[], Defect | None]] = []
+    if pair is not None:
+        checks += [
+            lambda: _padding_rows(entries, pair),
+            lambda: _missing_rows(entries, pair),
+            lambda: _padding_columns(entries, pair),
+        ]
+    checks += [
+        lambda: _filler(entries, filler, pair),
+        lambda: _duplicates(entries),
+        lambda: _row_sums(entries),
+    ]
+    if pair is not None:
+        checks += [
+            lambda: _lost_exact_rows(entries, pair),
+            lambda: _off_support(entries, filler, pair),
+            lambda: _lost_rows(entries, pair),
+        ]
+    checks.append(lambda: _no_strict_rows(entries))
+    return list(_found(checks))
+
+
+def _found(checks: list[Callable[[], Defect | None]]) -> Iterator[Defect]:
+    for check in checks:
+        defect = check()
+        if defect is not None:
+            yield defect
+
+
+def inside(entries: LooseEntries, pair: TokenizerPair) -> Mask:
+    """[n] entries between two tokens, not padding."""
+    height, width = pair.shape
+    mask: Mask = (entries.rows < height) & (entries.columns < width)
+    return mask
+
+
+def _of_entries(
+    kind: DefectKind, entries: LooseEntries, mask: Mask, detail: str = ""
+) -> Defect | None:
+    if not mask.any():
+        return None
+    return Defect(
+        kind=kind,
+        rows=np.unique(entries.rows[mask]),
+        mass=float(entries.shares[mask].sum()),
+        entries=mask,
+        detail=detail,
+    )
+
+
+def _padding_rows(entries: LooseEntries, pair: TokenizerPair) -> Defect | None:
+    height = pair.shape[0]
+    detail = f"{entries.height:,} rows, {height:,} student tokens"
+    return _of_entries("padding_rows", entries, entries.rows >= height, detail)
+
+
+def _missing_rows(entries: LooseEntries, pair: TokenizerPair) -> Defect | None:
+    height = pair.shape[0]
+    if entries.height >= height:
+        return None
+    detail = f"{entries.height:,} rows, {height:,} student tokens"
+    return Defect(
+        kind="missing_rows", rows=np.arange(entries.height, height, dtype=np.int64), detail=detail
+    )
+
+
+def _padding_columns(entries: LooseEntries, pair: TokenizerPair) -> Defect | None:
+    width = pair.shape[1]
+    detail = f"up to {int(entries.columns.max(initial=0)):,}, {width:,} teacher tokens"
+    return _of_entries("padding_columns", entries, entries.columns >= width, detail)
+
+
+def _filler(
+    entries: LooseEntries, filler: Filler | None, pair: TokenizerPair | None
+) -> Defect | None:
+    if filler is None:
+        return None
+    shown = filler.columns[:_COLUMNS_SHOWN].tolist()
+    named = [
+        f"column {column}{_name(column, pair)} in {count:,} rows"
+        for column, count in zip(shown, filler.counts.tolist(), strict=False)
+    ]
+    more = len(filler.columns) - len(shown)
+    detail = ", ".join(named) + (f", and {more} columns more" if more else "")
+    return _of_entries("filler_column", entries, filler.mask, detail)
+
+
+def _name(column: int, pair: TokenizerPair | None) -> str:
+    if pair is None or column >= pair.shape[1]:
+        return ""
+    return f" {pair.teacher.id_to_token(column)!r}"
+
+
+def _duplicates(entries: LooseEntries) -> Defect | None:
+    _, place, counts = np.unique(entries.keys, return_inverse=True, return_counts=True)
+    return _of_entries("duplicate_columns", entries, counts[place] > 1)
+
+
+def _row_sums(entries: LooseEntries) -> Defect | None:
+    sums = entries.row_sums
+    wrong = np.abs(sums - 1) > _ROUNDINGS * entries.rounding + _SUM_SLACK
+    rows = np.flatnonzero(wrong & (entries.row_sizes > 0))
+    if not len(rows):
+        return None
+    detail = f"from {sums[rows].min():.4g} to {sums[rows].max():.4g}"
+    missing = float(np.minimum(np.abs(sums[rows] - 1), 1).sum())
+    return Defect(kind="row_sums", rows=rows, mass=missing, detail=detail)
+
+
+def _lost_exact_rows(entries: LooseEntries, pair: TokenizerPair) -> Defect | None:
+    exact = pair.retokenized.is_exact_row & pair.is_ordinary
+    sound = entries.kept(inside(entries, pair))
+    own_share = np.zeros(pair.shape[0])
+    same = pair.is_same_token(sound)
+    np.add.at(own_share, sound.rows[same], sound.shares[same])
+    exact[entries.height :] = False
+    missing = np.where(exact, 1 - own_share, 0)
+    rows = np.flatnonzero(missing > _ROUNDINGS * entries.rounding + _SUM_SLACK)
+    if not len(rows):
+        return None
+    detail = f"of {int(exact.sum()):,} tokens with equal bytes"
+    return Defect(kind="lost_exact_rows", rows=rows, mass=float(missing[rows].sum()), detail=detail)
+
+
+def _off_support(
+    entries: LooseEntries, filler: Filler | None, pair: TokenizerPair
+) -> Defect | None:
+    inner = inside(entries, pair)
+    if filler is not None:
+        inner &= ~filler.mask
+    off = np.zeros(entries.entry_count, dtype=np.bool_)
+    off[inner] = ~pair.is_on_support(entries.kept(inner))
+    return _of_entries("off_support", entries, off)
+
+
+def _lost_rows(entries: LooseEntries, pair: TokenizerPair) -> Defect | None:
+    filled = np.zeros(pair.shape[0], dtype=np.bool_)
+    filled[entries.rows[entries.rows < pair.shape[0]]] = True
+    # Rows that the file does not have are another defect.
+    filled[entries.height :] = True
+    rows = np.flatnonzero(~filled & pair.is_ordinary & pair.retokenized.reachable_rows)
+    return Defect(kind="lost_rows", rows=rows, mass=float(len(rows))) if len(rows) else None
+
+
+def _no_strict_rows(entries: LooseEntries) -> Defect | None:
+    if entries.strict_rows is None or entries.strict_rows.any():
+        return None
+    rows = np.flatnonzero(np.bincount(entries.rows[entries.weights == 1], minlength=entries.height))
+    detail = f"{len(rows):,} rows have a weight of 1"
+    return Defect(kind="no_strict_rows", rows=rows, detail=detail) if len(rows) else None

@@ -1,0 +1,148 @@
+"""The ``.pt`` files of the x-token tools of NeMo RL, read and written. Vs rows, K slots a row.
+
+No code of a file is run, and torch is imported where such a file is read or written.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.atomic_file import write_bytes
+from megatron_ext.errors import ProjectionError
+from megatron_ext.projection.legacy_schema import (
+    LEGACY_CONTENT,
+    NO_COLUMN,
+    import_torch,
+    legacy_entries,
+)
+from megatron_ext.projection.loose_entries import LooseEntries
+from megatron_ext.projection.sparse_projection import SparseProjection
+
+LegacyDtype = Literal["float32", "bfloat16"]
+
+
+def read_legacy_file(path: Path) -> LooseEntries:
+    """The entries of a ``.pt`` file.
+
+    Raises:
+        ProjectionError: Missing, truncated or foreign file, one that holds objects or code, or
+            entries that are no ids and weights.
+        MissingDependencyError: torch is not installed.
+    """
+    content = _load(path)
+    try:
+        return legacy_entries(content)
+    except ProjectionError as error:
+        raise ProjectionError(str(error), where=path) from error
+
+
+def write_legacy_file(
+    projection: SparseProjection,
+    path: Path,
+    *,
+    slot_count: int | None = None,
+    dtype: LegacyDtype = "float32",
+) -> None:
+    """Replace ``path`` by the table of ``projection`` in one step.
+
+    Rows are in order of falling share, empty slots hold -1 and 0. The metadata entries
+    ``student_model_id`` and ``teacher_model_id`` become keys of their own; the rest, and which rows
+    are exact, are in keys that the original readers pass over.
+
+    Args:
+        projection: What to write.
+        path: File name in an existing folder.
+        slot_count: K; by default as many as the longest row has, and at least 2, because a reader
+            takes a row for an exact one where its second slot is empty.
+        dtype: Of the likelihoods.
+
+    Raises:
+        ProjectionError: A row is longer than ``slot_count``, or the place cannot be written to.
+        MissingDependencyError: torch is not installed.
+    """
+    torch = import_torch()
+    indices, likelihoods = _table(projection, slot_count)
+    metadata = dict(projection.metadata)
+    content = {
+        "indices": torch.from_numpy(indices),
+        "likelihoods": torch.from_numpy(likelihoods).to(getattr(torch, dtype)),
+        "student_model_id": metadata.pop("student_model_id", ""),
+        "teacher_model_id": metadata.pop("teacher_model_id", ""),
+        # No column takes mass for nothing here, so the last slot is one as the others.
+        "enable_scale_trick": False,
+        "shape": list(projection.shape),
+        "vocab_sizes": list(projection.vocab_sizes),
+        "is_exact_row": torch.from_numpy(projection.is_exact_row.copy()),
+        "metadata": metadata,
+    }
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    try:
+        # A missing folder is more often a slip in the path than one to make.
+        path.parent.stat()
+        write_bytes(path, buffer.getvalue())
+    except OSError as error:
+        raise ProjectionError(
+            "the projection cannot be written",
+            where=path,
+            got=error.strerror,
+            expected="a file name in an existing folder with room and write permission",
+            fix="create the folder first",
+        ) from error
+
+
+def _load(path: Path) -> Any:
+    torch = import_torch()
+    import pickle
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ProjectionError("there is no projection file", where=path) from None
+    except pickle.UnpicklingError as error:
+        raise ProjectionError(
+            "the file holds more than tensors, numbers and names, and is not read",
+            where=path,
+            got=_first_line(error),
+            expected=LEGACY_CONTENT,
+            fix="a projection needs no code: make the file again where you trust it",
+        ) from error
+    except Exception as error:
+        # torch raises whatever its archive reader, its unpickler or its storages come upon.
+        raise ProjectionError(
+            "the file is not a whole torch file",
+            where=path,
+            got=_first_line(error),
+            expected=LEGACY_CONTENT,
+            fix="copy it again, or build it again from the two tokenizers",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return next((line.strip() for line in lines if line.strip()), type(error).__name__)
+
+
+def _table(
+    projection: SparseProjection, slot_count: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Indices and likelihoods [Vs, K], the largest share of a row first."""
+    entries = LooseEntries.of(projection).merged()
+    longest = int(entries.row_sizes.max(initial=0))
+    slot_count = max(longest, 2) if slot_count is None else slot_count
+    if longest > slot_count:
+        raise ProjectionError(
+            "a row has more entries than the table has slots",
+            got=f"{longest} entries in row {int(np.argmax(entries.row_sizes))}",
+            expected=f"at most {slot_count}",
+        )
+    indices = np.full((entries.height, slot_count), NO_COLUMN, dtype=np.int64)
+    likelihoods = np.zeros((entries.height, slot_count), dtype=np.float32)
+    indices[entries.rows, entries.slots] = entries.columns
+    likelihoods[entries.rows, entries.slots] = entries.weights
+    return indices, likelihoods

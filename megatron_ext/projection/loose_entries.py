@@ -1,0 +1,206 @@
+"""The entries of a projection as a file holds them, right or wrong. Vs rows, K slots a row.
+
+What is diagnosed and repaired may repeat a column or miss a sum, so it cannot be a
+``SparseProjection``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.errors import ProjectionError
+from megatron_ext.projection.sparse_projection import SparseProjection
+
+Mask = NDArray[np.bool_]
+
+FLOAT32_ROUNDING = 2.0**-24
+_LARGEST_ID = int(np.iinfo(np.int32).max)
+
+
+@dataclass(kw_only=True, frozen=True, slots=True, eq=False)
+class LooseEntries:
+    """Weighted (row, column) pairs, ordered by row and slot.
+
+    Raises:
+        ProjectionError: A row or column that is no id, or a weight that is negative or no number.
+    """
+
+    rows: NDArray[np.int64]
+    """[n] student ids, ascending."""
+
+    columns: NDArray[np.int64]
+    """[n] teacher ids."""
+
+    weights: NDArray[np.float64]
+    """[n] as stored, above 0."""
+
+    slots: NDArray[np.int64]
+    """[n] place of the entry in its row."""
+
+    height: int
+    """Vs of the file."""
+
+    width: int | None = None
+    """Vt of the file; None where it does not say."""
+
+    vocab_sizes: tuple[int, int] | None = None
+    """Tokens of the vocabularies, padding aside; None where the file does not say."""
+
+    slot_count: int = 0
+    """K of a table; 0 where the file is a list of pairs."""
+
+    absent_slots: int = 0
+    """Slots that say they are empty: column -1."""
+
+    zero_slots: int = 0
+    """Slots with a column and a weight of 0."""
+
+    rounding: float = FLOAT32_ROUNDING
+    """Largest relative error of a stored weight; 2**-8 for bfloat16."""
+
+    strict_rows: Mask | None = None
+    """[Vs] what the strict rule of the original loss takes for common: 1 in slot 0, -1 in slot 1;
+    None where the file is no table."""
+
+    is_exact_row: Mask | None = None
+    """[Vs] the teacher has this very token; None where the file does not say."""
+
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """What the file says of itself besides the entries."""
+
+    def __post_init__(self) -> None:
+        for name, ids, stop in (
+            ("row", self.rows, self.height),
+            ("column", self.columns, _LARGEST_ID if self.width is None else self.width),
+        ):
+            outside = (ids < 0) | (ids >= stop)
+            if outside.any():
+                at = int(np.argmax(outside))
+                raise ProjectionError(
+                    f"row {self.rows[at]} of the projection has a {name} that is no id",
+                    got=int(ids[at]),
+                    expected=f"0 to {stop - 1}",
+                )
+        unusable = ~(np.isfinite(self.weights) & (self.weights > 0))
+        if unusable.any():
+            at = int(np.argmax(unusable))
+            raise ProjectionError(
+                f"row {self.rows[at]} of the projection has an unusable weight",
+                got=float(self.weights[at]),
+                expected="a finite number of at least 0",
+            )
+
+    @property
+    def entry_count(self) -> int:
+        """n."""
+        return len(self.rows)
+
+    @property
+    def row_sums(self) -> NDArray[np.float64]:
+        """[Vs] weights of each row added up."""
+        return np.bincount(self.rows, self.weights, self.height).astype(np.float64)
+
+    @property
+    def row_sizes(self) -> NDArray[np.int64]:
+        """[Vs] entries of each row."""
+        return np.bincount(self.rows, minlength=self.height)
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """[n] what each entry has of its row."""
+        return self.weights / self.row_sums[self.rows]
+
+    @property
+    def keys(self) -> NDArray[np.int64]:
+        """[n] one number for each pair of row and column."""
+        stop = int(self.columns.max(initial=0)) + 1 if self.width is None else self.width
+        return self.rows * stop + self.columns
+
+    def kept(self, mask: Mask) -> LooseEntries:
+        """The entries where ``mask`` [n] is set."""
+        return replace(
+            self,
+            rows=self.rows[mask],
+            columns=self.columns[mask],
+            weights=self.weights[mask],
+            slots=self.slots[mask],
+        )
+
+    def merged(self) -> LooseEntries:
+        """Repeated columns of a row added up, the largest share of a row first."""
+        keys, first, place = np.unique(self.keys, return_index=True, return_inverse=True)
+        return sorted_entries(
+            self.rows[first],
+            self.columns[first],
+            np.bincount(place, self.weights, len(keys)).astype(np.float64),
+            like=self,
+        )
+
+    @classmethod
+    def of(cls, projection: SparseProjection) -> LooseEntries:
+        """The entries of a sound projection, in the order of their columns."""
+        rows = np.repeat(np.arange(projection.shape[0]), np.diff(projection.indptr))
+        return cls(
+            rows=rows,
+            columns=projection.indices.astype(np.int64),
+            weights=projection.values.astype(np.float64),
+            slots=np.arange(projection.entry_count) - projection.indptr[rows],
+            height=projection.shape[0],
+            width=projection.shape[1],
+            vocab_sizes=projection.vocab_sizes,
+            is_exact_row=projection.is_exact_row,
+            metadata=projection.metadata,
+        )
+
+    def projection(
+        self,
+        shape: tuple[int, int],
+        *,
+        vocab_sizes: tuple[int, int] | None = None,
+        is_exact_row: Mask | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> SparseProjection:
+        """The entries as a projection: repeated columns added up, each row summing to 1.
+
+        Args:
+            shape: (Vs, Vt), which holds every entry.
+            vocab_sizes: Tokens of the vocabularies; ``shape`` where not given.
+            is_exact_row: [Vs], by default rows of one entry.
+            metadata: By default that of these entries.
+
+        Raises:
+            ProjectionError: An entry outside ``shape``, or in the padding.
+        """
+        return SparseProjection.from_entries(
+            self.rows,
+            self.columns,
+            self.weights,
+            shape,
+            self.metadata if metadata is None else metadata,
+            vocab_sizes=vocab_sizes,
+            is_exact_row=is_exact_row,
+        )
+
+
+def sorted_entries(
+    rows: NDArray[np.int64],
+    columns: NDArray[np.int64],
+    weights: NDArray[np.float64],
+    *,
+    like: LooseEntries,
+) -> LooseEntries:
+    """Entries by row, the largest first, of equal ones the lowest column; the rest as ``like``."""
+    order = np.lexsort((columns, -weights, rows))
+    ordered = rows[order]
+    starts = np.searchsorted(ordered, ordered)
+    return replace(
+        like,
+        rows=ordered,
+        columns=columns[order],
+        weights=weights[order],
+        slots=np.arange(len(ordered)) - starts,
+    )

@@ -1,0 +1,260 @@
+"""The original .pt files: read as they are, written so that the original readers read them."""
+
+import os
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.errors import ProjectionError
+from megatron_ext.projection import SparseProjection
+from megatron_ext.projection.legacy_file import read_legacy_file, write_legacy_file
+
+TABLE = {
+    "indices": torch.tensor([[3, -1, -1], [1, 4, 2], [0, 0, -1]]),
+    "likelihoods": torch.tensor([[1.0, 0.0, 0.0], [0.75, 0.25, 0.0], [0.5, 0.5, 0.0]]),
+    "student_model_id": "student",
+    "teacher_model_id": "teacher",
+    "enable_scale_trick": False,
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "map.pt"
+
+
+def read(path, content):
+    torch.save(content, path)
+    return read_legacy_file(path)
+
+
+def triples(entries):
+    columns = (entries.rows, entries.columns, entries.weights)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_a_table_is_read_entry_by_entry(path):
+    entries = read(path, TABLE)
+    assert triples(entries) == [(0, 3, 1.0), (1, 1, 0.75), (1, 4, 0.25), (2, 0, 0.5), (2, 0, 0.5)]
+    assert entries.slots.tolist() == [0, 0, 1, 0, 1]
+    assert (entries.height, entries.width, entries.slot_count) == (3, None, 3)
+    assert (entries.absent_slots, entries.zero_slots) == (3, 1)
+    assert entries.strict_rows.tolist() == [True, False, False]
+    assert entries.metadata == {
+        "student_model_id": "student",
+        "teacher_model_id": "teacher",
+        "enable_scale_trick": "False",
+    }
+
+
+def test_the_older_names_of_the_models_are_known(path):
+    content = {"indices": TABLE["indices"], "likelihoods": TABLE["likelihoods"]}
+    entries = read(path, {**content, "model_A_id": "one", "model_B_id": "two"})
+    assert entries.metadata == {"student_model_id": "one", "teacher_model_id": "two"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [("float32", 2**-24), ("bfloat16", 2**-8), ("float16", 2**-11)]
+)
+def test_the_type_of_the_likelihoods_says_how_far_they_are_rounded(path, dtype, rounding):
+    likelihoods = TABLE["likelihoods"].to(getattr(torch, dtype))
+    entries = read(path, {**TABLE, "likelihoods": likelihoods})
+    assert entries.rounding == rounding
+    assert triples(entries) == triples(read(path, TABLE))
+
+
+PAIRS = {(1, 4): 0.25, (0, 3): 1.0, (1, 1): 0.75, (1, -1): 0.5, (2, 2): 0.0}
+DENSE = torch.zeros(3, 5)
+CSR = object()
+DENSE[0, 3], DENSE[1, 1], DENSE[1, 4] = 1.0, 0.75, 0.25
+
+
+@pytest.mark.parametrize(
+    ("content", "size"),
+    [
+        pytest.param(PAIRS, (3, None), id="pairs"),
+        pytest.param(DENSE, (3, 5), id="dense"),
+        pytest.param(DENSE.to_sparse_coo(), (3, 5), id="coo"),
+        pytest.param(CSR, (3, 5), id="csr"),
+        pytest.param({"projection": DENSE, "model_A_id": "one"}, (3, 5), id="in a dict"),
+    ],
+)
+def test_other_forms_are_the_same_entries(path, content, size):
+    # torch warns of this layout when it is first made.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        entries = read(path, DENSE.to_sparse_csr() if content is CSR else content)
+    assert sorted(triples(entries)) == [(0, 3, 1.0), (1, 1, 0.75), (1, 4, 0.25)]
+    assert (entries.height, entries.width) == size
+    assert (entries.slot_count, entries.strict_rows) == (0, None)
+
+
+def test_a_pair_that_a_sparse_matrix_repeats_stays_repeated(path):
+    matrix = torch.sparse_coo_tensor([[0, 0], [1, 1]], [0.5, 0.5], (2, 2), check_invariants=True)
+    assert triples(read(path, matrix)) == [(0, 1, 0.5), (0, 1, 0.5)]
+
+
+PROJECTION = SparseProjection.from_entries(
+    [0, 1, 1, 3],
+    [3, 1, 4, 2],
+    [1.0, 0.25, 0.75, 1.0],
+    (5, 6),
+    {"student_model_id": "student", "note": "kept"},
+    vocab_sizes=(4, 5),
+    is_exact_row=np.array([True, False, False, False, False]),
+)
+
+
+def test_what_is_written_is_the_original_schema(path):
+    write_legacy_file(PROJECTION, path)
+    content = torch.load(path, weights_only=True)
+    assert content["indices"].tolist() == [[3, -1], [4, 1], [-1, -1], [2, -1], [-1, -1]]
+    assert content["indices"].dtype == torch.int64
+    assert content["likelihoods"].tolist() == [[1, 0], [0.75, 0.25], [0, 0], [1, 0], [0, 0]]
+    assert content["likelihoods"].dtype == torch.float32
+    assert (content["student_model_id"], content["teacher_model_id"]) == ("student", "")
+    assert content["enable_scale_trick"] is False
+
+
+def test_what_is_written_is_read_again(path):
+    write_legacy_file(PROJECTION, path)
+    entries = read_legacy_file(path)
+    again = entries.projection(
+        (entries.height, entries.width),
+        vocab_sizes=entries.vocab_sizes,
+        is_exact_row=entries.is_exact_row,
+    )
+    for name in ("indptr", "indices", "values", "is_exact_row"):
+        assert getattr(again, name).tolist() == getattr(PROJECTION, name).tolist()
+    assert (again.shape, again.vocab_sizes) == ((5, 6), (4, 5))
+    assert again.metadata["note"] == "kept"
+
+
+def test_a_row_of_one_entry_has_an_empty_slot_behind_it(path):
+    write_legacy_file(SparseProjection.from_entries([0], [0], [1.0], (1, 1)), path)
+    assert torch.load(path, weights_only=True)["indices"].tolist() == [[0, -1]]
+    assert read_legacy_file(path).strict_rows.tolist() == [True]
+
+
+def test_bfloat16_is_written_where_asked_for(path):
+    write_legacy_file(PROJECTION, path, dtype="bfloat16", slot_count=3)
+    content = torch.load(path, weights_only=True)
+    assert content["likelihoods"].dtype == torch.bfloat16
+    assert content["indices"].shape == (5, 3)
+
+
+def test_a_row_longer_than_the_table_is_refused(path):
+    with pytest.raises(ProjectionError, match="got 2 entries in row 1; expected at most 1"):
+        write_legacy_file(PROJECTION, path, slot_count=1)
+    assert not path.exists()
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_part(path, monkeypatch):
+    write_legacy_file(PROJECTION, path)
+    before = path.read_bytes()
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ProjectionError, match="cannot be written; got No space left on device"):
+        write_legacy_file(PROJECTION, path)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_missing_folder_is_not_made(tmp_path):
+    with pytest.raises(ProjectionError, match="create the folder first"):
+        write_legacy_file(PROJECTION, tmp_path / "none" / "map.pt")
+
+
+# Bad files.
+
+
+class Malicious:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "bare pickle"])
+def test_a_pickle_with_code_is_refused_and_not_run(path, tmp_path, zipped):
+    target = tmp_path / "executed"
+    content = {**TABLE, "student_model_id": Malicious(target)}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ProjectionError, match="more than tensors, numbers and names") as refusal:
+        read_legacy_file(path)
+    assert not target.exists()
+    assert str(path) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    pickle.loads(pickle.dumps(Malicious(target)))
+    assert target.exists(), "the pickle of this test does nothing"
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, 0.5, -1])
+def test_a_part_of_a_file_is_refused(path, kept):
+    torch.save(TABLE, path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept * len(content)) if isinstance(kept, float) else kept])
+    with pytest.raises(ProjectionError, match=r"map\.pt: the file"):
+        read_legacy_file(path)
+
+
+@pytest.mark.parametrize("content", [b"{}", b"\xff" * 64, b"PK\x03\x04" * 20], ids=repr)
+def test_a_file_that_is_not_torchs_is_refused(path, content):
+    path.write_bytes(content)
+    with pytest.raises(ProjectionError, match=r"map\.pt: the file"):
+        read_legacy_file(path)
+
+
+def test_a_missing_file_and_a_folder_are_refused(path, tmp_path):
+    with pytest.raises(ProjectionError, match="there is no projection file"):
+        read_legacy_file(path)
+    with pytest.raises(ProjectionError, match="not a whole torch file"):
+        read_legacy_file(tmp_path)
+
+
+def changed(name, value):
+    return {**TABLE, name: value}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param({"weight": torch.ones(2)}, "got a dict with 'weight'", id="model"),
+        pytest.param({}, "nothing in it", id="empty dict"),
+        pytest.param([1, 2], "got list", id="list"),
+        pytest.param({"indices": TABLE["indices"]}, "whole numbers|no projection", id="half"),
+        pytest.param(changed("indices", [[1]]), "indices are no dense tensor", id="no tensor"),
+        pytest.param(
+            changed("indices", TABLE["indices"][:, :2]), r"shapes \[3, 2\] and \[3, 3\]", id="shape"
+        ),
+        pytest.param(changed("indices", TABLE["indices"].float()), "whole numbers", id="float ids"),
+        pytest.param(
+            changed("likelihoods", TABLE["indices"]), "not real numbers", id="integer weights"
+        ),
+        pytest.param(changed("indices", TABLE["indices"] - 1), "no id; got -2", id="below -1"),
+        pytest.param(
+            changed("indices", TABLE["indices"] + 2**40), "row 0 .* no id; got", id="too large"
+        ),
+        pytest.param(
+            changed("likelihoods", TABLE["likelihoods"] * float("nan")), "got nan", id="nan"
+        ),
+        pytest.param(changed("likelihoods", TABLE["likelihoods"] / 0), "got inf", id="inf"),
+        pytest.param(changed("likelihoods", -TABLE["likelihoods"]), "got -1.0", id="negative"),
+        pytest.param(torch.ones(3), r"got shape \[3\]", id="vector"),
+        pytest.param({(0, 1): "much"}, "no ids and weights", id="text weight"),
+        pytest.param({(0, 1): 1.0, (0, 1, 2): 1.0}, "no projection", id="triple"),
+        pytest.param({(-5, 1): 1.0}, "no id; got -5", id="negative row"),
+    ],
+)
+def test_content_that_is_no_projection_is_refused(path, content, message):
+    torch.save(content, path)
+    with pytest.raises(ProjectionError, match=message) as refusal:
+        read_legacy_file(path)
+    assert str(path) in str(refusal.value)
