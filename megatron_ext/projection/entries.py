@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,11 @@ class Entries(NamedTuple):
 
     weights: NDArray[np.float64]
     """[N] none below 0."""
+
+
+def concatenated(parts: Sequence[Entries]) -> Entries:
+    """The entries of all parts, one part after another."""
+    return Entries(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def checked_entries(

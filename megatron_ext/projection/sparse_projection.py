@@ -105,6 +105,12 @@ class SparseProjection:
             and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in ARRAYS)
         )
 
+    def __matmul__(self, other: SparseProjection) -> SparseProjection:
+        """Student to pivot to teacher; see ``combination.compose``."""
+        from megatron_ext.projection.combination import compose
+
+        return compose(self, other)
+
     @classmethod
     def from_entries(
         cls,

@@ -1,0 +1,143 @@
+"""A matrix of embeddings, in memory or in a safetensors file, read a block at a time.
+
+V tokens, D numbers each, N rows of a block.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_ext.errors import ProjectionError
+
+BFLOAT16: Final = "BF16"
+_NUMPY_TYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", BFLOAT16: "<u2"}
+_HEADER_LENGTH_BYTES: Final = 8
+
+
+class EmbeddingMatrix:
+    """Rows of embeddings as float32, whatever holds them.
+
+    Args:
+        source: An array [V, D] of floating-point numbers, or a safetensors file. Nothing of a file
+            is read before its rows are asked for.
+        tensor: Name of the tensor in the file; may be left out where it has one matrix only.
+
+    Raises:
+        ProjectionError: No such file or tensor, or one that is no matrix of floating-point numbers.
+    """
+
+    def __init__(self, source: ArrayLike | str | Path, tensor: str | None = None) -> None:
+        self._is_bfloat16 = False
+        if isinstance(source, str | Path):
+            self._where: object = source
+            self._rows, self._is_bfloat16 = _mapped(Path(source), tensor)
+        else:
+            self._where = None
+            self._rows = np.asarray(source)
+        is_float = self._is_bfloat16 or np.issubdtype(self._rows.dtype, np.floating)
+        if self._rows.ndim != 2 or not is_float:
+            raise ProjectionError(
+                "embeddings are no matrix of floating-point numbers",
+                where=self._where,
+                got=f"shape {self._rows.shape} of {self._rows.dtype}",
+                expected="one row a token",
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(V, D)"""
+        return self._rows.shape[0], self._rows.shape[1]
+
+    def check_height(self, vocab_size: int, side: str) -> None:
+        """Refuse a matrix with fewer rows than its vocabulary; more are padding.
+
+        Raises:
+            ProjectionError: Fewer rows.
+        """
+        if self.shape[0] < vocab_size:
+            raise ProjectionError(
+                f"the {side}'s embeddings are of another vocabulary",
+                where=self._where,
+                got=f"{self.shape[0]} rows",
+                expected=f"{vocab_size} or more",
+            )
+
+    def take(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Rows of ``ids`` [N, D].
+
+        Raises:
+            ProjectionError: A row with a number that is not finite.
+        """
+        rows: NDArray[Any] = self._rows[ids]
+        if self._is_bfloat16:
+            # bfloat16 is the upper half of a float32.
+            rows = (rows.astype(np.uint32) << 16).view(np.float32)
+        rows = np.asarray(rows, dtype=np.float32)
+        bad = ~np.isfinite(rows).all(axis=1)
+        if bad.any():
+            raise ProjectionError(
+                f"the embedding of id {ids[int(np.argmax(bad))]} is not finite", where=self._where
+            )
+        return rows
+
+
+def unit_rows(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """``rows`` [N, D] of length 1; a row of zeros stays."""
+    # Squares of numbers as large as 1e38 have no sum in float32.
+    lengths = np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float64))[:, None]
+    unit: NDArray[np.float32] = (rows / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)
+    return unit
+
+
+def _mapped(path: Path, tensor: str | None) -> tuple[NDArray[Any], bool]:
+    """A matrix of a file as an array that reads on access, and whether it is bfloat16.
+
+    The format is that of https://github.com/huggingface/safetensors: a length, a JSON header, data.
+    numpy has no bfloat16, for which the library would need torch.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+            size = path.stat().st_size
+            header = json.loads(file.read(length)) if length <= size else None
+    except (OSError, ValueError) as error:
+        raise ProjectionError("the embeddings cannot be read", where=path, got=error) from error
+    if not isinstance(header, dict):
+        raise ProjectionError("the embeddings are in no whole safetensors file", where=path)
+    entry = _entry(path, header, tensor)
+    shape: tuple[int, int] = tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    dtype: np.dtype[Any] = np.dtype(_NUMPY_TYPES[entry["dtype"]])
+    offset = _HEADER_LENGTH_BYTES + length + begin
+    if end - begin != shape[0] * shape[1] * dtype.itemsize or offset + end - begin > size:
+        raise ProjectionError("the embeddings are in no whole safetensors file", where=path)
+    mapped: NDArray[Any] = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
+    return mapped, entry["dtype"] == BFLOAT16
+
+
+def _entry(path: Path, header: dict[str, Any], tensor: str | None) -> dict[str, Any]:
+    """The header's entry of the matrix that is asked for."""
+    matrices = {
+        name: entry
+        for name, entry in header.items()
+        if name != "__metadata__"
+        and len(entry.get("shape", ())) == 2
+        and entry.get("dtype") in _NUMPY_TYPES
+    }
+    if tensor is None and len(matrices) == 1:
+        tensor = next(iter(matrices))
+    if tensor not in matrices:
+        raise ProjectionError(
+            "there is no such matrix of embeddings",
+            where=path,
+            got=repr(tensor),
+            expected=f"one of {', '.join(matrices) or 'none'}",
+            fix="name the tensor",
+        )
+    entry: dict[str, Any] = matrices[tensor]
+    return entry
