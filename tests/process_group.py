@@ -26,7 +26,7 @@ class RankError(AssertionError):
 def run_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120
 ) -> list[Any]:
-    """``fn(rank, *args)`` on ``world_size`` spawned processes with a gloo default group.
+    """``fn(rank, *args)`` on ``world_size`` processes of its own with a gloo default group.
 
     Args:
         fn: A function at the top level of an importable module; it and ``args`` are pickled.
@@ -39,7 +39,10 @@ def run_ranks(
         RankError: The traceback of the rank that failed first, or which ranks did not finish in
             time. No process outlives the call.
     """
-    context = multiprocessing.get_context("spawn")
+    # Ranks are forked from one process that has imported what most of them need: importing
+    # megatron-core takes seconds, on every rank of every layout.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron_ext.training.distill"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [
