@@ -93,12 +93,62 @@ def test_of_ids_with_equal_bytes_that_the_teacher_never_emits_the_lowest_is_chos
     assert only_row(b"\xe4", [b"b", b"\xe4", b"\xe4"]) == {1: 1.0}
 
 
+def test_of_ids_with_equal_bytes_only_the_one_that_the_student_emits_is_exact():
+    student, teacher = GreedyTokenizer([b"A", b"B", b"A"]), GreedyTokenizer([b"B", b"A"])
+    projection = SparseProjection.from_tokenizers(student, teacher)
+    assert [row(projection, i) for i in range(3)] == [{1: 1.0}, {0: 1.0}, {1: 1.0}]
+    assert projection.is_exact_row.tolist() == [False, True, True]
+    assert projection.partition().common_student.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("method", ["exact", "retokenized"])
 def test_the_exact_method_leaves_tokens_that_the_teacher_lacks_empty(method):
     student, teacher = GreedyTokenizer([b"a", b"ab"]), GreedyTokenizer([b"a", b"b"])
     projection = SparseProjection.from_tokenizers(student, teacher, method=method)
     assert projection.empty_rows.tolist() == ([1] if method == "exact" else [])
     assert row(projection, 0) == {0: 1.0}
+
+
+def test_the_first_piece_alone_is_one_entry_that_is_not_exact():
+    student, teacher = GreedyTokenizer([b"201", b"20", b"x"]), GreedyTokenizer([b"2", b"0", b"20"])
+    projection = SparseProjection.from_tokenizers(student, teacher, method="first_piece")
+    assert [row(projection, i) for i in range(3)] == [{}, {2: 1.0}, {}]
+    teacher = GreedyTokenizer([b"2", b"0", b"1"])
+    projection = SparseProjection.from_tokenizers(student, teacher, method="first_piece")
+    assert [row(projection, i) for i in range(3)] == [{0: 1.0}, {0: 1.0}, {}]
+    assert not projection.is_exact_row.any()
+
+
+@pytest.mark.parametrize(
+    ("decay", "shares"),
+    [
+        pytest.param(1, [1 / 3, 1 / 3, 1 / 3], id="all alike"),
+        pytest.param(0.5, [4 / 7, 2 / 7, 1 / 7], id="halves"),
+        pytest.param(1e-9, [1, 1e-9, 1e-18], id="almost the first alone"),
+    ],
+)
+def test_shares_fall_by_the_decay(decay, shares):
+    student, teacher = GreedyTokenizer([b"abc"]), GreedyTokenizer([b"a", b"b", b"c"])
+    projection = SparseProjection.from_tokenizers(student, teacher, decay=decay)
+    assert row(projection, 0) == pytest.approx(dict(enumerate(shares)), rel=1e-6)
+
+
+def test_a_reverse_pass_adds_the_tokens_that_the_student_lacks():
+    student = GreedyTokenizer([b"ab", b"c", b"d", b"e"])
+    teacher = GreedyTokenizer([b"a", b"b", b"abc", b"d", b"ed", b"ab?"])
+    reverse = SparseProjection.from_tokenizers(student, teacher, reverse_pass=True, top_k=9)
+    # ab: spelled a, b; and the first piece of abc. c: the second piece of abc. d stays exact.
+    assert row(reverse, 0) == pytest.approx({0: 10 / 21, 1: 1 / 21, 2: 10 / 21}, rel=1e-6)
+    assert [row(reverse, i) for i in (1, 2, 3)] == [{2: 1.0}, {3: 1.0}, {4: 1.0}]
+    assert reverse.is_exact_row.tolist() == [False, False, True, False]
+    forward = SparseProjection.from_tokenizers(student, teacher)
+    assert [row(forward, i) for i in (1, 2, 3)] == [{}, {3: 1.0}, {}]
+
+
+def test_a_reverse_pass_keeps_the_largest_shares():
+    student, teacher = GreedyTokenizer([b"ab"]), GreedyTokenizer([b"a", b"b", b"abab", b"abababab"])
+    reverse = SparseProjection.from_tokenizers(student, teacher, reverse_pass=True, top_k=2)
+    assert row(reverse, 0) == {2: 0.5, 3: 0.5}
 
 
 # Dummy prefixes and bytes that are no text.
@@ -188,6 +238,22 @@ def test_a_control_token_is_not_text_of_the_same_name():
     assert row(projection, 1) == {0: 1.0}
 
 
+def test_a_control_token_without_a_match_stands_for_those_of_similar_names():
+    student = GreedyTokenizer(["<|eot_id|>", "<|image_start|>", "<s>", "zzz"], bos="<s>")
+    names = ["<bos>", "<|eot|>", "<image_start>", "<image_end>", "<unused0>", "<unused1>"]
+    teacher = GreedyTokenizer(names, bos="<bos>")
+    projection = SparseProjection.from_tokenizers(student, teacher, control_similarity=0.5)
+    assert [set(row(projection, i)) for i in range(4)] == [{1}, {2, 3}, {0}, set()]
+    assert row(projection, 1)[2] > row(projection, 1)[3]
+    assert projection.is_exact_row.tolist() == [False, False, True, False]
+    without = SparseProjection.from_tokenizers(student, teacher)
+    assert [row(without, i) for i in range(4)] == [{}, {}, {0: 1.0}, {}]
+    one = SparseProjection.from_tokenizers(
+        student, teacher, method="first_piece", control_similarity=0.5
+    )
+    assert row(one, 1) == {2: 1.0}
+
+
 # Any vocabulary.
 
 vocabularies = st.lists(st.binary(min_size=1, max_size=6) | st.text(max_size=4).map(str.encode))
@@ -210,6 +276,45 @@ def test_every_row_is_spelled_by_tokens_of_a_teacher_that_has_every_byte(
         assert projection.is_exact_row[student_id] == (token in tokens and is_its_id)
         if shares:
             assert token.startswith(tokens[max(shares, key=shares.__getitem__)])
+
+
+@given(
+    st.lists(st.binary(max_size=5) | st.sampled_from(["<s>", "<a>", "<end>", "<|end|>"])),
+    st.lists(st.binary(min_size=1, max_size=3) | st.sampled_from(["<s>", "<b>", "<|end|>"])),
+    st.sampled_from(["exact", "retokenized", "first_piece"]),
+    st.booleans(),
+    st.sampled_from([None, 0.3]),
+    st.integers(1, 5),
+)
+@settings(deadline=None)
+def test_rows_of_every_builder_are_a_projection_of_related_tokens(
+    student_tokens, teacher_tokens, method, reverse_pass, control_similarity, top_k
+):
+    student, teacher = GreedyTokenizer(student_tokens), GreedyTokenizer(teacher_tokens)
+    projection = SparseProjection.from_tokenizers(
+        student,
+        teacher,
+        method=method,
+        reverse_pass=reverse_pass and method != "first_piece",
+        control_similarity=control_similarity,
+        top_k=top_k,
+    )
+    for student_id, token in enumerate(student_tokens):
+        shares = row(projection, student_id)
+        assert len(shares) <= (1 if method == "first_piece" else top_k)
+        assert not shares or sum(shares.values()) == pytest.approx(1.0, abs=1e-6)
+        for other in (teacher_tokens[i] for i in shares):
+            assert isinstance(token, str) == isinstance(other, str)
+            assert isinstance(token, str) or other in token or token in other
+        if projection.is_exact_row[student_id]:
+            assert [teacher_tokens[i] for i in shares] == [token]
+    partition = projection.partition()
+    ordinary = [
+        i for i in partition.common_student.tolist() if isinstance(student_tokens[i], bytes)
+    ]
+    shared = {t for t in student_tokens if isinstance(t, bytes)} & set(teacher_tokens)
+    assert {student_tokens[i] for i in ordinary} == shared
+    assert len(ordinary) == len(shared)
 
 
 # The demo pair.
@@ -287,6 +392,7 @@ def test_metadata_says_pair_method_and_options():
     assert metadata["method"] == "retokenized"
     assert json.loads(metadata["options"]) == {
         "top_k": 3,
+        "pieces": None,
         "decay": 0.1,
         "reverse_pass": False,
         "control_similarity": None,
@@ -303,7 +409,22 @@ def test_an_unknown_method_lists_the_choices():
         SparseProjection.from_tokenizers(tokenizer, tokenizer, method="retokenised")
 
 
-def test_a_top_k_of_nothing_is_refused():
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param({"top_k": 0}, "top_k leaves no entry in a row; got 0", id="top_k"),
+        pytest.param({"top_k": 2.0}, "top_k leaves no entry in a row; got 2.0", id="fraction"),
+        pytest.param({"decay": 0}, "decay: .* got 0; expected above 0", id="no decay"),
+        pytest.param({"decay": 1.5}, "decay: .* at most 1", id="growth"),
+        pytest.param({"decay": float("nan")}, "decay: .* got nan", id="nan"),
+        pytest.param({"control_similarity": 0}, "control_similarity: .* got 0", id="similarity"),
+        pytest.param({"control_similarity": 2}, "control_similarity: .* got 2", id="more than 1"),
+        pytest.param(
+            {"method": "first_piece", "reverse_pass": True}, "use the method retok", id="both"
+        ),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
     tokenizer = GreedyTokenizer([b"a"])
-    with pytest.raises(ProjectionError, match="top_k leaves no entry in a row; got 0"):
-        SparseProjection.from_tokenizers(tokenizer, tokenizer, top_k=0)
+    with pytest.raises(ProjectionError, match=message):
+        SparseProjection.from_tokenizers(tokenizer, tokenizer, **options)
