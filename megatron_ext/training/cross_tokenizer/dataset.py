@@ -1,0 +1,96 @@
+"""Texts of Arrow, Parquet, JSON and plain files, read one at a time by number. D documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from megatron_ext.preprocessing.record_block import RecordFields
+from megatron_ext.preprocessing.records import check_fields
+from megatron_ext.preprocessing.source_file import find_sources
+from megatron_ext.training.cross_tokenizer.corpus_index import corpus_index
+from megatron_ext.training.cross_tokenizer.corpus_report import CorpusReport
+from megatron_ext.training.cross_tokenizer.document_reader import DocumentReader
+
+
+class ArrowTextDataset(Dataset[dict[str, Any]]):
+    """The documents of a corpus: a map-style data set that holds none of them in memory.
+
+    It reads Arrow (IPC files and streams), Parquet, JSON lines and lists, compressed or not, each
+    row a document, and plain text, each file a document. The first use reads all of it once and
+    keeps where each document is; files of which a row cannot be read alone (compressed ones, JSON
+    lists, plain text) are copied into the cache then. Rows that hold no text are left out and
+    counted in ``report``.
+
+    An item is ``{"text": str, "index": int}``, as ``CrossTokenizerCollator`` takes it. A
+    ``PackedTextDataset`` over it packs documents into full rows.
+
+    Args:
+        data_files: A file, a folder, a glob pattern, or several.
+        text_key: Field that holds the text.
+        cache_dir: Where the index is kept; a hidden folder beside the first file with None.
+        strict: Let the first row that is empty or holds no text end the run.
+
+    Raises:
+        DataError: There is no such file, it is damaged, or no row holds a text; with ``strict``,
+            a row is empty or bad (with file and row).
+        MissingDependencyError: A package that reads this kind of file is not installed.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        *,
+        text_key: str = "text",
+        cache_dir: str | Path | None = None,
+        strict: bool = False,
+    ) -> None:
+        names = [data_files] if isinstance(data_files, str | Path) else data_files
+        files = find_sources([str(name) for name in names]).files
+        fields = RecordFields((text_key,), "text", "text_key")
+        check_fields(files, fields)
+        beside = Path(files[0].path).parent / ".text_cache"
+        self.cache_dir = beside if cache_dir is None else Path(cache_dir)
+        self._index = corpus_index(files, fields, cache_folder=self.cache_dir, strict=strict)
+        self._reader = DocumentReader(files, text_key, self._index)
+
+    def __len__(self) -> int:
+        return len(self._index["row"])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"text": self.text(index), "index": index}
+
+    def text(self, index: int) -> str:
+        """One document.
+
+        Raises:
+            IndexError: There is no such document.
+            DataError: Its file has changed since.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        return self._reader.text(index)
+
+    def place(self, index: int) -> str:
+        """``file:row`` of a document."""
+        return self._reader.place(index)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """[D] UTF-8 bytes of each document."""
+        return self._index["size"]
+
+    @property
+    def report(self) -> CorpusReport:
+        """What became of the rows."""
+        return CorpusReport(**self._index.notes["report"])
+
+    @property
+    def identity(self) -> str:
+        """Hash of what the documents depend on: the files with size and time, and the field."""
+        return self._index.folder.name
