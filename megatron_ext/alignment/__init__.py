@@ -3,16 +3,23 @@
 from megatron_ext.alignment.alignment import Alignment
 from megatron_ext.alignment.byte_alignment import align_byte_ends
 from megatron_ext.alignment.chunk_class import ChunkClass
+from megatron_ext.alignment.control_pairs import ControlClasses
 from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.alignment.token_aligner import TokenAligner
+from megatron_ext.alignment.tokens import AlignedTokens, Tokens
+from megatron_ext.alignment.truncation import truncate
 from megatron_ext.alignment.window import Windows, cut_windows
 
 __all__ = [
+    "AlignedTokens",
     "Alignment",
     "ChunkClass",
     "ChunkCounts",
+    "ControlClasses",
     "TokenAligner",
+    "Tokens",
     "Windows",
     "align_byte_ends",
     "cut_windows",
+    "truncate",
 ]

@@ -4,41 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.byte_alignment import ByteEnds, align_byte_ends
+from megatron_ext.alignment.byte_alignment import (
+    ByteEnds,
+    align_byte_ends,
+)
+from megatron_ext.alignment.control_pairs import ControlClasses
+from megatron_ext.alignment.encoded_texts import encode_texts
+from megatron_ext.alignment.stream_bytes import check_same_bytes, stream_bytes
+from megatron_ext.alignment.tokens import AlignedTokens, Ids, Tokens
+from megatron_ext.alignment.truncation import truncate
 from megatron_ext.errors import AlignmentError
-from megatron_ext.tokenizers.base import IdArray
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
-Ids = Sequence[int] | IdArray
+if TYPE_CHECKING:
+    from megatron_ext.alignment.batch import AlignmentBatch
+
+IdPair = tuple[Ids, Ids]
 
 
 class TokenAligner:
     """Aligns what a student and a teacher make of the same text.
 
     Args:
-        student_tokenizer: Adapter of the student's tokenizer library.
-        teacher_tokenizer: Adapter of the teacher's.
+        student_tokenizer: The student's, or the adapter of its library.
+        teacher_tokenizer: The teacher's.
+        pair_control_tokens: Control tokens that stand for the same thing on both sides (by role,
+            else by name) and stand at the same byte are chunks of their own. Otherwise they are in
+            no chunk, as those that one side alone has.
     """
 
     def __init__(
         self,
         student_tokenizer: ByteTokenizer,
         teacher_tokenizer: ByteTokenizer,
+        *,
+        pair_control_tokens: bool = True,
     ) -> None:
         self.student_tokenizer = student_tokenizer
         self.teacher_tokenizer = teacher_tokenizer
+        self.pair_control_tokens = pair_control_tokens
 
     def align(self, text: str) -> Alignment:
         """Tokenize ``text`` with both and align the tokens; special tokens in it are text."""
-        _, student_ends = self.student_tokenizer.encode_with_byte_ends(text)
-        _, teacher_ends = self.teacher_tokenizer.encode_with_byte_ends(text)
-        return align_byte_ends(student_ends, teacher_ends)
+        return self.align_encoded(
+            self.student_tokenizer.encode_with_byte_ends(text),
+            self.teacher_tokenizer.encode_with_byte_ends(text),
+        )
 
     def align_ids(self, student_ids: Ids, teacher_ids: Ids) -> Alignment:
         """Align two streams that decode to the same bytes, control tokens aside.
@@ -48,17 +63,123 @@ class TokenAligner:
             teacher_ids: [Tt]
 
         Raises:
-            AlignmentError: The streams decode to different bytes.
+            AlignmentError: An id is outside its vocabulary, or the streams decode to different
+                bytes.
         """
-        student_ends = self.student_tokenizer.byte_ends(student_ids)
-        teacher_ends = self.teacher_tokenizer.byte_ends(teacher_ids)
-        check_same_bytes(
-            stream_bytes(self._student_table, np.asarray(student_ids, np.int32), student_ends),
-            stream_bytes(self._teacher_table, np.asarray(teacher_ids, np.int32), teacher_ends),
+        student, teacher = self._same_bytes(student_ids, teacher_ids)
+        return self._aligned(student, teacher)
+
+    def align_encoded(
+        self, student: tuple[Ids, ByteEnds], teacher: tuple[Ids, ByteEnds]
+    ) -> Alignment:
+        """Align ids whose byte ends are known, as ``encode_with_byte_ends`` gives both.
+
+        The ends of both sides must be of the same bytes, which is not checked here.
+
+        Raises:
+            AlignmentError: Ids and ends that differ in number, or ends that go backwards.
+        """
+        own = Tokens.checked(*student, self.student_tokenizer.vocab_size, side="student")
+        other = Tokens.checked(*teacher, self.teacher_tokenizer.vocab_size, side="teacher")
+        return self._aligned(own, other)
+
+    def align_texts(
+        self,
+        texts: Sequence[str],
+        *,
+        student_length: int | None = None,
+        teacher_length: int | None = None,
+    ) -> list[AlignedTokens]:
+        """Tokenize D texts with both, by their paths for batches, and align each.
+
+        Args:
+            texts: D texts; special tokens in them are text.
+            student_length: Most student tokens of a text; both sides of a longer one are cut at the
+                last common boundary that fits. None for any number.
+            teacher_length: Most teacher tokens of a text.
+
+        Raises:
+            AlignmentError: A length below 1.
+            TokenizerError: A text that a tokenizer cannot take.
+        """
+        students = encode_texts(self.student_tokenizer, self._student_table, texts)
+        teachers = encode_texts(self.teacher_tokenizer, self._teacher_table, texts)
+        return [
+            self._cut(student, teacher, student_length, teacher_length)
+            for student, teacher in zip(students, teachers, strict=True)
+        ]
+
+    def align_batch(
+        self,
+        samples: Sequence[str] | Sequence[IdPair],
+        *,
+        student_length: int | None = None,
+        teacher_length: int | None = None,
+    ) -> AlignmentBatch:
+        """The padded batch of B samples, in label coordinates.
+
+        Args:
+            samples: Texts, or pairs of student and teacher ids that decode to the same bytes.
+            student_length: Most student tokens of a sample, and label positions of a row; the
+                longest sample's where it is None. A longer sample is cut on both sides.
+            teacher_length: The same for the teacher.
+
+        Raises:
+            AlignmentError: A length below 1, or ids that ``align_ids`` refuses.
+            TokenizerError: A text that a tokenizer cannot take.
+        """
+        from megatron_ext.alignment.batch import pad_alignments
+
+        texts = [sample for sample in samples if isinstance(sample, str)]
+        if len(texts) == len(samples):
+            aligned = self.align_texts(
+                texts, student_length=student_length, teacher_length=teacher_length
+            )
+        elif texts:
+            raise AlignmentError("texts and ids are mixed in one batch", expected="one kind alone")
+        else:
+            pairs = [self._same_bytes(*sample) for sample in samples if not isinstance(sample, str)]
+            aligned = [self._cut(*pair, student_length, teacher_length) for pair in pairs]
+        return pad_alignments(
+            [row.alignment for row in aligned],
+            student_length=_row_length(student_length, [row.student for row in aligned]),
+            teacher_length=_row_length(teacher_length, [row.teacher for row in aligned]),
         )
-        return align_byte_ends(student_ends, teacher_ends)
+
+    def _same_bytes(self, student_ids: Ids, teacher_ids: Ids) -> tuple[Tokens, Tokens]:
+        """Both streams with their byte ends.
+
+        Raises:
+            AlignmentError: An id is outside its vocabulary, or the bytes differ.
+        """
+        student = Tokens.of_stream(student_ids, self.student_tokenizer, side="student")
+        teacher = Tokens.of_stream(teacher_ids, self.teacher_tokenizer, side="teacher")
+        check_same_bytes(
+            stream_bytes(self._student_table, *student), stream_bytes(self._teacher_table, *teacher)
+        )
+        return student, teacher
+
+    def _cut(
+        self,
+        student: Tokens,
+        teacher: Tokens,
+        student_length: int | None,
+        teacher_length: int | None,
+    ) -> AlignedTokens:
+        aligned = AlignedTokens(student, teacher, self._aligned(student, teacher))
+        return truncate(aligned, student_length=student_length, teacher_length=teacher_length)
+
+    def _aligned(self, student: Tokens, teacher: Tokens) -> Alignment:
+        paired = None
+        if self.pair_control_tokens and student.has_empty and teacher.has_empty:
+            paired = self._classes.pair(*student, *teacher)
+        return align_byte_ends(student.ends, teacher.ends, paired=paired)
 
     # Built on first use: a text is aligned without them.
+
+    @cached_property
+    def _classes(self) -> ControlClasses:
+        return ControlClasses.of(self.student_tokenizer, self.teacher_tokenizer)
 
     @cached_property
     def _student_table(self) -> TokenBytes:
@@ -69,63 +190,9 @@ class TokenAligner:
         return _table_of(self.teacher_tokenizer)
 
 
+def _row_length(length: int | None, rows: Sequence[Tokens]) -> int:
+    return max([1, *(len(row.ids) for row in rows)]) if length is None else length
+
+
 def _table_of(tokenizer: ByteTokenizer) -> TokenBytes:
     return TokenBytes.from_tokens(map(tokenizer.token_bytes, range(tokenizer.vocab_size)))
-
-
-def stream_bytes(table: TokenBytes, ids: IdArray, ends: ByteEnds) -> bytes:
-    """The bytes that ``ids`` decode to.
-
-    Token bytes are those of the middle of a stream. A library that drops a leading space at its
-    start covers fewer bytes there, so each token gives as many of its last bytes as it covers.
-
-    Args:
-        table: Bytes of every id of the tokenizer.
-        ids: [T]
-        ends: [T] where each ends in the stream.
-
-    Raises:
-        AlignmentError: A token that covers more bytes than it has.
-    """
-    widths = np.diff(ends, prepend=0)
-    short = widths > table.lengths[ids]
-    if short.any():
-        at = int(np.argmax(short))
-        raise AlignmentError(
-            f"token {at} of the stream, id {int(ids[at])}, covers more bytes than it stands for",
-            got=f"{widths[at]} bytes",
-            expected=f"at most {table.lengths[ids[at]]}",
-            fix="align the text instead of the ids",
-        )
-    total = int(ends[-1]) if len(ends) else 0
-    # Byte b of the stream is in the buffer as far before its token's stop there as in the stream.
-    shift = np.repeat(table.offsets[ids + 1] - ends, widths)
-    stream: NDArray[np.uint8] = table.buffer[shift + np.arange(total)]
-    return stream.tobytes()
-
-
-def check_same_bytes(student_bytes: bytes, teacher_bytes: bytes) -> None:
-    """Refuse two streams of different bytes.
-
-    Raises:
-        AlignmentError: They differ; the text says where.
-    """
-    if student_bytes == teacher_bytes:
-        return
-    length = min(len(student_bytes), len(teacher_bytes))
-    unequal = np.flatnonzero(
-        np.frombuffer(student_bytes[:length], np.uint8)
-        != np.frombuffer(teacher_bytes[:length], np.uint8)
-    )
-    where = int(unequal[0]) if len(unequal) else length
-    raise AlignmentError(
-        f"student and teacher ids decode to different bytes from byte {where} on",
-        got=_excerpt(student_bytes, where),
-        expected=f"{_excerpt(teacher_bytes, where)} as the teacher has it",
-        fix="tokenize the same text with both, or cut both streams at a common byte",
-    )
-
-
-def _excerpt(stream: bytes, where: int) -> str:
-    following = stream[where : where + 16]
-    return f"{following!r}" if following else f"the end after {len(stream)} bytes"

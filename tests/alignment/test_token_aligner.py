@@ -126,3 +126,116 @@ def test_streams_of_different_bytes_are_refused(aligner, student, teacher, messa
 def test_importing_the_alignment_does_not_import_torch():
     code = "import sys, megatron_ext.alignment; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_paired_control_tokens_are_chunks_unless_that_is_switched_off(tekken, sentencepiece):
+    sides = [
+        [tokenizer.bos_id, *tokenizer.text_to_ids("a cat"), tokenizer.eos_id, tokenizer.eos_id]
+        for tokenizer in (tekken, sentencepiece)
+    ]
+    sides[0].pop()
+    aligned = TokenAligner(tekken, sentencepiece).align_ids(*sides)
+    assert aligned.student_chunk_id.tolist() == [0, 1, 2, 3]
+    assert aligned.teacher_chunk_id.tolist() == [0, 1, 2, 3, NO_CHUNK]
+    plain = TokenAligner(tekken, sentencepiece, pair_control_tokens=False).align_ids(*sides)
+    assert plain.student_chunk_id.tolist() == [NO_CHUNK, 0, 1, NO_CHUNK]
+
+
+def test_given_byte_ends_align_as_the_text(aligner):
+    text = "The year 2017, संस्कृत and 日本語."
+    sides = [
+        tokenizer.encode_with_byte_ends(text)
+        for tokenizer in (aligner.student_tokenizer, aligner.teacher_tokenizer)
+    ]
+    from_text, given_ends = aligner.align(text), aligner.align_encoded(*sides)
+    assert np.array_equal(from_text.student_chunk_id, given_ends.student_chunk_id)
+    assert np.array_equal(from_text.teacher_chunk_id, given_ends.teacher_chunk_id)
+
+
+@given(batch=st.lists(texts, max_size=4))
+@settings(deadline=None, max_examples=40)
+def test_a_batch_of_texts_aligns_as_each_text(aligner, batch):
+    rows = aligner.align_texts(batch)
+    assert len(rows) == len(batch)
+    for text, row in zip(batch, rows, strict=True):
+        for side, tokenizer in (
+            (row.student, aligner.student_tokenizer),
+            (row.teacher, aligner.teacher_tokenizer),
+        ):
+            ids, ends = tokenizer.encode_with_byte_ends(text)
+            assert side.ids.tolist() == ids.tolist()
+            assert side.ends.tolist() == ends.tolist()
+        whole = aligner.align(text)
+        assert np.array_equal(row.alignment.student_chunk_id, whole.student_chunk_id)
+        assert np.array_equal(row.alignment.teacher_chunk_id, whole.teacher_chunk_id)
+
+
+def test_a_batch_of_texts_and_of_their_ids_are_the_same_tensors(aligner):
+    batch = [passage.values[0] for passage in PASSAGES]
+    lengths = {"student_length": 12, "teacher_length": 9}
+    ids = [
+        tuple(
+            tokenizer.text_to_ids(text)
+            for tokenizer in (aligner.student_tokenizer, aligner.teacher_tokenizer)
+        )
+        for text in batch
+    ]
+    from_texts, from_ids = (
+        aligner.align_batch(batch, **lengths),
+        aligner.align_batch(ids, **lengths),
+    )
+    assert from_texts.student_chunk_id.shape == (len(batch), 12)
+    assert from_texts.teacher_chunk_id.shape == (len(batch), 9)
+    assert from_texts.student_chunk_id.equal(from_ids.student_chunk_id)
+    assert from_texts.teacher_chunk_id.equal(from_ids.teacher_chunk_id)
+    for text, row in zip(batch, from_texts, strict=True):
+        cut = aligner.align_texts([text], **lengths)[0]
+        assert len(cut.student.ids) <= 12
+        assert len(cut.teacher.ids) <= 9
+        # Token 0 is not predicted, and its chunk is dropped.
+        in_no_label = (cut.alignment.student_spans[:1] == 0).any()
+        in_no_label |= (cut.alignment.teacher_spans[:1] == 0).any()
+        assert row.chunk_count == cut.alignment.chunk_count - bool(in_no_label)
+
+
+def test_a_batch_without_lengths_is_as_long_as_its_longest_sample(aligner):
+    batch = aligner.align_batch(["a", "a cat sat"])
+    longest = len(aligner.student_tokenizer.text_to_ids("a cat sat"))
+    assert batch.student_chunk_id.shape == (2, longest)
+    assert aligner.align_batch([]).student_chunk_id.shape == (0, 1)
+    assert aligner.align_batch([""]).student_chunk_id.tolist() == [[NO_CHUNK]]
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "message"),
+    [
+        pytest.param([5, 131_072], [5], "student id 131072 at token 1 is outside", id="too high"),
+        pytest.param([5], [-100], "teacher id -100 at token 0 is outside", id="negative"),
+        pytest.param(
+            [[5]], [5], r"student ids are not a row of integers; got shape \(1, 1\)", id="2d"
+        ),
+        pytest.param([0.5], [5], "student ids are not a row of integers", id="fractions"),
+    ],
+)
+def test_ids_that_are_no_ids_are_refused(aligner, student, teacher, message):
+    with pytest.raises(AlignmentError, match=message):
+        aligner.align_ids(student, teacher)
+    ends = [np.arange(np.size(ids)) for ids in (student, teacher)]
+    with pytest.raises(AlignmentError, match=message):
+        aligner.align_encoded((student, ends[0]), (teacher, ends[1]))
+
+
+def test_other_bad_input_is_refused(aligner):
+    with pytest.raises(AlignmentError, match="ids and byte ends differ in number; got 1 ids and 2"):
+        aligner.align_encoded(([5], np.array([1, 2])), ([5], np.array([1])))
+    with pytest.raises(AlignmentError, match="student_length holds no token"):
+        aligner.align_batch(["a"], student_length=0)
+    with pytest.raises(AlignmentError, match="texts and ids are mixed"):
+        aligner.align_batch(["a", ([5], [5])])
+
+
+def test_an_empty_side_has_an_empty_alignment(aligner):
+    empty = aligner.align_ids([], [aligner.teacher_tokenizer.bos_id])
+    assert empty.chunk_count == 0
+    assert empty.teacher_chunk_id.tolist() == [NO_CHUNK]
+    assert aligner.align_encoded(([], np.empty(0, np.int64)), ([5], np.array([2]))).chunk_count == 0
