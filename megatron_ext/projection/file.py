@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,8 +21,15 @@ if TYPE_CHECKING:
 FORMAT: Final = "megatron-ext-projection"
 FORMAT_VERSION: Final = "2"
 READ_VERSIONS: Final = ("1", "2")
-"""Version 1 has no ``vocab_sizes``: its projections have no padding."""
-FILE_ENTRIES: Final = ("format", "format_version", "shape", "vocab_sizes", "written_by")
+"""Version 1 has neither ``vocab_sizes``, as its projections have no padding, nor ``sha256``."""
+FILE_ENTRIES: Final = (
+    "format",
+    "format_version",
+    "shape",
+    "vocab_sizes",
+    "sha256",
+    "written_by",
+)
 """Metadata of the file, as opposed to that of the projection."""
 
 
@@ -32,14 +41,16 @@ def save_projection(projection: SparseProjection, path: Path) -> None:
         MissingDependencyError: safetensors is not installed.
     """
     save = _import_safetensors().numpy.save
+    arrays = {name: np.ascontiguousarray(getattr(projection, name)) for name in ARRAYS}
     content = save(
-        {name: np.ascontiguousarray(getattr(projection, name)) for name in ARRAYS},
+        arrays,
         metadata={
             **projection.metadata,
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "shape": _product(projection.shape),
             "vocab_sizes": _product(projection.vocab_sizes),
+            "sha256": _digest(arrays),
             "written_by": f"megatron-ext {__version__}",
         },
     )
@@ -64,6 +75,28 @@ def load_projection(
 ) -> SparseProjection:
     """Read the file at ``path``; see ``SparseProjection.load``."""
     metadata, arrays = _read(path)
+    _check_whole(path, metadata, arrays)
+    for role, tokenizer in (("student", student), ("teacher", teacher)):
+        if tokenizer is not None:
+            _check_built_for(path, metadata, role, tokenizer)
+    shape = _sizes(path, metadata, "shape")
+    vocab_sizes = shape
+    if metadata["format_version"] != "1":
+        vocab_sizes = _sizes(path, metadata, "vocab_sizes")
+    own = {name: text for name, text in metadata.items() if name not in FILE_ENTRIES}
+    try:
+        return SparseProjection(
+            shape=shape,
+            metadata=own,
+            vocab_sizes=vocab_sizes,
+            **{name: arrays[name] for name in ARRAYS},
+        )
+    except ProjectionError as error:
+        raise ProjectionError(str(error), where=path) from error
+
+
+def _check_whole(path: Path, metadata: dict[str, str], arrays: dict[str, NDArray[Any]]) -> None:
+    """Refuse a file of another format or version, and arrays that are not what was written."""
     if metadata.get("format") != FORMAT or metadata.get("format_version") not in READ_VERSIONS:
         found = f"{metadata.get('format')} version {metadata.get('format_version')}"
         raise ProjectionError(
@@ -82,23 +115,22 @@ def load_projection(
             expected=", ".join(ARRAYS),
             fix="build the projection again from the two tokenizers",
         )
-    for role, tokenizer in (("student", student), ("teacher", teacher)):
-        if tokenizer is not None:
-            _check_built_for(path, metadata, role, tokenizer)
-    shape = _sizes(path, metadata, "shape")
-    vocab_sizes = shape
-    if metadata["format_version"] != "1":
-        vocab_sizes = _sizes(path, metadata, "vocab_sizes")
-    own = {name: text for name, text in metadata.items() if name not in FILE_ENTRIES}
-    try:
-        return SparseProjection(
-            shape=shape,
-            metadata=own,
-            vocab_sizes=vocab_sizes,
-            **{name: arrays[name] for name in ARRAYS},
+    if metadata["format_version"] != "1" and metadata.get("sha256") != _digest(arrays):
+        raise ProjectionError(
+            "the projection is not as it was written",
+            where=path,
+            got=f"arrays of SHA-256 {_digest(arrays)[:12]}",
+            expected=f"{str(metadata.get('sha256'))[:12]}",
+            fix="copy the file again, or build it again from the two tokenizers",
         )
-    except ProjectionError as error:
-        raise ProjectionError(str(error), where=path) from error
+
+
+def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """SHA-256 (hex) of the arrays, in the order of ``ARRAYS``."""
+    digest = hashlib.sha256()
+    for name in ARRAYS:
+        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return digest.hexdigest()
 
 
 def _product(sizes: tuple[int, int]) -> str:

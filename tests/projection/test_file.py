@@ -8,6 +8,7 @@ from greedy_tokenizer import GreedyTokenizer
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+import megatron_ext
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection import SparseProjection
 
@@ -34,6 +35,7 @@ def assert_equal(first, second):
         assert left.dtype == right.dtype
         assert left.tobytes() == right.tobytes()
     assert first.shape == second.shape
+    assert first.vocab_sizes == second.vocab_sizes
     assert first.metadata == second.metadata
 
 
@@ -86,11 +88,45 @@ def test_a_missing_file_says_how_to_build_it(tmp_path):
         SparseProjection.load(tmp_path / "none.safetensors")
 
 
-@pytest.mark.parametrize("kept", [0, 4, 100, -1])
-def test_a_truncated_file_is_refused(path, kept):
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ProjectionError, match="not a whole safetensors file"):
-        SparseProjection.load(path)
+def test_a_padded_projection_is_loaded_with_the_sizes_of_its_vocabularies(tmp_path, projection):
+    padded = projection.padded(8, 6)
+    padded.save(tmp_path / "padded.safetensors")
+    loaded = SparseProjection.load(tmp_path / "padded.safetensors", STUDENT, TEACHER)
+    assert_equal(loaded, padded)
+    assert loaded == padded != projection
+    assert (loaded.shape, loaded.vocab_sizes) == ((8, 6), (5, 3))
+
+
+def test_a_file_of_version_1_is_loaded(path, projection):
+    rewrite(path, {"format_version": "1", **dict.fromkeys(("vocab_sizes", "sha256", "written_by"))})
+    assert_equal(SparseProjection.load(path, STUDENT, TEACHER), projection)
+
+
+def test_a_file_says_its_format_and_what_wrote_it(path):
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "megatron-ext-projection"
+    assert metadata["format_version"] == "2"
+    assert metadata["written_by"] == f"megatron-ext {megatron_ext.__version__}"
+    assert metadata["shape"] == metadata["vocab_sizes"] == "5x3"
+
+
+def test_a_file_that_is_cut_anywhere_is_refused(path):
+    content = path.read_bytes()
+    for kept in range(len(content)):
+        path.write_bytes(content[:kept])
+        with pytest.raises(ProjectionError, match="not a whole safetensors file"):
+            SparseProjection.load(path)
+
+
+def test_a_file_whose_end_was_never_written_is_refused(path):
+    content = path.read_bytes()
+    header_stop = 8 + int.from_bytes(content[:8], "little")
+    for kept in range(header_stop, len(content) - 1):
+        if any(content[kept:]):
+            path.write_bytes(content[:kept].ljust(len(content), b"\0"))
+            with pytest.raises(ProjectionError, match="the projection is not as it was written"):
+                SparseProjection.load(path)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +156,8 @@ def test_a_directory_is_refused(tmp_path):
         pytest.param({"format": "other"}, (), "got other version 2", id="other format"),
         pytest.param({"format_version": "3"}, (), "version 3; .* 1 or 2", id="newer version"),
         pytest.param({"shape": "many"}, (), "does not say its shape; got 'many'", id="no shape"),
+        pytest.param({"vocab_sizes": None}, (), "does not say its vocab sizes", id="no sizes"),
+        pytest.param({"vocab_sizes": "6x3"}, (), "got 5 ids for 6 tokens", id="more tokens"),
         pytest.param({"shape": "6x3"}, (), "indptr", id="other shape"),
         pytest.param({}, ("values",), "incomplete; got no values", id="no values"),
     ],
@@ -136,6 +174,9 @@ def test_a_file_with_a_changed_share_is_refused(path):
     content = path.read_bytes()
     at = content.index(arrays["values"].tobytes())
     path.write_bytes(content[:at] + np.float32(0.5).tobytes() + content[at + 4 :])
+    with pytest.raises(ProjectionError, match="the projection is not as it was written"):
+        SparseProjection.load(path)
+    rewrite(path, {"format_version": "1"})
     with pytest.raises(ProjectionError, match="row 0 of the projection does not sum to 1"):
         SparseProjection.load(path)
 
