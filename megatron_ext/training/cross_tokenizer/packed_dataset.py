@@ -1,0 +1,136 @@
+"""A corpus as rows that are full, and no token cut off. D documents of a block, K sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.training.cross_tokenizer.aligned_text import AlignedText
+from megatron_ext.training.cross_tokenizer.block_order import BlockOrder
+from megatron_ext.training.cross_tokenizer.collator import CrossTokenizerCollator
+from megatron_ext.training.cross_tokenizer.cut import cut
+from megatron_ext.training.cross_tokenizer.dataset import ArrowTextDataset
+from megatron_ext.training.cross_tokenizer.pack import pack_rows
+from megatron_ext.training.cross_tokenizer.sample import PackedSample
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlock:
+    """The samples of a block, in order."""
+
+    samples: tuple[PackedSample, ...]
+
+    dropped_bytes: int
+    """Bytes of its documents that are in no sample, because a model has no room for a stretch that
+    cannot be cut, or no token for it."""
+
+
+class PackedTextDataset(Dataset[PackedBlock]):
+    """Blocks of documents, packed by the tokens of the student and of every teacher.
+
+    An item is a block, by (epoch, number): its documents are tokenized when it is read, and packed
+    whole, so that nothing of the corpus needs to be tokenized before. A document that is longer
+    than a row is cut where all models can be cut. Each byte is in exactly one sample of an epoch or
+    counted in ``dropped_bytes``. A block is a function of its key: it does not depend on ranks or
+    workers. ``PackedBatches`` reads blocks with workers and gives batches.
+
+    Args:
+        documents: The corpus.
+        collator: What the samples are for: its tokenizers, lengths and cache.
+        seed: Of the order of an epoch.
+        shuffle: Read runs of documents, and the documents of a block, in an order of the seed's.
+        block_bytes: Least bytes of the documents that are packed together. More fill rows better
+            and mix documents more; fewer take less memory and give the first batch sooner.
+        run_documents: Neighbours of the corpus that are read together.
+
+    Raises:
+        ConfigError: A value that cannot be used.
+    """
+
+    def __init__(
+        self,
+        documents: ArrowTextDataset,
+        collator: CrossTokenizerCollator,
+        *,
+        seed: int = 1234,
+        shuffle: bool = True,
+        block_bytes: int = 1 << 22,
+        run_documents: int = 64,
+    ) -> None:
+        self.documents = documents
+        self.collator = collator
+        self._shape = {"block_bytes": block_bytes, "run_documents": run_documents}
+        self.order = BlockOrder(
+            sizes=documents.sizes,
+            seed=seed,
+            shuffle=shuffle,
+            block_bytes=block_bytes,
+            run_documents=run_documents,
+        )
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Plain values on which the samples depend, but for the tokenizers."""
+        return {
+            "documents": self.documents.identity,
+            "seed": self.order.seed,
+            "shuffle": self.order.shuffle,
+            **self._shape,
+            "lengths": [side.length for side in self.collator.sides],
+        }
+
+    def block_count(self, epoch: int) -> int:
+        """Blocks of an epoch."""
+        return self.order.block_count(epoch)
+
+    def __getitem__(self, key: tuple[int, int]) -> PackedBlock:
+        """A block.
+
+        Args:
+            key: Epoch, and number of the block in it.
+
+        Raises:
+            DataError: A file has changed.
+            TokenizerError: A document that a tokenizer cannot take, with file and row.
+        """
+        numbers = self.order.documents(*key).tolist()
+        # In the order of the files, which is how they are read fastest.
+        texts = {number: self.documents.text(number) for number in sorted(numbers)}
+        aligned = self._aligned(numbers, [texts[number] for number in numbers])
+        capacities = [side.capacity for side in self.collator.sides]
+        pieces = [piece for text in aligned for piece in cut(text, capacities)]
+        rows = pack_rows(
+            np.array([self._lengths(piece) for piece in pieces], np.int64).reshape(
+                -1, len(capacities)
+            ),
+            np.array([side.length for side in self.collator.sides], np.int64),
+        )
+        if self.order.shuffle:
+            # Packing puts long pieces first.
+            self.order.generator(*key).shuffle(rows)
+        taken = sum(piece.byte_count for piece in pieces)
+        return PackedBlock(
+            tuple(PackedSample(tuple(pieces[index] for index in row)) for row in rows),
+            int(self.documents.sizes[numbers].sum()) - taken,
+        )
+
+    def _lengths(self, piece: AlignedText) -> list[int]:
+        """Positions that a piece takes on each side."""
+        return [
+            side.segment_length(count, is_end=piece.is_end)
+            for side, count in zip(self.collator.sides, piece.token_counts, strict=True)
+        ]
+
+    def _aligned(self, numbers: list[int], texts: list[str]) -> list[AlignedText]:
+        try:
+            return self.collator.aligner.align(texts)
+        except MegatronExtError:
+            for number, text in zip(numbers, texts, strict=True):
+                try:
+                    self.collator.aligner.align([text])
+                except MegatronExtError as error:
+                    raise type(error)(str(error), where=self.documents.place(number)) from error
+            raise
