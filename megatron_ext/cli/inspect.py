@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from megatron_ext.cli.conversation.file import (
     naming_record,
 )
 from megatron_ext.cli.conversation.report import ConversationReport, ConversationSource
+from megatron_ext.cli.terminal_colors import use_colors
 from megatron_ext.cli.token_view import TokenView, ribbon, table, token_views
 from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY
 from megatron_ext.errors import ConfigError, DataError
@@ -131,7 +131,7 @@ def _inspect_conversations(tokenizer: MegatronTokenizerText, arguments: argparse
     else:
         sys.stdout.writelines(
             report.terminal_lines(
-                color=_colors(arguments.color), tokens=arguments.tokens, limit=arguments.limit
+                color=use_colors(arguments.color), tokens=arguments.tokens, limit=arguments.limit
             )
         )
 
@@ -145,7 +145,7 @@ def _inspect_text(tokenizer: MegatronTokenizerText, arguments: argparse.Namespac
         )
         return
     sys.stdout.write(_summary(tokenizer, text, views) + "\n\n")
-    sys.stdout.write(ribbon(shown, color=_colors(arguments.color)) + "\n" + table(shown))
+    sys.stdout.write(ribbon(shown, color=use_colors(arguments.color)) + "\n" + table(shown))
     if len(shown) < len(views):
         sys.stdout.write(f"... {len(views) - len(shown):,} tokens more; --limit 0 shows all\n")
 
@@ -227,9 +227,3 @@ def _summary(tokenizer: MegatronTokenizerText, text: str, views: list[TokenView]
     if any(view.trained is not None for view in views):
         parts.append(f"{trained:,} trained")
     return " · ".join(parts)
-
-
-def _colors(when: str) -> bool:
-    if when == "auto":
-        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    return when == "always"

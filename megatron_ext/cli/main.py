@@ -19,6 +19,8 @@ from megatron_ext.version import __version__
 
 VERBS = {
     "inspect": "show how a tokenizer cuts a text or a conversation",
+    "align": "show how the tokens of a student and a teacher meet on a text",
+    "projection": "build, inspect, convert and repair a projection between two vocabularies",
     "distill": "train a student from a teacher with another tokenizer",
     "tokenize": "tokenize documents to Megatron's .bin and .idx",
     "run": "run a script of Megatron-LM with our flags and tokenizers",

@@ -68,6 +68,7 @@ def find_sources(
     inputs: Sequence[str],
     *,
     is_own: Callable[[Path], bool] = lambda path: False,
+    fix: str = "check --input",
 ) -> SourceFiles:
     """The files that ``inputs`` name: files, folders (searched through) and glob patterns.
 
@@ -78,6 +79,7 @@ def find_sources(
     Args:
         inputs: Paths and patterns.
         is_own: Whether a file of a folder is one that we write ourselves, which is no input.
+        fix: What an error says to do about a name.
 
     Raises:
         DataError: A name stands for nothing, or a file cannot be read or is named twice.
@@ -85,7 +87,7 @@ def find_sources(
     named: list[tuple[Path, SourceKind]] = []
     skipped: list[str] = []
     for name in inputs:
-        for path in _expand(name):
+        for path in _expand(name, fix):
             if not path.is_dir():
                 named.append((path, source_kind(path)))
                 continue
@@ -98,7 +100,7 @@ def find_sources(
                 else:
                     named.append((file, kind))
     files = tuple(source_file(path, kind) for path, kind in named)
-    _check(inputs, files, skipped)
+    _check(inputs, files, skipped, fix)
     return SourceFiles(files, tuple(skipped))
 
 
@@ -107,14 +109,14 @@ def _known_kind(name: str) -> SourceKind | None:
     return next((kind for end, kind in _KIND_OF_SUFFIX.items() if lower.endswith(end)), None)
 
 
-def _expand(name: str) -> list[Path]:
+def _expand(name: str, fix: str) -> list[Path]:
     """The paths that one name stands for; a file whose name looks like a pattern is itself."""
     if os.path.lexists(name):
         return [Path(name)]
     found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else []
     if not found:
         what = "the pattern matches no file" if glob.has_magic(name) else "there is no such file"
-        raise DataError(what, where=name, fix="check --input")
+        raise DataError(what, where=name, fix=fix)
     return [Path(path) for path in found]
 
 
@@ -151,7 +153,9 @@ def source_file(path: Path, kind: SourceKind) -> SourceFile:
     return SourceFile(os.path.abspath(path), kind, status.st_size, status.st_mtime_ns)
 
 
-def _check(inputs: Sequence[str], files: tuple[SourceFile, ...], skipped: list[str]) -> None:
+def _check(
+    inputs: Sequence[str], files: tuple[SourceFile, ...], skipped: list[str], fix: str
+) -> None:
     if not files:
         raise DataError(
             "the input holds no file of a known kind",
@@ -162,5 +166,5 @@ def _check(inputs: Sequence[str], files: tuple[SourceFile, ...], skipped: list[s
     seen: set[str] = set()
     for file in files:
         if file.path in seen:
-            raise DataError("the file is named twice", where=file.path, fix="check --input")
+            raise DataError("the file is named twice", where=file.path, fix=fix)
         seen.add(file.path)

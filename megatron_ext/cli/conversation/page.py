@@ -6,11 +6,8 @@ load but its own style and script, which it knows by their hashes.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +19,7 @@ from markupsafe import Markup
 from megatron_ext.cli.conversation.cells import KINDS, Cell, Kind
 from megatron_ext.cli.conversation.ribbon import turn_title
 from megatron_ext.cli.conversation.view import ConversationView, TurnView
+from megatron_ext.cli.inlined_file import InlinedFile
 from megatron_ext.cli.visible_text import one_line, readable_text
 from megatron_ext.conversation import Provenance
 
@@ -58,36 +56,14 @@ def conversation_page(
         failures=failures or {},
         kinds=[(kind, meaning) for kind, meaning in KINDS.items() if kind in shown],
         pieces={token.token_id: token.piece for view in views for token in view.tokens},
-        style=_Inlined("conversation.css"),
-        script=_Inlined("conversation.js"),
+        style=InlinedFile(_PAGES / "conversation.css"),
+        script=InlinedFile(_PAGES / "conversation.js"),
         anchored_turns=_anchored_turns,
         runs=_runs,
         shares=_shares,
         tokens=_tokens,
         turn_title=turn_title,
     )
-
-
-class _Inlined:
-    """A file that the page holds.
-
-    Args:
-        name: Of the file.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._text = (_PAGES / name).read_text(encoding="utf-8")
-
-    @property
-    def source(self) -> Markup:
-        """The file's text, which is ours and escapes nothing."""
-        return Markup(self._text)
-
-    @cached_property
-    def hash(self) -> str:
-        """What the page's policy calls it."""
-        digest = hashlib.sha256(self._text.encode()).digest()
-        return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,144 @@
+"""The texts that ``megatron-ext align`` is given: files of records or of text, or a text itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+from megatron_ext.alignment.audit import AuditDocument
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.preprocessing.bad_record import BadRecord
+from megatron_ext.preprocessing.input_slice import InputSlice
+from megatron_ext.preprocessing.progress_bar import ProgressBar
+from megatron_ext.preprocessing.record_block import RecordBlock, RecordFields
+from megatron_ext.preprocessing.records import check_fields, check_first_records, read_records
+from megatron_ext.preprocessing.shard import Progress
+from megatron_ext.preprocessing.shard_cut import cut_into_shards
+from megatron_ext.preprocessing.source_file import find_sources
+
+STANDARD_INPUT: Final = "-"
+_MOST_LISTED: Final = 100
+_DEFAULT_KEYS: Final = ("text",)
+
+
+@dataclass(slots=True)
+class AuditSource:
+    """What is audited, read as it is asked for."""
+
+    files: tuple[str, ...] = ()
+    """Files, folders and glob patterns; or ``-`` alone."""
+    text: str | None = None
+    """A text in place of files."""
+    keys: tuple[str, ...] = ()
+    """Fields of a record, each a document of its own; text when empty."""
+    most_documents: int | None = None
+    is_strict: bool = False
+    """A bad record is an error."""
+    bad_records: int = 0
+    """Records that were left out so far."""
+    bad: list[dict[str, str]] = field(default_factory=list)
+    """Place and problem of the first of them."""
+    skipped_files: tuple[str, ...] = ()
+    """Files of the named folders that are of no known kind."""
+
+    def check(self) -> None:
+        """Check that there is something to read, before tokenizers are.
+
+        Raises:
+            ConfigError: There is not, or several things at once.
+        """
+        if STANDARD_INPUT in self.files and len(self.files) > 1:
+            raise ConfigError("standard input stands alone", got=" ".join(self.files))
+        if (self.text is None) == (not self.files):
+            raise ConfigError(
+                "there is nothing to align"
+                if self.text is None
+                else "there are files and a text to align",
+                expected="files, - for standard input, or --text TEXT",
+            )
+
+    def documents(self) -> Iterator[AuditDocument]:
+        """The documents in order.
+
+        Raises:
+            ConfigError: A file has no fields to read.
+            DataError: A file cannot be read, no record can be used, or one cannot and the source
+                is strict.
+        """
+        return islice(self._read(), self.most_documents)
+
+    def _read(self) -> Iterator[AuditDocument]:
+        if self.text is not None:
+            yield AuditDocument(_encodable(self.text, "--text"), "--text", is_whole_file=True)
+        elif self.files == (STANDARD_INPUT,):
+            try:
+                text = sys.stdin.read()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"the text is not UTF-8 at byte {error.start}",
+                    got=error.reason,
+                    where="standard input",
+                ) from None
+            name = "standard input"
+            yield AuditDocument(_encodable(text, name), name, is_whole_file=True)
+        else:
+            yield from self._read_files()
+
+    def _read_files(self) -> Iterator[AuditDocument]:
+        found = find_sources(self.files, fix="check the name")
+        self.skipped_files = found.skipped
+        fields = RecordFields(self.keys or _DEFAULT_KEYS)
+        check_fields(found.files, fields)
+        (pieces,) = cut_into_shards(found.files, 1)
+        check_first_records(pieces, fields)
+        with ProgressBar(total=sum(file.size for file in found.files), done=0) as bar:
+            for piece in pieces:
+                for block in read_records(piece, fields):
+                    self._note_bad(block.bad, piece)
+                    yield from _documents(block, piece)
+                    bar.add(_progress(block))
+
+    def _note_bad(self, bad: Sequence[BadRecord], piece: InputSlice) -> None:
+        for record in bad:
+            if self.is_strict:
+                raise record.error(_shown(piece.path))
+            self.bad_records += record.rows
+            if len(self.bad) < _MOST_LISTED:
+                place = record.place(_shown(piece.path))
+                self.bad.append({"place": place, "problem": record.problem})
+
+
+def _documents(block: RecordBlock, piece: InputSlice) -> Iterator[AuditDocument]:
+    source = _shown(piece.path)
+    is_whole_file = piece.kind in ("text", "text-gzip")
+    for line, *values in zip(block.lines, *block.columns, strict=True):
+        for value in values:
+            yield AuditDocument(value, source, line, is_whole_file)
+
+
+def _progress(block: RecordBlock) -> Progress:
+    texts = [value for column in block.columns for value in column]
+    return Progress(
+        size=block.size,
+        text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
+        documents=len(texts),
+        bad=sum(record.rows for record in block.bad),
+    )
+
+
+def _shown(path: str) -> str:
+    """A path as a user would have written it: from here, where it is below."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+def _encodable(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"the text is not UTF-8 at character {error.start}", where=where) from None
+    return text
