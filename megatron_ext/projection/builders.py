@@ -132,7 +132,7 @@ def _bytes_of(speller: Speller, ids: NDArray[np.int64]) -> list[bytes]:
 
 def _spelled(ids: NDArray[np.int64], spellings: Spellings, options: ProjectionOptions) -> Entries:
     """An entry for each piece: the token that is spelled, the piece, its weight."""
-    cut = [pieces[: options.top_k] for pieces in spellings]
+    cut = [pieces[: options.piece_limit] for pieces in spellings]
     counts = np.fromiter(map(len, cut), dtype=np.int64, count=len(cut))
     return Entries(
         np.repeat(ids, counts),

@@ -27,7 +27,10 @@ class ProjectionOptions:
     that the teacher spells it with, in falling shares; ``first_piece`` the first of them alone."""
 
     top_k: int = 4
-    """Most teacher tokens in a row, and most pieces of a spelling that count."""
+    """Most teacher tokens in a row."""
+
+    pieces: int | None = None
+    """Most pieces of a spelling that count; ``top_k`` where None."""
 
     decay: float = PIECE_DECAY
     """What each piece of a spelling weighs of the one before it; 1 weighs all alike."""
@@ -42,6 +45,13 @@ class ProjectionOptions:
 
     def __post_init__(self) -> None:
         check_top_k(self.top_k)
+        if self.pieces is not None and self.pieces < 1:
+            raise ProjectionError(
+                "no piece of a spelling counts",
+                got=self.pieces,
+                expected="at least 1, or None",
+                where="pieces",
+            )
         if not 0 < self.decay <= 1:
             raise ProjectionError(
                 "the decay of pieces cannot be used",
@@ -62,6 +72,11 @@ class ProjectionOptions:
                 got="method first_piece with reverse_pass",
                 fix="use the method retokenized",
             )
+
+    @property
+    def piece_limit(self) -> int:
+        """Most pieces of a spelling."""
+        return self.top_k if self.pieces is None else self.pieces
 
     @property
     def row_limit(self) -> int:

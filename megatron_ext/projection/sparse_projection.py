@@ -320,6 +320,7 @@ class SparseProjection:
         method: ProjectionMethod = "retokenized",
         top_k: int = 4,
         *,
+        pieces: int | None = None,
         decay: float = PIECE_DECAY,
         reverse_pass: bool = False,
         control_similarity: float | None = None,
@@ -332,6 +333,7 @@ class SparseProjection:
             method: ``exact``, ``retokenized`` or ``first_piece``; this and the rest are described
                 at ``ProjectionOptions``.
             top_k: Most teacher tokens in a row.
+            pieces: Most pieces of a spelling that count; ``top_k`` where None.
             decay: What each piece of a spelling weighs of the one before it.
             reverse_pass: Also spell the tokens that the student lacks.
             control_similarity: Least similarity of the names of control tokens without a match.
@@ -345,6 +347,7 @@ class SparseProjection:
         options = ProjectionOptions(
             method=method,
             top_k=top_k,
+            pieces=pieces,
             decay=decay,
             reverse_pass=reverse_pass,
             control_similarity=control_similarity,

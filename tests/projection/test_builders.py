@@ -77,6 +77,16 @@ def test_pieces_past_top_k_are_cut_before_the_row_is_normalised():
     assert row(projection, 0) == pytest.approx({0: 10 / 11, 1: 1 / 11}, rel=1e-6)
 
 
+def test_more_pieces_than_top_k_may_count():
+    student, teacher = GreedyTokenizer([b"abb"]), GreedyTokenizer([b"a", b"b"])
+    one, both = (
+        SparseProjection.from_tokenizers(student, teacher, top_k=2, pieces=pieces)
+        for pieces in (2, 3)
+    )
+    assert row(one, 0) == pytest.approx({0: 10 / 11, 1: 1 / 11}, rel=1e-6)
+    assert row(both, 0) == pytest.approx({0: 1 / 1.11, 1: 0.11 / 1.11}, rel=1e-6)
+
+
 def test_a_piece_whose_share_float32_cannot_hold_has_no_entry():
     letters = [bytes([byte]) for byte in range(ord("!"), ord("!") + 60)]
     student, teacher = GreedyTokenizer([b"".join(letters)]), GreedyTokenizer(letters)
@@ -414,6 +424,7 @@ def test_an_unknown_method_lists_the_choices():
     [
         pytest.param({"top_k": 0}, "top_k leaves no entry in a row; got 0", id="top_k"),
         pytest.param({"top_k": 2.0}, "top_k leaves no entry in a row; got 2.0", id="fraction"),
+        pytest.param({"pieces": 0}, "pieces: no piece of a spelling counts", id="no pieces"),
         pytest.param({"decay": 0}, "decay: .* got 0; expected above 0", id="no decay"),
         pytest.param({"decay": 1.5}, "decay: .* at most 1", id="growth"),
         pytest.param({"decay": float("nan")}, "decay: .* got nan", id="nan"),

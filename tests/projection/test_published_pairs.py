@@ -123,7 +123,7 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizer
 student, teacher = (
     MegatronTokenizer.from_pretrained(path, metadata_path={{"library": "huggingface"}})
-    for path in ({str(published("gpt2"))!r}, {str(published("phi4_mini"))!r})
+    for path in ({str(published("gpt2"))!r}, {str(published("llama2_sp"))!r})
 )
 SparseProjection.from_tokenizers(student, teacher).save({str(tmp_path / "p")!r})
 SparseProjection.load({str(tmp_path / "p")!r}, student, teacher)
