@@ -14,6 +14,7 @@ from megatron_ext.alignment.byte_alignment import (
 from megatron_ext.alignment.control_pairs import ControlClasses
 from megatron_ext.alignment.encoded_texts import encode_texts
 from megatron_ext.alignment.stream_bytes import check_same_bytes, stream_bytes
+from megatron_ext.alignment.text_alignment import BridgedAlignment, align_bridged
 from megatron_ext.alignment.tokens import AlignedTokens, Ids, Tokens
 from megatron_ext.alignment.truncation import truncate
 from megatron_ext.errors import AlignmentError
@@ -55,19 +56,41 @@ class TokenAligner:
             self.teacher_tokenizer.encode_with_byte_ends(text),
         )
 
-    def align_ids(self, student_ids: Ids, teacher_ids: Ids) -> Alignment:
+    def align_ids(self, student_ids: Ids, teacher_ids: Ids, *, bridge: bool = False) -> Alignment:
         """Align two streams that decode to the same bytes, control tokens aside.
 
         Args:
             student_ids: [Ts], for example a generated answer.
             teacher_ids: [Tt]
+            bridge: Take streams of different bytes too, as tokenizers that normalise make them:
+                chunks are made within what is equal, and the result is a ``BridgedAlignment``,
+                which says what is not.
 
         Raises:
             AlignmentError: An id is outside its vocabulary, or the streams decode to different
-                bytes.
+                bytes and are not to be bridged.
         """
-        student, teacher = self._same_bytes(student_ids, teacher_ids)
+        student = Tokens.of_stream(student_ids, self.student_tokenizer, side="student")
+        teacher = Tokens.of_stream(teacher_ids, self.teacher_tokenizer, side="teacher")
+        student_bytes = stream_bytes(self._student_table, *student)
+        teacher_bytes = stream_bytes(self._teacher_table, *teacher)
+        if bridge:
+            return self._bridged(student, teacher, student_bytes, teacher_bytes)
+        check_same_bytes(student_bytes, teacher_bytes)
         return self._aligned(student, teacher)
+
+    def align_texts(self, student_text: str, teacher_text: str) -> BridgedAlignment:
+        """Align two texts that differ, each tokenized by its side, through what is equal in them.
+
+        Raises:
+            TokenizerError: A text that a tokenizer cannot take.
+        """
+        return self._bridged(
+            Tokens(*self.student_tokenizer.encode_with_byte_ends(student_text)),
+            Tokens(*self.teacher_tokenizer.encode_with_byte_ends(teacher_text)),
+            student_text.encode(),
+            teacher_text.encode(),
+        )
 
     def align_encoded(
         self, student: tuple[Ids, ByteEnds], teacher: tuple[Ids, ByteEnds]
@@ -83,7 +106,7 @@ class TokenAligner:
         other = Tokens.checked(*teacher, self.teacher_tokenizer.vocab_size, side="teacher")
         return self._aligned(own, other)
 
-    def align_texts(
+    def align_each(
         self,
         texts: Sequence[str],
         *,
@@ -132,7 +155,7 @@ class TokenAligner:
 
         texts = [sample for sample in samples if isinstance(sample, str)]
         if len(texts) == len(samples):
-            aligned = self.align_texts(
+            aligned = self.align_each(
                 texts, student_length=student_length, teacher_length=teacher_length
             )
         elif texts:
@@ -168,6 +191,14 @@ class TokenAligner:
     ) -> AlignedTokens:
         aligned = AlignedTokens(student, teacher, self._aligned(student, teacher))
         return truncate(aligned, student_length=student_length, teacher_length=teacher_length)
+
+    def _bridged(
+        self, student: Tokens, teacher: Tokens, student_bytes: bytes, teacher_bytes: bytes
+    ) -> BridgedAlignment:
+        pairs = self.pair_control_tokens and student.has_empty and teacher.has_empty
+        return align_bridged(
+            student, teacher, student_bytes, teacher_bytes, self._classes if pairs else None
+        )
 
     def _aligned(self, student: Tokens, teacher: Tokens) -> Alignment:
         paired = None

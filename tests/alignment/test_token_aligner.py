@@ -155,7 +155,7 @@ def test_given_byte_ends_align_as_the_text(aligner):
 @given(batch=st.lists(texts, max_size=4))
 @settings(deadline=None, max_examples=40)
 def test_a_batch_of_texts_aligns_as_each_text(aligner, batch):
-    rows = aligner.align_texts(batch)
+    rows = aligner.align_each(batch)
     assert len(rows) == len(batch)
     for text, row in zip(batch, rows, strict=True):
         for side, tokenizer in (
@@ -189,7 +189,7 @@ def test_a_batch_of_texts_and_of_their_ids_are_the_same_tensors(aligner):
     assert from_texts.student_chunk_id.equal(from_ids.student_chunk_id)
     assert from_texts.teacher_chunk_id.equal(from_ids.teacher_chunk_id)
     for text, row in zip(batch, from_texts, strict=True):
-        cut = aligner.align_texts([text], **lengths)[0]
+        cut = aligner.align_each([text], **lengths)[0]
         assert len(cut.student.ids) <= 12
         assert len(cut.teacher.ids) <= 9
         # Token 0 is not predicted, and its chunk is dropped.

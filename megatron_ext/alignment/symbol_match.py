@@ -1,0 +1,196 @@
+"""Equal stretches of two rows of symbols, in order. N and M symbols, R runs.
+
+Symbols are numbers: code points, for texts. What both rows share is found from anchors, stretches
+that occur once in each; between anchors from shorter ones; between those by a search for the fewest
+edits that is bounded, so that the whole is near-linear. Unlike texts share little, and nothing is
+made of chance: a short run counts only where what surrounds it is the same text written otherwise.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.alignment.edit_path import edit_path
+
+Symbols = NDArray[np.uint32]
+Run = tuple[int, int, int]
+"""Start in the first row, start in the second, length."""
+
+ANCHOR_LENGTHS = (32, 8)
+CERTAIN_RUN = 8
+"""Symbols from which on a run counts whatever surrounds it."""
+MAX_CODE_POINT = 0x10FFFF
+_MANY = 4096
+_MIXER = np.uint64(0x9E3779B97F4A7C15)
+_EIGHTH = np.uint64(1 << 61)
+
+
+def match_symbols(first: Symbols, second: Symbols) -> list[Run]:
+    """Runs of equal symbols, ascending in both rows, as many as can be told from chance."""
+    runs = _joined(_matched(first, second, 0, len(first), 0, len(second), ANCHOR_LENGTHS))
+    return _joined(_certain(runs, first, second))
+
+
+def _matched(
+    first: Symbols,
+    second: Symbols,
+    i: int,
+    i_stop: int,
+    j: int,
+    j_stop: int,
+    anchor_lengths: Sequence[int],
+) -> Iterator[Run]:
+    """Runs in ``first[i:i_stop]`` and ``second[j:j_stop]``."""
+    size = common_prefix(first[i:i_stop], second[j:j_stop])
+    if size:
+        yield i, j, size
+        i, j = i + size, j + size
+    size = common_prefix(first[i:i_stop][::-1], second[j:j_stop][::-1])
+    i_stop, j_stop = i_stop - size, j_stop - size
+    if i < i_stop and j < j_stop:
+        if anchor_lengths:
+            found = _anchors(first[i:i_stop], second[j:j_stop], anchor_lengths[0])
+            for run in [(x + i, y + j, length) for x, y, length in found]:
+                yield from _matched(first, second, i, run[0], j, run[1], anchor_lengths[1:])
+                yield run
+                i, j = run[0] + run[2], run[1] + run[2]
+            yield from _matched(first, second, i, i_stop, j, j_stop, anchor_lengths[1:])
+        else:
+            for x, y, length in edit_path(first[i:i_stop], second[j:j_stop]):
+                yield i + x, j + y, length
+    if size:
+        yield i_stop, j_stop, size
+
+
+def common_prefix(first: Symbols, second: Symbols) -> int:
+    """How many symbols both rows start with; costs no more than that."""
+    limit = min(len(first), len(second))
+    done, block = 0, 64
+    while done < limit:
+        unequal = first[done : min(done + block, limit)] != second[done : min(done + block, limit)]
+        if unequal.any():
+            return done + int(np.argmax(unequal))
+        done += block
+        block *= 2
+    return limit
+
+
+def _anchors(first: Symbols, second: Symbols, length: int) -> list[Run]:
+    """The heaviest chain of runs whose stretches of ``length`` occur once in each row."""
+    if min(len(first), len(second)) < 2 * length:
+        return []
+    own, own_at = _once(_hashes(first, length))
+    other, other_at = _once(_hashes(second, length))
+    _, at, other_index = np.intersect1d(own, other, assume_unique=True, return_indices=True)
+    i, j = own_at[at], other_at[other_index]
+    order = np.argsort(i)
+    i, j = i[order], j[order]
+    apart: list[Run] = []
+    i_done = j_done = 0
+    for x, y, size in _heaviest_chain(_stretches(i, j, length)):
+        skipped = max(i_done - x, j_done - y, 0)
+        x, y, size = x + skipped, y + skipped, size - skipped
+        # Equal hashes are equal stretches but for a collision.
+        if size > 0 and np.array_equal(first[x : x + size], second[y : y + size]):
+            apart.append((x, y, size))
+            i_done, j_done = x + size, y + size
+    return apart
+
+
+def _stretches(i: NDArray[np.intp], j: NDArray[np.intp], length: int) -> list[Run]:
+    """Runs from where stretches of ``length`` are equal, those that overlap alike as one."""
+    if not len(i):
+        return []
+    is_start = np.append(True, (np.diff(i) > length) | (np.diff(i) != np.diff(j)))
+    starts = np.flatnonzero(is_start)
+    stops = np.append(starts[1:], len(i)) - 1
+    sizes = i[stops] - i[starts] + length
+    return list(zip(i[starts].tolist(), j[starts].tolist(), sizes.tolist(), strict=True))
+
+
+def _hashes(row: Symbols, length: int) -> NDArray[np.uint64]:
+    """A number for each stretch of ``length`` symbols."""
+    count = len(row) - length + 1
+    hashes = np.zeros(count, dtype=np.uint64)
+    for offset in range(length):
+        hashes *= _MIXER
+        hashes += row[offset : offset + count]
+    return hashes
+
+
+def _once(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.intp]]:
+    """The numbers that occur once, ascending, and where; of very many, an eighth stands for all."""
+    at = np.arange(len(hashes))
+    if len(hashes) > _MANY:
+        at = np.flatnonzero(hashes * _MIXER < _EIGHTH)
+    order = at[np.argsort(hashes[at])]
+    ordered = hashes[order]
+    differs = np.ones(len(ordered) + 1, dtype=np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=differs[1:-1])
+    is_single = differs[1:] & differs[:-1]
+    return ordered[is_single], order[is_single]
+
+
+def _heaviest_chain(runs: Sequence[Run]) -> list[Run]:
+    """Of runs that ascend in the first row, those of most symbols that ascend in the second too."""
+    # A staircase: ends of chains, ascending in the second row and in weight.
+    ends: list[int] = []
+    weights: list[int] = []
+    chains: list[int] = []
+    before: list[int] = []
+    for index, (_, j, size) in enumerate(runs):
+        at = bisect_left(ends, j)
+        weight = size + (weights[at - 1] if at else 0)
+        before.append(chains[at - 1] if at else -1)
+        stop = at
+        while stop < len(ends) and weights[stop] <= weight:
+            stop += 1
+        if at < stop or at == len(ends) or ends[at] > j:
+            ends[at:stop], weights[at:stop], chains[at:stop] = [j], [weight], [index]
+    chain: list[Run] = []
+    index = chains[-1] if chains else -1
+    while index >= 0:
+        chain.append(runs[index])
+        index = before[index]
+    return chain[::-1]
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    joined: list[Run] = []
+    for i, j, length in runs:
+        if joined and joined[-1][0] + joined[-1][2] == i and joined[-1][1] + joined[-1][2] == j:
+            joined[-1] = (*joined[-1][:2], joined[-1][2] + length)
+        else:
+            joined.append((i, j, length))
+    return joined
+
+
+def _certain(runs: Sequence[Run], first: Symbols, second: Symbols) -> Iterator[Run]:
+    """Long runs, and short ones between stretches that are the same text written otherwise."""
+    stops = [(0, 0), *((i + length, j + length) for i, j, length in runs)]
+    starts = [*((i, j) for i, j, _ in runs), (len(first), len(second))]
+    for index, (i, j, length) in enumerate(runs):
+        if length >= CERTAIN_RUN or all(
+            _is_rewritten(
+                first[stops[gap][0] : starts[gap][0]], second[stops[gap][1] : starts[gap][1]]
+            )
+            for gap in (index, index + 1)
+        ):
+            yield i, j, length
+
+
+def _is_rewritten(first: Symbols, second: Symbols) -> bool:
+    """Whether two stretches differ in normalisation, case or control tokens alone."""
+    if max(len(first), len(second)) > 8 * CERTAIN_RUN:
+        return False
+    return _folded(first) == _folded(second)
+
+
+def _folded(row: Symbols) -> str:
+    text = "".join(chr(symbol) for symbol in row.tolist() if symbol <= MAX_CODE_POINT)
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
