@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.validation import ROW_SUM_TOLERANCE
 
 Mask = NDArray[np.bool_]
 
@@ -166,6 +167,8 @@ class LooseEntries:
     ) -> SparseProjection:
         """The entries as a projection: repeated columns added up, each row summing to 1.
 
+        Rows that sum to 1 already keep every bit.
+
         Args:
             shape: (Vs, Vt), which holds every entry.
             vocab_sizes: Tokens of the vocabularies; ``shape`` where not given.
@@ -175,14 +178,17 @@ class LooseEntries:
         Raises:
             ProjectionError: An entry outside ``shape``, or in the padding.
         """
+        sums = self.row_sums
+        divisors = np.where(np.abs(sums - 1) <= ROW_SUM_TOLERANCE, 1, sums)
         return SparseProjection.from_entries(
             self.rows,
             self.columns,
-            self.weights,
+            self.weights / divisors[self.rows],
             shape,
             self.metadata if metadata is None else metadata,
             vocab_sizes=vocab_sizes,
             is_exact_row=is_exact_row,
+            normalise=False,
         )
 
 

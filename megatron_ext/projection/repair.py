@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.projection.builders import identity
 from megatron_ext.projection.defect import Defect
 from megatron_ext.projection.diagnosis import diagnose
 from megatron_ext.projection.history import with_step
@@ -115,6 +116,8 @@ def _with_pieces(
     left = np.bincount(sound.rows, weights, height)
     pieces = np.bincount(sound.rows[is_piece], weights[is_piece], height)
     share = np.where(pieces > 0, pieces, np.maximum(1 - left, 0))
+    # A row of pieces alone is the spelling, bit for bit.
+    share[np.bincount(sound.rows[~is_piece], minlength=height) == 0] = 1
     return sorted_entries(
         np.concatenate((sound.rows[~is_piece], own.rows)),
         np.concatenate((sound.columns[~is_piece], own.columns)),
@@ -164,7 +167,10 @@ def _projection(
     exact[: pair.shape[0]] &= pair.retokenized.is_exact_row
     exact &= np.bincount(sound.rows, minlength=shape[0]) == 1
     return sound.projection(
-        shape, vocab_sizes=pair.shape, is_exact_row=exact, metadata={**metadata, **identity(pair)}
+        shape,
+        vocab_sizes=pair.shape,
+        is_exact_row=exact,
+        metadata={**metadata, **identity(pair.student, pair.teacher)},
     )
 
 
@@ -173,15 +179,6 @@ def _unharmed_one_hot_rows(entries: LooseEntries, sound: LooseEntries, dropped: 
     exact: Mask = before & (sound.row_sizes == 1)
     exact[entries.rows[dropped]] = False
     return exact
-
-
-def identity(pair: TokenizerPair) -> dict[str, str]:
-    """Metadata that say which pair a projection is for."""
-    return {
-        key: pair.retokenized.metadata[key]
-        for role in ("student", "teacher")
-        for key in (f"{role}_fingerprint", f"{role}_vocab_size")
-    }
 
 
 def _moved(

@@ -17,6 +17,7 @@ from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 STUDENT = GreedyTokenizer([b"a", b"ab", b"abc", b"c", "<s>"], bos="<s>")
 TEACHER = GreedyTokenizer([b"a", b"b", b"c", b"x", "<bos>"], bos="<bos>")
 PAIR = TokenizerPair(STUDENT, TEACHER)
+OWN_SHARES = {0: 0.9 / 0.999, 1: 0.09 / 0.999, 2: 0.009 / 0.999}
 SOUND = [{0: 1.0}, {0: 0.9, 1: 0.1}, {0: 0.9, 1: 0.09, 2: 0.01}, {2: 1.0}, {4: 1.0}]
 
 

@@ -1,0 +1,17 @@
+"""Build, inspect, convert and repair the projection between two vocabularies.
+
+    megatron-ext projection build --student llama3_2/ --teacher qwen3/ -o pair.safetensors
+    megatron-ext projection inspect map.pt --student llama3_2/ --teacher qwen3/
+    megatron-ext projection convert map.pt -o pair.safetensors --student DIR --teacher DIR
+    megatron-ext projection repair map.pt -o mended.pt --student DIR --teacher DIR
+
+A file that ends in .pt is one of the x-token tools of NeMo RL, read without running any code in it;
+any other is a safetensors file of ours. The tools themselves are here under their names and with
+their flags: minimal-projection-via-multitoken, reapply-exact-map, sort-and-cut-projection-matrix,
+minimal-projection-generator and build-projection-matrix, each also as a module:
+python -m megatron_ext.cli.projection.sort_and_cut_projection_matrix.
+"""
+
+from megatron_ext.cli.projection.verb import add_arguments, run
+
+__all__ = ["add_arguments", "run"]

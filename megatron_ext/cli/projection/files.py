@@ -1,0 +1,110 @@
+"""Projection files by their suffix, and the tokenizers that they are for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.projection.defect import Defect
+from megatron_ext.projection.legacy_file import LegacyDtype, read_legacy_file, write_legacy_file
+from megatron_ext.projection.loose_entries import LooseEntries
+from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.tokenizer_pair import TokenizerPair
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+
+LEGACY_SUFFIXES: Final = (".pt", ".pth")
+
+
+def add_pair(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """``--student`` and ``--teacher``, and the names that the known tools have for them."""
+    for role in ("student", "teacher"):
+        parser.add_argument(
+            f"--{role}",
+            f"--{role}-model",
+            dest=role,
+            required=required,
+            metavar="MODEL",
+            help=f"the {role}'s tokenizer: a file, its folder, or a name on the HuggingFace hub",
+        )
+
+
+def pair_of(arguments: argparse.Namespace) -> TokenizerPair | None:
+    """The tokenizers that are named; None where neither is.
+
+    Raises:
+        ConfigError: Only one of them is named.
+        TokenizerError: One cannot be read.
+    """
+    names = (arguments.student, arguments.teacher)
+    if names == (None, None):
+        return None
+    for role, name in zip(("student", "teacher"), names, strict=True):
+        if name is None:
+            raise ConfigError(f"the {role}'s tokenizer is not named", where=f"--{role}")
+    return TokenizerPair(*(build_tokenizer(TokenizerConfig(model=name)) for name in names))
+
+
+def required_pair(arguments: argparse.Namespace) -> TokenizerPair:
+    """The tokenizers, where the parser asks for both."""
+    pair = pair_of(arguments)
+    assert pair is not None
+    return pair
+
+
+def read_entries(path: Path, pair: TokenizerPair | None = None) -> LooseEntries:
+    """The entries of a file of either kind.
+
+    Raises:
+        ProjectionError: It is none, or one of ours that is for other tokenizers.
+    """
+    if path.suffix in LEGACY_SUFFIXES:
+        return read_legacy_file(path)
+    tokenizers = (None, None) if pair is None else (pair.student, pair.teacher)
+    return LooseEntries.of(SparseProjection.load(path, *tokenizers))
+
+
+def write_projection(
+    projection: SparseProjection,
+    path: Path,
+    *,
+    dtype: LegacyDtype = "float32",
+    slot_count: int | None = None,
+) -> None:
+    """Write a file of the kind that the suffix says, and say so on standard error.
+
+    Raises:
+        ProjectionError: The place cannot be written to.
+    """
+    if path.suffix in LEGACY_SUFFIXES:
+        write_legacy_file(projection, path, dtype=dtype, slot_count=slot_count)
+    else:
+        projection.save(path)
+    sys.stderr.write(
+        f"written: {path}: {projection.shape[0]:,} x {projection.shape[1]:,}, "
+        f"{projection.entry_count:,} entries, {int(projection.is_exact_row.sum()):,} exact rows, "
+        f"{len(projection.empty_rows):,} empty\n"
+    )
+
+
+def with_model_names(
+    projection: SparseProjection, arguments: argparse.Namespace
+) -> SparseProjection:
+    """``projection`` with the names of the two models, as the known tools keep them."""
+    names = {"student_model_id": arguments.student, "teacher_model_id": arguments.teacher}
+    metadata = {**projection.metadata, **{k: v for k, v in names.items() if v is not None}}
+    return replace(projection, metadata=metadata)
+
+
+def defect_lines(defects: Iterable[Defect]) -> list[str]:
+    """A line for each defect."""
+    return [f"  - {defect}\n" for defect in defects]
+
+
+def note(text: str) -> None:
+    """Tell the user something on standard error that stops nothing."""
+    sys.stderr.write(f"note: {text}\n")

@@ -1,0 +1,72 @@
+"""Show what a projection file holds, and what is wrong with it.
+
+megatron-ext projection inspect map.pt --student llama3_2/ --teacher qwen3/
+
+With the tokenizers it also tells padding, lost exact rows and tokens that have nothing to do with
+each other. The exit code is 0 whatever is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_ext.cli.projection.files import add_pair, defect_lines, pair_of, read_entries
+from megatron_ext.projection.inspection import Inspection
+
+_ROW_SIZES_SHOWN = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the action."""
+    parser.add_argument("file", type=Path, metavar="FILE", help=".pt, or .safetensors of ours")
+    add_pair(parser, required=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the inspection."""
+    pair = pair_of(arguments)
+    inspection = Inspection.of(read_entries(arguments.file, pair), pair)
+    if arguments.json:
+        sys.stdout.write(json.dumps(inspection.as_row(), ensure_ascii=False) + "\n")
+    else:
+        sys.stdout.writelines(_lines(inspection, arguments.file))
+
+
+def _lines(inspection: Inspection, path: Path) -> Iterator[str]:
+    height, width = inspection.shape
+    slots = f", {inspection.slot_count} slots a row" if inspection.slot_count else ""
+    yield f"{path}\n"
+    yield f"rows x columns   {height:,} x {width:,}{slots}\n"
+    yield f"entries          {inspection.entry_count:,}\n"
+    yield f"columns in a row {_row_sizes(inspection)}\n"
+    yield f"exact rows       {inspection.exact_rows:,}\n"
+    yield (
+        f"common tokens    {inspection.strict_common:,} by exact rows, "
+        f"{inspection.relaxed_common:,} by a share of 0.6\n"
+    )
+    yield f"reached columns  {inspection.reachable_columns:,} ({_share(inspection):.1%})\n"
+    for name, value in sorted(inspection.metadata.items()):
+        yield f"{name}: {value}\n"
+    if not inspection.defects:
+        yield "no defect found\n"
+    else:
+        yield "defects\n"
+        yield from defect_lines(inspection.defects)
+    if not inspection.knows_tokenizers:
+        yield "give --student and --teacher to judge it by the two vocabularies\n"
+
+
+def _row_sizes(inspection: Inspection) -> str:
+    sizes = list(inspection.row_sizes.items())
+    shown = [f"{size}: {count:,} rows" for size, count in sizes[:_ROW_SIZES_SHOWN]]
+    more = sum(count for _, count in sizes[_ROW_SIZES_SHOWN:])
+    return ", ".join(shown) + (f", more: {more:,} rows" if more else "")
+
+
+def _share(inspection: Inspection) -> float:
+    return inspection.reachable_columns / max(inspection.shape[1], 1)

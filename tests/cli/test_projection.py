@@ -1,0 +1,138 @@
+"""``megatron-ext projection``: its own actions on files of either kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.cli.main import main
+from megatron_ext.projection import SparseProjection
+from tests.projection.original_recipe import default_file, leaked_share
+from tests.projection.trained_pair import trained_pair
+
+
+class Files:
+    """A pair of tokenizers, and the file that the original recipe makes of them."""
+
+    def __init__(self, folder: Path) -> None:
+        (student, self.student), (teacher, self.teacher) = trained_pair(folder)
+        self.names = ("--student", str(self.student), "--teacher", str(self.teacher))
+        self.content = default_file(student, teacher)
+        self.path = folder / "default.pt"
+        torch.save(self.content, self.path)
+        self.number = student.token_to_id("201")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return Files(tmp_path_factory.mktemp("pair"))
+
+
+def projection(*words):
+    main(["projection", *map(str, words)])
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit) as stopped:
+        projection(*words)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_is_built_is_the_projection_of_the_pair(files, tmp_path):
+    path = tmp_path / "pair.safetensors"
+    projection("build", *files.names, "-o", path, "--top-k", 3, "--decay", 0.2)
+    built = SparseProjection.load(path)
+    assert json.loads(built.metadata["options"])["top_k"] == 3
+    assert json.loads(built.metadata["options"])["decay"] == 0.2
+    assert built.metadata["student_model_id"] == str(files.student)
+    projection("build", *files.names, "-o", tmp_path / "pair.pt")
+    content = torch.load(tmp_path / "pair.pt", weights_only=True)
+    shares = content["likelihoods"][files.number].tolist()
+    assert [round(share, 4) for share in shares[:3]] == [0.9009, 0.0901, 0.0090]
+
+
+def test_an_inspection_tells_the_leaked_share(files, capsys):
+    leaked, rows = leaked_share(files.content)
+    projection("inspect", files.path)
+    out = capsys.readouterr().out
+    assert f"{len(rows):,} rows, {leaked:.1%} of their mass (column" in out
+    assert "give --student and --teacher" in out
+    projection("inspect", files.path, *files.names, "--json")
+    found = json.loads(capsys.readouterr().out)
+    filler = next(d for d in found["defects"] if d["kind"] == "filler_column")
+    assert filler["rows"] == len(rows)
+    assert filler["share"] == pytest.approx(leaked, rel=1e-12)
+    assert found["shape"][0] == len(files.content["indices"])
+    assert found["slots"] == 4
+    assert found["judged_by_tokenizers"]
+    assert found["exact_rows"] == int((files.content["indices"][:, 1] == -1).sum())
+    assert sum(found["row_sizes"].values()) == found["shape"][0]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_repaired_file_has_no_defect(files, tmp_path, capsys, suffix):
+    path = tmp_path / f"mended{suffix}"
+    projection("repair", files.path, "-o", path, *files.names)
+    out = capsys.readouterr().out
+    assert "mass on a filler column" in out
+    assert "pieces restored in" in out
+    projection("inspect", path, *files.names)
+    out = capsys.readouterr().out
+    assert "no defect found" in out
+    assert "enable_scale_trick: True" not in out
+    if suffix == ".safetensors":
+        loaded = SparseProjection.load(path)
+        entries = slice(*loaded.indptr[files.number : files.number + 2])
+        shares = sorted(loaded.values[entries].tolist(), reverse=True)
+        assert [round(share, 4) for share in shares] == [0.9009, 0.0901, 0.0090]
+
+
+def test_a_repair_as_json_is_one_object(files, tmp_path, capsys):
+    projection("repair", files.path, "-o", tmp_path / "mended.pt", *files.names, "--json")
+    changes = json.loads(capsys.readouterr().out)
+    rows = len(leaked_share(files.content)[1])
+    assert changes["changed_rows"] == changes["restored_rows"] == rows
+    assert changes["moved_mass"] == pytest.approx(0.287 * rows, rel=0.01)
+
+
+def test_a_sound_file_goes_to_the_other_format_and_back(files, tmp_path, capsys):
+    paths = [tmp_path / name for name in ("one.safetensors", "two.pt", "three.safetensors")]
+    projection("build", *files.names, "-o", paths[0])
+    projection("convert", paths[0], "-o", paths[1])
+    projection("convert", paths[1], "-o", paths[2], *files.names)
+    first, last = (SparseProjection.load(path) for path in (paths[0], paths[2]))
+    for name in ("indptr", "indices", "values", "is_exact_row"):
+        assert getattr(first, name).tolist() == getattr(last, name).tolist()
+    assert last.metadata["student_fingerprint"] == first.metadata["student_fingerprint"]
+    assert last.metadata["teacher_fingerprint"] == first.metadata["teacher_fingerprint"]
+
+
+def test_a_file_with_mass_in_wrong_places_is_not_converted(files, tmp_path, capsys):
+    path = tmp_path / "out.safetensors"
+    error = refused(capsys, "convert", files.path, "-o", path)
+    assert "mass on a filler column" in error
+    assert "repair it" in error
+    assert not path.exists()
+
+
+def test_a_file_for_another_pair_is_refused(files, tmp_path, capsys):
+    path = tmp_path / "pair.safetensors"
+    projection("build", *files.names, "-o", path)
+    swapped = ("--student", files.teacher, "--teacher", files.student)
+    assert "built for another student" in refused(capsys, "inspect", path, *swapped)
+
+
+def test_one_tokenizer_alone_is_not_enough(files, capsys):
+    error = refused(capsys, "inspect", files.path, "--student", files.student)
+    assert "--teacher: the teacher's tokenizer is not named" in error
+
+
+def test_a_missing_file_and_an_unknown_action_are_one_line(tmp_path, capsys):
+    assert refused(capsys, "inspect", tmp_path / "none.pt").count("\n") == 1
+    error = refused(capsys, "mend", "map.pt")
+    assert "invalid choice: 'mend'" in error
+    assert "'repair'" in error
