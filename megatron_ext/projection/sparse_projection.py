@@ -41,26 +41,16 @@ ARRAYS = ("indptr", "indices", "values", "is_exact_row")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SparseProjection:
-    """A [Vs, Vt] matrix in compressed sparse rows; its arrays are read-only.
+class SparseProjection(CompressedRows):
+    """A [Vs, Vt] matrix in compressed rows, padding included; its arrays are read-only.
 
-    Two are equal where arrays, sizes and metadata are, bit for bit.
+    ``indices`` are teacher ids and ``values`` shares: positive, and 1 over a row that is not empty.
+    The transpose and the column blocks are plain matrices, whose rows have other sums. Two
+    projections are equal where arrays, sizes and metadata are, bit for bit.
 
     Raises:
         ProjectionError: Arrays that are not such a matrix; the text names the first bad row.
     """
-
-    indptr: NDArray[np.int64]
-    """[Vs + 1] where the entries of each row start."""
-
-    indices: NDArray[np.int32]
-    """[nnz] teacher ids, ascending within a row."""
-
-    values: NDArray[np.float32]
-    """[nnz] shares, positive; a row sums to 1."""
-
-    shape: tuple[int, int]
-    """(Vs, Vt), padding included."""
 
     metadata: Mapping[str, str] = field(default_factory=dict)
     """How the projection was made and for which pair."""
@@ -156,21 +146,6 @@ class SparseProjection:
         )
 
     @property
-    def entry_count(self) -> int:
-        """nnz."""
-        return len(self.indices)
-
-    @property
-    def entry_rows(self) -> NDArray[np.int64]:
-        """[nnz] the student id of each entry."""
-        return self.matrix.entry_rows
-
-    @property
-    def matrix(self) -> CompressedRows:
-        """The same arrays without what they are for."""
-        return CompressedRows(self.indptr, self.indices, self.values, self.shape)
-
-    @property
     def empty_rows(self) -> NDArray[np.int64]:
         """Student ids that nothing stands for, ascending; padding is not among them."""
         return np.flatnonzero(np.diff(self.indptr)[: self.vocab_sizes[0]] == 0).astype(np.int64)
@@ -192,10 +167,6 @@ class SparseProjection:
         """[Vt] sum of each column: how many student tokens a teacher token stands for."""
         mass = np.bincount(self.indices, weights=self.values, minlength=self.shape[1])
         return mass.astype(np.float64)
-
-    def transpose(self) -> CompressedRows:
-        """[Vt, Vs]: the compressed columns of the projection. Its rows do not sum to 1."""
-        return self.matrix.transpose()
 
     def partition(self, min_share: float | None = None) -> VocabularyPartition:
         """Common and uncommon tokens of the two vocabularies; see ``VocabularyPartition.of``."""
@@ -270,16 +241,6 @@ class SparseProjection:
             is_exact_row=is_exact_row,
             vocab_sizes=(real_rows, self.vocab_sizes[1]),
         )
-
-    def column_block(self, start: int, stop: int) -> CompressedRows:
-        """Columns ``[start, stop)`` [Vs, stop - start], counted from ``start``.
-
-        The sum of a row over all blocks is 1 or 0; within a block it may be anything between.
-
-        Raises:
-            ProjectionError: ``start`` below 0 or ``stop`` below ``start``.
-        """
-        return self.matrix.column_block(start, stop)
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file; it appears under ``path`` whole or not at all.
