@@ -9,6 +9,7 @@ from megatron_ext.losses.next_token import NextTokenLoss
 from megatron_ext.losses.projected_kl import ProjectedKLLoss
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
+from megatron_ext.losses.vocabulary_match import VocabularyMatch
 
 __all__ = [
     "LOSS_REGISTRY",
@@ -21,4 +22,5 @@ __all__ = [
     "SumCount",
     "TargetKind",
     "TeacherTargets",
+    "VocabularyMatch",
 ]

@@ -1,4 +1,7 @@
-"""What every objective takes and returns. B batch, T tokens, Vp local partition, C chunks."""
+"""What every objective takes and returns.
+
+B batch, Ts Tt tokens, Vp local partition, C chunks, D hidden.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TeacherTargets
+from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.registry import Registry
 
 SumCount = tuple[torch.Tensor, torch.Tensor]
@@ -35,6 +39,29 @@ class DistillationInputs:
 
     projection: ProjectionShard | None = None
     """The [Vs, Vt] projection, cut to this rank's student rows and teacher columns."""
+
+    match: VocabularyMatch | None = None
+    """The tokens that both vocabularies have."""
+
+    teacher_labels: torch.Tensor | None = None
+    """[B, Tt] int64: the token that each teacher position predicts, ``IGNORE_INDEX`` where none."""
+
+    student_hidden: torch.Tensor | None = None
+    """[B, Ts, D] last hidden states, with a graph; for objectives that compare them."""
+
+    student_head_weight: torch.Tensor | None = None
+    """[Vp, D] rows of the student's output layer for this rank's columns."""
+
+    chunk_mask: torch.Tensor | None = None
+    """[C] bool: chunks that count, as where another teacher is chosen for a sample; None: all."""
+
+    def counted_chunks(self) -> torch.Tensor:
+        """int64 scalar: chunks that an objective over chunks sums over."""
+        assert self.alignment is not None
+        if self.chunk_mask is not None:
+            return self.chunk_mask.sum()
+        count = self.alignment.chunk_count
+        return torch.tensor(count, device=self.student_logits.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

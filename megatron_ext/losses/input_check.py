@@ -5,10 +5,12 @@ B batch, Ts Tt tokens, Vp local columns.
 
 from __future__ import annotations
 
+import torch
+
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
-from megatron_ext.losses.targets import TeacherTargets
+from megatron_ext.losses.targets import TargetKind, TeacherTargets
 
 
 def check_student(inputs: DistillationInputs) -> None:
@@ -28,12 +30,21 @@ def check_student(inputs: DistillationInputs) -> None:
 
 
 def check_alignment(
-    inputs: DistillationInputs, *, objective: str
+    inputs: DistillationInputs,
+    *,
+    objective: str,
+    kinds: tuple[TargetKind, ...] = ("logits", "hidden"),
 ) -> tuple[AlignmentBatch, TeacherTargets]:
     """The alignment and the teacher, both present and of the logits' shapes.
 
+    Args:
+        inputs: What the objective was called with.
+        objective: Its name, for errors.
+        kinds: The forms of teacher targets that it accepts.
+
     Raises:
-        LossError: One is missing, or chunk ids differ in shape from the logits they belong to.
+        LossError: One is missing, targets have another form, or chunk ids, a chunk mask or columns
+            differ in shape from what they belong to.
     """
     teacher, alignment = inputs.teacher, inputs.alignment
     if teacher is None or alignment is None:
@@ -45,16 +56,15 @@ def check_alignment(
                 if part is None
             ),
         )
-    positions = teacher.logits if teacher.kind == "logits" else teacher.hidden
-    if positions is None:
+    if teacher.kind not in kinds:
         raise LossError(
             f"the objective {objective} cannot use these teacher targets",
-            got=f"kind {teacher.kind!r} without its tensors",
-            expected="logits or hidden states",
+            got=f"kind {teacher.kind!r}",
+            expected=f"kind {' or '.join(map(repr, kinds))}",
         )
     for side, chunk_id, rows in (
         ("student", alignment.student_chunk_id, inputs.student_logits.shape[:2]),
-        ("teacher", alignment.teacher_chunk_id, positions.shape[:2]),
+        ("teacher", alignment.teacher_chunk_id, teacher.positions),
     ):
         if chunk_id.shape != rows:
             raise LossError(
@@ -62,12 +72,30 @@ def check_alignment(
                 got=tuple(chunk_id.shape),
                 expected=tuple(rows),
             )
-    columns = teacher.logits if teacher.kind == "logits" else teacher.head_weight
-    width = None if columns is None else columns.shape[-1 if teacher.kind == "logits" else 0]
+    mask = inputs.chunk_mask
+    if mask is not None and (mask.shape != (alignment.chunk_count,) or mask.dtype != torch.bool):
+        raise LossError(
+            "the chunk mask does not fit the alignment",
+            got=f"{mask.dtype} {tuple(mask.shape)}",
+            expected=f"torch.bool ({alignment.chunk_count},)",
+        )
+    check_teacher_columns(teacher)
+    return alignment, teacher
+
+
+def check_teacher_columns(teacher: TeacherTargets) -> None:
+    """Check logits or head rows against the teacher's shard.
+
+    Raises:
+        LossError: They differ in width.
+    """
+    columns = {"logits": teacher.logits, "hidden": teacher.head_weight}.get(teacher.kind)
+    if columns is None:
+        return
+    width = columns.shape[-1 if teacher.kind == "logits" else 0]
     if width != teacher.shard.width:
         raise LossError(
             "teacher targets do not fit the teacher's vocabulary shard",
             got=f"{width} columns",
             expected=f"{teacher.shard.width}",
         )
-    return alignment, teacher
