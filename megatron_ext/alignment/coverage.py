@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.alignment import Alignment
+from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.constants import NO_CHUNK
 
 
@@ -39,16 +40,26 @@ class ChunkCounts:
     @classmethod
     def of(cls, alignment: Alignment) -> ChunkCounts:
         """The counts of one alignment."""
-        student_size = tokens_per_chunk(alignment.student_chunk_id, alignment.chunk_count)
-        teacher_size = tokens_per_chunk(alignment.teacher_chunk_id, alignment.chunk_count)
-        one_student, one_teacher = student_size == 1, teacher_size == 1
+        student_id, teacher_id = alignment.student_chunk_id, alignment.teacher_chunk_id
+        return cls.of_classes(
+            alignment.chunk_class,
+            student_unaligned=int(np.count_nonzero(student_id == NO_CHUNK)),
+            teacher_unaligned=int(np.count_nonzero(teacher_id == NO_CHUNK)),
+        )
+
+    @classmethod
+    def of_classes(
+        cls, chunk_class: NDArray[np.int8], *, student_unaligned: int, teacher_unaligned: int
+    ) -> ChunkCounts:
+        """The counts of chunks of known ``ChunkClass`` [C]."""
+        sizes = np.bincount(chunk_class, minlength=len(ChunkClass)).tolist()
         return cls(
-            one_to_one=int(np.count_nonzero(one_student & one_teacher)),
-            one_to_many=int(np.count_nonzero(one_student & ~one_teacher)),
-            many_to_one=int(np.count_nonzero(~one_student & one_teacher)),
-            many_to_many=int(np.count_nonzero(~one_student & ~one_teacher)),
-            student_unaligned=len(alignment.student_chunk_id) - int(student_size.sum()),
-            teacher_unaligned=len(alignment.teacher_chunk_id) - int(teacher_size.sum()),
+            one_to_one=sizes[ChunkClass.ONE_TO_ONE],
+            one_to_many=sizes[ChunkClass.ONE_TO_MANY],
+            many_to_one=sizes[ChunkClass.MANY_TO_ONE],
+            many_to_many=sizes[ChunkClass.MANY_TO_MANY],
+            student_unaligned=student_unaligned,
+            teacher_unaligned=teacher_unaligned,
         )
 
     def __add__(self, other: ChunkCounts) -> ChunkCounts:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch, pad_alignments
-from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.alignment.coverage import ChunkCounts
+from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.training.datasets import TokenSequence, Window
 
 
@@ -50,10 +51,13 @@ class Batch:
     token_count: int
     """Student labels that are trained; on the host."""
 
+    chunk_counts: ChunkCounts
+    """Chunks by size, and labels in none; on the host."""
+
     @property
     def chunk_count(self) -> int:
         """Chunks that the distillation loss sums over; on the host."""
-        return self.alignment.chunk_count if self.alignment else 0
+        return self.chunk_counts.chunks
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on ``device``."""
@@ -98,6 +102,26 @@ def collate(
         teacher=teacher,
         alignment=alignment,
         token_count=int((student.labels != IGNORE_INDEX).sum()),
+        chunk_counts=_chunk_counts(student, teacher, alignment),
+    )
+
+
+def _chunk_counts(
+    student: TokenBatch, teacher: TokenBatch | None, alignment: AlignmentBatch | None
+) -> ChunkCounts:
+    if teacher is None or alignment is None:
+        return ChunkCounts()
+    unaligned = (
+        int(((batch.labels != IGNORE_INDEX) & (chunk_id == NO_CHUNK)).sum())
+        for batch, chunk_id in (
+            (student, alignment.student_chunk_id),
+            (teacher, alignment.teacher_chunk_id),
+        )
+    )
+    return ChunkCounts.of_classes(
+        alignment.chunk_class.numpy(),
+        student_unaligned=next(unaligned),
+        teacher_unaligned=next(unaligned),
     )
 
 

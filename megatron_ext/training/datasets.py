@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,7 @@ class WindowDataset(Sequence[Window]):
             "windows": len(self),
             "bytes": self.byte_count,
             "dropped_bytes": self.dropped_bytes,
+            "chunk_counts": asdict(self.chunk_counts) if self.chunk_counts else None,
             "chunk_shares": self.chunk_counts.shares() if self.chunk_counts else None,
         }
 

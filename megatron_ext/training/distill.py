@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.losses import LOSS_REGISTRY, ProjectionShard
@@ -75,7 +76,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
         distillation=None,
         projection=None,
         config=config.loss,
-        counts=GlobalCounts(tokens=0, chunks=0),
+        counts=GlobalCounts(tokens=0, chunk_counts=ChunkCounts()),
     )
     teacher = None
     if config.distils and config.teacher and inputs.teacher_tokenizer:

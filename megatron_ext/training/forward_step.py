@@ -8,13 +8,14 @@ batch is cut into microbatches and replicas.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import (
@@ -34,19 +35,29 @@ class GlobalCounts:
     """What the terms of the loss are divided by."""
 
     tokens: int
-    chunks: int
+    chunk_counts: ChunkCounts
+    """Chunks by size, and labels in none."""
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of any size."""
+        return self.chunk_counts.chunks
 
     @classmethod
     def of(cls, batches: list[Batch], groups: ProcessGroups) -> GlobalCounts:
         """Counts over all microbatches and replicas; one all-reduce over ``dp``."""
+        chunk_counts = astuple(sum((b.chunk_counts for b in batches), ChunkCounts()))
         counts = torch.tensor(
-            [sum(b.token_count for b in batches), sum(b.chunk_count for b in batches)],
+            [sum(b.token_count for b in batches), *chunk_counts],
             dtype=torch.int64,
             device=groups.device,
         )
         dist.all_reduce(counts, group=groups.dp)
-        tokens, chunks = counts.tolist()
-        return cls(tokens=tokens, chunks=chunks)
+        tokens, *of_chunks = counts.tolist()
+        names = (field.name for field in fields(ChunkCounts))
+        return cls(
+            tokens=tokens, chunk_counts=ChunkCounts(**dict(zip(names, of_chunks, strict=True)))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,6 +109,7 @@ class Trainer:
             "learning_rate": learning_rate,
             "tokens": counts.tokens,
             "chunks": counts.chunks,
+            **(dataclasses.asdict(counts.chunk_counts) if self.teacher else {}),
         }
 
     def _batches(self, iteration: int) -> list[Batch]:

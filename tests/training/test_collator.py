@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from functools import cache
 
 import pytest
@@ -79,6 +80,18 @@ def test_a_chunk_id_stands_where_its_token_is_the_label() -> None:
             assert chunk_id[row].tolist() == expected
         offset += int(window.student.chunk_id.max(initial=NO_CHUNK)) + 1
     assert batch.chunk_count == offset
+    assert batch.alignment is not None
+    assert batch.teacher is not None
+    sizes = batch.alignment.chunk_class.bincount(minlength=4).tolist()
+    in_none = [
+        int(((side.labels != IGNORE_INDEX) & (chunk_id == NO_CHUNK)).sum())
+        for side, chunk_id in (
+            (batch.student, batch.alignment.student_chunk_id),
+            (batch.teacher, batch.alignment.teacher_chunk_id),
+        )
+    ]
+    assert astuple(batch.chunk_counts) == (*sizes, *in_none)
+    assert min(in_none) > 0
 
 
 def test_positions_count_from_zero_in_every_row() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,7 @@ def test_the_summary_counts_windows_bytes_and_chunks_in_plain_values() -> None:
     assert summary["dropped_bytes"] == 0
     assert sum(summary["chunk_shares"].values()) == pytest.approx(1.0)
     assert data.chunk_counts is not None
+    assert summary["chunk_counts"] == asdict(data.chunk_counts)
     assert data.chunk_counts.chunks == sum(
         len(set(window.student.chunk_id.tolist()) - {NO_CHUNK}) for window in data
     )

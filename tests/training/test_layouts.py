@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from megatron_ext.alignment import ChunkCounts
 from megatron_ext.training.metrics import read_metrics
 from tests.process_group import run_ranks
 from tests.training.rank_functions import repeat_last_iteration, train_alone, train_layouts
@@ -56,7 +58,8 @@ def test_every_iteration_measures_what_one_process_measures(
     alone, sharded = read_metrics(runs / "alone"), read_metrics(runs / layout)
     assert len(alone) == ITERATIONS
     assert [row["iteration"] for row in sharded] == [row["iteration"] for row in alone]
-    assert [row["chunks"] for row in sharded] == [row["chunks"] for row in alone]
+    for count in ("chunks", *(field.name for field in fields(ChunkCounts))):
+        assert [row[count] for row in sharded] == [row[count] for row in alone]
     expected = [row[quantity] for row in alone]
     assert [row[quantity] for row in sharded] == pytest.approx(expected, rel=1e-5)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.alignment.encoded_texts import encode_texts
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ByteEnds, IdArray
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
@@ -58,25 +58,17 @@ class BatchEncoder:
             map(tokenizer.token_bytes, range(tokenizer.vocab_size))
         )
 
-    def encode(self, texts: Sequence[str], raws: Sequence[bytes]) -> EncodedBatch:
-        """The tokens of ``texts``, whose UTF-8 is ``raws``.
-
-        Texts that the bytes of their tokens do not spell, as where a tokenizer normalises, are
-        encoded once more, one by one, for ends in the text as it was.
+    def encode(self, texts: Sequence[str]) -> EncodedBatch:
+        """The tokens of ``texts``; special tokens in them are text.
 
         Raises:
             TokenizerError: The tokenizer refuses one of them.
         """
-        found = self._tokenizer.text_to_ids_batch(texts)
-        ids = np.concatenate([np.zeros(0, np.int32), *found])
-        offsets = np.cumsum([0, *map(len, found)], dtype=np.int64)
-        ends, changed = self._table.ends_within_each(ids, offsets, raws)
-        if not changed:
-            return EncodedBatch(ids, ends, offsets)
-        again = {index: self._tokenizer.encode_with_byte_ends(texts[index]) for index in changed}
-        return _joined(
-            again.get(index, (ids[begin:end], ends[begin:end]))
-            for index, (begin, end) in enumerate(pairwise(offsets.tolist()))
+        encoded = encode_texts(self._tokenizer, self._table, texts)
+        return EncodedBatch(
+            np.concatenate([np.zeros(0, np.int32), *(one.ids for one in encoded)]),
+            np.concatenate([np.zeros(0, np.int64), *(one.ends for one in encoded)]),
+            np.cumsum([0, *(len(one.ids) for one in encoded)], dtype=np.int64),
         )
 
     def refusal(self, text: str) -> str | None:
@@ -86,12 +78,3 @@ class BatchEncoder:
         except TokenizerError as error:
             return str(error)
         return None
-
-
-def _joined(encoded: Iterable[tuple[IdArray, ByteEnds]]) -> EncodedBatch:
-    pairs = list(encoded)
-    return EncodedBatch(
-        np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in pairs)]),
-        np.concatenate([np.zeros(0, np.int64), *(ends for _, ends in pairs)]),
-        np.cumsum([0, *(len(ids) for ids, _ in pairs)], dtype=np.int64),
-    )

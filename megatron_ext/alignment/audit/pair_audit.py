@@ -166,7 +166,7 @@ class PairAudit:
     def _add_batch(self, batch: Sequence[AuditDocument]) -> None:
         texts = [document.text for document in batch]
         raws = [utf8(text) for text in texts]
-        encoded = [side.encoder.encode(texts, raws) for side in self._sides]
+        encoded = [side.encoder.encode(texts) for side in self._sides]
         for side, one in zip(self._sides, encoded, strict=True):
             side.count(one)
         self._byte_count += sum(map(len, raws))
