@@ -86,8 +86,16 @@ def _with_short_control_rows(
 
 def _added(built: SparseProjection, initial: LooseEntries, top_k: int) -> SparseProjection:
     entries = LooseEntries.of(built)
-    if initial.height > built.shape[0]:
-        initial = initial.kept(initial.rows < built.shape[0])
+    for ids, size, role in zip(
+        (initial.rows, initial.columns), built.shape, ("student", "teacher"), strict=True
+    ):
+        if ids.max(initial=-1) >= size:
+            raise ProjectionError(
+                f"the initial map is of a larger {role} vocabulary",
+                got=f"id {ids.max()}",
+                expected=f"0 to {size - 1}",
+                fix="repair it with both tokenizers first",
+            )
     initial = initial.kept(~built.is_exact_row[initial.rows])
     together = sorted_entries(
         np.concatenate((entries.rows, initial.rows)),

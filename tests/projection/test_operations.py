@@ -86,3 +86,11 @@ def test_an_initial_map_adds_to_rows_that_are_not_exact():
     assert row(projection, 0) == {0: 1.0}
     assert row(projection, 1) == pytest.approx({0: 5 / 11, 1: 0.5 / 11, 3: 0.5}, rel=1e-6)
     assert row(projection, 2) == pytest.approx(OWN_SHARES, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("initial", "role"), [([{}] * 5 + [{1: 1.0}], "student"), ([{5: 1.0}], "teacher")]
+)
+def test_an_initial_map_of_other_vocabularies_is_refused(initial, role):
+    with pytest.raises(ProjectionError, match=f"of a larger {role} vocabulary; got id 5"):
+        multitoken_projection(PAIR, MultitokenOptions(), entries_of(initial))
