@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from greedy_tokenizer import GreedyTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from original_recipe import default_file
 from test_diagnosis import PAIR, SOUND, changed, entries_of
 from trained_pair import trained_pair
@@ -101,6 +103,22 @@ def test_a_repaired_projection_says_so_and_is_for_its_pair(tmp_path):
     mended.projection.save(tmp_path / "map.safetensors")
     loaded = SparseProjection.load(tmp_path / "map.safetensors", PAIR.student, PAIR.teacher)
     assert loaded == mended.projection
+
+
+slots = st.tuples(st.integers(-1, 7), st.floats(0, 4, width=16))
+tables = st.lists(st.lists(slots, min_size=4, max_size=4), min_size=1, max_size=8)
+
+
+@given(tables, st.sampled_from([None, PAIR]))
+@settings(deadline=None)
+def test_whatever_a_table_holds_its_repair_has_no_defect_and_repairs_to_itself(table, pair):
+    indices = torch.tensor([[column for column, _ in pairs] for pairs in table])
+    likelihoods = torch.tensor([[weight for _, weight in pairs] for pairs in table])
+    entries = legacy_entries({"indices": indices, "likelihoods": likelihoods})
+    mended = repair(entries, pair).projection
+    again = LooseEntries.of(mended)
+    assert diagnose(again, pair) == []
+    assert repair(again, pair).projection.values.tolist() == mended.values.tolist()
 
 
 # Files of the original default recipe.
