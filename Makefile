@@ -14,8 +14,8 @@ demo: $(VENV)/.ready
 	@$(BIN)/python examples/demo/run.py
 
 test: $(VENV)/.ready
-	@echo "==> test: the whole suite"
-	@$(BIN)/python -m pytest
+	@echo "==> test: the whole suite, on all cores"
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
