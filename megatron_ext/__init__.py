@@ -10,6 +10,8 @@ from megatron_ext.version import __version__
 _HOME_OF = {
     "AlignmentBatch": "megatron_ext.alignment.batch",
     "Alignment": "megatron_ext.alignment",
+    "ArrowTextDataset": "megatron_ext.training.cross_tokenizer.dataset",
+    "CrossTokenizerCollator": "megatron_ext.training.cross_tokenizer.collator",
     "LOSS_REGISTRY": "megatron_ext.losses",
     "MegatronTokenizer": "megatron_ext.tokenizers",
     "MegatronTokenizerText": "megatron_ext.tokenizers",
@@ -18,6 +20,7 @@ _HOME_OF = {
     "SFTDataset": "megatron_ext.training.sft.dataset",
     "SFTDatasetConfig": "megatron_ext.training.sft.dataset",
     "SparseProjection": "megatron_ext.projection",
+    "TeacherCTSpec": "megatron_ext.training.cross_tokenizer.teacher_spec",
     "TokenAligner": "megatron_ext.alignment",
     "BertTokenizer": "megatron_ext.tokenizers",
     "DefaultTokenizerText": "megatron_ext.tokenizers",

@@ -125,14 +125,19 @@ class PackedBatches:
             if content.samples:
                 last_full = epoch
             elif epoch - last_full > 1:
-                raise DataError(
-                    "no text fits the models' sequence lengths",
-                    got=f"{self.dropped_bytes} bytes dropped in an epoch",
-                    fix="raise the lengths",
-                )
+                raise self._nothing_fits()
             first = start.sample if (epoch, block) == (start.epoch, start.block) else 0
             for index, sample in enumerate(content.samples[first:], start=first + 1):
                 yield sample, Position(epoch, block, index)
+        if last_full < start.epoch and start == Position():
+            raise self._nothing_fits()
+
+    def _nothing_fits(self) -> DataError:
+        return DataError(
+            "no text fits the models' sequence lengths",
+            got=f"{self.dataset.documents.report.bytes} bytes of text",
+            fix="raise the lengths",
+        )
 
     def _keys(self, start: Position) -> Iterator[tuple[int, int]]:
         """Epoch and block of this rank from a position on."""

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_ext import ArrowTextDataset, CrossTokenizerCollator, TeacherCTSpec
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training.cross_tokenizer.packed_dataset import PackedTextDataset
-from tests.training.tiny_run import SENTENCES
-from tests.training.tokenizer_pair import student_tokenizer, teacher_tokenizer
+from tests.training.tiny_run import SENTENCES, vocabulary
 
 TEXTS = [
     *("".join(SENTENCES[(i + k) % 5] for k in range(1 + i % 4)) for i in range(20)),
     " ",
-    "人工智能 learns 2017 tokens.\n" * 12,
+    "".join(f"人工智能 learns {number} tokens.\n" for number in range(2017, 2040)),
     "é\N{COMBINING ACUTE ACCENT}👩‍👩‍👧 \N{RIGHT-TO-LEFT MARK}שלום\0",
 ]
+
+
+# Without the fast engine, which takes seconds to build and gives the same ids.
+
+
+@cache
+def student_tokenizer() -> MegatronTokenizerText:
+    """Tekken."""
+    model = vocabulary("tekken_240911.json")
+    return build_tokenizer(TokenizerConfig(model=model, engine="reference"))
+
+
+@cache
+def teacher_tokenizer() -> MegatronTokenizerText:
+    """SentencePiece, which puts a space before the text."""
+    model = vocabulary("mistral_instruct_tokenizer_240323.model.v3")
+    return build_tokenizer(TokenizerConfig(model=model, engine="reference"))
 
 
 def collator(student_length: int = 64, teacher_length: int = 80, **options: Any) -> Any:

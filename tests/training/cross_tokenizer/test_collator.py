@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,12 @@ from megatron_ext import CrossTokenizerCollator, TeacherCTSpec, TokenAligner
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.training.cross_tokenizer.batch import CrossTokenizerBatch
-from tests.training.cross_tokenizer.readers import TEXTS, collator
-from tests.training.tokenizer_pair import student_tokenizer, teacher_tokenizer
+from tests.training.cross_tokenizer.readers import (
+    TEXTS,
+    collator,
+    student_tokenizer,
+    teacher_tokenizer,
+)
 
 SHORT = [text for text in TEXTS if len(teacher_tokenizer().text_to_ids(text)) < 200]
 
@@ -148,17 +151,21 @@ def test_a_batch_is_the_same_from_a_copy_and_from_workers() -> None:
     expected = flat(own(TEXTS[:6]))
 
     assert flat(pickle.loads(pickle.dumps(own))(TEXTS[:6])) == expected
-    own.prepare()
-    for method in ("fork", "spawn"):
-        context = multiprocessing.get_context(method)
-        loader = DataLoader(
-            TEXTS[:6],  # type: ignore[arg-type]
-            batch_size=6,
-            collate_fn=own,
-            num_workers=1,
-            multiprocessing_context=context,
-        )
-        assert [flat(batch) for batch in loader] == [expected]
+    loader = DataLoader(TEXTS[:6], batch_size=6, collate_fn=own, num_workers=1)  # type: ignore[arg-type]
+    assert [flat(batch) for batch in loader] == [expected]
+
+
+@pytest.mark.skipif("MEGATRON_EXT_ALL_TEXT" not in os.environ, reason="a new process takes long")
+def test_a_batch_is_the_same_from_a_spawned_worker() -> None:
+    own = collator()
+    loader = DataLoader(
+        TEXTS[:6],  # type: ignore[arg-type]
+        batch_size=6,
+        collate_fn=own,
+        num_workers=1,
+        multiprocessing_context=multiprocessing.get_context("spawn"),
+    )
+    assert [flat(batch) for batch in loader] == [flat(own(TEXTS[:6]))]
 
 
 def test_a_record_without_a_text_is_refused() -> None:
@@ -191,14 +198,3 @@ def test_lengths_and_names_that_cannot_be_are_refused() -> None:
         )
     with pytest.raises(ConfigError, match="no room for a token of a text; got 1 positions"):
         CrossTokenizerCollator(student_tokenizer(), 1)
-
-
-def test_the_names_load_without_megatron_core() -> None:
-    code = (
-        "import sys, megatron_ext as m; "
-        "m.CrossTokenizerCollator, m.TeacherCTSpec, m.ArrowTextDataset; "
-        "print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert done.stdout.strip() == "[]"
