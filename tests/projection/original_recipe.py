@@ -6,12 +6,14 @@ nothing with what it tests but the tokenizer files.
 
 import difflib
 import re
+from collections import defaultdict
 
 import torch
 
 PIECES = 4
 PREPARED_SLOTS = 32
 SCALE_TRICK = 0.2
+ROWS_AT_ONCE = 1024
 
 
 def decay(ids):
@@ -25,11 +27,12 @@ def is_left_out(name):
 
 def add_spellings(counts, source, target, *, reverse):
     names = [source.id_to_token(i) for i in range(source.get_vocab_size())]
-    for token_id, name in enumerate(names):
-        if is_left_out(name):
-            continue
-        text = source.decode([token_id], skip_special_tokens=False)
-        pieces = target.encode(text, add_special_tokens=False).ids[:PIECES]
+    ids = [i for i, name in enumerate(names) if not is_left_out(name)]
+    texts = [source.decode([i], skip_special_tokens=False) for i in ids]
+    for token_id, encoded in zip(
+        ids, target.encode_batch_fast(texts, add_special_tokens=False), strict=True
+    ):
+        pieces = encoded.ids[:PIECES]
         for piece, weight in zip(pieces, decay(pieces), strict=True):
             counts[(piece, token_id) if reverse else (token_id, piece)] += weight
 
@@ -45,25 +48,44 @@ def similarity(first, second):
 
 
 def add_special_tokens(counts, student, teacher):
-    for name, student_id in student.get_vocab().items():
-        for other, teacher_id in teacher.get_vocab().items():
-            if re.fullmatch("<.+>", name) and re.fullmatch("<.+>", other):
-                alike = similarity(name, other)
-                if alike >= 0.3:
-                    counts[student_id, teacher_id] += 0.8 * alike
+    for name, student_id in bracketed(student):
+        found = [(similarity(name, other), teacher_id) for other, teacher_id in bracketed(teacher)]
+        for alike, teacher_id in sorted(found, reverse=True)[:PREPARED_SLOTS]:
+            if alike >= 0.3:
+                counts[student_id, teacher_id] += 0.8 * alike
 
 
-def prepared_table(student, teacher, slots=PREPARED_SLOTS):
-    """Step 1: indices and likelihoods [Vs, slots], the last slot overwritten."""
-    counts = torch.zeros(student.get_vocab_size(), teacher.get_vocab_size())
+def bracketed(tokenizer):
+    return [pair for pair in tokenizer.get_vocab().items() if re.fullmatch("<.+>", pair[0])]
+
+
+def prepared_table(student, teacher, slots=PREPARED_SLOTS, *, rows=None, width=None):
+    """Step 1: indices and likelihoods [Vs, slots], the last slot overwritten.
+
+    Dense as the original, but for some rows at a time; rows not among ``rows`` stay empty.
+    """
+    counts = defaultdict(float)
     add_spellings(counts, student, teacher, reverse=False)
     add_spellings(counts, teacher, student, reverse=True)
     add_special_tokens(counts, student, teacher)
-    matrix = counts.to(torch.bfloat16)
-    matrix = matrix / matrix.sum(dim=1, keepdim=True).clamp_min(1e-6)
-    likelihoods, indices = matrix.topk(slots, dim=1)
-    likelihoods[:, -1] = SCALE_TRICK
-    return indices, likelihoods / likelihoods.sum(dim=1, keepdim=True)
+    by_row = defaultdict(dict)
+    for (row, column), weight in counts.items():
+        by_row[row][column] = weight
+    height = student.get_vocab_size()
+    indices = torch.full((height, slots), -1)
+    likelihoods = torch.zeros((height, slots), dtype=torch.bfloat16)
+    rows = list(range(height)) if rows is None else rows
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        block = rows[start : start + ROWS_AT_ONCE]
+        matrix = torch.zeros(len(block), width or teacher.get_vocab_size(), dtype=torch.bfloat16)
+        for place, row in enumerate(block):
+            columns = torch.tensor(list(by_row[row]), dtype=torch.int64)
+            matrix[place, columns] = torch.tensor(list(by_row[row].values())).to(torch.bfloat16)
+        matrix = matrix / matrix.sum(dim=1, keepdim=True).clamp_min(1e-6)
+        block_likelihoods, indices[block] = matrix.topk(slots, dim=1)
+        block_likelihoods[:, -1] = SCALE_TRICK
+        likelihoods[block] = block_likelihoods / block_likelihoods.sum(dim=1, keepdim=True)
+    return indices, likelihoods
 
 
 def with_exact_names(student, teacher, indices, likelihoods):
@@ -97,9 +119,14 @@ def sorted_and_cut(indices, likelihoods, slots, *, preserve_last=True):
     return cut_indices, cut_likelihoods / total
 
 
-def default_file(student, teacher, slots=4):
-    """What the three steps with default flags write."""
-    prepared = prepared_table(student, teacher)
+def default_file(student, teacher, slots=4, *, width=None):
+    """What the three steps with default flags write.
+
+    The first step leaves out the rows that the second overwrites.
+    """
+    names = teacher.get_vocab()
+    rows = [i for name, i in student.get_vocab().items() if name not in names]
+    prepared = prepared_table(student, teacher, rows=sorted(rows), width=width)
     indices, likelihoods = sorted_and_cut(
         *with_exact_names(student, teacher, *prepared), slots=slots
     )

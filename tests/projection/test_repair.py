@@ -1,13 +1,16 @@
 """Mended files are the projection that they should have been."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
 from greedy_tokenizer import GreedyTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from original_recipe import default_file
+from original_recipe import default_file, leaked_share
 from test_diagnosis import PAIR, SOUND, changed, entries_of
+from tokenizers import Tokenizer
 from trained_pair import trained_pair
 
 from megatron_ext.projection import SparseProjection
@@ -17,6 +20,7 @@ from megatron_ext.projection.loose_entries import LooseEntries
 from megatron_ext.projection.repair import repair
 from megatron_ext.projection.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from tests.conversation.shared_files import SHARED, needs_shared
 
 
 def row(projection, student_id):
@@ -168,3 +172,28 @@ def test_every_exact_row_of_the_default_recipe_stays_exact(default):
     table = torch.tensor([[1.0, 0.0]]).repeat(3, 1)
     kept = legacy_entries({"indices": torch.tensor([[1, -1]] * 3), "likelihoods": table})
     assert repair(kept).projection.is_exact_row.tolist() == [True] * 3
+
+
+@needs_shared
+@pytest.mark.skipif(
+    os.environ.get("MEGATRON_EXT_ALL_TEXT") != "1",
+    reason="takes minutes: set MEGATRON_EXT_ALL_TEXT=1",
+)
+def test_the_default_file_of_llama_and_qwen_is_diagnosed_and_repaired():
+    folders = [SHARED / "tokenizers" / name for name in ("llama3_2", "qwen3")]
+    student, teacher = (Tokenizer.from_file(str(path / "tokenizer.json")) for path in folders)
+    content = default_file(student, teacher, width=151_936)
+    pair = TokenizerPair(*(build_tokenizer(TokenizerConfig(model=str(path))) for path in folders))
+    entries = legacy_entries(content)
+    leaked, filled = leaked_share(content)
+    mended = repair(entries, pair)
+    filler = next(d for d in mended.defects if d.kind == "filler_column")
+    assert filler.rows.tolist() == filled
+    assert filler.share == pytest.approx(leaked, rel=1e-12)
+    assert 0.25 < leaked < 0.35
+    assert diagnose(LooseEntries.of(mended.projection), pair) == []
+    number = student.token_to_id("201")
+    assert row(mended.projection, number) == row(pair.retokenized, number)
+    exact = pair.retokenized.is_exact_row & pair.is_ordinary
+    assert int((mended.projection.is_exact_row & pair.is_ordinary).sum()) == int(exact.sum())
+    assert int(exact.sum()) == 109_566
