@@ -4,7 +4,13 @@ from megatron_ext.alignment.alignment import Alignment
 from megatron_ext.alignment.byte_alignment import align_byte_ends
 from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.alignment.control_pairs import ControlClasses
+from megatron_ext.alignment.conversation_alignment import (
+    ConversationAlignment,
+    align_conversation,
+    align_encoded_conversations,
+)
 from megatron_ext.alignment.coverage import ChunkCounts
+from megatron_ext.alignment.text_alignment import BridgedAlignment, TextBridge, bridge_texts
 from megatron_ext.alignment.token_aligner import TokenAligner
 from megatron_ext.alignment.tokens import AlignedTokens, Tokens
 from megatron_ext.alignment.truncation import truncate
@@ -13,13 +19,19 @@ from megatron_ext.alignment.window import Windows, cut_windows
 __all__ = [
     "AlignedTokens",
     "Alignment",
+    "BridgedAlignment",
     "ChunkClass",
     "ChunkCounts",
     "ControlClasses",
+    "ConversationAlignment",
+    "TextBridge",
     "TokenAligner",
     "Tokens",
     "Windows",
     "align_byte_ends",
+    "align_conversation",
+    "align_encoded_conversations",
+    "bridge_texts",
     "cut_windows",
     "truncate",
 ]

@@ -30,6 +30,12 @@ class Segments:
     """[R, 2] Of the same length, the range is byte for byte the student's; of another length, it
     corresponds as a whole alone."""
 
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Start in the student's bytes, start in the teacher's, and length of each."""
+        starts = zip(self.student.tolist(), self.teacher[:, 0].tolist(), strict=True)
+        return [(start, other, stop - start) for (start, stop), other in starts]
+
     def joined(self) -> Segments:
         """The same with ranges that touch on both sides as one."""
         keeps_length = np.diff(self.student)[:, 0] == np.diff(self.teacher)[:, 0]

@@ -92,7 +92,7 @@ def _anchors(first: Symbols, second: Symbols, length: int) -> list[Run]:
     i, j = i[order], j[order]
     apart: list[Run] = []
     i_done = j_done = 0
-    for x, y, size in _heaviest_chain(_stretches(i, j, length)):
+    for x, y, size in heaviest_chain(_stretches(i, j, length)):
         skipped = max(i_done - x, j_done - y, 0)
         x, y, size = x + skipped, y + skipped, size - skipped
         # Equal hashes are equal stretches but for a collision.
@@ -136,7 +136,7 @@ def _once(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.in
     return ordered[is_single], order[is_single]
 
 
-def _heaviest_chain(runs: Sequence[Run]) -> list[Run]:
+def heaviest_chain(runs: Sequence[Run]) -> list[Run]:
     """Of runs that ascend in the first row, those of most symbols that ascend in the second too."""
     # A staircase: ends of chains, ascending in the second row and in weight.
     ends: list[int] = []
@@ -185,7 +185,7 @@ def _certain(runs: Sequence[Run], first: Symbols, second: Symbols) -> Iterator[R
 
 
 def _is_rewritten(first: Symbols, second: Symbols) -> bool:
-    """Whether two stretches differ in normalisation, case or control tokens alone."""
+    """Whether two stretches differ in normalisation, case, space or control tokens alone."""
     if max(len(first), len(second)) > 8 * CERTAIN_RUN:
         return False
     return _folded(first) == _folded(second)
@@ -193,4 +193,5 @@ def _is_rewritten(first: Symbols, second: Symbols) -> bool:
 
 def _folded(row: Symbols) -> str:
     text = "".join(chr(symbol) for symbol in row.tolist() if symbol <= MAX_CODE_POINT)
-    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    return "".join(folded.split())

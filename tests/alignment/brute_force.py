@@ -38,3 +38,48 @@ def chunks_of(alignment):
         )
         for chunk in range(alignment.chunk_count)
     ]
+
+
+def brute_force_segments(student, teacher, pairs):
+    """Groups of tokens that share places of ranges, where both sides fill the same places.
+
+    ``pairs`` are ranges of bytes ``[[start, stop], [start, stop]]`` that correspond byte for byte.
+    """
+    pairs, groups = _joined(pairs), []
+    for side, ends in enumerate((student, teacher)):
+        start = 0
+        for token, end in enumerate(ends.tolist()):
+            places = {
+                (index, byte - ranges[side][0])
+                for index, ranges in enumerate(pairs)
+                for byte in range(start, end)
+                if ranges[side][0] <= byte < ranges[side][1]
+            }
+            whole = len(places) == end - start and len({index for index, _ in places}) == 1
+            start = end
+            if not places:
+                continue
+            # A token that is not wholly inside one range spoils the group of what it touches.
+            group = [[set(), set()], [set(), set()], whole]
+            group[0][side].add(token)
+            group[1][side] |= places
+            for other in [other for other in groups if other[1][1 - side] & places]:
+                groups.remove(other)
+                group[2] &= other[2]
+                for which in (0, 1):
+                    for s in (0, 1):
+                        group[which][s] |= other[which][s]
+            groups.append(group)
+    groups = [group for group in groups if group[2] and group[1][0] == group[1][1]]
+    return [tuple(group[0]) for group in sorted(groups, key=lambda group: min(group[0][0]))]
+
+
+def _joined(pairs):
+    """Ranges that touch on both sides as one."""
+    merged = []
+    for own, other in pairs:
+        if merged and merged[-1][0][1] == own[0] and merged[-1][1][1] == other[0]:
+            merged[-1] = [[merged[-1][0][0], own[1]], [merged[-1][1][0], other[1]]]
+        else:
+            merged.append([own, other])
+    return merged

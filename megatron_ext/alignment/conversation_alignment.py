@@ -1,0 +1,192 @@
+"""Aligning a conversation that each side writes with its own template. T tokens, R ranges, K keys.
+
+What a template writes has no counterpart in another template. What a message says has: the same
+field of the same message. So contents correspond by where they came from, whatever the templates
+are, and so do the stop tokens behind the same answer; all else is in no chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.alignment.alignment import Alignment
+from megatron_ext.alignment.segment_alignment import Segments, align_segments
+from megatron_ext.alignment.shown_content import ShownContent, shown_contents, stop_tokens
+from megatron_ext.alignment.symbol_match import Run, heaviest_chain
+from megatron_ext.alignment.text_alignment import bridge_texts
+from megatron_ext.conversation import Conversation, EncodedConversation
+
+Pair = tuple[int, int, int, int]
+"""Byte range in the student's text and in the teacher's."""
+
+
+class ConversationEncoder(Protocol):
+    """A tokenizer that writes conversations, as a ``MegatronTokenizerText`` with a prompt format
+    does."""
+
+    def encode_conversation(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> EncodedConversation: ...
+    def is_control(self, token_id: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationAlignment:
+    """A conversation as both sides read it."""
+
+    student: EncodedConversation
+    """Its ``trained`` [Ts] is the student's mask."""
+
+    teacher: EncodedConversation
+
+    alignment: Alignment
+
+    student_residual_bytes: int
+    """Bytes of messages that the student reads and the teacher does not, or reads otherwise."""
+
+    teacher_residual_bytes: int
+
+    @property
+    def student_mask(self) -> NDArray[np.bool_]:
+        """[Ts - 1] trained label positions, as ``pad_alignments`` and ``pack_alignments`` take."""
+        return self.student.trained[1:]
+
+
+def align_conversation(
+    student_tokenizer: ConversationEncoder,
+    teacher_tokenizer: ConversationEncoder,
+    conversation: Conversation,
+    *,
+    add_generation_prompt: bool = False,
+    template_variables: Mapping[str, Any] | None = None,
+) -> ConversationAlignment:
+    """Write a conversation with both sides' templates and align what the messages say.
+
+    Bytes correspond where they came from the same field of the same message and are equal: of a
+    content that one template strips or shortens, what it shows. Stop tokens behind the same message
+    are a chunk of their own, where both sides train theirs.
+
+    Args:
+        student_tokenizer: With a prompt format.
+        teacher_tokenizer: With its own.
+        conversation: Not changed.
+        add_generation_prompt: End with the header of an answer, on both sides.
+        template_variables: What both templates see besides the messages, such as ``tools``.
+
+    Raises:
+        ConfigError: A tokenizer has no prompt format.
+        ConversationError: The conversation is malformed, or does not fit a format.
+    """
+    student, teacher = (
+        tokenizer.encode_conversation(
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            template_variables=template_variables,
+        )
+        for tokenizer in (student_tokenizer, teacher_tokenizer)
+    )
+    return align_encoded_conversations(
+        student,
+        teacher,
+        student_is_control=student_tokenizer.is_control,
+        teacher_is_control=teacher_tokenizer.is_control,
+    )
+
+
+def align_encoded_conversations(
+    student: EncodedConversation,
+    teacher: EncodedConversation,
+    *,
+    student_is_control: Callable[[int], bool],
+    teacher_is_control: Callable[[int], bool],
+) -> ConversationAlignment:
+    """``align_conversation`` of what both sides have written already."""
+    own, other = shown_contents(student), shown_contents(teacher)
+    contents = [pair for key in own if key in other for pair in _equal_ranges(own[key], other[key])]
+    stops = list(
+        _stop_ranges(
+            student,
+            teacher,
+            stop_tokens(student, own, student_is_control),
+            stop_tokens(teacher, other, teacher_is_control),
+        )
+    )
+    kept = _ascending([*contents, *stops])
+    ranges = np.array(kept, dtype=np.int64).reshape(-1, 2, 2)
+    aligned = sum(pair[1] - pair[0] for pair in set(kept) - set(stops))
+    return ConversationAlignment(
+        student=student,
+        teacher=teacher,
+        alignment=align_segments(
+            student.byte_ends, teacher.byte_ends, Segments(ranges[:, 0], ranges[:, 1])
+        ),
+        student_residual_bytes=_byte_count(own) - aligned,
+        teacher_residual_bytes=_byte_count(other) - aligned,
+    )
+
+
+def _equal_ranges(own: ShownContent, other: ShownContent) -> Iterator[Pair]:
+    """Where both sides show the same bytes of one content, in places that are whole on both."""
+    for start, other_start, size in _equal_bytes(own.text, other.text):
+        stop, shift = start + size, other_start - start
+        cuts = np.concatenate([own.starts, other.starts - shift])
+        fence = np.unique(np.clip(cuts, start, stop)).tolist()
+        for first, last in pairwise(fence):
+            at, other_at = _shown_at(own, first), _shown_at(other, first + shift)
+            yield at, at + last - first, other_at, other_at + last - first
+
+
+def _equal_bytes(own: str, other: str) -> list[Run]:
+    """What two versions of one content have in common; of one inside the other, all of it.
+
+    A shortened content is more often the end of the whole one, as an answer without its thinking.
+    """
+    raw, other_raw = own.encode(), other.encode()
+    if (at := raw.rfind(other_raw)) >= 0:
+        return [(at, 0, len(other_raw))]
+    if (at := other_raw.rfind(raw)) >= 0:
+        return [(0, at, len(raw))]
+    return bridge_texts(raw, other_raw).equal.runs
+
+
+def _shown_at(content: ShownContent, byte: int) -> int:
+    """Where a byte of a content is in the rendered text."""
+    place = int(content.starts.searchsorted(byte, side="right")) - 1
+    return int(content.places[place, 0] + byte - content.starts[place])
+
+
+def _stop_ranges(
+    student: EncodedConversation,
+    teacher: EncodedConversation,
+    student_stops: Mapping[int, int],
+    teacher_stops: Mapping[int, int],
+) -> Iterator[Pair]:
+    for message, token in student_stops.items():
+        if message in teacher_stops:
+            yield (*_bytes_of(student, token), *_bytes_of(teacher, teacher_stops[message]))
+
+
+def _bytes_of(encoded: EncodedConversation, token: int) -> tuple[int, int]:
+    start = int(encoded.byte_ends[token - 1]) if token else 0
+    return start, int(encoded.byte_ends[token])
+
+
+def _ascending(pairs: list[Pair]) -> list[Pair]:
+    """The pairs that ascend on both sides; where a template turns messages round, most bytes."""
+    by_start = {(pair[0], pair[2]): pair for pair in pairs}
+    runs: list[Run] = [(pair[0], pair[2], pair[1] - pair[0]) for pair in sorted(pairs)]
+    return [by_start[i, j] for i, j, _ in heaviest_chain(runs)]
+
+
+def _byte_count(contents: Mapping[Any, ShownContent]) -> int:
+    return sum(int(content.starts[-1]) for content in contents.values())
