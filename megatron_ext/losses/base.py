@@ -55,6 +55,12 @@ class DistillationInputs:
     chunk_mask: torch.Tensor | None = None
     """[C] bool: chunks that count, as where another teacher is chosen for a sample; None: all."""
 
+    chunk_text_class: torch.Tensor | None = None
+    """[C] int8: number in ``alignment.audit.text_class.TEXT_CLASSES``; for diagnostics."""
+
+    chunk_script: torch.Tensor | None = None
+    """[C] int8: number in ``alignment.audit.character_table.SCRIPTS``; for diagnostics."""
+
     def counted_chunks(self) -> torch.Tensor:
         """int64 scalar: chunks that an objective over chunks sums over."""
         assert self.alignment is not None
@@ -75,6 +81,10 @@ class LossOutput:
     """int64 scalar: what was summed over (chunks, tokens)."""
 
     metrics: dict[str, SumCount] = field(default_factory=dict)
+
+    chunk_loss: torch.Tensor | None = None
+    """[C] without a graph: each chunk's part of ``loss_sum``, 0 for those that are left out; None
+    from an objective that does not sum over chunks."""
 
 
 Objective = Callable[[DistillationInputs], LossOutput]

@@ -1,0 +1,115 @@
+"""What a loss over chunks says about them besides its sum. C chunks.
+
+Names of metrics, each a (sum, count) over the chunks of one microbatch:
+
+- ``used/one_to_one`` and the other three classes: chunks in the sum, of the class's chunks;
+- ``loss/one_to_one``: their part of the loss, of those chunks that are in the sum;
+- ``loss/digits-1``, ``loss/Latin``: the same by text class and by script, where the inputs know
+  them.
+
+The same names come back from every microbatch, in the same order. No collectives: whatever goes in
+is replicated over the tensor-parallel group, and so is what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+
+from megatron_ext.alignment.audit.character_table import SCRIPTS
+from megatron_ext.alignment.audit.text_class import TEXT_CLASSES
+from megatron_ext.alignment.chunk_class import ChunkClass
+from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
+
+_CHUNK_CLASSES: Final = tuple(kind.name.lower() for kind in ChunkClass)
+
+
+def chunk_output(
+    inputs: DistillationInputs,
+    chunk_loss: torch.Tensor,
+    *,
+    usable: torch.Tensor | None = None,
+    means: Mapping[str, torch.Tensor] | None = None,
+    metrics: Mapping[str, SumCount] | None = None,
+) -> LossOutput:
+    """The output of an objective that has a loss for every chunk.
+
+    Args:
+        inputs: What the objective was called with; it has an alignment.
+        chunk_loss: [C] fp32 with a graph, the same on every tensor-parallel rank. What chunks that
+            are not in the sum hold is not looked at, NaN included.
+        usable: bool [C], chunks that the objective can use; None: all. Those outside
+            ``inputs.chunk_mask`` are left out as well.
+        means: Name -> [C] of any dtype, to be averaged over the chunks in the sum.
+        metrics: Name -> (sum, count) of anything else.
+    """
+    used = used_chunks(inputs, usable)
+    count = used.sum()
+    kept = torch.where(used, chunk_loss, 0.0)
+    averages = {name: over_chunks(values, used) for name, values in (means or {}).items()}
+    return LossOutput(
+        loss_sum=kept.sum(),
+        count=count,
+        chunk_loss=kept.detach(),
+        metrics=averages | dict(metrics or {}) | class_metrics(inputs, kept.detach(), used),
+    )
+
+
+def used_chunks(inputs: DistillationInputs, usable: torch.Tensor | None = None) -> torch.Tensor:
+    """bool [C]: chunks that are in ``inputs.chunk_mask`` and ``usable``; None stands for all."""
+    assert inputs.alignment is not None
+    masks = [mask for mask in (inputs.chunk_mask, usable) if mask is not None]
+    if not masks:
+        count, device = inputs.alignment.chunk_count, inputs.student_logits.device
+        return torch.ones(count, dtype=torch.bool, device=device)
+    return masks[0] if len(masks) == 1 else masks[0] & masks[1]
+
+
+def over_chunks(values: torch.Tensor, used: torch.Tensor) -> SumCount:
+    """Sum of ``values`` [C] over the used chunks, and their number."""
+    kept = torch.where(used, values.detach(), torch.zeros_like(values))
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    return kept.to(dtype).sum(), used.sum()
+
+
+def class_metrics(
+    inputs: DistillationInputs, chunk_loss: torch.Tensor, used: torch.Tensor
+) -> dict[str, SumCount]:
+    """Chunks used and their loss by class, see the top of this file.
+
+    Args:
+        chunk_loss: [C] without a graph, 0 where ``used`` is False.
+        used: bool [C].
+    """
+    alignment = inputs.alignment
+    assert alignment is not None
+    one = used.to(chunk_loss.dtype)
+    everything = torch.ones_like(used)
+    found = _by_class("used", one, everything, alignment.chunk_class, _CHUNK_CLASSES)
+    for classes, names in (
+        (alignment.chunk_class, _CHUNK_CLASSES),
+        (inputs.chunk_text_class, tuple(TEXT_CLASSES)),
+        (inputs.chunk_script, SCRIPTS),
+    ):
+        if classes is not None:
+            found |= _by_class("loss", chunk_loss, used, classes, names)
+    return found
+
+
+def _by_class(
+    prefix: str,
+    values: torch.Tensor,
+    counted: torch.Tensor,
+    classes: torch.Tensor,
+    names: Sequence[str],
+) -> dict[str, SumCount]:
+    index = classes.to(torch.int64)
+    sums = values.new_zeros(len(names)).index_add_(0, index, values)
+    counts = torch.zeros(len(names), dtype=torch.int64, device=values.device)
+    counts.index_add_(0, index, counted.to(torch.int64))
+    return {
+        f"{prefix}/{name}": (total, count)
+        for name, total, count in zip(names, sums.unbind(), counts.unbind(), strict=True)
+    }
