@@ -1,6 +1,6 @@
 """What to know of a student and a teacher before training: how their tokens meet on a text."""
 
-from megatron_ext.alignment.audit.coverage_row import CoverageRow
+from megatron_ext.alignment.audit.coverage_row import CoverageRow, share_in_words
 from megatron_ext.alignment.audit.document import AuditDocument
 from megatron_ext.alignment.audit.offenders import Offender
 from megatron_ext.alignment.audit.pair_audit import AuditReport, PairAudit, SideReport
@@ -14,4 +14,5 @@ __all__ = [
     "PairAudit",
     "Recommendation",
     "SideReport",
+    "share_in_words",
 ]

@@ -17,6 +17,13 @@ CHUNK_SIZES = 4
 """1:1, 1:n, n:1 and n:m, in this order."""
 
 
+def share_in_words(share: float) -> str:
+    """A share in percent that says 0 and 100 only where it is."""
+    if 0 < share < 0.0005:
+        return "<0.1%"
+    return ">99.9%" if 0.9995 <= share < 1 else f"{share:.1%}"
+
+
 @dataclass(kw_only=True, frozen=True, slots=True)
 class CoverageRow:
     """The chunks of a script, of a class or of the whole text."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from megatron_ext.alignment.audit.coverage_row import CoverageRow
+from megatron_ext.alignment.audit.coverage_row import CoverageRow, share_in_words
 
 ObjectiveName = Literal["kl", "projected_kl", "hybrid_kl", "chunk_likelihood"]
 
@@ -70,8 +70,8 @@ def recommend(
             ("There is no chunk.",),
         )
     one_to_one = (
-        f"{total.one_to_one_share:.1%} of the {total.counts.chunks:,} chunks are 1:1, and "
-        f"{total.one_to_one_byte_share:.1%} of the bytes lie in them."
+        f"{share_in_words(total.one_to_one_share)} of the {total.counts.chunks:,} chunks are 1:1, "
+        f"and {share_in_words(total.one_to_one_byte_share)} of the bytes lie in them."
     )
     if same_vocabulary and total.counts.one_to_one == total.counts.chunks:
         return Recommendation(
@@ -80,8 +80,8 @@ def recommend(
             ("Both vocabularies have the same bytes under every id.", one_to_one),
         )
     many_to_many = (
-        f"{total.many_to_many_byte_share:.1%} of the bytes lie in n:m chunks, of several tokens on "
-        "both sides."
+        f"{share_in_words(total.many_to_many_byte_share)} of the bytes lie in n:m chunks, of "
+        "several tokens on both sides."
     )
     if (
         total.one_to_one_byte_share < LEAST_ONE_TO_ONE_BYTES
@@ -112,7 +112,8 @@ def _by_numbers(classes: Sequence[CoverageRow], one_to_one: str) -> Recommendati
             ),
         )
     numbers_cut = (
-        f"{split / chunks:.1%} of the {chunks:,} chunks in numbers of several digits are not 1:1."
+        f"{share_in_words(split / chunks)} of the {chunks:,} chunks in numbers of several digits "
+        "are not 1:1."
     )
     if split / chunks > MOST_SPLIT_NUMBERS:
         return Recommendation(

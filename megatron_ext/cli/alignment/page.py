@@ -13,10 +13,11 @@ from typing import Final
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from megatron_ext.alignment.audit import share_in_words
 from megatron_ext.alignment.audit.text_class import TEXT_CLASSES
 from megatron_ext.cli.alignment.audit_run import AuditRun
 from megatron_ext.cli.alignment.ribbon import Ribbon, RibbonChunk, bar_of, ribbons, token_title
-from megatron_ext.cli.alignment.text_report import SHARE_NAMES, losses, pieces_in_line, share
+from megatron_ext.cli.alignment.text_report import SHARE_NAMES, losses, pieces_in_line
 from megatron_ext.cli.inlined_file import InlinedFile
 from megatron_ext.cli.token_view import TokenView
 from megatron_ext.cli.visible_text import one_line
@@ -45,7 +46,7 @@ def audit_page(
         undefined=StrictUndefined,
     )
     environment.filters["in_line"] = _in_line
-    environment.filters["share"] = share
+    environment.filters["share"] = share_in_words
     report = run.report
     return environment.get_template("audit.html.jinja").render(
         run=run,

@@ -6,7 +6,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from megatron_ext.alignment.audit import AuditReport, CoverageRow, Offender, SideReport
+from megatron_ext.alignment.audit import (
+    AuditReport,
+    CoverageRow,
+    Offender,
+    SideReport,
+    share_in_words,
+)
 from megatron_ext.alignment.audit.text_class import TEXT_CLASSES
 from megatron_ext.cli.alignment.audit_run import AuditRun
 from megatron_ext.cli.visible_text import one_line, readable_text
@@ -84,7 +90,7 @@ class _Text:
                 f"{total.student_tokens / total.counts.chunks:.2f} student and "
                 f"{total.teacher_tokens / total.counts.chunks:.2f} teacher tokens, "
                 f"{total.byte_count / total.counts.chunks:.2f} bytes each · "
-                f"{share(total.one_to_one_byte_share)} of the bytes in 1:1\n"
+                f"{share_in_words(total.one_to_one_byte_share)} of the bytes in 1:1\n"
             )
             yield (
                 f"         longest: student tokens {report.student.longest_chunk:,}, "
@@ -154,13 +160,6 @@ class _Text:
         return f"{style}{text}{_RESET}" if self._color else text
 
 
-def share(value: float) -> str:
-    """A share in percent that says 0 and 100 only where it is."""
-    if 0 < value < 0.0005:
-        return "<0.1%"
-    return ">99.9%" if 0.9995 <= value < 1 else f"{value:.1%}"
-
-
 def losses(report: AuditReport, run: AuditRun) -> Iterator[str]:
     """What is in no chunk, unknown, left out or refused: a sentence each."""
     counts = report.total.counts
@@ -179,9 +178,10 @@ def losses(report: AuditReport, run: AuditRun) -> Iterator[str]:
 
 
 def _unknown(name: str, side: SideReport, byte_count: int) -> str:
+    share = share_in_words(side.unknown_bytes / byte_count)
     return (
-        f"the {name} cannot represent {side.unknown_bytes:,} bytes "
-        f"({side.unknown_bytes / byte_count:.2%}): {side.unknown_tokens:,} unknown tokens"
+        f"the {name} cannot represent {side.unknown_bytes:,} bytes ({share}): "
+        f"{side.unknown_tokens:,} unknown tokens"
     )
 
 
@@ -194,8 +194,8 @@ def _cells(row: CoverageRow, heading: str) -> list[str]:
     return [
         name,
         f"{chunks:,}",
-        *(share(shares[key]) for key in SHARE_NAMES),
-        share(row.one_to_one_byte_share),
+        *(share_in_words(shares[key]) for key in SHARE_NAMES),
+        share_in_words(row.one_to_one_byte_share),
         f"{row.student_tokens / chunks:.2f}",
         f"{row.teacher_tokens / chunks:.2f}",
     ]

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_ext.alignment import ChunkCounts
-from megatron_ext.alignment.audit.coverage_row import CoverageRow
+from megatron_ext.alignment.audit.coverage_row import CoverageRow, share_in_words
 from megatron_ext.alignment.audit.recommendation import recommend
 
 
@@ -54,3 +54,12 @@ def test_the_same_tokenizer_needs_the_same_tokens_not_the_same_vocabulary_alone(
 def test_one_digit_numbers_split_nobody():
     advice = recommend(row("all", 10, 0), [row("digits-1", 0, 500)], same_vocabulary=False)
     assert advice.objective == "hybrid_kl"
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(0, "0.0%"), (1e-9, "<0.1%"), (0.0005, "0.1%"), (0.5, "50.0%"), (0.99949, "99.9%"),
+     (0.9999999, ">99.9%"), (1, "100.0%")],
+)  # fmt: skip
+def test_a_share_is_none_or_all_only_where_it_is(share, words):
+    assert share_in_words(share) == words
