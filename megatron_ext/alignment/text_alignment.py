@@ -116,4 +116,5 @@ def _bridge(student: SymbolRow, teacher: SymbolRow, runs: Sequence[Run]) -> Text
 def _between(ranges: Ranges, total: int) -> Ranges:
     """[R + 1, 2] what lies before, between and behind ranges."""
     bounds = np.concatenate([np.zeros(1, np.int64), ranges.reshape(-1), np.array([total])])
-    return bounds.reshape(-1, 2)
+    pairs: Ranges = bounds.reshape(-1, 2)
+    return pairs

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.byte_alignment import align_byte_ends
+from megatron_ext.alignment.control_pairs import stand_for_the_same
 from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.alignment.window import cut_windows
 from megatron_ext.constants import NO_CHUNK
@@ -57,6 +58,9 @@ class WindowDataset(Sequence[Window]):
         teacher_tokenizer: Tokenizer of the teacher; None to serve the student alone.
         teacher_length: The same limit for the teacher.
         append_eod: End each document with the end-of-document token, where a side has one.
+        pair_eod: Make these two tokens a chunk, where they stand for the same, by the rule of the
+            projection. That a document ends here is something the teacher predicts and can teach;
+            without it, labels alone do.
 
     Attributes:
         byte_count: Bytes in all windows.
@@ -75,9 +79,11 @@ class WindowDataset(Sequence[Window]):
         teacher_tokenizer: MegatronTokenizerText | None = None,
         teacher_length: int | None = None,
         append_eod: bool = True,
+        pair_eod: bool = True,
     ) -> None:
         self._student = _Side(student_tokenizer, append_eod)
         self._teacher = _Side(teacher_tokenizer, append_eod) if teacher_tokenizer else None
+        self._pairs_eod = pair_eod and _end_alike(self._student, self._teacher)
         self._lengths = (student_length, teacher_length or student_length)
         self._windows: list[Window] = []
         self.dropped_bytes = 0
@@ -145,7 +151,11 @@ class WindowDataset(Sequence[Window]):
                 )
                 continue
             other_ends = _slice_ends(teacher_ends, teacher, start)
-            alignment = align_byte_ends(ends, other_ends)
+            ends_document = student[1] == len(student_ids) and teacher[1] == len(teacher_ids)
+            last = np.array([len(ends) - 1]), np.array([len(other_ends) - 1])
+            alignment = align_byte_ends(
+                ends, other_ends, paired=last if self._pairs_eod and ends_document else None
+            )
             self._chunk_counts += ChunkCounts.of(alignment)
             self._windows.append(
                 Window(
@@ -162,15 +172,15 @@ class _Side:
     """One tokenizer and its leading token."""
 
     def __init__(self, tokenizer: MegatronTokenizerText, append_eod: bool) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._lead = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
-        self._eod = tokenizer.eod if append_eod else None
+        self.eod = tokenizer.eod if append_eod else None
 
     def encode(self, document: str) -> tuple[Ids, NDArray[np.int64]]:
-        ids, ends = self._tokenizer.encode_with_byte_ends(document)
-        if self._eod is None or not len(ids):
+        ids, ends = self.tokenizer.encode_with_byte_ends(document)
+        if self.eod is None or not len(ids):
             return ids, ends
-        return np.append(ids, np.int32(self._eod)), np.append(ends, ends[-1])
+        return np.append(ids, np.int32(self.eod)), np.append(ends, ends[-1])
 
     def sequence(
         self,
@@ -193,6 +203,13 @@ class _Side:
             np.insert(chunks, 0, NO_CHUNK),
             np.insert(text_bytes, 0, 0),
         )
+
+
+def _end_alike(student: _Side, teacher: _Side | None) -> bool:
+    """Whether both sides end a document with tokens that stand for the same."""
+    if teacher is None or student.eod is None or teacher.eod is None:
+        return False
+    return stand_for_the_same(student.tokenizer, teacher.tokenizer, student.eod, teacher.eod)
 
 
 def _blank(window: Window) -> Window:

@@ -119,9 +119,29 @@ def test_only_the_last_window_of_a_document_ends_it(append_eod: bool) -> None:
     for window in ends:
         assert window.teacher is not None
         assert window.teacher.ids[-1] == teacher_tokenizer().eod
-        assert window.student.chunk_id[-1] == window.teacher.chunk_id[-1] == NO_CHUNK
+        last = window.student.chunk_id.max()
+        assert window.student.chunk_id[-1] == window.teacher.chunk_id[-1] == last
+        assert np.count_nonzero(window.student.chunk_id == last) == 1
         assert window.student.text_bytes[-1] == 0
     assert data.byte_count == len("".join(DOCUMENTS).encode())
+
+
+def test_the_ends_of_documents_can_be_left_out_of_chunks() -> None:
+    paired, unpaired = dataset(), dataset(pair_eod=False)
+    eod = student_tokenizer().eod
+    for window, plain in zip(paired, unpaired, strict=True):
+        assert window.teacher is not None
+        assert plain.teacher is not None
+        for side, other in ((window.student, plain.student), (window.teacher, plain.teacher)):
+            stop = -1 if window.student.ids[-1] == eod else None
+            assert np.array_equal(side.ids, other.ids)
+            assert np.array_equal(side.chunk_id[:stop], other.chunk_id[:stop])
+            if stop is not None:
+                assert other.chunk_id[-1] == NO_CHUNK
+    counts, plain_counts = paired.chunk_counts, unpaired.chunk_counts
+    assert counts is not None
+    assert plain_counts is not None
+    assert counts.chunks == plain_counts.chunks + len(DOCUMENTS)
 
 
 def test_without_a_teacher_a_window_is_the_students_alone() -> None:
