@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -35,22 +35,26 @@ def alignment_batch(
     """
     student_side, teacher_side = sides
     pairs_ends = student_side.eod is not None and teacher_side.eod is not None
-    student_rows: list[Ids] = [np.zeros(0, np.int32)]
-    teacher_rows: list[Ids] = [np.zeros(0, np.int32)]
-    count = 0
+    student_rows, teacher_rows, is_end = [], [], []
     for piece in pieces:
         teacher = piece.teachers[teacher_index]
         student_ids, teacher_ids = teacher.student_chunk_id, teacher.teacher_chunk_id
         if _loses_first(student_ids, student_side) or _loses_first(teacher_ids, teacher_side):
             student_ids, teacher_ids = _without_first(student_ids), _without_first(teacher_ids)
-        end = int(student_ids.max(initial=NO_CHUNK)) + 1
-        has_pair = piece.is_end and pairs_ends
-        student_rows.append(_labels(student_ids, student_side, piece.is_end, count, end, has_pair))
-        teacher_rows.append(_labels(teacher_ids, teacher_side, piece.is_end, count, end, has_pair))
-        count += end + has_pair
+        student_rows.append(student_ids)
+        teacher_rows.append(teacher_ids)
+        is_end.append(piece.is_end)
+    counts = _chunk_counts(student_rows)
+    has_pair = np.array(is_end, np.bool_) & pairs_ends
+    first = np.cumsum(counts + has_pair) - counts - has_pair
+    pair_ids = np.where(has_pair, first + counts, NO_CHUNK)
+    student, others = (
+        _labels(rows, side, is_end, first, pair_ids)
+        for rows, side in ((student_rows, student_side), (teacher_rows, teacher_side))
+    )
     return AlignmentBatch.from_chunk_ids(
-        torch.from_numpy(layouts[0].scattered(np.concatenate(student_rows), NO_CHUNK)),
-        torch.from_numpy(layouts[1].scattered(np.concatenate(teacher_rows), NO_CHUNK)),
+        torch.from_numpy(layouts[0].scattered(student, NO_CHUNK)),
+        torch.from_numpy(layouts[1].scattered(others, NO_CHUNK)),
     )
 
 
@@ -73,12 +77,48 @@ def _without_first(chunk_id: Ids) -> Ids:
     return counted
 
 
+def _chunk_counts(rows: Sequence[Ids]) -> NDArray[np.int64]:
+    """Chunks of each piece [S], from chunk ids that ascend from 0."""
+    counts = np.zeros(len(rows), np.int64)
+    filled = [index for index, row in enumerate(rows) if len(row)]
+    if filled:
+        lengths = [len(rows[index]) for index in filled]
+        starts = np.cumsum([0, *lengths[:-1]])
+        flat = np.concatenate([rows[index] for index in filled])
+        counts[filled] = np.maximum.reduceat(flat, starts) + 1
+    return counts
+
+
 def _labels(
-    chunk_id: Ids, side: Side, is_end: bool, count: int, end: int, has_pair: bool
-) -> NDArray[np.int32]:
-    """Chunk of each label of a segment: ids from ``count`` on, ``end`` that of its last token."""
-    counted = np.where(chunk_id == NO_CHUNK, np.int32(NO_CHUNK), chunk_id + np.int32(count))
-    if is_end and side.eod is not None:
-        last = count + end if has_pair else NO_CHUNK
-        counted = np.append(counted, np.int32(last))
-    return counted[1:] if side.lead is None else counted
+    rows: Sequence[Ids],
+    side: Side,
+    is_end: Sequence[bool],
+    first: NDArray[np.int64],
+    pair_ids: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Chunk of each label [L], of pieces [S] whose chunks count from ``first`` on.
+
+    Args:
+        rows: Chunk ids of each piece, counted from 0 in it.
+        side: Whose.
+        is_end: Whether a text ends with each.
+        first: [S]
+        pair_ids: [S] chunk of the token that ends the text.
+    """
+    # The end is written behind the chunk ids: a place for it is left here.
+    place = np.full(1, NO_CHUNK, np.int32)
+    has_eod = np.array(is_end, np.bool_) & (side.eod is not None)
+    parts = [
+        part
+        for row, has in zip(rows, has_eod.tolist(), strict=True)
+        for part in ((row, place) if has else (row,))
+    ]
+    flat = np.concatenate([place[:0], *parts])
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows)) + has_eod
+    labels = np.where(flat == NO_CHUNK, NO_CHUNK, flat + np.repeat(first, lengths))
+    stops = np.cumsum(lengths)
+    labels[stops[has_eod] - 1] = pair_ids[has_eod]
+    if side.lead is None:
+        # The first token of a piece is read and not predicted.
+        labels = np.delete(labels, (stops - lengths)[lengths > 0])
+    return labels
