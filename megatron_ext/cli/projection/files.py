@@ -94,9 +94,9 @@ def write_projection(
 def with_model_names(
     projection: SparseProjection, arguments: argparse.Namespace
 ) -> SparseProjection:
-    """``projection`` with the names of the two models, as the known tools keep them."""
+    """``projection`` with the names of the two models, where it has none, as the known tools do."""
     names = {"student_model_id": arguments.student, "teacher_model_id": arguments.teacher}
-    metadata = {**projection.metadata, **{k: v for k, v in names.items() if v is not None}}
+    metadata = {**{k: v for k, v in names.items() if v is not None}, **projection.metadata}
     return replace(projection, metadata=metadata)
 
 
