@@ -1,0 +1,104 @@
+"""Published tokenizers over published texts: every chunk there is, and no other.
+
+The truth is computed here with sets: from the bytes of each token where these spell the text, and
+for tokenizers that normalise from the offsets into the original text that they report.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate, permutations
+
+import numpy as np
+import pytest
+from shared_text import ALL_TEXT, LIBRARY_OF, needs_shared, published, published_texts
+
+from megatron_ext.alignment import TokenAligner
+from megatron_ext.errors import TokenizerError
+
+pytestmark = needs_shared
+
+BYTES_OF_EACH = 6_000 if ALL_TEXT else 400
+PAIRS = list(permutations(sorted(LIBRARY_OF), 2))
+SAMPLE = [
+    ("llama3_2", "qwen3"),
+    ("t5_small", "bert_uncased"),
+    ("llama2_sp", "openai_tiktoken/r50k_base.tiktoken"),
+    ("sp_tiny/kyoto_ja_unigram_8000.model", "gpt2"),
+]
+
+
+def true_chunks(sides):
+    """Pairs of token tuples: what stands between one byte where both sides end and the next."""
+    common = sorted(set(sides[0]) & set(sides[1]) - {0})
+    place = {byte: index for index, byte in enumerate(common)}
+    chunks = [([], []) for _ in common]
+    for side, ends in enumerate(sides):
+        chunk = begin = 0
+        for token, end in enumerate(ends):
+            if end > begin and chunk < len(common):
+                chunks[chunk][side].append(token)
+            if end in place and end > begin:
+                chunk = place[end] + 1
+            begin = end
+    return [(tuple(student), tuple(teacher)) for student, teacher in chunks]
+
+
+def true_ends(tokenizer, text, ids, ends):
+    """Byte ends from the bytes of the tokens where these are the text's; else from offsets."""
+    pieces = [tokenizer.token_bytes(token_id) or b"" for token_id in ids.tolist()]
+    prefix = len(b"".join(pieces)) - len(text.encode())
+    if b"".join(pieces) != b" " * prefix + text.encode() or prefix > 1:
+        return ends.tolist()
+    return [max(0, total - prefix) for total in accumulate(map(len, pieces))]
+
+
+def found_chunks(alignment):
+    by_chunk = [([], []) for _ in range(alignment.chunk_count)]
+    for side, ids in enumerate((alignment.student_chunk_id, alignment.teacher_chunk_id)):
+        for token in np.flatnonzero(ids >= 0).tolist():
+            by_chunk[ids[token]][side].append(token)
+    return [(tuple(student), tuple(teacher)) for student, teacher in by_chunk]
+
+
+@cache
+def encoded(name):
+    """Texts with their tokens and true ends; without where the tokenizer cannot represent one."""
+    tokenizer = published(name)
+    rows = []
+    for text in chosen_texts():
+        try:
+            ids, ends = tokenizer.encode_with_byte_ends(text)
+        except TokenizerError:
+            rows.append((text, None))
+            continue
+        unknown = tokenizer.unk_id is not None and tokenizer.unk_id in ids
+        truth = true_ends(tokenizer, text, ids, ends)
+        rows.append((text, None if unknown else ((ids, ends), truth)))
+    return rows
+
+
+@cache
+def chosen_texts():
+    chosen = []
+    for texts in published_texts().values():
+        sizes = accumulate(len(text.encode()) for text in texts)
+        chosen += [text for text, size in zip(texts, sizes, strict=True) if size < BYTES_OF_EACH]
+    return chosen
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS if ALL_TEXT else SAMPLE)
+def test_every_chunk_is_found_and_no_other(student, teacher):
+    aligner = TokenAligner(published(student), published(teacher))
+    texts = chunks = 0
+    for (text, own), (same_text, other) in zip(encoded(student), encoded(teacher), strict=True):
+        assert text == same_text
+        if own is None or other is None:
+            continue
+        truth = true_chunks((own[1], other[1]))
+        found = found_chunks(aligner.align_encoded(own[0], other[0]))
+        assert found == truth, text
+        texts, chunks = texts + 1, chunks + len(truth)
+    assert texts > 0
+    assert chunks > texts
+    print(f"{student} <- {teacher}: {texts} texts, {chunks} chunks, all found")
