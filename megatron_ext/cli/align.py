@@ -5,10 +5,10 @@
         --html pair.html --json pair.json
     megatron-ext align --text "Sold 201 of 2017." --student DIR --teacher DIR
 
-Files are JSON lines, Parquet, Arrow or plain text, as megatron-ext tokenize reads them; - is standard
-input. A chunk is a minimal pair of token spans that cover the same bytes; it is 1:1 where one
-student token is one teacher token. The report says how many chunks are, by script and by class of
-text, which ones are not and matter most, and recommends an objective with the numbers behind it.
+Files are JSON lines, Parquet, Arrow or plain text, as megatron-ext tokenize reads them; - is
+standard input. A chunk is a minimal pair of token spans that cover the same bytes; it is 1:1 where
+one student token is one teacher token. The report says how many chunks are, by script and by class
+of text, which ones are not and matter most, and recommends an objective with the numbers behind it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         nargs="*",
         metavar="FILE",
-        help="files, folders and glob patterns: .jsonl, .json, .parquet, .arrow, .txt, also .gz; or -",
+        help="files, folders and glob patterns: .jsonl, .json, .parquet, .arrow, .txt, also .gz; "
+        "- for standard input",
     )
     data.add_argument("--text", metavar="TEXT", help="a text in place of files")
     data.add_argument(

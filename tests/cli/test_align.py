@@ -75,6 +75,7 @@ def test_the_json_holds_the_counts_of_the_aligner(capsys, tokenizers):
     assert report["student"]["tokens"] == len(tokenizers[0].text_to_ids(TEXT))
     assert report["teacher"]["tokens"] == len(tokenizers[1].text_to_ids(TEXT))
     assert report["student"]["vocab_size"] == 131_072
+    assert report["student"]["tokenizer"] == f"data/{TEKKEN.name} · tiktoken, 131,072 ids"
     assert sum(row["chunks"] for row in report["classes"]) == counts.chunks
     assert {row["name"] for row in report["scripts"]} >= {"Latin", "Common", "Han"}
     assert report["recommendation"]["reasons"]

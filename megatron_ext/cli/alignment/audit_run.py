@@ -91,6 +91,8 @@ class _Sample:
 
 
 def _in_words(tokenizer: MegatronTokenizerText) -> str:
-    path = tokenizer.path
-    name = "" if path is None else f"{Path(path).name} · "
-    return f"{name}{tokenizer.library}, {tokenizer.vocab_size:,} ids"
+    path = Path(tokenizer.path or "")
+    # Most files are named alike; the folder tells them apart.
+    name = "/".join(path.parts[-2:]) if path.is_file() else path.name
+    words = f"{tokenizer.library}, {tokenizer.vocab_size:,} ids"
+    return f"{name} · {words}" if name else words
