@@ -61,6 +61,7 @@ def test_an_inspection_tells_the_leaked_share(files, capsys):
     out = capsys.readouterr().out
     assert f"{len(rows):,} rows, {leaked:.1%} of their mass (column" in out
     assert "give --student and --teacher" in out
+    assert f"({len(rows):,} rows uncommon)" in out
     projection("inspect", files.path, *files.names, "--json")
     found = json.loads(capsys.readouterr().out)
     filler = next(d for d in found["defects"] if d["kind"] == "filler_column")

@@ -46,7 +46,8 @@ def _lines(inspection: Inspection, path: Path) -> Iterator[str]:
     yield f"columns in a row {_row_sizes(inspection)}\n"
     yield f"exact rows       {inspection.exact_rows:,}\n"
     yield (
-        f"common tokens    {inspection.strict_common:,} by exact rows, "
+        f"common tokens    {inspection.strict_common:,} by exact rows "
+        f"({height - inspection.strict_common:,} rows uncommon), "
         f"{inspection.relaxed_common:,} by a share of 0.6\n"
     )
     yield f"reached columns  {inspection.reachable_columns:,} ({_share(inspection):.1%})\n"
