@@ -7,22 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.alignment import Alignment
+from megatron_ext.alignment.audit.batch_text import BatchText
 from megatron_ext.alignment.audit.character_table import SCRIPTS
 from megatron_ext.alignment.audit.coverage_row import CoverageRow, CoverageTally
 from megatron_ext.alignment.audit.document import AuditDocument, document_batches
-from megatron_ext.alignment.audit.encoded_batch import BatchEncoder, EncodedBatch
+from megatron_ext.alignment.audit.encoded_batch import EncodedBatch
 from megatron_ext.alignment.audit.example import ExampleMaker, SpannedTokens
 from megatron_ext.alignment.audit.offenders import Offender, Offenders, pair_hashes
 from megatron_ext.alignment.audit.recommendation import Recommendation, recommend
+from megatron_ext.alignment.audit.side import Side, SideReport
 from megatron_ext.alignment.audit.text_class import TEXT_CLASSES, TextClassifier
 from megatron_ext.alignment.byte_alignment import align_byte_ends
-from megatron_ext.alignment.coverage import tokens_per_chunk
 from megatron_ext.errors import DataError, TokenizerError
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import utf8
@@ -32,21 +33,6 @@ BATCH_CHARACTERS: Final = 1 << 21
 
 MOST_REFUSED_LISTED: Final = 100
 """Refused documents that are named; all are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class SideReport:
-    """What one tokenizer made of the text."""
-
-    vocab_size: int
-    tokens: int
-    bytes_per_token: float
-    unknown_tokens: int
-    """Unknown tokens: text that the tokenizer cannot represent."""
-    unknown_bytes: int
-    """Bytes that they stand for."""
-    longest_chunk: int
-    """Most tokens of this side in one chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +80,7 @@ class PairAudit:
     """
 
     def __init__(self, student: ByteTokenizer, teacher: ByteTokenizer) -> None:
-        self._sides = (_Side(student), _Side(teacher))
+        self._sides = (Side(student), Side(teacher))
         self._same_vocabulary = student.fingerprint() == teacher.fingerprint()
         self._classifier = TextClassifier()
         self._tally = CoverageTally(len(SCRIPTS), len(TEXT_CLASSES))
@@ -200,7 +186,7 @@ class PairAudit:
         bounds = _byte_bounds(alignment, ends[0])
         byte_count = bounds[:, 1] - bounds[:, 0]
         self._longest_chunk_bytes = max(self._longest_chunk_bytes, int(byte_count.max()))
-        text = _BatchText(raws)
+        text = BatchText(raws)
         script, text_class = self._classifier.classify(
             text.code_points, text.documents, *text.characters(bounds)
         )
@@ -219,70 +205,6 @@ class PairAudit:
                 ),
             ).example,
         )
-
-
-class _Side:
-    """One tokenizer, and what is counted of its tokens."""
-
-    def __init__(self, tokenizer: ByteTokenizer) -> None:
-        self.encoder = BatchEncoder(tokenizer)
-        self.unaligned = 0
-        self._tokenizer = tokenizer
-        self._unknown = tokenizer.unk_id
-        self._tokens = self._unknown_tokens = self._unknown_bytes = self._longest = 0
-
-    def count(self, encoded: EncodedBatch) -> None:
-        """Tokens of a batch, and the unknown ones among them."""
-        self._tokens += len(encoded.ids)
-        self.unaligned += len(encoded.ids)
-        if self._unknown is None:
-            return
-        unknown = np.flatnonzero(encoded.ids == self._unknown)
-        self._unknown_tokens += len(unknown)
-        if len(unknown):
-            widths = np.diff(encoded.ends, prepend=0)
-            firsts = encoded.offsets[:-1][encoded.counts > 0]
-            widths[firsts] = encoded.ends[firsts]
-            self._unknown_bytes += int(widths[unknown].sum())
-
-    def count_chunks(self, chunk_id: NDArray[np.int32], chunk_count: int) -> NDArray[np.int64]:
-        """Tokens in each chunk of the batch [C]."""
-        sizes = tokens_per_chunk(chunk_id, chunk_count)
-        self.unaligned -= int(sizes.sum())
-        self._longest = max(self._longest, int(sizes.max(initial=0)))
-        return sizes
-
-    def report(self, byte_count: int) -> SideReport:
-        """The counts, over a text of so many bytes."""
-        return SideReport(
-            vocab_size=self._tokenizer.vocab_size,
-            tokens=self._tokens,
-            bytes_per_token=byte_count / self._tokens if self._tokens else float("nan"),
-            unknown_tokens=self._unknown_tokens,
-            unknown_bytes=self._unknown_bytes,
-            longest_chunk=self._longest,
-        )
-
-
-class _BatchText:
-    """The characters of a batch, and which of them bytes belong to."""
-
-    def __init__(self, raws: Sequence[bytes]) -> None:
-        raw = b"".join(raws)
-        self.code_points = np.frombuffer(raw.decode().encode("utf-32-le"), np.uint32)
-        self._is_ascii = len(self.code_points) == len(raw)
-        if not self._is_ascii:
-            is_start = (np.frombuffer(raw, np.uint8) & 0xC0) != 0x80
-            self._character_at = np.cumsum(is_start) - 1
-        begins = np.cumsum([0, *map(len, raws)], dtype=np.int64)[:-1]
-        self.documents = self._of_bytes(begins)
-
-    def characters(self, bounds: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """First character and one past the last of byte ranges that are not empty [C, 2]."""
-        return self._of_bytes(bounds[:, 0]), self._of_bytes(bounds[:, 1] - 1) + 1
-
-    def _of_bytes(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        return at if self._is_ascii else self._character_at[at]
 
 
 def _byte_bounds(alignment: Alignment, ends: NDArray[np.int64]) -> NDArray[np.int64]:
