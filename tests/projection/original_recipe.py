@@ -48,8 +48,9 @@ def similarity(first, second):
 
 
 def add_special_tokens(counts, student, teacher):
+    candidates = bracketed(teacher)
     for name, student_id in bracketed(student):
-        found = [(similarity(name, other), teacher_id) for other, teacher_id in bracketed(teacher)]
+        found = [(similarity(name, other), teacher_id) for other, teacher_id in candidates]
         for alike, teacher_id in sorted(found, reverse=True)[:PREPARED_SLOTS]:
             if alike >= 0.3:
                 counts[student_id, teacher_id] += 0.8 * alike
