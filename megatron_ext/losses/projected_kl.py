@@ -5,26 +5,31 @@ B batch, Ts Tt tokens, Vps Vpt local columns, C chunks.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
 from megatron_ext.losses.input_check import check_alignment, check_student
 from megatron_ext.losses.projection_shard import ProjectionShard
-from megatron_ext.ops.projected_kl import KLDirection, projected_kl
+from megatron_ext.ops.divergence import Divergence, check_divergence
+from megatron_ext.ops.projected_kl import projected_kl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectedKLLoss:
-    """``tau^2 * sum_c KL(P_c || Q_c)`` over chunks, in its proper form (``ops/projected_kl``).
+    """``tau^2 * sum_c D(P_c || Q_c)`` over chunks, in its proper form (``ops/projected_kl``).
 
     The output counts chunks. Metrics: ``teacher_entropy`` (nats a chunk), ``top1_agreement`` (of
-    the chunk distributions) and ``offsupport_mass`` (teacher mass that the projection cannot reach,
-    a teacher row, at the loss's temperature). Collectives: those of ``ops.projected_kl``.
+    the chunk distributions), ``offsupport_mass`` (teacher mass that the projection cannot reach,
+    a teacher row, at the loss's temperature), ``rest_mass`` (teacher mass outside ``vocab_topk``,
+    where given) and those of ``losses/diagnostics.py``. Collectives: those of ``ops.projected_kl``.
+
+    Teacher targets: ``logits`` and ``hidden``. ``topk`` is refused: the teacher is normalised over
+    the columns that the projection reaches, and how much of a tail these hold is not known; and a
+    chunk of several rows has a different tail in each of them.
 
     Raises:
         LossError: Calling it without teacher, alignment or projection, or with ones that do not fit
@@ -34,19 +39,29 @@ class ProjectedKLLoss:
     temperature: float = 1.0
     """tau, at which both distributions are compared."""
 
-    direction: KLDirection = "forward"
-    """``forward``: KL(teacher || student). ``reverse``: KL(student || teacher)."""
+    direction: Divergence = "forward"
+    """``forward``: KL(teacher || student). ``reverse``: KL(student || teacher).
+    ``jensen_shannon``: of both to their mixture."""
+
+    mixture: float = 0.5
+    """Weight of the teacher in the mixture of ``jensen_shannon``."""
+
+    vocab_topk: int | None = None
+    """Compare on so many teacher tokens a chunk, the teacher's most probable ones, and on the rest
+    as one token; None: on all of them."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
+        check_divergence(
+            "projected_kl",
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+        )
+        if self.vocab_topk is not None and self.vocab_topk < 1:
             raise LossError(
-                "the temperature must be positive", got=self.temperature, expected="above 0"
-            )
-        if self.direction not in get_args(KLDirection):
-            raise LossError(
-                "unknown direction of the projected KL",
-                got=repr(self.direction),
-                expected=f"one of {', '.join(get_args(KLDirection))}",
+                "vocab_topk of projected_kl keeps no token",
+                got=self.vocab_topk,
+                expected="at least 1, or none for every token",
             )
 
     def __call__(self, inputs: DistillationInputs) -> LossOutput:
@@ -67,16 +82,20 @@ class ProjectedKLLoss:
             teacher_shard=teacher.shard,
             temperature=self.temperature,
             direction=self.direction,
+            mixture=self.mixture,
+            vocab_topk=self.vocab_topk,
         )
-        count = torch.tensor(alignment.chunk_count, device=out.loss_sum.device)
-        return LossOutput(
-            loss_sum=out.loss_sum,
-            count=count,
-            metrics={
-                "teacher_entropy": (out.teacher_entropy_sum, count),
-                "top1_agreement": (out.agreement_sum, count),
-                "offsupport_mass": (out.offsupport_sum, out.teacher_rows),
-            },
+        used = used_chunks(inputs)
+        means = {"teacher_entropy": out.teacher_entropy, "top1_agreement": out.top1_agreement}
+        if self.vocab_topk is not None:
+            means["rest_mass"] = out.rest_mass
+        offsupport, _ = over_chunks(out.offsupport_mass, used)
+        teacher_rows = torch.where(used, out.teacher_rows, 0).sum()
+        return chunk_output(
+            inputs,
+            out.chunk_loss,
+            means=means,
+            metrics={"offsupport_mass": (offsupport, teacher_rows)},
         )
 
 

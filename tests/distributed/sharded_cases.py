@@ -127,6 +127,8 @@ CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tenso
     "next token of very negative logits": _objective("next_token", shift=-300.0),
     "forward projected KL": _objective("projected_kl", temperature=1.4),
     "reverse projected KL": _objective("projected_kl", direction="reverse"),
+    "Jensen-Shannon projected KL": _objective("projected_kl", direction="jensen_shannon"),
+    "projected KL on the top tokens": _objective("projected_kl", vocab_topk=7),
     "projected KL without chunks": _objective("projected_kl", chunks=0),
     "projected KL in slices": _sliced,
 }

@@ -105,11 +105,13 @@ class Case:
         ranks: int = 1,
         group: Any = None,
         pad_value: float = 50.0,
+        weights: torch.Tensor | None = None,
         **options: Any,
     ) -> tuple[ProjectedKL, torch.Tensor]:
         """``projected_kl`` on rank ``rank``'s columns, and its gradient [Ts, Vps].
 
-        Padded columns hold ``pad_value``, far above the real logits.
+        Padded columns hold ``pad_value``, far above the real logits. Chunks count by ``weights``
+        [C] in the gradient.
         """
         student = _shard(self.student_logits.shape[1], padding[0], rank, ranks, group)
         teacher = _shard(self.teacher_logits.shape[1], padding[1], rank, ranks, group)
@@ -131,7 +133,8 @@ class Case:
             teacher_shard=teacher,
             **options,
         )
-        (grad,) = torch.autograd.grad(out.loss_sum, logits)
+        weights = torch.ones_like(out.chunk_loss) if weights is None else weights
+        (grad,) = torch.autograd.grad(out.chunk_loss, logits, weights)
         return out, grad
 
 

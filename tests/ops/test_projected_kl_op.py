@@ -15,7 +15,7 @@ from megatron_ext.distributed import row_slices
 from megatron_ext.ops.projected_kl import projected_kl_reference
 from tests.ops.projected_kl_case import Case
 
-DIRECTIONS = ("forward", "reverse")
+DIRECTIONS = ("forward", "reverse", "jensen_shannon")
 
 CASES: dict[str, dict[str, Any]] = {
     "chunks of several rows": {},
@@ -69,10 +69,10 @@ def test_a_case_worked_by_hand() -> None:
     for direction, truth in (("forward", forward), ("reverse", reverse)):
         assert case.truth(direction=direction)[0].item() == pytest.approx(truth, rel=1e-12)
         out, _ = case.run(direction=direction)
-        assert out.loss_sum.item() == pytest.approx(truth, rel=1e-12)
-    assert out.offsupport_sum.item() == pytest.approx(0.5, rel=1e-12)
-    assert out.teacher_entropy_sum.item() == pytest.approx(log(2), rel=1e-12)
-    assert out.agreement_sum.item() == 1.0
+        assert out.chunk_loss.sum().item() == pytest.approx(truth, rel=1e-12)
+    assert out.offsupport_mass.sum().item() == pytest.approx(0.5, rel=1e-12)
+    assert out.teacher_entropy.sum().item() == pytest.approx(log(2), rel=1e-12)
+    assert out.top1_agreement.sum().item() == 1.0
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -90,7 +90,9 @@ def test_value_and_gradient_equal_the_references(
             dtype=dtype, padding=padding, temperature=temperature, direction=direction
         )
         # Where the gradient's terms cancel, plain torch in the same dtype is off by more as well.
-        assert relative_error(out.loss_sum, truth) < max(slack, 2 * relative_error(plain, truth))
+        assert relative_error(out.chunk_loss.sum(), truth) < max(
+            slack, 2 * relative_error(plain, truth)
+        )
         assert relative_error(grad[:, : true_grad.shape[1]], true_grad) < max(
             slack, 2 * relative_error(plain_grad, true_grad)
         )
@@ -99,11 +101,11 @@ def test_value_and_gradient_equal_the_references(
 
 def test_an_empty_chunk_set_gives_zero_with_a_graph() -> None:
     out, grad = Case.random(chunk_count=0).run(dtype=torch.float32)
-    assert out.loss_sum.requires_grad
-    assert out.loss_sum.item() == 0.0
+    assert out.chunk_loss.requires_grad
+    assert out.chunk_loss.sum().item() == 0.0
     assert (grad == 0).all()
-    assert int(out.teacher_rows) == 0
-    assert out.offsupport_sum.item() == 0.0
+    assert int(out.teacher_rows.sum()) == 0
+    assert out.offsupport_mass.sum().item() == 0.0
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -121,9 +123,9 @@ def test_a_student_that_equals_its_teacher_has_neither_loss_nor_gradient(
     )
     out, grad = same.run(dtype=torch.float32, temperature=temperature, direction=direction)
     # Sums of 19 probabilities that are 6e-8 off each, times tau^2 = 16 and 12 chunks.
-    assert abs(out.loss_sum.item()) < 2e-5
+    assert abs(out.chunk_loss.sum().item()) < 2e-5
     assert grad.abs().max().item() < 1e-5
-    assert out.agreement_sum.item() == chunk_count
+    assert out.top1_agreement.sum().item() == chunk_count
 
 
 @settings(max_examples=40, deadline=None)
@@ -138,7 +140,7 @@ def test_no_chunk_has_a_negative_divergence(
 ) -> None:
     case = Case.random(chunk_count=chunk_count, scale=scale, seed=seed)
     out, _ = case.run(direction=direction)
-    assert out.loss_sum.item() >= -1e-12
+    assert out.chunk_loss.sum().item() >= -1e-12
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -147,11 +149,11 @@ def test_logits_of_ten_thousand_and_minus_infinity_stay_finite(direction: str) -
     case.student_logits[:, 4:9] = -torch.inf
     case.teacher_logits[:, 1:4] = -torch.inf
     out, grad = case.run(dtype=torch.float32, direction=direction)
-    assert out.loss_sum.isfinite()
+    assert out.chunk_loss.sum().isfinite()
     assert grad.isfinite().all()
     assert (grad[:, 4:9] == 0).all()
     # Each chunk costs at most the floor's logarithm, some 80 nats.
-    assert 0 < out.loss_sum.item() < case.chunk_count * 88
+    assert 0 < out.chunk_loss.sum().item() < case.chunk_count * 88
 
 
 def test_mass_far_below_the_largest_logit_still_counts() -> None:
@@ -160,7 +162,7 @@ def test_mass_far_below_the_largest_logit_still_counts() -> None:
     case.student_logits[:, 0] += 60.0
     truth, true_grad = case.truth()
     out, grad = case.run(dtype=torch.float32)
-    assert relative_error(out.loss_sum, truth) < 1e-6
+    assert relative_error(out.chunk_loss.sum(), truth) < 1e-6
     # Logits near 60 hold 4e-6 in fp32, which is the relative error of a probability.
     assert relative_error(grad, true_grad) < 1e-5
 
@@ -171,7 +173,7 @@ def test_a_student_that_is_all_on_unmapped_tokens_stays_finite(direction: str) -
     unmapped = case.projection.sum(dim=-1) == 0
     case.student_logits[:] = torch.where(unmapped, 500.0, -500.0)
     out, grad = case.run(dtype=torch.float32, direction=direction)
-    assert out.loss_sum.isfinite()
+    assert out.chunk_loss.sum().isfinite()
     assert grad.isfinite().all()
 
 
@@ -181,9 +183,9 @@ def test_rows_of_no_chunk_are_not_looked_at() -> None:
     case.student_logits[case.student_chunk_id < 0] = torch.nan
     case.teacher_logits[case.teacher_chunk_id < 0] = torch.nan
     out, grad = case.run()
-    assert relative_error(out.loss_sum, truth) < 1e-13
+    assert relative_error(out.chunk_loss.sum(), truth) < 1e-13
     assert relative_error(grad, true_grad) < 1e-13
-    assert out.offsupport_sum.isfinite()
+    assert out.offsupport_mass.sum().isfinite()
 
 
 @pytest.mark.parametrize("side", ["student_logits", "teacher_logits"])
@@ -192,7 +194,7 @@ def test_a_bad_logit_in_a_chunk_shows_in_the_sum(side: str, poison: float) -> No
     case = Case.random(chunk_count=9, lengths=(9, 9))
     getattr(case, side)[2, 5] = poison
     out, _ = case.run(dtype=torch.float32)
-    assert out.loss_sum.isnan()
+    assert out.chunk_loss.sum().isnan()
 
 
 def test_bf16_logits_are_summed_in_fp32() -> None:
@@ -204,11 +206,51 @@ def test_bf16_logits_are_summed_in_fp32() -> None:
     )
     truth, true_grad = rounded.truth(temperature=1.3)
     out, grad = rounded.run(dtype=torch.bfloat16, temperature=1.3)
-    assert out.loss_sum.dtype == torch.float32
+    assert out.chunk_loss.dtype == torch.float32
     assert grad.dtype == torch.bfloat16
-    assert relative_error(out.loss_sum, truth) < 1e-6
+    assert relative_error(out.chunk_loss.sum(), truth) < 1e-6
     # The gradient is rounded once, to 8 bits: half a unit is 2^-9 of the value.
     torch.testing.assert_close(grad.double(), true_grad, rtol=2**-8, atol=1e-7)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("vocab_topk", [1, 5, 22, 23])
+def test_the_top_columns_and_the_rest_as_one_are_compared(vocab_topk: int, direction: str) -> None:
+    case = Case.random()
+    options: dict[str, Any] = {"direction": direction, "mixture": 0.3, "vocab_topk": vocab_topk}
+    truth, true_grad = case.truth(**options)
+    out, grad = case.run(padding=(3, 9), **options)
+    assert relative_error(out.chunk_loss.sum(), truth) < 1e-13
+    assert relative_error(grad[:, :37], true_grad) < 1e-13
+    everything, _ = case.run(direction=direction, mixture=0.3)
+    if vocab_topk < 20:
+        assert (out.chunk_loss < everything.chunk_loss).all(), "pooling hides something"
+        assert (out.rest_mass > 0).all()
+    else:
+        torch.testing.assert_close(out.chunk_loss, everything.chunk_loss)
+        assert not out.rest_mass.any()
+
+
+def test_the_rest_mass_is_the_teachers_outside_the_top_columns() -> None:
+    case = Case.random(chunk_count=5)
+    reachable = (case.projection > 0).any(dim=0)
+    probs = torch.softmax(case.teacher_logits.masked_fill(~reachable, -torch.inf), dim=-1)
+    out, _ = case.run(vocab_topk=3)
+    for chunk in range(5):
+        p = probs[case.teacher_chunk_id == chunk].mean(dim=0)
+        truth = 1 - p.topk(3).values.sum().item()
+        assert out.rest_mass[chunk].item() == pytest.approx(truth, rel=1e-12)
+
+
+def test_chunks_without_an_upstream_gradient_give_none_whatever_they_hold() -> None:
+    case = Case.random(chunk_count=4)
+    case.student_logits[case.student_chunk_id == 2] = torch.nan
+    out, grad = case.run(weights=torch.tensor([1.0, 0.5, 0.0, 0.0], dtype=torch.float64))
+    assert out.chunk_loss[2].isnan()
+    used = (case.student_chunk_id == 0) | (case.student_chunk_id == 1)
+    assert grad.isfinite().all()
+    assert not grad[~used].any()
+    assert grad[used].any(dim=-1).all()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -231,8 +273,8 @@ def test_metrics_are_those_of_the_chunk_distributions() -> None:
     reachable = (case.projection > 0).any(dim=0)
     probs = torch.softmax(case.teacher_logits / 2.0, dim=-1)
     used = case.teacher_chunk_id >= 0
-    assert int(out.teacher_rows) == int(used.sum())
-    torch.testing.assert_close(out.offsupport_sum, probs[used][:, ~reachable].sum())
+    assert int(out.teacher_rows.sum()) == int(used.sum())
+    torch.testing.assert_close(out.offsupport_mass.sum(), probs[used][:, ~reachable].sum())
 
     kept = torch.where(reachable, probs, 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)
@@ -243,8 +285,8 @@ def test_metrics_are_those_of_the_chunk_distributions() -> None:
         entropy -= float(torch.xlogy(p, p).sum())
         q = carried[case.student_chunk_id == chunk].mean(dim=0)
         agreed += int(p.argmax() == q.argmax())
-    assert out.teacher_entropy_sum.item() == pytest.approx(entropy)
-    assert out.agreement_sum.item() == agreed
+    assert out.teacher_entropy.sum().item() == pytest.approx(entropy)
+    assert out.top1_agreement.sum().item() == agreed
 
 
 def test_nothing_as_large_as_the_logits_is_kept_for_backward() -> None:

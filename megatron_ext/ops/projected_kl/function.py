@@ -5,7 +5,7 @@ Equations and memory are in the README; ``reference.py`` says the same in dense 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -28,30 +28,38 @@ from megatron_ext.distributed.vocab_parallel import (
     scaled_logits,
 )
 from megatron_ext.ops.chunk_reduce import chunk_mean_softmax, chunk_sizes, chunk_slots
+from megatron_ext.ops.divergence import Divergence
+from megatron_ext.ops.projected_kl.comparison import (
+    compare,
+    kept_threshold,
+    pool_rest,
+    probability_floor,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-KLDirection = Literal["forward", "reverse"]
-
 
 class ProjectedKL(NamedTuple):
-    """Scalars, replicated over the group; only ``loss_sum`` has a graph."""
+    """What is known of each chunk [C], replicated over the group; ``chunk_loss`` has a graph."""
 
-    loss_sum: torch.Tensor
-    """tau^2 times the sum of KL_c over the chunks."""
+    chunk_loss: torch.Tensor
+    """tau^2 D_c."""
 
-    teacher_entropy_sum: torch.Tensor
-    """Entropy of P_c in nats, summed over the chunks."""
+    teacher_entropy: torch.Tensor
+    """Entropy of P_c in nats."""
 
-    agreement_sum: torch.Tensor
-    """Chunks in which Q_c and P_c have the same largest column."""
+    top1_agreement: torch.Tensor
+    """bool: Q_c and P_c have the same largest column."""
 
-    offsupport_sum: torch.Tensor
-    """Teacher mass on columns the projection cannot reach, summed over rows in a chunk."""
+    offsupport_mass: torch.Tensor
+    """Teacher mass on columns the projection cannot reach, summed over the chunk's rows."""
 
     teacher_rows: torch.Tensor
-    """int64: teacher rows in a chunk."""
+    """int64: teacher rows in the chunk."""
+
+    rest_mass: torch.Tensor
+    """Mass of P_c outside the top ``vocab_topk`` columns; 0 without the option."""
 
 
 def projected_kl(
@@ -68,9 +76,11 @@ def projected_kl(
     student_shard: VocabShard,
     teacher_shard: VocabShard,
     temperature: float = 1.0,
-    direction: KLDirection = "forward",
+    direction: Divergence = "forward",
+    mixture: float = 0.5,
+    vocab_topk: int | None = None,
 ) -> ProjectedKL:
-    """``tau^2 * sum_c KL(P_c || Q_c)``, or ``KL(Q_c || P_c)`` for ``reverse``.
+    """``tau^2 * D(P_c || Q_c)`` of each chunk; D as in ``ops/divergence``.
 
     Args:
         student_logits: [Ts, Vps], any float dtype; the only argument with a gradient.
@@ -81,26 +91,40 @@ def projected_kl(
         weight_transposed: CSR [Vt, Vps], the same entries.
         row_mass: [Vps], sum of each row of ``weight``.
         reachable: bool [Vpt], this rank's teacher columns with an entry in any rank's ``weight``.
+        mixture: Weight of P_c in the mixture of ``jensen_shannon``.
+        vocab_topk: Compare on so many columns a chunk, those of the largest teacher mass, and on
+            the rest as one; of equals at the end all are kept. None: on every column.
 
+    A chunk whose ``chunk_loss`` gets no gradient gives none to its rows, whatever they hold.
     Everything is accumulated in fp32 (fp64 for fp64 logits). Collectives on the shards' group,
     equally many on every rank and independent of the data: forward 8 all-reduces of [T] or [C] and
     one reduce-scatter of [C', Vt] a slice of C' chunks; backward one all-gather a slice of chunks
-    and one all-reduce of [T'] a slice of student rows.
+    and one all-reduce of [T'] a slice of student rows. ``vocab_topk`` adds to the forward one
+    all-gather of [C, vocab_topk] and one all-reduce of [2, C'] a slice.
     """
     student = _Side.build(student_logits, student_chunk_id, chunk_count, student_shard)
     teacher = _Side.build(teacher_logits, teacher_chunk_id, chunk_count, teacher_shard)
-    teacher_probs, offsupport_sum = _teacher_chunks(teacher, reachable, temperature)
-    loss_sum, entropy_sum, agreement_sum = _ProjectedKL.apply(
+    teacher_probs, offsupport_mass = _teacher_chunks(teacher, reachable, temperature)
+    threshold = None
+    if vocab_topk is not None:
+        group = teacher_shard.group
+        threshold = kept_threshold(teacher_probs, vocab_topk, teacher_shard.vocab_size, group)
+    chunk_loss, entropy, agreement, rest_mass = _ProjectedKL.apply(
         student_logits,
         student,
         teacher_probs,
+        threshold,
         teacher_shard,
         (weight, weight_transposed, row_mass),
         temperature,
         direction,
+        mixture,
     )
-    teacher_rows = (teacher_chunk_id >= 0).sum()
-    return ProjectedKL(loss_sum, entropy_sum, agreement_sum, offsupport_sum, teacher_rows)
+    teacher_rows = torch.zeros_like(teacher.sizes, dtype=torch.int64)
+    teacher_rows.index_add_(0, teacher.slots, torch.ones_like(teacher.slots))
+    return ProjectedKL(
+        chunk_loss, entropy, agreement, offsupport_mass, teacher_rows[:-1], rest_mass
+    )
 
 
 class _Side(NamedTuple):
@@ -141,14 +165,13 @@ def _teacher_chunks(
     peaks, totals = (torch.stack(parts) for parts in zip(*local, strict=True))
     merged = merge_log_sum_exp(peaks, totals, teacher.shard.group)
     whole, reached = (LogSumExp(*parts) for parts in zip(*merged, strict=True))
-    used = teacher.slots < teacher.sizes.shape[0] - 1
     left_out = -torch.expm1((reached.peak - whole.peak).add_(reached.log_sum).sub_(whole.log_sum))
-    offsupport_sum = torch.where(used, left_out, 0.0).sum()
-    return teacher.chunk_means(reached, temperature, unreached), offsupport_sum
+    offsupport = torch.zeros_like(teacher.sizes).index_add_(0, teacher.slots, left_out)
+    return teacher.chunk_means(reached, temperature, unreached), offsupport[:-1]
 
 
 class _ProjectedKL(torch.autograd.Function):
-    """Keeps the student's logits, their lse [Ts] and dL/dQ~ [C, Vpt] for backward."""
+    """Keeps the student's logits, their lse [Ts] and dD_c/dQ~_c [C, Vpt] for backward."""
 
     @staticmethod
     def forward(
@@ -156,11 +179,13 @@ class _ProjectedKL(torch.autograd.Function):
         student_logits: torch.Tensor,
         student: _Side,
         teacher_probs: torch.Tensor,
+        threshold: torch.Tensor | None,
         teacher_shard: VocabShard,
         projection: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         temperature: float,
-        direction: KLDirection,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        direction: Divergence,
+        mixture: float,
+    ) -> tuple[torch.Tensor, ...]:
         weight, weight_transposed, row_mass = projection
         group = student.shard.group
         local = local_log_sum_exp(student.logits, temperature, student.excluded)
@@ -168,28 +193,46 @@ class _ProjectedKL(torch.autograd.Function):
         means = student.chunk_means(lse, temperature, student.excluded)
         # The projection follows the logits: fp64 in a gradient check, else fp32.
         onto_teacher = weight_transposed.to(means.dtype).t()
-        mass = all_reduce_sum(means @ row_mass.to(means.dtype), group).clamp_(min=_floor(means))
+        mass = all_reduce_sum(means @ row_mass.to(means.dtype), group)
+        mass.clamp_(min=probability_floor(means))
 
         grad = torch.empty_like(teacher_probs, dtype=means.dtype)
-        sums = means.new_zeros(2, mass.shape[0])
-        best, column = means.new_zeros(2, mass.shape[0]), torch.zeros_like(sums, dtype=torch.int64)
+        # Value, centre and entropy; this rank's columns, and what is pooled on all ranks alike.
+        sums, pooled = means.new_zeros(2, 3, mass.shape[0])
+        rest_mass = means.new_zeros(mass.shape[0])
+        best, column = means.new_zeros(2, mass.shape[0]), torch.zeros_like(sums[:2]).long()
         onto_width = teacher_shard.width * group_size(group)
         for rows in row_slices(mass.shape[0], onto_width, device=mass.device):
             q = sum_columns(means[rows] @ onto_teacher, teacher_shard.width, group)
             p = teacher_probs[rows].to(q.dtype)
             for side, values in enumerate((p, q)):
                 best[side, rows], column[side, rows] = local_argmax(values, teacher_shard)
-            grad[rows], *parts = _compare(p, q, mass[rows, None], direction)
-            sums[:, rows] = torch.stack(parts)
+            sums[2, rows] = -(p * p.clamp(min=probability_floor(p)).log_()).sum(dim=-1)
+            rest = None
+            if threshold is not None:
+                rest = p < threshold[rows, None]
+                p, q, masses = pool_rest(p, q, rest, group)
+                at_rest = compare(
+                    masses[0, :, None], masses[1, :, None], mass[rows, None], direction, mixture
+                )
+                pooled[0, rows], pooled[1, rows] = at_rest.value[:, 0], at_rest.centre[:, 0]
+                rest_mass[rows] = masses[0]
+            parts = compare(p, q, mass[rows, None], direction, mixture)
+            grad[rows] = parts.slope
+            for index, terms in enumerate((parts.value, parts.centre)):
+                kept = terms if rest is None else terms.masked_fill(rest, 0.0)
+                sums[index, rows] = kept.sum(dim=-1)
 
-        kl, entropy = all_reduce_sum(sums, group)
-        if direction == "reverse":
-            grad.sub_((kl / mass)[:, None])
+        value, centre, entropy = all_reduce_sum(sums, group).add_(pooled)
+        if direction == "forward":
+            # What it is but for rounding and for columns below the floor.
+            centre = torch.full_like(centre, -1.0)
+        grad.sub_(centre[:, None]).div_(mass[:, None])
         p_top, q_top = merge_argmax(best, column, group)
 
         ctx.save_for_backward(student_logits, *lse, student.slots, student.sizes, grad)
         ctx.student, ctx.weight, ctx.temperature = student.shard, weight, temperature
-        outputs = (temperature**2 * kl.sum(), entropy.sum(), (p_top == q_top).to(kl.dtype).sum())
+        outputs = (temperature**2 * value, entropy, p_top == q_top, rest_mass)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -201,47 +244,17 @@ class _ProjectedKL(torch.autograd.Function):
         group, temperature = ctx.student.group, ctx.temperature
         chunk_grad = _onto_student(grad_projected, ctx.weight, group, sizes)
         excluded = ctx.student.excluded_columns(logits.device)
-        unused = (slots == sizes.shape[0] - 1)[:, None]
+        # tau^2 of the loss over the tau that divides the logits; 0 for rows of no chunk.
+        scale = torch.nn.functional.pad(grad_loss * temperature, (0, 1))[slots][:, None]
         out = torch.empty_like(logits)
         for rows in row_slices(*logits.shape, device=logits.device):
             scaled = scaled_logits(logits[rows], temperature, excluded)
             probs = lse.normalise_(scaled, rows).exp_()
             row_grad = chunk_grad[slots[rows]]
             centre = all_reduce_sum((probs * row_grad).sum(dim=-1, keepdim=True), group)
-            # tau^2 of the loss over the tau that divides the logits.
-            probs.mul_(row_grad.sub_(centre)).mul_(grad_loss * temperature)
-            out[rows] = probs.masked_fill_(unused[rows], 0.0)
-        return out, None, None, None, None, None, None
-
-
-def _compare(
-    p: torch.Tensor, projected: torch.Tensor, mass: torch.Tensor, direction: KLDirection
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's columns of dKL_c/dQ~_c [C, Vpt], and its share of KL_c [C] and the entropy [C].
-
-    The reverse gradient still lacks its constant ``-KL_c / mass``, which needs every column.
-    """
-    floor = _floor(p)
-    floored = projected.clamp(min=floor)
-    log_p = p.clamp(min=floor).log_()
-    entropy = -(p * log_p).sum(dim=-1)
-    log_ratio = floored.log().sub_(mass.log()).sub_(log_p)
-    if direction == "forward":
-        kl = -(p * log_ratio).sum(dim=-1)
-        return mass.reciprocal() - p / floored, kl, entropy
-    kl = (projected / mass * log_ratio).sum(dim=-1)
-    return log_ratio.div_(mass), kl, entropy
-
-
-def _floor(like: torch.Tensor) -> float:
-    """What probabilities are clamped at before a logarithm or a division.
-
-    A column whose Q~ underflows (some 80 nats below the student's largest logit) costs
-    ``p * -log(floor)`` instead of infinity. Its gradient is ``-p / floor`` times probabilities
-    below the floor, so it fades to zero with Q~ instead of turning into NaN. 1024 times the
-    smallest normal number keeps ``log(floor) / floor`` finite and clear of flushed denormals.
-    """
-    return 1024 * torch.finfo(like.dtype).tiny
+            probs.mul_(row_grad.sub_(centre)).mul_(scale[rows])
+            out[rows] = probs.masked_fill_(scale[rows] == 0, 0.0)
+        return out, None, None, None, None, None, None, None, None
 
 
 def _onto_student(

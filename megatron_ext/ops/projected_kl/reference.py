@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from megatron_ext.ops.chunk_reduce.reference import chunk_mean_softmax_reference
+from megatron_ext.ops.divergence.reference import divergence_reference
 
 
 def projected_kl_reference(
@@ -20,8 +21,10 @@ def projected_kl_reference(
     projection: torch.Tensor,
     temperature: float = 1.0,
     direction: str = "forward",
+    mixture: float = 0.5,
+    vocab_topk: int | None = None,
 ) -> torch.Tensor:
-    """``tau^2 * sum_c KL_c`` (README, equations 1 to 5).
+    """``tau^2 * sum_c D_c`` (README, equations 1 to 5).
 
     Args:
         student_logits: [Ts, Vs]
@@ -42,5 +45,17 @@ def projected_kl_reference(
     p = chunk_mean_softmax_reference(
         teacher_logits[:, reachable], teacher_chunk_id, chunk_count, temperature=temperature
     )
-    first, second = (p, q) if direction == "forward" else (q, p)
-    return temperature**2 * (torch.xlogy(first, first) - torch.xlogy(first, second)).sum()
+    if vocab_topk is not None and vocab_topk < p.shape[-1] and len(p):
+        p, q = _pooled(p, q, vocab_topk)
+    return temperature**2 * divergence_reference(p, q, direction=direction, mixture=mixture).sum()
+
+
+def _pooled(p: torch.Tensor, q: torch.Tensor, vocab_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both on the columns of the largest ``p`` of each chunk, and on the rest as one."""
+    columns = p.topk(vocab_topk, dim=-1).indices
+    sides = []
+    for side in (p, q):
+        kept = side.gather(-1, columns)
+        rest = side.scatter(-1, columns, 0.0).sum(dim=-1, keepdim=True)
+        sides.append(torch.cat([kept, rest], dim=-1))
+    return sides[0], sides[1]

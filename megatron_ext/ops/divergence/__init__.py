@@ -1,0 +1,15 @@
+from megatron_ext.ops.divergence.function import (
+    Divergence,
+    check_divergence,
+    divergence_terms,
+    log1mexp,
+)
+from megatron_ext.ops.divergence.reference import divergence_reference
+
+__all__ = [
+    "Divergence",
+    "check_divergence",
+    "divergence_reference",
+    "divergence_terms",
+    "log1mexp",
+]

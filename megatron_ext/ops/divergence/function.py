@@ -1,0 +1,99 @@
+"""Divergences of a student from its teacher, term by term. Any shape, one distribution a row.
+
+P is the teacher's distribution, Q the student's; equations are in the README.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from megatron_ext.errors import LossError
+
+Divergence = Literal["forward", "reverse", "jensen_shannon"]
+"""``forward``: KL(P || Q). ``reverse``: KL(Q || P). ``jensen_shannon``: of both to their
+mixture."""
+
+
+class DivergenceTerms(NamedTuple):
+    """Terms of a divergence and of its derivative."""
+
+    value: torch.Tensor
+    """Sums to D over a row."""
+
+    slope: torch.Tensor
+    """dD/d log Q of each entry, the entries taken as free of one another."""
+
+
+def divergence_terms(
+    log_p: torch.Tensor, log_q: torch.Tensor, divergence: Divergence, mixture: float = 0.5
+) -> DivergenceTerms:
+    """Terms of D(P || Q) from log-probabilities, without a graph of their own.
+
+    An entry at -inf has no mass. Where one model has none and the other has, its logarithm is
+    taken as that of the smallest normal number, -87 in fp32, a constant: the divergence stays
+    finite, and a masked entry of the student has no slope.
+
+    Args:
+        log_p: fp32 or fp64.
+        log_q: The same shape and dtype.
+        mixture: Weight of P in the mixture that the Jensen-Shannon divergence compares with.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    floor = math.log(torch.finfo(log_p.dtype).tiny)
+    masked = log_q == -torch.inf
+    log_p = log_p.masked_fill(log_p == -torch.inf, floor)
+    log_q = log_q.masked_fill(masked, floor)
+    if divergence == "forward":
+        return DivergenceTerms(p * (log_p - log_q), (-p).masked_fill_(masked, 0.0))
+    if divergence == "reverse":
+        value = q * (log_q - log_p)
+        return DivergenceTerms(value, value + q)
+    log_mix = torch.logaddexp(log_p + math.log(mixture), log_q + math.log1p(-mixture))
+    slope = q * (log_q - log_mix) * (1 - mixture)
+    return DivergenceTerms(mixture * p * (log_p - log_mix) + slope, slope)
+
+
+def log1mexp(x: torch.Tensor) -> torch.Tensor:
+    """``log(1 - exp(x))`` for x <= 0, with a graph; x above 0 by rounding counts as 0: -inf.
+
+    Two forms meet at -log 2, so that neither end cancels (Maechler 2012, the CRAN note "Accurately
+    computing log(1 - exp(-|a|))"). The gradient is 0 where the result is -inf.
+    """
+    inside = x < 0
+    near = inside & (x > -math.log(2.0))
+    far = inside & ~near
+    # Each form sees only arguments that it is good for: where() would pass on a NaN gradient.
+    by_expm1 = torch.log(-torch.expm1(x.masked_fill(~near, -0.5)))
+    by_log1p = torch.log1p(-torch.exp(x.masked_fill(~far, -1.0)))
+    return torch.where(near, by_expm1, by_log1p).masked_fill(~inside, -torch.inf)
+
+
+def check_divergence(
+    objective: str, *, temperature: float, direction: Divergence, mixture: float
+) -> None:
+    """Check the options that objectives with a divergence share.
+
+    Raises:
+        LossError: The temperature is not positive and finite, the direction unknown, or the
+            mixture not inside (0, 1).
+    """
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise LossError(
+            f"the temperature of {objective} must be positive", got=temperature, expected="above 0"
+        )
+    if direction not in get_args(Divergence):
+        raise LossError(
+            f"unknown direction of {objective}",
+            got=repr(direction),
+            expected=f"one of {', '.join(get_args(Divergence))}",
+        )
+    if not 0 < mixture < 1:
+        raise LossError(
+            f"the mixture of {objective} must leave weight to both models",
+            got=mixture,
+            expected="above 0 and below 1",
+            fix="take direction forward or reverse for a KL in one direction",
+        )

@@ -1,0 +1,141 @@
+"""A case of every objective, for ``test_every_objective.py`` to hold to the rules of all of them.
+
+A row of ``CASES`` is an objective with options, and how its inputs are made of a ``Microbatch``.
+B batch, T tokens, V vocabularies, D hidden, K top-k, N common tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.losses import (
+    LOSS_REGISTRY,
+    DistillationInputs,
+    Objective,
+    TargetKind,
+    TeacherTargets,
+    VocabularyMatch,
+)
+from tests.losses.inputs import Microbatch
+
+Build = Callable[[Microbatch, tuple[int, int]], DistillationInputs]
+
+
+def inputs_of(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs:
+    """Everything that an objective can ask for, of a pair of tokenizers or of one."""
+    inputs = batch.inputs(padding=padding)
+    vocabs = batch.student_logits.shape[-1], batch.teacher_logits.shape[-1]
+    common = torch.arange(0, min(vocabs), 2) if vocabs[0] != vocabs[1] else torch.arange(vocabs[0])
+    # Any labels do that differ from one position to the next.
+    length = batch.teacher_logits.shape[1]
+    teacher_labels = (batch.labels[:, :1] + torch.arange(length)) % vocabs[1]
+    if length == batch.labels.shape[1] and vocabs[0] == vocabs[1]:
+        teacher_labels = batch.labels
+    return replace(
+        inputs,
+        match=VocabularyMatch(common_student=common, common_teacher=common),
+        teacher_labels=teacher_labels.clamp(min=IGNORE_INDEX),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveCase:
+    """One objective with options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    over: Literal["chunks", "tokens"] = "chunks"
+    """What it sums over. Those over tokens use labels and no alignment."""
+
+    kinds: tuple[TargetKind, ...] = ("logits", "hidden")
+    """Forms of teacher targets that it accepts; () where it has no teacher."""
+
+    same_tokenizer: bool = False
+    """It can only compare models with one vocabulary and one tokenization."""
+
+    no_identity: str | None = None
+    """Why it is not zero, with zero gradient, for a student that predicts what its teacher does;
+    None: it is."""
+
+    no_finite_difference: str | None = None
+    """Why its gradient is not that of its value, as where a weight is held constant."""
+
+    build: Build = inputs_of
+
+    def objective(self) -> Objective:
+        return LOSS_REGISTRY[self.name](**self.options)
+
+    def batch(self, **sizes: Any) -> Microbatch:
+        """A random microbatch of sizes that the objective can compare."""
+        if self.same_tokenizer:
+            length = sizes.pop("lengths", (8, 8))[0]
+            sizes |= {"vocabs": (37, 37), "lengths": (length, length)}
+        return Microbatch.random(**sizes)
+
+    def same(self) -> Microbatch:
+        """Two models that agree: one vocabulary, one tokenization, chunks of several tokens."""
+        batch = Microbatch.random(vocabs=(23, 23), lengths=(9, 9))
+        return replace(
+            batch,
+            teacher_logits=batch.student_logits.clone(),
+            chunk_ids=[(student, student) for student, _ in batch.chunk_ids],
+            projection=torch.eye(23),
+        )
+
+
+CASES: dict[str, ObjectiveCase] = {
+    "next_token": ObjectiveCase(
+        name="next_token", over="tokens", kinds=(), no_identity="it has no teacher"
+    ),
+    "projected_kl": ObjectiveCase(name="projected_kl", options={"temperature": 1.5}),
+    "projected_kl reverse": ObjectiveCase(name="projected_kl", options={"direction": "reverse"}),
+    "projected_kl jensen-shannon": ObjectiveCase(
+        name="projected_kl", options={"direction": "jensen_shannon", "mixture": 0.3}
+    ),
+    "projected_kl on the teacher's top tokens": ObjectiveCase(
+        name="projected_kl", options={"vocab_topk": 4, "temperature": 1.5}
+    ),
+}
+"""Readable id -> case. An objective has a row for each option that changes its formula."""
+
+
+def as_kind(inputs: DistillationInputs, kind: TargetKind, top_k: int) -> DistillationInputs:
+    """The same unsharded teacher, given as logits, in another form."""
+    teacher = inputs.teacher
+    assert teacher is not None
+    assert teacher.logits is not None
+    shard = teacher.shard
+    real = teacher.logits[..., : shard.vocab_size]
+    lse = torch.logsumexp(real, dim=-1)
+    if kind == "hidden":
+        # The head is the identity: hidden states are the logits.
+        width = teacher.logits.shape[-1]
+        head = torch.eye(width, dtype=real.dtype)
+        targets = TeacherTargets(
+            kind="hidden", shard=shard, hidden=teacher.logits, head_weight=head
+        )
+    elif kind == "topk":
+        top = real.topk(min(top_k, shard.vocab_size), dim=-1)
+        targets = TeacherTargets(
+            kind="topk",
+            shard=shard,
+            topk_ids=top.indices,
+            topk_logits=top.values,
+            log_normaliser=lse,
+        )
+    elif kind == "label":
+        assert inputs.teacher_labels is not None
+        labels = inputs.teacher_labels
+        picked = real.gather(-1, labels.clamp(min=0)[..., None])[..., 0] - lse
+        targets = TeacherTargets(
+            kind="label", shard=shard, label_log_probs=torch.where(labels >= 0, picked, 0.0)
+        )
+    else:
+        targets = teacher
+    return replace(inputs, teacher=targets)

@@ -1,0 +1,265 @@
+"""The rules that hold for every row of ``LOSS_REGISTRY``; cases are in ``objective_cases.py``."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.errors import LossError
+from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, LossOutput, TargetKind
+from tests.losses import inputs as inputs_module
+from tests.losses.inputs import Microbatch
+from tests.losses.objective_cases import CASES, ObjectiveCase, as_kind
+
+OVER_CHUNKS = [name for name, case in CASES.items() if case.over == "chunks"]
+WITH_TEACHER = [name for name, case in CASES.items() if case.kinds]
+PROPER = [name for name, case in CASES.items() if case.no_identity is None]
+SMOOTH = [name for name, case in CASES.items() if case.no_finite_difference is None]
+
+
+def run(case: ObjectiveCase, inputs: DistillationInputs) -> tuple[LossOutput, torch.Tensor]:
+    """The output and the gradient of the student's logits [B, Ts, Vp]."""
+    output = case.objective()(inputs)
+    (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
+    return output, grad
+
+
+def sums_of(output: LossOutput) -> dict[str, torch.Tensor]:
+    """Everything that is added up over microbatches."""
+    sums = {"loss": output.loss_sum.detach(), "count": output.count}
+    for name, (total, count) in output.metrics.items():
+        sums |= {name: total, f"{name} count": count}
+    return sums
+
+
+def assert_close(value: torch.Tensor, truth: torch.Tensor, tolerance: float) -> None:
+    """Errors are at most ``tolerance`` of the largest true magnitude."""
+    scale = truth.abs().max().item() if truth.numel() else 0.0
+    torch.testing.assert_close(
+        value.double(), truth.double(), rtol=0, atol=tolerance * max(scale, 1e-30)
+    )
+
+
+def without_work(batch: Microbatch) -> Microbatch:
+    """No chunk and no label."""
+    nothing = [(torch.full_like(s, -1), torch.full_like(t, -1)) for s, t in batch.chunk_ids]
+    return replace(batch, chunk_ids=nothing, labels=torch.full_like(batch.labels, IGNORE_INDEX))
+
+
+def in_double(inputs: DistillationInputs) -> DistillationInputs:
+    """The same inputs in fp64, as far as they are floating-point logits or targets."""
+
+    def cast(holder: Any) -> Any:
+        changed = {}
+        for part in fields(holder):
+            value = getattr(holder, part.name)
+            if torch.is_tensor(value) and value.is_floating_point():
+                changed[part.name] = value.detach().double()
+        return replace(holder, **changed)
+
+    double = cast(inputs)
+    double.student_logits.requires_grad_()
+    if double.teacher is not None:
+        double = replace(double, teacher=cast(double.teacher))
+    return double
+
+
+def test_every_registered_objective_has_a_case() -> None:
+    assert {case.name for case in CASES.values()} == set(LOSS_REGISTRY)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sum_and_count_have_their_dtypes_and_the_gradient_that_of_the_logits(name: str) -> None:
+    case = CASES[name]
+    output, grad = run(case, case.build(case.batch(), (3, 1)))
+    assert output.loss_sum.dtype == torch.float32
+    assert output.loss_sum.shape == ()
+    assert output.count.dtype == torch.int64
+    assert int(output.count) > 0
+    assert output.loss_sum.item() > 0
+    assert grad.any()
+    for total, count in output.metrics.values():
+        assert (total.dtype, count.dtype) == (torch.float32, torch.int64)
+        assert total.isfinite()
+        assert not total.requires_grad
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_to_sum_over_gives_zero_with_a_graph(name: str) -> None:
+    case = CASES[name]
+    output, grad = run(case, case.build(without_work(case.batch()), (3, 1)))
+    assert (output.loss_sum.item(), int(output.count)) == (0.0, 0)
+    assert not grad.any()
+    assert all(total == 0 and count == 0 for total, count in output.metrics.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sequences_of_one_token_are_summed(name: str) -> None:
+    case = CASES[name]
+    batch = case.batch(batch=2, lengths=(1, 1), chunks=1)
+    batch = replace(batch, labels=torch.tensor([[3], [5]]))
+    output, grad = run(case, case.build(batch, (0, 0)))
+    assert int(output.count) == 2
+    assert output.loss_sum.isfinite()
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_padded_columns_with_huge_logits_take_no_mass_and_no_gradient(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    monkeypatch.setattr(inputs_module, "PAD_LOGIT", 1e30)
+    batch = case.batch()
+    plain, plain_grad = run(case, case.build(batch, (0, 0)))
+    padded, padded_grad = run(case, case.build(batch, (11, 5)))
+    for key, value in sums_of(padded).items():
+        torch.testing.assert_close(value, sums_of(plain)[key], rtol=1e-6, atol=1e-7)
+    width = plain_grad.shape[-1]
+    assert_close(padded_grad[..., :width], plain_grad, 1e-6)
+    assert not padded_grad[..., width:].any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_ten_thousand_and_masked_columns_stay_finite(name: str) -> None:
+    case = CASES[name]
+    batch = case.batch()
+    batch.student_logits.mul_(3e3)
+    batch.teacher_logits.mul_(3e3)
+    masked = torch.arange(batch.student_logits.shape[-1]) % 6 == 4
+    # A masked token is no label.
+    labels = torch.where(masked[batch.labels.clamp(min=0)], IGNORE_INDEX, batch.labels)
+    batch = replace(batch, labels=labels)
+    batch.student_logits[..., masked] = -torch.inf
+    batch.teacher_logits[..., masked[: batch.teacher_logits.shape[-1]]] = -torch.inf
+    output, grad = run(case, case.build(batch, (3, 1)))
+    assert all(value.isfinite() for value in sums_of(output).values())
+    assert grad.isfinite().all()
+    assert not grad[..., : len(masked)][..., masked].any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bf16_logits_are_summed_in_fp32(name: str) -> None:
+    case = CASES[name]
+    batch = case.batch()
+    batch = replace(
+        batch,
+        student_logits=batch.student_logits.bfloat16(),
+        teacher_logits=batch.teacher_logits.bfloat16(),
+    )
+    output, grad = run(case, case.build(batch, (3, 1)))
+    truth, true_grad = run(case, in_double(case.build(batch, (3, 1))))
+    assert output.loss_sum.dtype == torch.float32
+    assert grad.dtype == torch.bfloat16
+    assert_close(output.loss_sum.detach(), truth.loss_sum.detach(), 1e-5)
+    # The gradient is rounded once, to 8 bits: half a unit is 2^-9 of the value.
+    assert_close(grad, true_grad, 2**-8)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
+    case = CASES[name]
+    inputs = in_double(case.build(case.batch(), (3, 1)))
+    generator = torch.Generator().manual_seed(3)
+    shape = inputs.student_logits.shape
+    direction = torch.randn(shape, generator=generator, dtype=torch.float64)
+    _, grad = run(case, inputs)
+    with torch.no_grad():
+        sides = [
+            case.objective()(
+                replace(inputs, student_logits=inputs.student_logits + step * direction)
+            ).loss_sum
+            for step in (1e-6, -1e-6)
+        ]
+    slope = (sides[0] - sides[1]).item() / 2e-6
+    assert (grad * direction).sum().item() == pytest.approx(slope, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", OVER_CHUNKS)
+def test_masking_the_chunks_of_a_sample_is_leaving_the_sample_out(name: str) -> None:
+    case = CASES[name]
+    batch = case.batch()
+    inputs = case.build(batch, (3, 1))
+    assert inputs.alignment is not None
+    # Nothing of the sample is looked at: it may be another teacher's.
+    kept = inputs.alignment.sample > 0
+    masked, grad = run(case, replace(inputs, chunk_mask=kept))
+    alone, alone_grad = run(case, case.build(batch.samples(slice(1, 3)), (3, 1)))
+    assert int(masked.count) == int(alone.count) > 0
+    assert_close(masked.loss_sum.detach(), alone.loss_sum.detach(), 1e-6)
+    assert not grad[:1].any()
+    assert_close(grad[1:], alone_grad, 1e-6)
+    assert masked.chunk_loss is not None
+    assert not masked.chunk_loss[~kept].any()
+    assert_close(masked.chunk_loss.sum(), masked.loss_sum.detach(), 1e-6)
+    nothing, no_grad = run(case, replace(inputs, chunk_mask=torch.zeros_like(kept)))
+    assert (nothing.loss_sum.item(), int(nothing.count)) == (0.0, 0)
+    assert not no_grad.any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eight_microbatches_add_up_to_one(name: str) -> None:
+    case = CASES[name]
+    batch = case.batch(batch=8)
+    whole, whole_grad = run(case, case.build(batch, (3, 1)))
+    parts = [run(case, case.build(batch.samples(slice(row, row + 1)), (3, 1))) for row in range(8)]
+    for key, value in sums_of(whole).items():
+        summed = torch.stack([sums_of(output)[key] for output, _ in parts]).sum(dim=0)
+        torch.testing.assert_close(summed, value, rtol=2e-6, atol=1e-6)
+    assert_close(torch.cat([grad for _, grad in parts]), whole_grad, 1e-6)
+
+
+@pytest.mark.parametrize("name", PROPER)
+def test_models_that_agree_have_neither_loss_nor_gradient(name: str) -> None:
+    case = CASES[name]
+    batch = case.same()
+    inputs = in_double(case.build(batch, (3, 3)))
+    output, grad = run(case, inputs)
+    assert int(output.count) > 0
+    # fp64 rounding of a few hundred terms.
+    assert abs(output.loss_sum.item()) < 1e-12
+    assert grad.abs().max().item() < 1e-12
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_input_is_overwritten(name: str) -> None:
+    case = CASES[name]
+    inputs = case.build(case.batch(), (3, 1))
+    holders = [inputs, *([inputs.teacher] if inputs.teacher is not None else [])]
+    tensors = [
+        value
+        for holder in holders
+        for part in fields(holder)
+        if torch.is_tensor(value := getattr(holder, part.name))
+    ]
+    before = [tensor.detach().clone() for tensor in tensors]
+    run(case, inputs)
+    assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("kind", get_args(TargetKind))
+@pytest.mark.parametrize("name", WITH_TEACHER)
+def test_teacher_targets_of_any_form_serve_as_logits_do_or_are_refused_by_name(
+    name: str, kind: TargetKind
+) -> None:
+    case = CASES[name]
+    inputs = case.build(case.batch(), (3, 1))
+    if inputs.teacher is not None and inputs.teacher.kind == "logits":
+        given = as_kind(inputs, kind, top_k=1000)
+    else:
+        pytest.skip("the case gives its targets in a form of its own")
+    if kind not in case.kinds:
+        with pytest.raises(LossError, match=f"objective {case.name} cannot use.*kind '{kind}'"):
+            case.objective()(given)
+        return
+    if "logits" not in case.kinds:
+        pytest.skip("nothing to compare with")
+    truth, true_grad = run(case, inputs)
+    output, grad = run(case, given)
+    for key, value in sums_of(truth).items():
+        torch.testing.assert_close(sums_of(output)[key], value, rtol=2e-6, atol=1e-6)
+    assert_close(grad, true_grad, 2e-6)
