@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,7 +147,9 @@ class AlignmentBatch:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> AlignmentBatch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {n: change(value) for n, value in values.items() if torch.is_tensor(value)}
+        tensors: dict[str, Any] = {
+            n: change(value) for n, value in values.items() if torch.is_tensor(value)
+        }
         return replace(self, **tensors)
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megatron_ext.alignment.byte_alignment import ByteEnds, Indices
 from megatron_ext.tokenizers.base import IdArray
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 Role = Literal["bos", "eos", "unk", "pad"]
 
@@ -159,7 +160,8 @@ def _same_name(student: ByteTokenizer, teacher: ByteTokenizer, student_id: int) 
 
 
 def _control_ids(tokenizer: ByteTokenizer) -> list[int]:
-    return [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) is None]
+    ids: list[int] = np.flatnonzero(TokenBytes.of(tokenizer).is_control).tolist()
+    return ids
 
 
 def _connected(

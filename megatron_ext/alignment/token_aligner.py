@@ -226,4 +226,4 @@ def _row_length(length: int | None, rows: Sequence[Tokens]) -> int:
 
 
 def _table_of(tokenizer: ByteTokenizer) -> TokenBytes:
-    return TokenBytes.from_tokens(map(tokenizer.token_bytes, range(tokenizer.vocab_size)))
+    return TokenBytes.of(tokenizer)

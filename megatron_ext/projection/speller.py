@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 
 class Speller:
@@ -19,7 +20,7 @@ class Speller:
 
     def __init__(self, tokenizer: ByteTokenizer) -> None:
         self._tokenizer = tokenizer
-        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+        self.tokens = TokenBytes.of(tokenizer).tokens()
         """[V] bytes of each id; None of a control token or an unused id."""
         self._bytes = [token or b"" for token in self.tokens]
         # SentencePiece starts every text with a space of its own. Behind a line break, which it

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from megatron_ext.projection.loose_entries import LooseEntries, Mask
 from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 PIECES = 4
 """Teacher tokens that the original recipe takes of a spelling (its ``--tokens-to-cut``)."""
@@ -32,12 +33,12 @@ class TokenizerPair:
     @cached_property
     def student_bytes(self) -> list[bytes | None]:
         """[Vs]"""
-        return [self.student.token_bytes(i) for i in range(self.student.vocab_size)]
+        return TokenBytes.of(self.student).tokens()
 
     @cached_property
     def teacher_bytes(self) -> list[bytes | None]:
         """[Vt]"""
-        return [self.teacher.token_bytes(i) for i in range(self.teacher.vocab_size)]
+        return TokenBytes.of(self.teacher).tokens()
 
     @cached_property
     def retokenized(self) -> SparseProjection:

@@ -20,6 +20,7 @@ from megatron_ext.tokenizers.chat_tokenizer import ChatTokenizer
 from megatron_ext.tokenizers.conversation_options import ConversationOptions
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
 from megatron_ext.tokenizers.text_offsets import text_offsets
+from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.tokenizers.tokenized_files import tokenized_files
 from megatron_ext.tokenizers.vocabulary import Vocabulary
 
@@ -144,6 +145,11 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
     def token_bytes(self, token_id: int) -> bytes | None:
         """Bytes of one id; None for a control token or unused id."""
         return self._tokenizer.token_bytes(token_id)
+
+    @property
+    def token_table(self) -> TokenBytes | None:
+        """Bytes of every id, where the library's adapter keeps them."""
+        return getattr(self._tokenizer, "token_table", None)
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
         """Index of the character of ``text`` in which each token begins [T].

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ByteEnds, IdArray
 from megatron_ext.tokenizers.given_texts import checked_text
 from megatron_ext.tokenizers.token_ids import checked_id, checked_ids
+
+if TYPE_CHECKING:
+    from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
 DummyPrefix = Literal["none", "first", "each"]
 """Which stretches of text between control tokens the library starts with a space of its own."""
@@ -57,6 +60,19 @@ class TokenBytes:
             ),
             rows=rows,
         )
+
+    @classmethod
+    def of(cls, tokenizer: ByteTokenizer) -> TokenBytes:
+        """Table of a tokenizer's ids: the one that it keeps itself, or else a new one."""
+        kept: TokenBytes | None = getattr(tokenizer, "token_table", None)
+        if kept is not None:
+            return kept
+        return cls.from_tokens(map(tokenizer.token_bytes, range(tokenizer.vocab_size)))
+
+    def tokens(self) -> list[bytes | None]:
+        """Bytes of each id, None of a control token or an unused id [V]; a new list."""
+        control = self.is_control.tolist()
+        return [None if is_none else row for is_none, row in zip(control, self.rows, strict=True)]
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -54,9 +54,7 @@ class BatchEncoder:
 
     def __init__(self, tokenizer: ByteTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._table = TokenBytes.from_tokens(
-            map(tokenizer.token_bytes, range(tokenizer.vocab_size))
-        )
+        self._table = TokenBytes.of(tokenizer)
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
         """The tokens of ``texts``; special tokens in them are text.

@@ -187,6 +187,11 @@ class TableTokenizer(StretchTokenizer):
         shifted = offsets + (before + after) * np.arange(len(offsets))
         return np.concatenate([np.zeros(0, np.int32), *parts]), shifted
 
+    @property
+    def token_table(self) -> TokenBytes:
+        """Bytes of every id."""
+        return self._table
+
     def token_bytes(self, token_id: int) -> bytes | None:
         return self._table[token_id]
 

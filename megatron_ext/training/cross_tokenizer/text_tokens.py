@@ -91,7 +91,7 @@ class TextTokenizer:
     @cached_property
     def _table(self) -> TokenBytes:
         tokenizer = self.tokenizer
-        return TokenBytes.from_tokens(map(tokenizer.token_bytes, range(tokenizer.vocab_size)))
+        return TokenBytes.of(tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
         # Quicker to make again than to send.
