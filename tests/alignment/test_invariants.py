@@ -1,0 +1,144 @@
+"""What holds of every alignment of real tokenizers: DESIGN.md, over arbitrary Unicode."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.alignment import TokenAligner, align_byte_ends
+from megatron_ext.constants import NO_CHUNK
+
+any_text = settings(deadline=None, max_examples=80)
+texts = st.lists(
+    st.one_of(
+        st.text(max_size=8),
+        st.sampled_from(
+            [
+                *("\u0301", "\u0323\u0301", "e\u0301", "\u0915\u093c", "\u200d", "\ufe0f"),
+                *("👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇩🇪", "1️⃣"),
+                *("مرحبا بالعالم", "\u202eשלום\u202c", "\u2067עולם\u2069"),
+                *("\x00", "\x00\x00", "\ufeff", "\ufffd", "\U0010ffff", "▁", "Ġ", "<0x0A>"),
+                *("  ", "\r\n", "\t", "\u00a0", "\u2028", "</s>", "[INST]", "日本語", "201"),
+            ]
+        ),
+    ),
+    max_size=8,
+).map("".join)
+
+
+@pytest.fixture(scope="session")
+def aligner(tekken, sentencepiece):
+    return TokenAligner(tekken, sentencepiece)
+
+
+@given(text=texts)
+@any_text
+def test_every_token_that_covers_a_byte_is_in_one_chunk(aligner, text):
+    row = aligner.align_each([text])[0]
+    for tokens, ids in (
+        (row.student, row.alignment.student_chunk_id),
+        (row.teacher, row.alignment.teacher_chunk_id),
+    ):
+        covers = np.diff(tokens.ends, prepend=0) > 0
+        assert np.array_equal(ids != NO_CHUNK, covers)
+        assert np.array_equal(np.unique(ids[covers]), np.arange(row.alignment.chunk_count))
+        assert (np.diff(ids[covers]) >= 0).all()
+
+
+@pytest.fixture(scope="session")
+def self_aligners(tekken, sentencepiece):
+    return [TokenAligner(tokenizer, tokenizer) for tokenizer in (tekken, sentencepiece)]
+
+
+@given(text=texts)
+@any_text
+def test_a_side_aligned_with_itself_is_the_identity(self_aligners, text):
+    for itself in self_aligners:
+        row = itself.align_each([text])[0]
+        covers = np.diff(row.student.ends, prepend=0) > 0
+        assert row.alignment.student_chunk_id[covers].tolist() == list(range(covers.sum()))
+        assert np.array_equal(row.alignment.student_chunk_id, row.alignment.teacher_chunk_id)
+        assert (row.alignment.chunk_class == 0).all()
+
+
+@given(text=texts)
+@any_text
+def test_swapping_the_tokenizers_swaps_the_spans(aligner, text):
+    forward = aligner.align(text)
+    swapped = TokenAligner(aligner.teacher_tokenizer, aligner.student_tokenizer).align(text)
+    assert np.array_equal(forward.student_spans, swapped.teacher_spans)
+    assert np.array_equal(forward.teacher_spans, swapped.student_spans)
+    assert np.array_equal(forward.student_chunk_id, swapped.teacher_chunk_id)
+
+
+@given(text=texts, data=st.data())
+@any_text
+def test_control_tokens_of_one_side_anywhere_desynchronise_nothing(aligner, text, data):
+    # SentencePiece reads this as a space, so that its ids decode to another text.
+    text = text.replace("▁", "")
+    student = np.array(aligner.student_tokenizer.text_to_ids(text), np.int32)
+    teacher = aligner.teacher_tokenizer.text_to_ids(text)
+    plain = aligner.align_ids(student, teacher)
+    places = data.draw(st.lists(st.integers(0, len(student)), max_size=4).map(sorted))
+    tokenizer = aligner.student_tokenizer
+    control = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.token_to_id("[INST]")]
+    inserted = [data.draw(st.sampled_from(control)) for _ in places]
+    framed = aligner.align_ids(np.insert(student, places, inserted), teacher)
+    own = np.insert(np.zeros(len(student), bool), places, True)
+    assert (framed.student_chunk_id[own] == NO_CHUNK).all()
+    assert np.array_equal(framed.student_chunk_id[~own], plain.student_chunk_id)
+    assert np.array_equal(framed.teacher_chunk_id, plain.teacher_chunk_id)
+
+
+@given(batch=st.lists(texts, min_size=1, max_size=3), more=st.integers(1, 9))
+@settings(deadline=None, max_examples=25)
+def test_padding_changes_no_chunk(aligner, batch, more):
+    exact = aligner.align_batch(batch)
+    lengths = exact.student_chunk_id.shape[1], exact.teacher_chunk_id.shape[1]
+    padded = aligner.align_batch(
+        batch, student_length=lengths[0] + more, teacher_length=lengths[1] + more
+    )
+    assert padded.chunk_count == exact.chunk_count
+    for side, length in (("student", lengths[0]), ("teacher", lengths[1])):
+        ids = getattr(padded, f"{side}_chunk_id")
+        assert ids[:, :length].equal(getattr(exact, f"{side}_chunk_id"))
+        assert (ids[:, length:] == NO_CHUNK).all()
+
+
+@given(text=texts, lengths=st.tuples(st.integers(1, 20), st.integers(1, 20)))
+@any_text
+def test_a_cut_text_is_a_prefix_of_both_sides_at_one_byte(aligner, text, lengths):
+    whole = aligner.align_each([text])[0]
+    cut = aligner.align_each([text], student_length=lengths[0], teacher_length=lengths[1])[0]
+    stops = []
+    for side, full, length in (
+        (cut.student, whole.student, lengths[0]),
+        (cut.teacher, whole.teacher, lengths[1]),
+    ):
+        assert len(side.ids) <= length
+        assert np.array_equal(side.ids, full.ids[: len(side.ids)])
+        stops.append(int(side.ends[-1]) if len(side.ends) else 0)
+    assert stops[0] == stops[1]
+    count = cut.alignment.chunk_count
+    assert np.array_equal(cut.alignment.student_spans, whole.alignment.student_spans[:count])
+
+
+def test_a_line_of_ten_megabytes_costs_no_more_a_token_than_a_short_one():
+    generator = np.random.default_rng(0)
+    sides = [np.unique(generator.integers(1, 10_000_001, size=1_500_000)) for _ in range(2)]
+    sides = [np.append(side[side < 10_000_000], 10_000_000) for side in sides]
+    short = [side[:140_000] for side in sides]
+    assert align_byte_ends(*sides).chunk_count > 100_000
+    assert time_of(sides) < 10 * 4 * time_of(short)
+
+
+def time_of(sides):
+    """The quickest of several, in seconds of the thread alone."""
+    times = []
+    for _ in range(3):
+        start = time.thread_time()
+        align_byte_ends(*sides)
+        times.append(time.thread_time() - start)
+    return min(times)
