@@ -10,6 +10,7 @@ from megatron_ext.version import __version__
 _HOME_OF = {
     "AlignmentBatch": "megatron_ext.alignment.batch",
     "Alignment": "megatron_ext.alignment",
+    "align_conversation": "megatron_ext.alignment",
     "ArrowTextDataset": "megatron_ext.training.cross_tokenizer.dataset",
     "CrossTokenizerCollator": "megatron_ext.training.cross_tokenizer.collator",
     "LOSS_REGISTRY": "megatron_ext.losses",
