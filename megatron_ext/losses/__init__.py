@@ -5,15 +5,20 @@ from megatron_ext.losses.base import (
     Objective,
     SumCount,
 )
+from megatron_ext.losses.gold import GoldLoss
+from megatron_ext.losses.hybrid_kl import HybridKLLoss
 from megatron_ext.losses.next_token import NextTokenLoss
 from megatron_ext.losses.projected_kl import ProjectedKLLoss
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
+from megatron_ext.losses.uld import ULDLoss
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 
 __all__ = [
     "LOSS_REGISTRY",
     "DistillationInputs",
+    "GoldLoss",
+    "HybridKLLoss",
     "LossOutput",
     "NextTokenLoss",
     "Objective",
@@ -22,5 +27,6 @@ __all__ = [
     "SumCount",
     "TargetKind",
     "TeacherTargets",
+    "ULDLoss",
     "VocabularyMatch",
 ]

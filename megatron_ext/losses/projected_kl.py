@@ -6,6 +6,7 @@ B batch, Ts Tt tokens, Vps Vpt local columns, C chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
@@ -13,6 +14,8 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
 from megatron_ext.losses.input_check import check_alignment, check_student
+from megatron_ext.losses.nemo import nemo_projected_kl
+from megatron_ext.losses.option_check import Numerics, check_choice
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.projected_kl import projected_kl
@@ -48,7 +51,14 @@ class ProjectedKLLoss:
 
     vocab_topk: int | None = None
     """Compare on so many teacher tokens a chunk, the teacher's most probable ones, and on the rest
-    as one token; None: on all of them."""
+    as one token; None: on all of them. The nemo numerics choose for a microbatch, the original
+    8192, and have no rest."""
+
+    exact_token_match_only: bool = False
+    """Leave out chunks whose two sides differ in bytes."""
+
+    numerics: Numerics = "proper"
+    """``proper``, or ``nemo``: value and gradient of the original, see ``losses/nemo``."""
 
     def __post_init__(self) -> None:
         check_divergence(
@@ -57,6 +67,13 @@ class ProjectedKLLoss:
             direction=self.direction,
             mixture=self.mixture,
         )
+        check_choice("projected_kl", "numerics", self.numerics, get_args(Numerics))
+        if self.numerics == "nemo" and self.direction == "jensen_shannon":
+            raise LossError(
+                "the nemo numerics of projected_kl have no such direction",
+                got=repr(self.direction),
+                expected="'forward' or 'reverse'",
+            )
         if self.vocab_topk is not None and self.vocab_topk < 1:
             raise LossError(
                 "vocab_topk of projected_kl keeps no token",
@@ -68,6 +85,17 @@ class ProjectedKLLoss:
         check_student(inputs)
         alignment, teacher = check_alignment(inputs, objective="projected_kl")
         projection = _check_projection(inputs)
+        usable = alignment.is_exact if self.exact_token_match_only else None
+        if self.numerics == "nemo":
+            return nemo_projected_kl(
+                inputs,
+                teacher,
+                projection,
+                temperature=self.temperature,
+                is_reverse=self.direction == "reverse",
+                vocab_topk=self.vocab_topk,
+                usable=usable,
+            )
         out = projected_kl(
             inputs.student_logits.flatten(0, 1),
             teacher.to_logits().flatten(0, 1),
@@ -85,7 +113,7 @@ class ProjectedKLLoss:
             mixture=self.mixture,
             vocab_topk=self.vocab_topk,
         )
-        used = used_chunks(inputs)
+        used = used_chunks(inputs, usable)
         means = {"teacher_entropy": out.teacher_entropy, "top1_agreement": out.top1_agreement}
         if self.vocab_topk is not None:
             means["rest_mass"] = out.rest_mass
@@ -94,6 +122,7 @@ class ProjectedKLLoss:
         return chunk_output(
             inputs,
             out.chunk_loss,
+            usable=usable,
             means=means,
             metrics={"offsupport_mass": (offsupport, teacher_rows)},
         )

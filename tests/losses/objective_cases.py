@@ -43,6 +43,13 @@ def inputs_of(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs
     )
 
 
+def with_uncommon_tokens(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs:
+    """Every second token is common, also of one vocabulary with itself."""
+    common = torch.arange(0, min(batch.student_logits.shape[-1], batch.teacher_logits.shape[-1]), 2)
+    match = VocabularyMatch(common_student=common, common_teacher=common)
+    return replace(inputs_of(batch, padding), match=match)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveCase:
     """One objective with options."""
@@ -100,6 +107,24 @@ CASES: dict[str, ObjectiveCase] = {
     ),
     "projected_kl on the teacher's top tokens": ObjectiveCase(
         name="projected_kl", options={"vocab_topk": 4, "temperature": 1.5}
+    ),
+    "gold": ObjectiveCase(name="gold", options={"temperature": 1.5}, build=with_uncommon_tokens),
+    "gold reverse, over the largest uncommon": ObjectiveCase(
+        name="gold",
+        options={"direction": "reverse", "uncommon_topk": 3},
+        build=with_uncommon_tokens,
+    ),
+    "gold jensen-shannon": ObjectiveCase(
+        name="gold",
+        options={"direction": "jensen_shannon", "uncommon_weight": 0.5},
+        build=with_uncommon_tokens,
+    ),
+    "hybrid_kl": ObjectiveCase(name="hybrid_kl", build=with_uncommon_tokens),
+    "hybrid_kl of one vocabulary": ObjectiveCase(name="hybrid_kl"),
+    "uld": ObjectiveCase(name="uld", options={"temperature": 1.5}),
+    "uld over the largest": ObjectiveCase(name="uld", options={"top_u": 5}),
+    "uld by position": ObjectiveCase(
+        name="uld", options={"alignment": "position", "top_u": None}, over="tokens"
     ),
 }
 """Readable id -> case. An objective has a row for each option that changes its formula."""

@@ -1,0 +1,141 @@
+"""P-KL with the numerics of NeMo RL's x_token. T rows, Vps Vpt columns, K of them, C chunks.
+
+Source: NVIDIA-NeMo/RL at 7ea279a, ``nemo_rl/algorithms`` (x_token loss), by its behaviour. Kept for
+comparison; ``docs/losses.md`` says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_ext.distributed.row_slices import row_slices
+from megatron_ext.distributed.shard_collectives import (
+    all_reduce_sum,
+    gather_columns,
+    sum_over_shards,
+)
+from megatron_ext.distributed.vocab_parallel import VocabShard, log_softmax, scaled_logits
+from megatron_ext.losses.base import DistillationInputs, LossOutput
+from megatron_ext.losses.diagnostics import chunk_output
+from megatron_ext.losses.nemo.chunk_means import chunk_means
+from megatron_ext.losses.projection_shard import ProjectionShard
+
+if TYPE_CHECKING:
+    from megatron_ext.losses.targets import TeacherTargets
+
+_EPSILON = 1e-10
+
+
+def nemo_projected_kl(
+    inputs: DistillationInputs,
+    teacher: TeacherTargets,
+    projection: ProjectionShard,
+    *,
+    temperature: float,
+    is_reverse: bool,
+    vocab_topk: int | None,
+    usable: torch.Tensor | None,
+) -> LossOutput:
+    """``tau^2 * sum_c KL_c`` over teacher columns K.
+
+        K    the ``vocab_topk`` columns of the largest raw teacher logit at any position
+        Q_c  = mean_i softmax(z_i / tau) W[:, K], over (its sum + 1e-10)
+        L_c  = mean_j log_softmax(y_j[K] / tau), not normalised again
+        KL_c = sum exp(L_c) (L_c - log(Q_c + 1e-10));  reverse: sum Q_c (log(Q_c + 1e-10) - L_c)
+
+    The original divides by the chunks of the microbatch; here the count is returned beside the sum.
+    Since K is chosen for a microbatch, the value depends on how a batch is cut into them, unless
+    ``vocab_topk`` is None, for all columns. Two equal models have a loss on chunks of several
+    tokens. ``usable``: bool [C], chunks that may count.
+
+    Metric: ``top1_agreement`` over K. Plain autograd keeps fp32 [Ts, Vps]. Collectives: forward
+    four all-reduces of vectors, two all-gathers of [K] and two all-reduces of [C, K]; backward one
+    all-reduce of [Ts].
+    """
+    alignment = inputs.alignment
+    assert alignment is not None
+    count = alignment.chunk_count
+    logits = teacher.to_logits().flatten(0, 1).detach()
+    columns = _largest_columns(logits, teacher.shard, vocab_topk or teacher.shard.vocab_size)
+    probs = log_softmax(
+        inputs.student_logits.flatten(0, 1), inputs.student_shard, temperature=temperature
+    ).exp()
+    means = chunk_means(probs, alignment.student_chunk_id.flatten(), count)
+    partial: torch.Tensor = _ProjectColumns.apply(means, projection, columns)
+    q = sum_over_shards(partial, inputs.student_shard.group)
+    q = q / (q.sum(dim=-1, keepdim=True) + _EPSILON)
+    log_q = (q + _EPSILON).log()
+    log_p = _teacher_means(
+        logits, alignment.teacher_chunk_id.flatten(), count, columns, teacher.shard, temperature
+    ).to(q.dtype)
+    kl = q * (log_q - log_p) if is_reverse else log_p.exp() * (log_p - log_q)
+    agreement = q.argmax(dim=-1) == log_p.argmax(dim=-1)
+    return chunk_output(
+        inputs,
+        temperature**2 * kl.sum(dim=-1),
+        usable=usable,
+        means={"top1_agreement": agreement},
+    )
+
+
+def _largest_columns(logits: torch.Tensor, shard: VocabShard, count: int) -> torch.Tensor:
+    """int64 [K] ascending: columns of the largest logit at any of the positions, chunk or not."""
+    scaled = scaled_logits(logits, 1.0, shard.excluded_columns(logits.device))
+    importance = scaled.amax(dim=0)[None]
+    values, local = importance.sort(dim=-1, descending=True, stable=True)
+    kept = min(count, shard.width)
+    values = gather_columns(values[:, :kept], shard.group)
+    ids = gather_columns(local[:, :kept] + shard.start, shard.group)
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    return ids[0, order[0, : min(count, shard.vocab_size)]].sort().values
+
+
+@torch.no_grad()
+def _teacher_means(
+    logits: torch.Tensor,
+    chunk_id: torch.Tensor,
+    count: int,
+    columns: torch.Tensor,
+    shard: VocabShard,
+    temperature: float,
+) -> torch.Tensor:
+    """L_c [C, K], the same on every rank."""
+    local = columns - shard.start
+    here = (local >= 0) & (local < shard.width)
+    local = torch.where(here, local, shard.width)
+    chosen = torch.zeros(shard.width + 1, dtype=torch.bool, device=logits.device)
+    chosen[local] = True
+    log_probs = log_softmax(logits, shard, temperature=temperature, valid=chosen[:-1])
+    picked = log_probs[:, local.clamp(max=shard.width - 1)].masked_fill(~here, 0.0)
+    return all_reduce_sum(chunk_means(picked, chunk_id, count), shard.group)
+
+
+class _ProjectColumns(torch.autograd.Function):
+    """``(means @ W)[:, columns]`` [C, K] of this rank's rows of W; a slice of chunks at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, means: torch.Tensor, projection: ProjectionShard, columns: torch.Tensor
+    ) -> torch.Tensor:
+        onto_teacher = projection.weight_transposed.to(means.dtype).t()
+        out = means.new_empty(means.shape[0], columns.shape[0])
+        for rows in row_slices(means.shape[0], onto_teacher.shape[1], device=means.device):
+            out[rows] = (means[rows] @ onto_teacher)[:, columns]
+        ctx.save_for_backward(columns)
+        ctx.weight = projection.weight
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (columns,) = ctx.saved_tensors
+        width, teacher_vocab = ctx.weight.shape
+        onto_student = ctx.weight.to(grad.dtype).t()
+        out = grad.new_empty(grad.shape[0], width)
+        for rows in row_slices(grad.shape[0], teacher_vocab, device=grad.device):
+            spread = grad.new_zeros(grad[rows].shape[0], teacher_vocab)
+            out[rows] = spread.index_copy_(1, columns, grad[rows]) @ onto_student
+        return out, None, None
