@@ -15,6 +15,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_ext.errors import ProjectionError
+from megatron_ext.projection.building.options import (
+    PIECE_DECAY,
+    ProjectionMethod,
+    ProjectionOptions,
+)
 from megatron_ext.projection.compressed_rows import CompressedRows, check_block
 from megatron_ext.projection.entries import (
     Entries,
@@ -23,7 +28,6 @@ from megatron_ext.projection.entries import (
     largest_of_each_row,
 )
 from megatron_ext.projection.history import with_step
-from megatron_ext.projection.options import PIECE_DECAY, ProjectionMethod, ProjectionOptions
 from megatron_ext.projection.validation import check_projection
 from megatron_ext.projection.vocabulary_partition import VocabularyPartition
 
@@ -97,7 +101,7 @@ class SparseProjection(CompressedRows):
 
     def __matmul__(self, other: SparseProjection) -> SparseProjection:
         """Student to pivot to teacher; see ``combination.compose``."""
-        from megatron_ext.projection.combination import compose
+        from megatron_ext.projection.building.combination import compose
 
         return compose(self, other)
 
@@ -303,7 +307,7 @@ class SparseProjection(CompressedRows):
             UnknownNameError: No such method.
             ProjectionError: A number that means nothing, or options that exclude each other.
         """
-        from megatron_ext.projection.builders import build_projection
+        from megatron_ext.projection.building.builder import build_projection
 
         options = ProjectionOptions(
             method=method,

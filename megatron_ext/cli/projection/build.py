@@ -14,8 +14,8 @@ from megatron_ext.cli.projection.files import (
     with_model_names,
     write_projection,
 )
-from megatron_ext.projection.builders import PROJECTION_METHODS, build_projection
-from megatron_ext.projection.options import PIECE_DECAY, ProjectionOptions
+from megatron_ext.projection.building.builder import PROJECTION_METHODS, build_projection
+from megatron_ext.projection.building.options import PIECE_DECAY, ProjectionOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

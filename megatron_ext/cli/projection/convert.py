@@ -23,14 +23,14 @@ from megatron_ext.cli.projection.files import (
     write_projection,
 )
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.builders import identity
-from megatron_ext.projection.diagnosis import diagnose
+from megatron_ext.projection.building.builder import identity
 from megatron_ext.projection.history import with_step
-from megatron_ext.projection.legacy_file import LegacyDtype
-from megatron_ext.projection.loose_entries import LooseEntries
-from megatron_ext.projection.operations import width_of
+from megatron_ext.projection.known_files.diagnosis import diagnose
+from megatron_ext.projection.known_files.legacy_file import LegacyDtype
+from megatron_ext.projection.known_files.loose_entries import LooseEntries
+from megatron_ext.projection.known_files.operations import width_of
+from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.projection.sparse_projection import SparseProjection
-from megatron_ext.projection.tokenizer_pair import TokenizerPair
 
 _HARMLESS = ("no_strict_rows", "lost_exact_rows", "off_support", "lost_rows")
 """What a builder may have meant, and what writing the file mends."""

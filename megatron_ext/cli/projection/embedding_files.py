@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from megatron_ext.errors import MissingDependencyError, ProjectionError
-from megatron_ext.projection.embedding_matrix import EmbeddingMatrix
+from megatron_ext.projection.building.embedding_matrix import EmbeddingMatrix
 
 EMBEDDING_NAMES: Final = (
     "embed_tokens.weight",

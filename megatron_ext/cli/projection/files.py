@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Final
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.projection.defect import Defect
-from megatron_ext.projection.legacy_file import LegacyDtype, read_legacy_file, write_legacy_file
-from megatron_ext.projection.loose_entries import LooseEntries
+from megatron_ext.projection.known_files.defect import Defect
+from megatron_ext.projection.known_files.legacy_file import (
+    LegacyDtype,
+    read_legacy_file,
+    write_legacy_file,
+)
+from megatron_ext.projection.known_files.loose_entries import LooseEntries
+from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.projection.sparse_projection import SparseProjection
-from megatron_ext.projection.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 
 LEGACY_SUFFIXES: Final = (".pt", ".pth")

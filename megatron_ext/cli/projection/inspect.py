@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ext.cli.projection.files import add_pair, defect_lines, pair_of, read_entries
-from megatron_ext.projection.inspection import Inspection
+from megatron_ext.projection.known_files.inspection import Inspection
 
 _ROW_SIZES_SHOWN = 8
 

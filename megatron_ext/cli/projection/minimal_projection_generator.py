@@ -31,9 +31,9 @@ from megatron_ext.cli.projection.tool_files import (
     note_inert,
 )
 from megatron_ext.errors import ConfigError
-from megatron_ext.projection.embedding_builder import build_embedding_projection
-from megatron_ext.projection.embedding_space import EmbeddingSpace
-from megatron_ext.projection.loose_entries import LooseEntries
+from megatron_ext.projection.building.embedding_builder import build_embedding_projection
+from megatron_ext.projection.building.embedding_space import EmbeddingSpace
+from megatron_ext.projection.known_files.loose_entries import LooseEntries
 from megatron_ext.projection.sparse_projection import SparseProjection
 
 _INERT = {"--keep_top_tokens": -1, "--force_recompute": False, "--use_canonicalization": False}

@@ -26,9 +26,9 @@ from megatron_ext.cli.projection.files import (
 )
 from megatron_ext.cli.projection.multitoken_flags import add_multitoken_flags, options_of
 from megatron_ext.cli.projection.tool_files import made_folder, prepared_name
-from megatron_ext.projection.multitoken import multitoken_projection
+from megatron_ext.projection.known_files.multitoken import multitoken_projection
+from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.projection.sparse_projection import SparseProjection
-from megatron_ext.projection.tokenizer_pair import TokenizerPair
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

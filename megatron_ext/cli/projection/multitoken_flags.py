@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_ext.cli.projection.files import note
 from megatron_ext.cli.projection.tool_files import BYTES_DECIDE, DATA_FOLDER, NO_SCALE_TRICK
-from megatron_ext.projection.multitoken import MultitokenOptions
+from megatron_ext.projection.known_files.multitoken import MultitokenOptions
 
 DEFAULTS = MultitokenOptions()
 

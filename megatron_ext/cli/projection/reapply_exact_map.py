@@ -23,7 +23,7 @@ from megatron_ext.cli.projection.files import (
 )
 from megatron_ext.cli.projection.multitoken_flags import DEFAULTS, add_multitoken_flags
 from megatron_ext.cli.projection.tool_files import DATA_FOLDER, note_inert, with_suffix
-from megatron_ext.projection.operations import reapply_exact_map
+from megatron_ext.projection.known_files.operations import reapply_exact_map
 
 _INERT = {
     "--num-examples": 0,

@@ -23,8 +23,8 @@ from megatron_ext.cli.projection.files import (
     with_model_names,
     write_projection,
 )
-from megatron_ext.projection.legacy_file import LegacyDtype
-from megatron_ext.projection.repair import Repair, repair
+from megatron_ext.projection.known_files.legacy_file import LegacyDtype
+from megatron_ext.projection.known_files.repair import Repair, repair
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_ext.cli.main import main
 from megatron_ext.cli.projection.files import note, read_entries, write_projection
 from megatron_ext.cli.projection.tool_files import with_suffix
-from megatron_ext.projection.operations import sort_and_cut
+from megatron_ext.projection.known_files.operations import sort_and_cut
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

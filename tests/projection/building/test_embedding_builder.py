@@ -10,7 +10,8 @@ from projection_rows import rows_of
 from safetensors.numpy import save_file
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection import build_embedding_projection, embedding_builder
+from megatron_ext.projection import build_embedding_projection
+from megatron_ext.projection.building import embedding_builder
 
 STUDENT = GreedyTokenizer(["<s>", b"big", b"cat", b"", "<mine>"], bos="<s>")
 TEACHER = GreedyTokenizer([b"large", b"huge", b"cat", b"dog", "<bos>"], bos="<bos>")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import MissingDependencyError, ProjectionError
-from megatron_ext.projection.loose_entries import FLOAT32_ROUNDING, LooseEntries
+from megatron_ext.projection.known_files.loose_entries import FLOAT32_ROUNDING, LooseEntries
 
 NO_COLUMN: Final = -1
 """Index of an empty slot."""

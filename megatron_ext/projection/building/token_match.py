@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.projection.speller import Speller
+from megatron_ext.projection.building.speller import Speller
 
 NO_MATCH: Final = -1
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from megatron_ext.projection.defect import Defect, DefectKind
-from megatron_ext.projection.filler import Filler, find_filler
-from megatron_ext.projection.loose_entries import LooseEntries, Mask
-from megatron_ext.projection.tokenizer_pair import TokenizerPair
+from megatron_ext.projection.known_files.defect import Defect, DefectKind
+from megatron_ext.projection.known_files.filler import Filler, find_filler
+from megatron_ext.projection.known_files.loose_entries import LooseEntries, Mask
+from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 
 _COLUMNS_SHOWN = 3
 _SUM_SLACK = 1e-5

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection import SparseProjection
-from megatron_ext.projection.legacy_file import read_legacy_file, write_legacy_file
+from megatron_ext.projection.known_files.legacy_file import read_legacy_file, write_legacy_file
 
 TABLE = {
     "indices": torch.tensor([[3, -1, -1], [1, 4, 2], [0, 0, -1]]),

@@ -13,14 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.builders import build_projection, identity
-from megatron_ext.projection.embedding_matrix import EmbeddingMatrix
-from megatron_ext.projection.embedding_space import AnchoredSpace, EmbeddingSpace, SharedSpace
+from megatron_ext.projection.building.builder import build_projection, identity
+from megatron_ext.projection.building.embedding_matrix import EmbeddingMatrix
+from megatron_ext.projection.building.embedding_space import (
+    AnchoredSpace,
+    EmbeddingSpace,
+    SharedSpace,
+)
+from megatron_ext.projection.building.options import ProjectionOptions
+from megatron_ext.projection.building.speller import Speller
+from megatron_ext.projection.building.token_match import emitted_tokens
 from megatron_ext.projection.entries import Entries, check_top_k, concatenated
-from megatron_ext.projection.options import ProjectionOptions
 from megatron_ext.projection.sparse_projection import SparseProjection
-from megatron_ext.projection.speller import Speller
-from megatron_ext.projection.token_match import emitted_tokens
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
 ROWS_AT_ONCE = 1024

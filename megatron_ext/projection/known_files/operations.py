@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.projection.builders import identity
+from megatron_ext.projection.building.builder import identity
 from megatron_ext.projection.entries import check_top_k
-from megatron_ext.projection.filler import find_filler
 from megatron_ext.projection.history import with_step
-from megatron_ext.projection.loose_entries import LooseEntries, Mask, sorted_entries
+from megatron_ext.projection.known_files.filler import find_filler
+from megatron_ext.projection.known_files.loose_entries import LooseEntries, Mask, sorted_entries
+from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.projection.sparse_projection import SparseProjection
-from megatron_ext.projection.tokenizer_pair import TokenizerPair
 
 
 @dataclass(kw_only=True, frozen=True, slots=True, eq=False)

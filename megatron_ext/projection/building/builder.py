@@ -17,16 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.control_pairs import match_control_tokens
-from megatron_ext.projection.control_names import most_similar
-from megatron_ext.projection.entries import Entries, concatenated
-from megatron_ext.projection.options import ProjectionMethod, ProjectionOptions
-from megatron_ext.projection.sparse_projection import SparseProjection
-from megatron_ext.projection.speller import Speller
-from megatron_ext.projection.token_match import (
+from megatron_ext.projection.building.control_names import most_similar
+from megatron_ext.projection.building.options import ProjectionMethod, ProjectionOptions
+from megatron_ext.projection.building.speller import Speller
+from megatron_ext.projection.building.token_match import (
     NO_MATCH,
     emitted_tokens,
     match_ordinary_tokens,
 )
+from megatron_ext.projection.entries import Entries, concatenated
+from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.registry import Registry
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_ext.version import __version__

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from trained_pair import trained_pair
 
 from megatron_ext.projection import SparseProjection
-from megatron_ext.projection.diagnosis import diagnose
-from megatron_ext.projection.legacy_schema import legacy_entries
-from megatron_ext.projection.loose_entries import LooseEntries
-from megatron_ext.projection.repair import repair
-from megatron_ext.projection.tokenizer_pair import TokenizerPair
+from megatron_ext.projection.known_files.diagnosis import diagnose
+from megatron_ext.projection.known_files.legacy_schema import legacy_entries
+from megatron_ext.projection.known_files.loose_entries import LooseEntries
+from megatron_ext.projection.known_files.repair import repair
+from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.conversation.shared_files import SHARED, needs_shared
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.projection.loose_entries import Mask
+from megatron_ext.projection.known_files.loose_entries import Mask
 
 DefectKind = Literal[
     "padding_rows",

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from projection_rows import dense, projection_of, random_projections, rows_of
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection import SparseProjection, combination, compose, drop_padding
+from megatron_ext.projection import SparseProjection, compose, drop_padding
 from megatron_ext.projection import fill_empty_rows as fill
+from megatron_ext.projection.building import combination
 
 STUDENT = GreedyTokenizer([b"ab", b"c", b"abc", b"z"])
 PIVOT = GreedyTokenizer([b"a", b"b", b"c", b"bc"])

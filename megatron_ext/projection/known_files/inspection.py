@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from megatron_ext.projection.defect import Defect
-from megatron_ext.projection.diagnosis import diagnose
-from megatron_ext.projection.loose_entries import LooseEntries
-from megatron_ext.projection.operations import width_of
-from megatron_ext.projection.tokenizer_pair import TokenizerPair
+from megatron_ext.projection.known_files.defect import Defect
+from megatron_ext.projection.known_files.diagnosis import diagnose
+from megatron_ext.projection.known_files.loose_entries import LooseEntries
+from megatron_ext.projection.known_files.operations import width_of
+from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 
 RELAXED_SHARE: Final = 0.6
 """From which share on the relaxed rule of the original loss takes two tokens for one."""

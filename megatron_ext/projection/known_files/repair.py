@@ -8,13 +8,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.projection.builders import identity
-from megatron_ext.projection.defect import Defect
-from megatron_ext.projection.diagnosis import diagnose
+from megatron_ext.projection.building.builder import identity
 from megatron_ext.projection.history import with_step
-from megatron_ext.projection.loose_entries import LooseEntries, Mask, sorted_entries
+from megatron_ext.projection.known_files.defect import Defect
+from megatron_ext.projection.known_files.diagnosis import diagnose
+from megatron_ext.projection.known_files.loose_entries import LooseEntries, Mask, sorted_entries
+from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.projection.sparse_projection import SparseProjection
-from megatron_ext.projection.tokenizer_pair import TokenizerPair
 
 OffSupport = Literal["drop", "keep"]
 

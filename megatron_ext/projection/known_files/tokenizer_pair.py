@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.projection.loose_entries import LooseEntries, Mask
+from megatron_ext.projection.known_files.loose_entries import LooseEntries, Mask
 from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes

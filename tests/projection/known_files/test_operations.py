@@ -5,8 +5,8 @@ from test_diagnosis import OWN_SHARES, PAIR, entries_of
 from test_repair import row, rows
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.multitoken import MultitokenOptions, multitoken_projection
-from megatron_ext.projection.operations import reapply_exact_map, sort_and_cut
+from megatron_ext.projection.known_files.multitoken import MultitokenOptions, multitoken_projection
+from megatron_ext.projection.known_files.operations import reapply_exact_map, sort_and_cut
 
 TABLE = [{0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}, [(1, 0.3), (2, 0.4), (1, 0.3)], {3: 1.0}, {}]
 

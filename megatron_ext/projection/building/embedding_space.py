@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.embedding_matrix import EmbeddingMatrix, unit_rows
+from megatron_ext.projection.building.embedding_matrix import EmbeddingMatrix, unit_rows
 
 EmbeddingSpace = Literal["shared", "anchored"]
 

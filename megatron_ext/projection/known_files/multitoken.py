@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.builders import build_projection
+from megatron_ext.projection.building.builder import build_projection
+from megatron_ext.projection.building.options import ProjectionOptions
 from megatron_ext.projection.history import with_step
-from megatron_ext.projection.loose_entries import LooseEntries, sorted_entries
-from megatron_ext.projection.options import ProjectionOptions
+from megatron_ext.projection.known_files.loose_entries import LooseEntries, sorted_entries
+from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.projection.sparse_projection import SparseProjection
-from megatron_ext.projection.tokenizer_pair import TokenizerPair
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Building a projection: from two tokenizers, from embeddings, from other projections."""
