@@ -117,6 +117,25 @@ def _sliced(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torc
         return _objective("projected_kl")(rank, ranks, group)
 
 
+def _tied(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Sorted L1 of many equal probabilities, in different shards."""
+    random = Microbatch.random
+
+    def rounded(**sizes: Any) -> Microbatch:
+        batch = random(**sizes)
+        batch.student_logits.round_()
+        batch.teacher_logits.round_()
+        return batch
+
+    with patch.object(Microbatch, "random", rounded):
+        return _objective("uld", top_u=9)(rank, ranks, group)
+
+
+def _gold_in_slices(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    with patch.dict(row_slices.SLICE_ELEMENTS, cpu=160):
+        return _objective("gold", uncommon_topk=4)(rank, ranks, group)
+
+
 CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tensor]]] = {
     "log-softmax": _log_softmax,
     "copy to shards": _copy_to_shards,
@@ -129,9 +148,52 @@ CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tenso
     "reverse projected KL": _objective("projected_kl", direction="reverse"),
     "Jensen-Shannon projected KL": _objective("projected_kl", direction="jensen_shannon"),
     "projected KL on the top tokens": _objective("projected_kl", vocab_topk=7),
+    "forward vocabulary KL": _objective("vocab_kl", same_tokenizer=True, temperature=1.4),
+    "reverse vocabulary KL": _objective(
+        "vocab_kl", same_tokenizer=True, direction="reverse", temperature=3.0
+    ),
+    "Jensen-Shannon divergence over the vocabulary": _objective(
+        "vocab_kl", same_tokenizer=True, direction="jensen_shannon"
+    ),
+    "vocabulary KL to top-k targets": _objective("vocab_kl", same_tokenizer=True, kind="topk"),
+    "strict top-k": _objective("strict_topk", top_k=3),
+    "strict top-k, renormalised": _objective("strict_topk", top_k=30, tail="renormalise"),
+    "strict top-k of top-k targets": _objective("strict_topk", top_k=3, kind="topk"),
+    "strict top-k without chunks": _objective("strict_topk", chunks=0),
+    "top columns of equal logits": _top_columns,
     "projected KL without chunks": _objective("projected_kl", chunks=0),
     "projected KL in slices": _sliced,
+    "projected KL as nemo": _objective("projected_kl", numerics="nemo", vocab_topk=8),
+    "reverse projected KL as nemo": _objective(
+        "projected_kl", numerics="nemo", direction="reverse", temperature=1.4
+    ),
+    "gold": _objective("gold", temperature=1.4),
+    "reverse gold": _objective("gold", direction="reverse", uncommon_topk=4),
+    "Jensen-Shannon gold": _objective("gold", direction="jensen_shannon"),
+    "gold without chunks": _objective("gold", chunks=0),
+    "gold in slices": _gold_in_slices,
+    "gold as nemo": _objective("gold", numerics="nemo", uncommon_topk=4),
+    # Its gradient is a difference of larger terms, in fp32 by autograd; less so when softened.
+    "reverse hybrid KL as nemo": _objective(
+        "hybrid_kl", numerics="nemo", direction="reverse", temperature=3.0
+    ),
+    "uld": _objective("uld", temperature=1.4),
+    "uld over the largest": _objective("uld", top_u=3),
+    "uld of tied logits": _tied,
+    "uld by position": _objective("uld", alignment="position"),
 }
+
+COUNTED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "next_token": ("next_token", 4, {}),
+    "projected_kl": ("projected_kl", 4, {}),
+    "projected_kl without chunks": ("projected_kl", 0, {}),
+    "projected_kl as nemo": ("projected_kl", 4, {"numerics": "nemo"}),
+    "gold": ("gold", 4, {}),
+    "gold without chunks": ("gold", 0, {}),
+    "gold as nemo": ("gold", 4, {"numerics": "nemo"}),
+    "uld": ("uld", 4, {}),
+}
+"""Label -> objective, chunks and options, whose collectives are counted."""
 
 
 def collectives_of(rank: int, size: int) -> dict[str, list[str]]:
@@ -152,12 +214,11 @@ def collectives_of(rank: int, size: int) -> dict[str, list[str]]:
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(patch.object(dist, name, counted(name)))
-        for name, chunks in (("next_token", 4), ("projected_kl", 4), ("projected_kl", 0)):
+        for label, (name, chunks, options) in COUNTED.items():
             inputs = Microbatch.random(chunks=chunks).inputs(rank=rank, ranks=size, group=group)
-            output = LOSS_REGISTRY[name]()(inputs)
+            output = LOSS_REGISTRY[name](**options)(inputs)
             forward = len(calls)
             output.loss_sum.backward()
-            label = name if chunks else f"{name} without chunks"
             made[f"{label} forward"] = calls[:forward]
             made[f"{label} backward"] = calls[forward:]
             calls.clear()

@@ -68,6 +68,17 @@ def test_every_rank_makes_the_collectives_that_the_docstrings_state(
         "projected_kl backward": ["all_gather", "all_reduce"],
         "projected_kl without chunks forward": ["all_reduce"] * 8,
         "projected_kl without chunks backward": ["all_reduce"],
+        "projected_kl as nemo forward": ["all_gather"] * 2 + ["all_reduce"] * 6,
+        "projected_kl as nemo backward": ["all_reduce"],
+        # The reduce-scatter is the fourth.
+        "gold forward": ["all_reduce"] * 7 + ["all_gather"],
+        "gold backward": ["all_reduce"],
+        "gold without chunks forward": ["all_reduce"] * 6,
+        "gold without chunks backward": ["all_reduce"],
+        "gold as nemo forward": ["all_reduce"] * 6 + ["all_gather"] + ["all_reduce"] * 4,
+        "gold as nemo backward": ["all_reduce"],
+        "uld forward": ["all_reduce"] * 2 + ["all_gather"],
+        "uld backward": ["all_reduce"],
     }
     for _, made in spawned:
         assert made == stated

@@ -11,7 +11,12 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import DistillationInputs, ProjectionShard, TeacherTargets
+from megatron_ext.losses import (
+    DistillationInputs,
+    ProjectionShard,
+    TeacherTargets,
+    VocabularyMatch,
+)
 from tests.ops.projected_kl_case import random_chunks, random_projection
 
 PAD_LOGIT = 40.0
@@ -84,6 +89,7 @@ class Microbatch:
                 (self.student_logits, self.teacher_logits), padding, strict=True
             )
         )
+        common = torch.arange(0, min(student.vocab_size, teacher.vocab_size), 2)
         return DistillationInputs(
             student_logits=columns(self.student_logits, student).requires_grad_(),
             student_shard=student,
@@ -93,6 +99,11 @@ class Microbatch:
             ),
             alignment=self.alignment(),
             projection=projection_shard(self.projection, student, teacher),
+            # Backwards, so that partners lie in different shards.
+            match=VocabularyMatch(common_student=common, common_teacher=common.flip(0)),
+            teacher_labels=torch.arange(self.teacher_logits.shape[1]).expand(
+                self.teacher_logits.shape[:2]
+            ),
         )
 
 

@@ -48,9 +48,9 @@ def nemo_gold(
     equal, where its gradient is not 0 either.
 
     Metrics: ``kl_common``, ``l1_uncommon``, ``top1_agreement`` over common tokens. Plain autograd
-    keeps fp32 [Ts, Vps] and several [C, Vps]. Collectives: forward six all-reduces of vectors and,
-    a slice of chunks, one reduce-scatter of [C', Vs] and one all-gather; backward one all-reduce of
-    [Ts]; where ``top1_agreement`` is taken, four more.
+    keeps fp32 [Ts, Vps] and several [C, Vps]. Collectives: forward nine all-reduces of vectors
+    and, a slice of chunks, one reduce-scatter of [C', Vs] and one all-gather; backward one
+    all-reduce of [Ts].
     """
     alignment = inputs.alignment
     assert alignment is not None
