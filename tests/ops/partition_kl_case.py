@@ -1,0 +1,168 @@
+"""Random inputs of the partition KL. T rows, Vs Vt vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_ext.ops.partition_kl import (
+    ChainRows,
+    Chains,
+    Comparison,
+    SingleRows,
+    partition_kl,
+    partition_kl_reference,
+    shared_columns,
+)
+from megatron_ext.ops.partition_kl.reference import ReferenceChunk
+from tests.losses.inputs import columns, vocab_shard
+
+Sizes = Sequence[tuple[int, int]]
+"""Student and teacher tokens of each chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Unsharded inputs in fp64. The pairs of the singles are the shared tokens."""
+
+    student_logits: torch.Tensor
+    teacher_logits: torch.Tensor
+    singles: list[ReferenceChunk]
+    chains: list[ReferenceChunk]
+    shared: list[tuple[int, int]]
+
+    @classmethod
+    def random(
+        cls,
+        *,
+        sizes: Sizes = ((1, 1), (1, 2), (1, 1), (2, 1), (1, 3), (2, 3), (1, 1)),
+        vocabs: tuple[int, int] = (37, 23),
+        shared: int = 14,
+        completions: int = 4,
+        scale: float = 3.0,
+        seed: int = 0,
+    ) -> Case:
+        generator = torch.Generator().manual_seed(seed)
+
+        def some(vocab: int, count: int) -> list[int]:
+            return torch.randperm(vocab, generator=generator)[: min(count, vocab)].tolist()
+
+        pairs = list(zip(some(vocabs[0], shared), some(vocabs[1], shared), strict=False))
+        # Rows of no chunk stand between the chunks.
+        rows = [[1, 0], [1, 0]]
+        chunks = []
+        for size in sizes:
+            starts = [side[-1] + 1 for side in rows]
+            for side, count in zip(rows, size, strict=True):
+                side.extend(range(side[-1] + 1, side[-1] + 1 + count))
+            own = list(
+                zip(some(vocabs[0], completions), some(vocabs[1], completions), strict=False)
+            )
+            chunks.append(
+                ReferenceChunk(
+                    student_rows=range(starts[0], starts[0] + size[0]),
+                    teacher_rows=range(starts[1], starts[1] + size[1]),
+                    student_prefix=[some(vocabs[0], 1)[0] for _ in range(size[0] - 1)],
+                    teacher_prefix=[some(vocabs[1], 1)[0] for _ in range(size[1] - 1)],
+                    pairs=pairs if size == (1, 1) else own,
+                )
+            )
+        logits = [
+            scale * torch.randn(max(side) + 2, vocab, generator=generator, dtype=torch.float64)
+            for side, vocab in zip(rows, vocabs, strict=True)
+        ]
+        return cls(
+            student_logits=logits[0],
+            teacher_logits=logits[1],
+            singles=[c for c, size in zip(chunks, sizes, strict=True) if size == (1, 1)],
+            chains=[c for c, size in zip(chunks, sizes, strict=True) if size != (1, 1)],
+            shared=pairs,
+        )
+
+    def to(self, dtype: torch.dtype) -> Case:
+        """The same case with logits in ``dtype``."""
+        return replace(
+            self,
+            student_logits=self.student_logits.to(dtype),
+            teacher_logits=self.teacher_logits.to(dtype),
+        )
+
+    def weights(self) -> torch.Tensor:
+        """[chunks] of the singles and then of the chains, so that each counts for itself."""
+        return torch.linspace(0.5, 2, len(self.singles) + len(self.chains), dtype=torch.float64)
+
+    def truth(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each chunk's divergence, and the gradient of their weighted sum."""
+        logits = self.student_logits.detach().requires_grad_()
+        found = partition_kl_reference(
+            logits, self.teacher_logits, [*self.singles, *self.chains], **options
+        )
+        (grad,) = torch.autograd.grad((found * self.weights()).sum(), logits)
+        return found.detach(), grad
+
+    def run(
+        self,
+        *,
+        dtype: torch.dtype = torch.float64,
+        padding: tuple[int, int] = (0, 0),
+        rank: int = 0,
+        ranks: int = 1,
+        group: Any = None,
+        **options: Any,
+    ) -> tuple[tuple[Comparison, Comparison], torch.Tensor]:
+        """Both comparisons on one rank's columns, and the gradient of the weighted sum."""
+        student = vocab_shard(self.student_logits.shape[1], padding[0], rank, ranks, group)
+        teacher = vocab_shard(self.teacher_logits.shape[1], padding[1], rank, ranks, group)
+        logits = columns(self.student_logits, student).to(dtype).requires_grad_()
+        common = torch.tensor(self.shared, dtype=torch.int64).reshape(-1, 2)
+        options = {"counted": torch.ones(len(self.chains), dtype=torch.bool)} | options
+        out = partition_kl(
+            logits,
+            columns(self.teacher_logits, teacher).to(dtype),
+            singles=SingleRows(
+                torch.tensor([c.student_rows[0] for c in self.singles], dtype=torch.int64),
+                torch.tensor([c.teacher_rows[0] for c in self.singles], dtype=torch.int64),
+            ),
+            shared=shared_columns(common[:, 0], common[:, 1], student, teacher),
+            chains=chains_of(self.chains),
+            student_shard=student,
+            teacher_shard=teacher,
+            **options,
+        )
+        divergence = torch.cat([side.divergence for side in out])
+        weighted = (divergence * self.weights().to(divergence.dtype)).sum()
+        (grad,) = torch.autograd.grad(weighted, logits)
+        return out, grad
+
+
+def chains_of(chunks: Sequence[ReferenceChunk]) -> Chains:
+    """The chunks as the op takes them."""
+    counts = [len(chunk.pairs) for chunk in chunks]
+    pointers = torch.tensor([0, *counts]).cumsum(0).tolist()
+
+    def rows(student: bool) -> ChainRows:
+        own = [c.student_rows if student else c.teacher_rows for c in chunks]
+        prefixes = [c.student_prefix if student else c.teacher_prefix for c in chunks]
+        pairs = [pair[0 if student else 1] for chunk in chunks for pair in chunk.pairs]
+        lists = (
+            [row for side in own for row in side[:-1]],
+            [label for prefix in prefixes for label in prefix],
+            [chain for chain, prefix in enumerate(prefixes) for _ in prefix],
+            [place for prefix in prefixes for place in range(len(prefix))],
+            [side[-1] for side in own],
+            pairs,
+        )
+        return ChainRows(*(torch.tensor(values, dtype=torch.int64) for values in lists))
+
+    return Chains(
+        student=rows(True),
+        teacher=rows(False),
+        completion_chain=torch.repeat_interleave(
+            torch.arange(len(chunks)), torch.tensor(counts, dtype=torch.int64)
+        ),
+        completion_pointers=tuple(pointers),
+        longest=max((max(len(c.student_prefix), len(c.teacher_prefix)) for c in chunks), default=0),
+    )
