@@ -1,0 +1,226 @@
+"""Objectives over chunks of sequences that are cut over context-parallel ranks.
+
+Student and teacher are cut by their own tokens, so a chunk's rows can lie on several ranks, and the
+teacher's on others than the student's. Each chunk gets one owner, the rank of its first student
+row. Rows that an owner lacks are sent to it; all the others stay where they are. Then every rank
+calls the objective on its own chunks, and sums and counts are added over the context-parallel group
+as they are over data-parallel replicas.
+
+Sharing the work so is right for objectives that are a sum over chunks of what their rows, and the
+row after them, say. It is not for one that compares all rows with one another (``dskd`` with
+attention), nor for one that chooses columns for a microbatch (``numerics="nemo"``). Objectives over
+tokens (``next_token``, ``vocab_kl``) need no exchange: call them on the slices as they are.
+
+B batch, Ts Tt tokens of whole sequences, C chunks, C' of them owned, M rows after the exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
+from megatron_ext.distributed.context_parallel import RowExchange, SequenceLayout, exchange_rows
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import DistillationInputs
+from megatron_ext.losses.targets import TeacherTargets
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Ids = NDArray[np.int64]
+
+_TEACHER_ROWS = (
+    "logits",
+    "hidden",
+    "topk_ids",
+    "topk_logits",
+    "log_normaliser",
+    "label_log_probs",
+    "boundary_log_probs",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallelPlan:
+    """Which chunks of one microbatch a rank owns, and the rows it sends and receives for them."""
+
+    alignment: AlignmentBatch
+    """The owned chunks, numbered from 0, over rows [1, M] in the order of the whole sequences."""
+
+    chunks: torch.Tensor
+    """[C'] int64: their numbers in the whole alignment, ascending."""
+
+    student: RowExchange
+    teacher: RowExchange
+
+    @classmethod
+    def from_alignment(
+        cls,
+        alignment: AlignmentBatch,
+        *,
+        student: SequenceLayout,
+        teacher: SequenceLayout,
+        rank: int,
+        group: ProcessGroup | None,
+    ) -> ContextParallelPlan:
+        """Plan one microbatch on the host. No collectives: every rank knows the whole alignment.
+
+        Args:
+            alignment: Of whole sequences, the same on every rank, on the CPU.
+            student: How the student's sequences are cut.
+            teacher: How the teacher's are.
+            rank: This rank in ``group``.
+            group: The context-parallel group; None for one rank.
+
+        Raises:
+            LossError: Sequences that do not divide into the layout's slices.
+        """
+        sides = [
+            (ids.numpy().reshape(-1), spans.numpy(), _bounds(ids, cu_seqlens), layout)
+            for ids, spans, cu_seqlens, layout in (
+                (
+                    alignment.student_chunk_id,
+                    alignment.student_spans,
+                    alignment.student_cu_seqlens,
+                    student,
+                ),
+                (
+                    alignment.teacher_chunk_id,
+                    alignment.teacher_spans,
+                    alignment.teacher_cu_seqlens,
+                    teacher,
+                ),
+            )
+        ]
+        holders = [layout.holders(bounds) for _, _, bounds, layout in sides]
+        owner = holders[0][sides[0][1][:, 0]]
+        chunks = np.flatnonzero(owner == rank)
+        number = np.full(len(owner) + 1, NO_CHUNK, dtype=np.int64)
+        number[chunks] = np.arange(len(chunks))
+        exchanges, local_ids, local_bounds = [], [], []
+        for holder, (ids, spans, bounds, _) in zip(holders, sides, strict=True):
+            needed = [
+                _needed_rows(ids, spans, bounds, owner == peer) for peer in range(student.size)
+            ]
+            exchanges.append(RowExchange.plan(holder, needed, rank=rank, group=group))
+            # The last entry of ``number`` is for NO_CHUNK.
+            local_ids.append(torch.from_numpy(number[ids[needed[rank]]][None]))
+            cut = np.searchsorted(needed[rank], bounds).astype(np.int32)
+            local_bounds.append(torch.from_numpy(cut))
+        return cls(
+            alignment=AlignmentBatch.from_chunk_ids(
+                local_ids[0],
+                local_ids[1],
+                is_exact=alignment.is_exact[torch.from_numpy(chunks)],
+                student_cu_seqlens=local_bounds[0],
+                teacher_cu_seqlens=local_bounds[1],
+            ),
+            chunks=torch.from_numpy(chunks),
+            student=exchanges[0],
+            teacher=exchanges[1],
+        )
+
+    def to(self, device: torch.device | str) -> ContextParallelPlan:
+        """The same plan on ``device``."""
+        return ContextParallelPlan(
+            alignment=self.alignment.to(device),
+            chunks=self.chunks.to(device, non_blocking=True),
+            student=self.student.to(device),
+            teacher=self.teacher.to(device),
+        )
+
+    def inputs(self, slices: DistillationInputs) -> DistillationInputs:
+        """The inputs of this rank's own chunks, to call an objective with.
+
+        Args:
+            slices: What this rank holds: rows [B, T of one rank] of the student and of the teacher,
+                in the order of their layouts. What is said of chunks ([C], as ``chunk_mask``) is of
+                all of them; ``alignment`` is not looked at.
+
+        Returns:
+            Rows [1, M], those of chunks and the one after each. Labels are ``IGNORE_INDEX`` in rows
+            of no owned chunk, so that no row is trained on two ranks.
+
+            One all-to-all for each tensor of rows there is, over the context-parallel group, which
+            sends only rows of chunks that lie on several ranks: ``Vp`` or ``D`` elements a row.
+            Backward: one for the student's logits, and one for its hidden states. The student's
+            logits of this rank are copied once.
+
+        Raises:
+            LossError: Rows that are not those of the plan.
+        """
+        own_rows = self.student.target.shape[0], self.teacher.target.shape[0]
+        _check_rows("student", slices.labels.shape, own_rows[0])
+        teacher = slices.teacher
+        if teacher is not None:
+            _check_rows("teacher", teacher.positions, own_rows[1])
+        return replace(
+            slices,
+            alignment=self.alignment,
+            student_logits=_moved(slices.student_logits, self.student),
+            labels=_chunk_labels(
+                _moved(slices.labels, self.student), self.alignment.student_chunk_id
+            ),
+            student_hidden=_moved_if(slices.student_hidden, self.student),
+            teacher=None if teacher is None else self._teacher_rows(teacher),
+            teacher_labels=None
+            if slices.teacher_labels is None
+            else _chunk_labels(
+                _moved(slices.teacher_labels, self.teacher), self.alignment.teacher_chunk_id
+            ),
+            **{
+                name: getattr(slices, name)[self.chunks]
+                for name in ("chunk_mask", "chunk_text_class", "chunk_script")
+                if getattr(slices, name) is not None
+            },
+        )
+
+    def _teacher_rows(self, teacher: TeacherTargets) -> TeacherTargets:
+        rows: dict[str, Any] = {
+            name: _moved_if(getattr(teacher, name), self.teacher) for name in _TEACHER_ROWS
+        }
+        return replace(teacher, **rows)
+
+
+def _bounds(chunk_id: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Ids:
+    """Where sequences [B + 1] begin when rows follow one another."""
+    if cu_seqlens is not None:
+        return cu_seqlens.numpy().astype(np.int64)
+    return np.arange(chunk_id.shape[0] + 1, dtype=np.int64) * chunk_id.shape[1]
+
+
+def _needed_rows(ids: Ids, spans: Ids, bounds: Ids, is_owned: NDArray[np.bool_]) -> Ids:
+    """Rows of the owned chunks, and the row after each that is of the same sequence."""
+    # The last entry is for NO_CHUNK.
+    is_needed = np.append(is_owned, False)[ids]
+    after = spans[is_owned, 1]
+    is_needed[np.setdiff1d(after, bounds)] = True
+    return np.flatnonzero(is_needed)
+
+
+def _moved(x: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+    """[B, T, ...] to [1, M, ...]."""
+    return exchange_rows(x.flatten(0, 1), exchange)[None]
+
+
+def _moved_if(x: torch.Tensor | None, exchange: RowExchange) -> torch.Tensor | None:
+    return None if x is None else _moved(x, exchange)
+
+
+def _chunk_labels(labels: torch.Tensor, chunk_id: torch.Tensor) -> torch.Tensor:
+    return torch.where(chunk_id == NO_CHUNK, IGNORE_INDEX, labels)
+
+
+def _check_rows(side: str, shape: torch.Size, expected: int) -> None:
+    if len(shape) != 2 or shape[0] * shape[1] != expected:
+        raise LossError(
+            f"the {side}'s rows are not those of the context-parallel plan",
+            got=f"{tuple(shape)} [B, T of one rank]",
+            expected=f"{expected} rows",
+        )

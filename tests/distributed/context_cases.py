@@ -1,0 +1,148 @@
+"""A microbatch cut over context-parallel ranks, for ``test_context_parallel.py`` to join again.
+
+B batch, T tokens, V vocabularies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed.context_parallel import SequenceLayout, SequenceOrder
+from megatron_ext.losses import LOSS_REGISTRY, TeacherTargets
+from megatron_ext.losses.context_parallel import ContextParallelPlan
+from tests.losses.inputs import Microbatch
+
+LENGTHS = (32, 16)
+PADDING = (7, 1)
+
+Chunks = Literal["scattered", "in order", "of the first rank", "none"]
+"""``in order``: spans that follow one another, some over several cuts of either side."""
+
+GROUPS = {"2": (2, 1), "4": (4, 1), "2 x 2": (2, 2)}
+"""Context-parallel and tensor-parallel sizes, the latter innermost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What one rank has of the whole."""
+
+    loss_sum: torch.Tensor
+    count: torch.Tensor
+    chunk_loss: torch.Tensor
+    chunks: torch.Tensor
+    grad: torch.Tensor
+    """[B, T of this rank, Vp]"""
+
+
+def microbatch(chunks: Chunks) -> Microbatch:
+    batch = Microbatch.random(batch=2, lengths=LENGTHS, chunks=0 if chunks == "none" else 5)
+    if chunks in ("scattered", "none"):
+        return batch
+    spans = ([0, 1, 7, 9, 20, 31], [0, 3, 4, 5, 9, 15])
+    if chunks == "of the first rank":
+        spans = ([0, 1, 3, 5, 6, 7], [9, 11, 12, 13, 14, 15])
+    pairs = []
+    for _ in range(2):
+        ids = [torch.full((length,), -1) for length in LENGTHS]
+        for side, bounds in zip(ids, spans, strict=True):
+            for chunk, (start, stop) in enumerate(pairwise(bounds)):
+                side[start:stop] = chunk
+        pairs.append((ids[0], ids[1]))
+    return replace(batch, chunk_ids=pairs)
+
+
+def held(layout: SequenceLayout, length: int, rank: int) -> torch.Tensor:
+    """Positions of one sequence that a rank holds."""
+    holders = layout.holders(np.array([0, length]))
+    return torch.from_numpy(np.flatnonzero(holders == rank))
+
+
+def on_this_rank(
+    chunks: Chunks,
+    order: SequenceOrder,
+    kind: Literal["logits", "hidden"],
+    *,
+    cp: tuple[int, int, Any],
+    tp: tuple[int, int, Any],
+) -> Rank:
+    """The projected KL of the chunks that a rank owns; ``cp``, ``tp`` are rank, size and group."""
+    cp_rank, cp_size, cp_group = cp
+    layout = SequenceLayout(size=cp_size, order=order)
+    whole = microbatch(chunks).inputs(rank=tp[0], ranks=tp[1], group=tp[2], padding=PADDING)
+    assert whole.alignment is not None
+    assert whole.teacher is not None
+    assert whole.teacher.logits is not None
+    student = held(layout, LENGTHS[0], cp_rank)
+    logits = whole.student_logits.detach()[:, student].clone().requires_grad_()
+    teacher_rows = whole.teacher.logits[:, held(layout, LENGTHS[1], cp_rank)]
+    targets = TeacherTargets(kind="logits", shard=whole.teacher.shard, logits=teacher_rows)
+    if kind == "hidden":
+        head = torch.eye(teacher_rows.shape[-1])
+        targets = TeacherTargets(
+            kind="hidden", shard=targets.shard, hidden=teacher_rows, head_weight=head
+        )
+    plan = ContextParallelPlan.from_alignment(
+        whole.alignment, student=layout, teacher=layout, rank=cp_rank, group=cp_group
+    )
+    mask = torch.arange(whole.alignment.chunk_count) % 4 != 1
+    slices = replace(
+        whole,
+        student_logits=logits,
+        labels=whole.labels[:, student],
+        teacher=targets,
+        chunk_mask=mask,
+    )
+    output = LOSS_REGISTRY["projected_kl"](temperature=1.3)(plan.inputs(slices))
+    (grad,) = torch.autograd.grad(output.loss_sum, logits)
+    assert output.chunk_loss is not None
+    return Rank(
+        loss_sum=output.loss_sum.detach(),
+        count=output.count,
+        chunk_loss=output.chunk_loss,
+        chunks=plan.chunks,
+        grad=grad,
+    )
+
+
+CASES: tuple[tuple[Chunks, SequenceOrder, Literal["logits", "hidden"]], ...] = (
+    ("scattered", "contiguous", "logits"),
+    ("scattered", "zigzag", "hidden"),
+    ("in order", "contiguous", "logits"),
+    ("in order", "zigzag", "logits"),
+    ("of the first rank", "contiguous", "logits"),
+    ("none", "zigzag", "logits"),
+)
+
+
+def every_layout(rank: int) -> dict[str, dict[tuple[str, str, str], Rank]]:
+    """Each case on every layout that four ranks make."""
+    results = {}
+    for name, (cp_size, tp_size) in GROUPS.items():
+        cp, tp = _groups(rank, cp_size, tp_size)
+        results[name] = {case: on_this_rank(*case, cp=cp, tp=tp) for case in CASES}
+    return results
+
+
+def _groups(
+    rank: int, cp_size: int, tp_size: int
+) -> tuple[tuple[int, int, Any], tuple[int, int, Any]]:
+    """This rank's context-parallel and tensor-parallel groups; the rest are replicas."""
+    found: dict[str, Any] = {"tp": None}
+    for first in range(0, 4, cp_size * tp_size):
+        for offset in range(tp_size):
+            ranks = [first + offset + tp_size * part for part in range(cp_size)]
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                found["cp"] = group
+        for part in range(cp_size if tp_size > 1 else 0):
+            ranks = [first + tp_size * part + offset for offset in range(tp_size)]
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                found["tp"] = group
+    return (rank // tp_size % cp_size, cp_size, found["cp"]), (rank % tp_size, tp_size, found["tp"])

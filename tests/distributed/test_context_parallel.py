@@ -1,0 +1,104 @@
+"""Sums and gradients of sequences cut over ranks are those of whole sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.distributed.context_parallel import SequenceLayout
+from megatron_ext.errors import LossError
+from megatron_ext.losses import LOSS_REGISTRY
+from tests.distributed.context_cases import (
+    CASES,
+    GROUPS,
+    LENGTHS,
+    PADDING,
+    Rank,
+    every_layout,
+    held,
+    microbatch,
+)
+from tests.process_group import run_ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, dict[tuple[str, str, str], Rank]]]:
+    """One spawn for all layouts."""
+    return run_ranks(4, every_layout)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_sums_and_gradients_over_the_ranks_are_those_of_whole_sequences(
+    case: tuple[str, str, str],
+    name: str,
+    ranks: list[dict[str, dict[tuple[str, str, str], Rank]]],
+) -> None:
+    chunks, order, _ = case
+    whole = microbatch(chunks).inputs(padding=PADDING)  # type: ignore[arg-type]
+    assert whole.alignment is not None
+    mask = torch.arange(whole.alignment.chunk_count) % 4 != 1
+    truth = LOSS_REGISTRY["projected_kl"](temperature=1.3)(replace(whole, chunk_mask=mask))
+    (true_grad,) = torch.autograd.grad(truth.loss_sum, whole.student_logits)
+    scale = max(true_grad.abs().max().item(), 1e-30)
+
+    cp_size, tp_size = GROUPS[name]
+    layout = SequenceLayout(size=cp_size, order=order)  # type: ignore[arg-type]
+    for first in range(0, 4, cp_size * tp_size):
+        loss, count, owned = torch.tensor(0.0), 0, []
+        for part in range(cp_size):
+            shards = [ranks[first + part * tp_size + i][name][case] for i in range(tp_size)]
+            loss = loss + shards[0].loss_sum
+            count += int(shards[0].count)
+            owned += shards[0].chunks.tolist()
+            assert truth.chunk_loss is not None
+            torch.testing.assert_close(
+                shards[0].chunk_loss, truth.chunk_loss[shards[0].chunks], rtol=1e-6, atol=1e-6
+            )
+            grad = torch.cat([shard.grad for shard in shards], dim=-1)
+            rows = true_grad[:, held(layout, LENGTHS[0], part)]
+            torch.testing.assert_close(grad[..., : rows.shape[-1]], rows, rtol=0, atol=1e-6 * scale)
+        assert sorted(owned) == list(range(whole.alignment.chunk_count))
+        assert count == int(truth.count)
+        torch.testing.assert_close(loss, truth.loss_sum.detach(), rtol=1e-6, atol=0)
+
+
+def test_chunks_of_one_rank_leave_the_others_a_zero_with_a_graph(
+    ranks: list[dict[str, dict[tuple[str, str, str], Rank]]],
+) -> None:
+    case = ("of the first rank", "contiguous", "logits")
+    assert [int(ranks[rank]["4"][case].count) for rank in range(4)] == [7, 0, 0, 0]
+    # Three chunks of ten are masked.
+    for rank in range(1, 4):
+        result = ranks[rank]["4"][case]
+        assert result.loss_sum.item() == 0.0
+        assert not result.grad.any()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_zigzag_rank_holds_what_megatron_core_gives_it(size: int) -> None:
+    utils = pytest.importorskip("megatron.core.utils")
+    layout, tokens = SequenceLayout(size=size), torch.arange(2 * 16).view(2, 16)
+    for rank in range(size):
+        with patch.multiple(
+            utils, get_pg_size=lambda _: size, get_pg_rank=lambda _, rank=rank: rank
+        ):
+            batch = utils.get_batch_on_this_cp_rank({"tokens": tokens}, cp_group=object())
+        assert torch.equal(batch["tokens"], tokens[:, held(layout, 16, rank)])
+
+
+def test_packed_sequences_are_cut_one_by_one() -> None:
+    bounds = np.array([0, 4, 4, 12])
+    zigzag = SequenceLayout(size=2).holders(bounds)
+    assert zigzag.tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 0]
+    contiguous = SequenceLayout(size=2, order="contiguous").holders(bounds)
+    assert contiguous.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_a_sequence_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(LossError, match=r"zigzag layout; got length 6; expected a multiple of 4"):
+        SequenceLayout(size=2).holders(np.array([0, 4, 10]))
