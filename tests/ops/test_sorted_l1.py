@@ -132,7 +132,7 @@ def test_what_is_left_out_bounds_what_is_missing(seed: int, largest: int) -> Non
 
 def test_a_difference_of_rounding_has_no_gradient() -> None:
     teacher = distributions(2, 40, 3, torch.float32)
-    student = torch.nextafter(teacher, torch.ones_like(teacher))[:, torch.randperm(40)]
+    student = torch.nextafter(teacher, torch.ones_like(teacher)).roll(7, dims=-1)
     student = student.requires_grad_()
     out = sorted_l1(student, teacher)
     (grad,) = torch.autograd.grad(out.value.sum(), student)
