@@ -12,6 +12,8 @@ import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.losses.boundary_columns import BoundaryColumns
+from megatron_ext.losses.chunk_completions import ChunkCompletions
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
@@ -51,6 +53,12 @@ class DistillationInputs:
 
     student_head_weight: torch.Tensor | None = None
     """[Vp, D] rows of the student's output layer for this rank's columns."""
+
+    boundary: BoundaryColumns | None = None
+    """The tokens of both vocabularies that begin a word; for ``alm``."""
+
+    completions: ChunkCompletions | None = None
+    """Rows of each chunk and what both models can say there; for ``partition_kl``."""
 
     chunk_mask: torch.Tensor | None = None
     """[C] bool: chunks that count, as where another teacher is chosen for a sample; None: all."""

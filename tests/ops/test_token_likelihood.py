@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.distributed import row_slices
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.token_likelihood import ModelRows, token_likelihood
+from megatron_ext.ops.token_likelihood.reference import token_likelihood_reference
+
+
+def rows_of(rows: int, vocab: int, padding: int, *, dtype: torch.dtype) -> ModelRows:
+    generator = torch.Generator().manual_seed(rows)
+    logits = 4 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
+    logits = torch.nn.functional.pad(logits, (0, padding), value=99.0).to(dtype)
+    token_id = torch.randint(0, vocab, (rows,), generator=generator)
+    token_id[1::3] = -100
+    # Padding is no member, whatever the set says.
+    members = torch.arange(vocab + padding) % 3 == 1
+    members[vocab:] = True
+    shard = VocabShard(start=0, stop=vocab + padding, vocab_size=vocab)
+    return ModelRows(logits.requires_grad_(), token_id, members, shard)
+
+
+def reference_of(rows: ModelRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both numbers, and the fp64 logits that they have a graph to."""
+    assert rows.members is not None
+    vocab = rows.shard.vocab_size
+    logits = rows.logits.detach()[:, :vocab].double().requires_grad_()
+    return *token_likelihood_reference(logits, rows.token_id, rows.members[:vocab]), logits
+
+
+@pytest.mark.parametrize(("rows", "vocab", "padding"), [(9, 37, 3), (1, 2, 0), (0, 5, 1)])
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_values_and_gradient_equal_the_references(
+    rows: int, vocab: int, padding: int, dtype: torch.dtype, slack: float
+) -> None:
+    side = rows_of(rows, vocab, padding, dtype=dtype)
+    true_prob, true_mass, logits = reference_of(side)
+    weights = torch.rand(2, rows, dtype=torch.float64)
+    truth = (true_prob * weights[0] + true_mass * weights[1]).sum()
+    (true_grad,) = torch.autograd.grad(truth, logits)
+    value, _ = token_likelihood(side)
+    total = (value.log_prob * weights[0] + value.log_mass * weights[1]).sum()
+    (grad,) = torch.autograd.grad(total, side.logits)
+    torch.testing.assert_close(value.log_prob.double(), true_prob, rtol=slack, atol=slack)
+    torch.testing.assert_close(value.log_mass.double(), true_mass, rtol=slack, atol=slack)
+    torch.testing.assert_close(grad[:, :vocab].double(), true_grad, rtol=slack, atol=slack)
+    assert (grad[:, vocab:] == 0).all()
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    side = rows_of(5, 7, 2, dtype=torch.float64)
+
+    def both(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        value, _ = token_likelihood(side._replace(logits=logits))
+        return value.log_prob, value.log_mass
+
+    assert torch.autograd.gradcheck(both, side.logits)
+
+
+def test_a_teacher_beside_the_student_changes_neither() -> None:
+    student, teacher = (rows_of(9, vocab, 2, dtype=torch.float32) for vocab in (37, 23))
+    alone, _ = token_likelihood(student)
+    other, _ = token_likelihood(teacher)
+    own, known = token_likelihood(student, teacher)
+    assert known is not None
+    assert not known.log_prob.requires_grad
+    for value, truth in ((own, alone), (known, other)):
+        assert torch.equal(value.log_prob, truth.log_prob)
+        assert torch.equal(value.log_mass, truth.log_mass)
+
+
+def test_a_mass_that_underflows_keeps_its_logarithm_and_a_bounded_gradient() -> None:
+    logits = torch.tensor([[0.0, -1e4, -1e4, -torch.inf]], requires_grad=True)
+    shard = VocabShard(start=0, stop=4, vocab_size=4)
+    members = torch.tensor([False, True, True, True])
+    value, _ = token_likelihood(ModelRows(logits, torch.tensor([0]), members, shard))
+    assert value.log_mass.item() == pytest.approx(-1e4 + 0.6931, abs=1e-3)
+    (grad,) = torch.autograd.grad(value.log_mass.sum(), logits)
+    assert grad.tolist() == [[-1.0, 0.5, 0.5, 0.0]]
+
+
+def test_a_set_that_is_masked_has_no_mass_and_rows_without_a_gradient_are_not_looked_at() -> None:
+    logits = torch.zeros(3, 4)
+    logits[0, 2:] = -torch.inf
+    logits[1] = torch.nan
+    logits.requires_grad_()
+    shard = VocabShard(start=0, stop=4, vocab_size=4)
+    members = torch.tensor([False, False, True, True])
+    value, _ = token_likelihood(ModelRows(logits, torch.tensor([0, -1, 1]), members, shard))
+    assert value.log_mass[0].item() == -torch.inf
+    (grad,) = torch.autograd.grad(value.log_mass[2] + value.log_prob.sum(), logits)
+    assert grad.isfinite().all()
+    assert not grad[1].any()
+
+
+def test_bf16_logits_lose_no_more_than_their_own_rounding() -> None:
+    side = rows_of(9, 37, 3, dtype=torch.bfloat16)
+    true_prob, true_mass, _ = reference_of(side)
+    value, _ = token_likelihood(side)
+    assert value.log_prob.dtype == torch.float32
+    torch.testing.assert_close(value.log_prob.double(), true_prob, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(value.log_mass.double(), true_mass, rtol=1e-6, atol=2e-6)
+
+
+def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = rows_of(9, 37, 3, dtype=torch.float32)
+
+    def grad() -> torch.Tensor:
+        value, _ = token_likelihood(side)
+        return torch.autograd.grad(value.log_prob.sum() + value.log_mass.sum(), side.logits)[0]
+
+    whole = grad()
+    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 80)
+    assert torch.equal(whole, grad())
