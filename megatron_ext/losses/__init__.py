@@ -5,9 +5,12 @@ from megatron_ext.losses.base import (
     Objective,
     SumCount,
 )
+from megatron_ext.losses.chunk_completions import ChunkCompletions
+from megatron_ext.losses.completion_table import CompletionTable
 from megatron_ext.losses.gold import GoldLoss
 from megatron_ext.losses.hybrid_kl import HybridKLLoss
 from megatron_ext.losses.next_token import NextTokenLoss
+from megatron_ext.losses.partition_kl import PartitionKLLoss
 from megatron_ext.losses.projected_kl import ProjectedKLLoss
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
@@ -16,12 +19,15 @@ from megatron_ext.losses.vocabulary_match import VocabularyMatch
 
 __all__ = [
     "LOSS_REGISTRY",
+    "ChunkCompletions",
+    "CompletionTable",
     "DistillationInputs",
     "GoldLoss",
     "HybridKLLoss",
     "LossOutput",
     "NextTokenLoss",
     "Objective",
+    "PartitionKLLoss",
     "ProjectedKLLoss",
     "ProjectionShard",
     "SumCount",

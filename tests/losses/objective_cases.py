@@ -6,10 +6,11 @@ B batch, T tokens, V vocabularies, D hidden, K top-k, N common tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
@@ -21,6 +22,8 @@ from megatron_ext.losses import (
     TeacherTargets,
     VocabularyMatch,
 )
+from megatron_ext.losses.chunk_completions import ChunkCompletions
+from megatron_ext.losses.completion_table import CompletionTable
 from tests.losses.inputs import Microbatch
 
 Build = Callable[[Microbatch, tuple[int, int]], DistillationInputs]
@@ -48,6 +51,28 @@ def with_uncommon_tokens(batch: Microbatch, padding: tuple[int, int]) -> Distill
     common = torch.arange(0, min(batch.student_logits.shape[-1], batch.teacher_logits.shape[-1]), 2)
     match = VocabularyMatch(common_student=common, common_teacher=common)
     return replace(inputs_of(batch, padding), match=match)
+
+
+class AnyCompletions(CompletionTable):
+    """Gives every pair of last tokens two more completions, whatever they spell."""
+
+    def completions(
+        self, student: Sequence[int], teacher: Sequence[int], limit: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        more = np.arange(1 if len(student) > 1 and len(teacher) > 1 else 3)
+        vocabs = len(self.student_bytes), len(self.teacher_bytes)
+        return (student[-1] + 5 * more) % vocabs[0], (teacher[-1] + 5 * more) % vocabs[1]
+
+
+def with_completions(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs:
+    """What ``partition_kl`` looks up where data is loaded."""
+    inputs = inputs_of(batch, padding)
+    assert inputs.alignment is not None
+    assert inputs.teacher_labels is not None
+    vocabs = (batch.student_logits.shape[-1], batch.teacher_logits.shape[-1])
+    table = AnyCompletions.from_token_bytes(*([b""] * vocab for vocab in vocabs))
+    completions = ChunkCompletions.of(inputs.alignment, inputs.labels, inputs.teacher_labels, table)
+    return replace(inputs, completions=completions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +124,24 @@ class ObjectiveCase:
 CASES: dict[str, ObjectiveCase] = {
     "next_token": ObjectiveCase(
         name="next_token", over="tokens", kinds=(), no_identity="it has no teacher"
+    ),
+    "partition_kl": ObjectiveCase(
+        name="partition_kl",
+        options={"temperature": 1.5},
+        kinds=("logits", "hidden", "topk"),
+        build=with_completions,
+    ),
+    "partition_kl reverse": ObjectiveCase(
+        name="partition_kl",
+        options={"direction": "reverse", "chain_weight": 0.5},
+        kinds=("logits", "hidden", "topk"),
+        build=with_completions,
+    ),
+    "partition_kl jensen-shannon": ObjectiveCase(
+        name="partition_kl",
+        options={"direction": "jensen_shannon", "mixture": 0.3},
+        kinds=("logits", "hidden", "topk"),
+        build=with_completions,
     ),
     "projected_kl": ObjectiveCase(name="projected_kl", options={"temperature": 1.5}),
     "projected_kl reverse": ObjectiveCase(name="projected_kl", options={"direction": "reverse"}),

@@ -48,7 +48,7 @@ def divergences(case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_references_gradient_is_that_of_its_value(direction: str) -> None:
-    case = Case.random(sizes=((1, 1), (1, 2), (2, 1), (2, 2)), vocabs=(6, 5), shared=3)
+    case = Case.random(sizes=((1, 1), (1, 2), (2, 1)), vocabs=(5, 4), shared=2)
 
     def value(logits: torch.Tensor) -> torch.Tensor:
         return partition_kl_reference(
@@ -84,8 +84,9 @@ def test_a_case_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("padding", [(0, 0), (3, 9)], ids=["unpadded", "padded"])
+@pytest.mark.parametrize(
+    ("temperature", "padding"), [(1.0, (3, 9)), (2.5, (0, 0))], ids=["padded", "tempered"]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradient_equal_the_references(
     name: str, padding: tuple[int, int], temperature: float, direction: str
@@ -131,7 +132,7 @@ def test_a_student_that_equals_its_teacher_has_neither_loss_nor_gradient(directi
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_no_chunk_has_a_negative_divergence(direction: str) -> None:
-    for seed in range(20):
+    for seed in range(9):
         case = Case.random(seed=seed, scale=(0.1, 3.0, 30.0)[seed % 3])
         assert (divergences(case, direction=direction)[0] >= -1e-14).all()
 
