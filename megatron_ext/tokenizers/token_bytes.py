@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ByteEnds, IdArray
 from megatron_ext.tokenizers.given_texts import checked_text
 from megatron_ext.tokenizers.token_ids import checked_id, checked_ids
+from megatron_ext.tokenizers.token_words import TokenWords
 
 if TYPE_CHECKING:
     from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
@@ -147,26 +148,45 @@ class TokenBytes:
             The ends, and the indices of texts that the bytes of their ids do not spell, whose ends
             mean nothing; see ``ends_within``.
         """
-        ends = np.concatenate((np.zeros(1, np.int64), self.lengths.take(ids).cumsum()))
-        begins = ends[offsets[:-1]]
-        prefixes = ends[offsets[1:]] - begins - np.fromiter(map(len, texts), np.int64)
-        ends = ends[1:] - np.repeat(begins, np.diff(offsets))
-        spelled = [
-            b" " * prefix + text for prefix, text in zip(prefixes.tolist(), texts, strict=True)
-        ]
-        bad: list[int] = []
-        whole = np.frombuffer(b"".join(spelled), np.uint8)
-        if not np.array_equal(self.join(ids), whole) or prefixes.max(initial=0) > 1:
-            rows = [self.rows[i] for i in ids.tolist()]
-            bounds = offsets.tolist()
-            bad = [
-                i
-                for i, text in enumerate(spelled)
-                if prefixes[i] not in (0, 1) or b"".join(rows[bounds[i] : bounds[i + 1]]) != text
-            ]
+        ends, bad = self.ends_within_joined(ids, offsets, texts)
+        begins = np.cumsum([0, *map(len, texts)])[:-1]
+        return ends - np.repeat(begins, np.diff(offsets)), bad
+
+    def ends_within_joined(
+        self, ids: IdArray, offsets: NDArray[np.int64], texts: Sequence[bytes]
+    ) -> tuple[ByteEnds, list[int]]:
+        """``ends_within_each``, counted from the begin of the first text."""
+        counts = np.diff(offsets)
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        lengths = self.lengths.take(ids)
+        ends = lengths.cumsum()
+        prefixes = np.diff(np.concatenate((np.zeros(1, np.int64), ends))[offsets]) - sizes
+        has_size = (prefixes == 0) | (prefixes == 1)
+        prefixes *= has_size
+        spelled = b"".join(
+            [b" " + text if has else text for has, text in zip(prefixes, texts, strict=True)]
+        )
+        if not has_size.all():
+            # What a text of another size moves those behind it by is taken back.
+            first_ends = np.concatenate((np.zeros(1, np.int64), ends))[offsets[:-1]]
+            ends += np.repeat(np.cumsum(sizes + prefixes) - sizes - prefixes - first_ends, counts)
+        differ = self._words.differ(ids, np.clip(ends - lengths, 0, len(spelled)), spelled)
+        is_bad = ~has_size
+        is_bad[np.repeat(np.arange(len(texts)), counts)[differ]] = True
         if prefixes.any():
-            ends = np.maximum(ends - np.repeat(prefixes, np.diff(offsets)), 0)
-        return ends, bad
+            ends = np.maximum(
+                ends - np.repeat(np.cumsum(prefixes), counts),
+                np.repeat(np.cumsum(sizes) - sizes, counts),
+            )
+        return ends, np.flatnonzero(is_bad).tolist()
+
+    @cached_property
+    def _words(self) -> TokenWords:
+        return TokenWords(self.buffer, self.offsets[:-1], self.lengths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Quicker to make again than to send.
+        return {name: value for name, value in self.__dict__.items() if name != "_words"}
 
     def fingerprint(self, control_name: Callable[[int], str]) -> str:
         """SHA-256 (hex) of V, each id's kind, length and bytes; a control token's are its name."""

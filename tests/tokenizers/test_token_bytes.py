@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
@@ -116,3 +118,60 @@ def test_character_starts_are_those_of_a_loop(text):
 )
 def test_reported_spans_are_settled(spans, pieces, text, ends):
     assert settle_ends(spans, pieces, text) == ends
+
+
+LONG_ROWS = [b"a", b"ab", b" ab", b"abcdefgh", b"abcdefghi", b"abcdefghijklmnop", b"z" * 40, b""]
+LONG_ROWS += [b" ", b" " * 9]
+LONG_TABLE = TokenBytes.from_tokens(LONG_ROWS)
+
+
+@st.composite
+def tokenized_texts(draw):
+    """Texts and ids that spell them, but for a byte changed, added, lost, or a space in front."""
+    rows, texts = [], []
+    for ids in draw(st.lists(st.lists(st.integers(0, len(LONG_ROWS) - 1), max_size=6), max_size=5)):
+        text = bytearray(b"".join(LONG_ROWS[i] for i in ids))
+        change = draw(st.sampled_from(["none", "prefix", "changed", "added", "lost"]))
+        at = draw(st.integers(0, max(len(text) - 1, 0)))
+        if change == "prefix" and text[:1] == b" ":
+            del text[0]
+        elif change == "changed" and text:
+            text[at] ^= 1
+        elif change == "added":
+            text[at:at] = b"?" * draw(st.integers(1, 20))
+        elif change == "lost" and text:
+            del text[at:]
+        rows.append(ids)
+        texts.append(bytes(text))
+    return rows, texts
+
+
+@given(tokenized_texts())
+@settings(max_examples=300)
+def test_texts_of_a_batch_are_judged_and_located_as_each_alone(batch):
+    rows, texts = batch
+    ids = LONG_TABLE.as_ids([i for row in rows for i in row])
+    offsets = np.cumsum([0, *map(len, rows)])
+    ends, bad = LONG_TABLE.ends_within_each(ids, offsets, texts)
+    joined, bad_joined = LONG_TABLE.ends_within_joined(ids, offsets, texts)
+    expected = [
+        LONG_TABLE.ends_within(LONG_TABLE.as_ids(row), text)
+        for row, text in zip(rows, texts, strict=True)
+    ]
+
+    assert bad == bad_joined == [i for i, alone in enumerate(expected) if alone is None]
+    begin = 0
+    for index, (alone, text) in enumerate(zip(expected, texts, strict=True)):
+        if alone is not None:
+            own = slice(offsets[index], offsets[index + 1])
+            assert ends[own].tolist() == alone.tolist()
+            assert joined[own].tolist() == (alone + begin).tolist()
+        begin += len(text)
+
+
+def test_a_table_is_sent_without_what_is_quicker_to_make_again():
+    copy = pickle.loads(pickle.dumps(LONG_TABLE))
+    ids, offsets = LONG_TABLE.as_ids([4, 6]), np.array([0, 2])
+
+    assert copy.ends_within_each(ids, offsets, [LONG_ROWS[4] + LONG_ROWS[6]])[1] == []
+    assert len(pickle.dumps(copy)) == len(pickle.dumps(TokenBytes.from_tokens(LONG_ROWS)))

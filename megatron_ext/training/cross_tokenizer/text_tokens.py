@@ -63,29 +63,26 @@ class TextTokenizer:
             TokenizerError: A text that the tokenizer cannot take.
         """
         ids, offsets = self.tokenizer.text_to_flat_ids(texts)
-        ends, changed = self._table.ends_within_each(ids, offsets, raws)
-        if changed:
-            ids, ends, offsets = self._located(texts, ids, ends, offsets, changed)
+        ends, changed = self._table.ends_within_joined(ids, offsets, raws)
         begins = np.fromiter(accumulate(map(len, raws), initial=0), np.int64, len(raws) + 1)
-        return TextTokens(ids, ends + np.repeat(begins[:-1], np.diff(offsets)), offsets, begins)
+        tokens = TextTokens(ids, ends, offsets, begins)
+        return self._located(texts, tokens, changed) if changed else tokens
 
     def _located(
-        self,
-        texts: Sequence[str],
-        ids: IdArray,
-        ends: ByteEnds,
-        offsets: NDArray[np.int64],
-        changed: Sequence[int],
-    ) -> tuple[IdArray, ByteEnds, NDArray[np.int64]]:
+        self, texts: Sequence[str], tokens: TextTokens, changed: Sequence[int]
+    ) -> TextTokens:
         """The same with the texts ``changed`` as the tokenizer locates their tokens."""
-        rows = [(ids[begin:end], ends[begin:end]) for begin, end in pairwise(offsets.tolist())]
+        bounds = pairwise(tokens.offsets.tolist())
+        rows = [(tokens.ids[begin:end], tokens.ends[begin:end]) for begin, end in bounds]
         for index in changed:
-            rows[index] = self.tokenizer.encode_with_byte_ends(texts[index])
-        counts = accumulate((len(row) for row, _ in rows), initial=0)
-        return (
-            np.concatenate([row for row, _ in rows]),
-            np.concatenate([row for _, row in rows]),
+            ids, ends = self.tokenizer.encode_with_byte_ends(texts[index])
+            rows[index] = ids, ends + tokens.byte_offsets[index]
+        counts = accumulate((len(ids) for ids, _ in rows), initial=0)
+        return TextTokens(
+            np.concatenate([ids for ids, _ in rows]),
+            np.concatenate([ends for _, ends in rows]),
             np.fromiter(counts, np.int64, len(rows) + 1),
+            tokens.byte_offsets,
         )
 
     @cached_property
