@@ -14,7 +14,6 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses.boundary_columns import BoundaryColumns
 from megatron_ext.losses.chunk_completions import ChunkCompletions
-from megatron_ext.losses.chunk_completions import ChunkCompletions
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
@@ -57,9 +56,6 @@ class DistillationInputs:
 
     boundary: BoundaryColumns | None = None
     """The tokens of both vocabularies that begin a word; for ``alm``."""
-
-    completions: ChunkCompletions | None = None
-    """Rows of each chunk and what both models can say there; for ``partition_kl``."""
 
     completions: ChunkCompletions | None = None
     """Rows of each chunk and what both models can say there; for ``partition_kl``."""
