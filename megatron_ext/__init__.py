@@ -11,7 +11,7 @@ _HOME_OF = {
     "AlignmentBatch": "megatron_ext.alignment.batch",
     "Alignment": "megatron_ext.alignment",
     "align_conversation": "megatron_ext.alignment",
-    "ArrowTextDataset": "megatron_ext.training.cross_tokenizer.dataset",
+    "ArrowTextDataset": "megatron_ext.training.cross_tokenizer.corpus.dataset",
     "CrossTokenizerCollator": "megatron_ext.training.cross_tokenizer.collator",
     "LOSS_REGISTRY": "megatron_ext.losses",
     "MegatronTokenizer": "megatron_ext.tokenizers",

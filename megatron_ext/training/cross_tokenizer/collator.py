@@ -11,16 +11,16 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import utf8
-from megatron_ext.training.cross_tokenizer.aligned_text import AlignedText
-from megatron_ext.training.cross_tokenizer.batch import CrossTokenizerBatch, SideBatch
-from megatron_ext.training.cross_tokenizer.cached_aligner import CachedAligner
-from megatron_ext.training.cross_tokenizer.chunk_rows import alignment_batch, identity_batch
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText
+from megatron_ext.training.cross_tokenizer.aligning.text_aligner import TextAligner
+from megatron_ext.training.cross_tokenizer.cache.cached_aligner import CachedAligner
 from megatron_ext.training.cross_tokenizer.cut import cut
-from megatron_ext.training.cross_tokenizer.layout import Layout, Segment, side_batch
-from megatron_ext.training.cross_tokenizer.sample import PackedSample
-from megatron_ext.training.cross_tokenizer.side import Side
+from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
+from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch, SideBatch
+from megatron_ext.training.cross_tokenizer.rows.chunk_rows import alignment_batch, identity_batch
+from megatron_ext.training.cross_tokenizer.rows.layout import Layout, Segment, side_batch
+from megatron_ext.training.cross_tokenizer.rows.side import Side
 from megatron_ext.training.cross_tokenizer.teacher_spec import TeacherCTSpec
-from megatron_ext.training.cross_tokenizer.text_aligner import TextAligner
 
 Record = str | Mapping[str, Any] | PackedSample
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.constants import NO_CHUNK
-from megatron_ext.training.cross_tokenizer.aligned_text import AlignedText, Ids
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText, Ids
 
 Positions = NDArray[np.int64]
 

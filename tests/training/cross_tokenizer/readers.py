@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ext import ArrowTextDataset, CrossTokenizerCollator, TeacherCTSpec
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
-from megatron_ext.training.cross_tokenizer.packed_dataset import PackedTextDataset
+from megatron_ext.training.cross_tokenizer.packing.packed_dataset import PackedTextDataset
 from tests.training.tiny_run import SENTENCES, vocabulary
 
 TEXTS = [

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from megatron_ext import CrossTokenizerCollator, TeacherCTSpec, TokenAligner
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.training.cross_tokenizer.batch import CrossTokenizerBatch
+from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
 from tests.training.cross_tokenizer.readers import (
     TEXTS,
     collator,

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from megatron_ext import ArrowTextDataset
 from megatron_ext.errors import DataError
-from tests.training.cross_tokenizer.corpus_files import (
+from tests.training.cross_tokenizer.corpus.corpus_files import (
     DOCUMENTS,
     KINDS,
     write_arrow,
@@ -111,7 +111,7 @@ def test_the_index_is_built_once_and_anew_when_a_file_changes(
     path = write_lines(tmp_path / "a.jsonl")
     first = ArrowTextDataset(path, cache_dir=tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_ext.training.cross_tokenizer.corpus_index._Survey.add", None)
+        patch.setattr("megatron_ext.training.cross_tokenizer.corpus.index._Survey.add", None)
         assert texts_of(ArrowTextDataset(path, cache_dir=tmp_path / "cache")) == list(DOCUMENTS)
     fresh = pickle.loads(pickle.dumps(first))
     write_lines(path, ["other"])

@@ -16,8 +16,12 @@ from megatron_ext.alignment.byte_alignment import align_byte_ends
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import utf8
-from megatron_ext.training.cross_tokenizer.aligned_text import AlignedText, Ids, TeacherTokens
-from megatron_ext.training.cross_tokenizer.text_tokens import TextTokenizer, TextTokens
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import (
+    AlignedText,
+    Ids,
+    TeacherTokens,
+)
+from megatron_ext.training.cross_tokenizer.aligning.text_tokens import TextTokenizer, TextTokens
 
 ChunkIds = tuple[Ids, Ids]
 

@@ -12,10 +12,10 @@ import torch
 from megatron_ext import ArrowTextDataset
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.training.cross_tokenizer.batch import CrossTokenizerBatch, SideBatch
-from megatron_ext.training.cross_tokenizer.packed_batches import PackedBatches
-from megatron_ext.training.cross_tokenizer.packed_dataset import PackedTextDataset
-from megatron_ext.training.cross_tokenizer.sample import PackedSample
+from megatron_ext.training.cross_tokenizer.packing.packed_batches import PackedBatches
+from megatron_ext.training.cross_tokenizer.packing.packed_dataset import PackedTextDataset
+from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
+from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch, SideBatch
 from tests.training.cross_tokenizer.readers import (
     TEXTS,
     collator,

@@ -11,10 +11,10 @@ from typing import Final
 from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import utf8
-from megatron_ext.training.cross_tokenizer.aligned_text import AlignedText
-from megatron_ext.training.cross_tokenizer.record_store import KEY_BYTES, RecordStore
-from megatron_ext.training.cross_tokenizer.text_aligner import TextAligner
-from megatron_ext.training.cross_tokenizer.text_record import from_record, to_record
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText
+from megatron_ext.training.cross_tokenizer.aligning.text_aligner import TextAligner
+from megatron_ext.training.cross_tokenizer.cache.record_store import KEY_BYTES, RecordStore
+from megatron_ext.training.cross_tokenizer.cache.text_record import from_record, to_record
 from megatron_ext.version import __version__
 
 _FORMAT: Final = 1

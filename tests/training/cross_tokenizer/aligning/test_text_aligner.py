@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_ext import TokenAligner
 from megatron_ext.constants import NO_CHUNK
+from megatron_ext.training.cross_tokenizer.aligning.text_aligner import TextAligner
 from megatron_ext.training.cross_tokenizer.cut import cut
-from megatron_ext.training.cross_tokenizer.text_aligner import TextAligner
 from tests.training.cross_tokenizer.readers import TEXTS, student_tokenizer, teacher_tokenizer
 
 texts = st.lists(

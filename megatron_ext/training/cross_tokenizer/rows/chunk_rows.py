@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
-from megatron_ext.training.cross_tokenizer.aligned_text import AlignedText, Ids
-from megatron_ext.training.cross_tokenizer.layout import Layout
-from megatron_ext.training.cross_tokenizer.side import Side
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText, Ids
+from megatron_ext.training.cross_tokenizer.rows.layout import Layout
+from megatron_ext.training.cross_tokenizer.rows.side import Side
 
 
 def alignment_batch(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.cross_tokenizer.resumable_sampler import ResumableSampler
+from megatron_ext.training.cross_tokenizer.packing.resumable_sampler import ResumableSampler
 
 
 @given(size=st.integers(1, 30), world_size=st.integers(1, 5), epochs=st.integers(1, 4))

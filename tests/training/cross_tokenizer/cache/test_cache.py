@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from megatron_ext.errors import DataError
-from megatron_ext.training.cross_tokenizer import text_aligner
-from megatron_ext.training.cross_tokenizer.aligned_text import AlignedText
-from megatron_ext.training.cross_tokenizer.packed_batches import PackedBatches
-from megatron_ext.training.cross_tokenizer.record_store import RecordStore
-from megatron_ext.training.cross_tokenizer.text_aligner import TextAligner
-from megatron_ext.training.cross_tokenizer.text_record import from_record, to_record
-from megatron_ext.training.cross_tokenizer.text_tokens import TextTokenizer
+from megatron_ext.training.cross_tokenizer.aligning import text_aligner
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText
+from megatron_ext.training.cross_tokenizer.aligning.text_aligner import TextAligner
+from megatron_ext.training.cross_tokenizer.aligning.text_tokens import TextTokenizer
+from megatron_ext.training.cross_tokenizer.cache.record_store import RecordStore
+from megatron_ext.training.cross_tokenizer.cache.text_record import from_record, to_record
+from megatron_ext.training.cross_tokenizer.packing.packed_batches import PackedBatches
 from tests.training.cross_tokenizer.readers import (
     TEXTS,
     collator,

@@ -10,10 +10,13 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.training.cross_tokenizer.batch import CrossTokenizerBatch
-from megatron_ext.training.cross_tokenizer.packed_dataset import PackedBlock, PackedTextDataset
-from megatron_ext.training.cross_tokenizer.position import Position
-from megatron_ext.training.cross_tokenizer.sample import PackedSample
+from megatron_ext.training.cross_tokenizer.packing.packed_dataset import (
+    PackedBlock,
+    PackedTextDataset,
+)
+from megatron_ext.training.cross_tokenizer.packing.position import Position
+from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
+from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
 
 
 class PackedBatches:

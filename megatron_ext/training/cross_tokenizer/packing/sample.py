@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.training.cross_tokenizer.aligned_text import AlignedText
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText
 
 
 @dataclass(frozen=True, slots=True)

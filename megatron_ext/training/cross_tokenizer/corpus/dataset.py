@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 from megatron_ext.preprocessing.record_block import RecordFields
 from megatron_ext.preprocessing.records import check_fields
 from megatron_ext.preprocessing.source_file import find_sources
-from megatron_ext.training.cross_tokenizer.corpus_index import corpus_index
-from megatron_ext.training.cross_tokenizer.corpus_report import CorpusReport
-from megatron_ext.training.cross_tokenizer.document_reader import DocumentReader
+from megatron_ext.training.cross_tokenizer.corpus.index import corpus_index
+from megatron_ext.training.cross_tokenizer.corpus.reader import DocumentReader
+from megatron_ext.training.cross_tokenizer.corpus.report import CorpusReport
 
 
 class ArrowTextDataset(Dataset[dict[str, Any]]):

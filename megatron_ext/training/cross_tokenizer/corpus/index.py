@@ -20,7 +20,7 @@ from megatron_ext.preprocessing.record_block import RecordBlock, RecordFields
 from megatron_ext.preprocessing.records import read_records
 from megatron_ext.preprocessing.shard_cut import cut_into_shards
 from megatron_ext.preprocessing.source_file import SourceFile
-from megatron_ext.training.cross_tokenizer.corpus_report import CorpusReport
+from megatron_ext.training.cross_tokenizer.corpus.report import CorpusReport
 from megatron_ext.training.sft.cache import Arrays, CachedArrays, Notes, cached_arrays
 
 _FORMAT: Final = 1

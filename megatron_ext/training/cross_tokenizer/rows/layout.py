@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.training.cross_tokenizer.aligned_text import Ids
-from megatron_ext.training.cross_tokenizer.batch import SideBatch
-from megatron_ext.training.cross_tokenizer.side import Side
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import Ids
+from megatron_ext.training.cross_tokenizer.rows.batch import SideBatch
+from megatron_ext.training.cross_tokenizer.rows.side import Side
 
 Counts = NDArray[np.int64]
 

@@ -16,7 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.constants import NO_CHUNK
-from megatron_ext.training.cross_tokenizer.aligned_text import AlignedText, Ids, TeacherTokens
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import (
+    AlignedText,
+    Ids,
+    TeacherTokens,
+)
 
 _SMALLEST: Final = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<i4"))
 

@@ -1,0 +1,1 @@
+"""Texts and conversations as the student and every teacher read them."""

@@ -1,0 +1,1 @@
+"""What was tokenized and aligned once, kept by content."""

@@ -1,0 +1,1 @@
+"""Documents in an order, packed into full rows, in batches."""

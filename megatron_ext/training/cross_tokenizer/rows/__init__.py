@@ -1,0 +1,1 @@
+"""Tokens as the rows of a batch."""
