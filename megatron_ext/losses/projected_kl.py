@@ -13,10 +13,9 @@ import torch
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
-from megatron_ext.losses.input_check import check_alignment, check_student
+from megatron_ext.losses.input_check import check_alignment, check_projection, check_student
 from megatron_ext.losses.nemo import nemo_projected_kl
 from megatron_ext.losses.option_check import Numerics, check_choice
-from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.projected_kl import projected_kl
 
@@ -84,7 +83,7 @@ class ProjectedKLLoss:
     def __call__(self, inputs: DistillationInputs) -> LossOutput:
         check_student(inputs)
         alignment, teacher = check_alignment(inputs, objective="projected_kl")
-        projection = _check_projection(inputs)
+        projection = check_projection(inputs, objective="projected_kl")
         usable = alignment.is_exact if self.exact_token_match_only else None
         if self.numerics == "nemo":
             return nemo_projected_kl(
@@ -126,29 +125,6 @@ class ProjectedKLLoss:
             means=means,
             metrics={"offsupport_mass": (offsupport, teacher_rows)},
         )
-
-
-def _check_projection(inputs: DistillationInputs) -> ProjectionShard:
-    if inputs.projection is None or inputs.teacher is None:
-        raise LossError(
-            "the objective projected_kl needs a vocabulary projection",
-            got="none",
-            fix="build one and name it in the teacher's configuration",
-        )
-    expected = (
-        inputs.student_shard.width,
-        inputs.teacher.shard.vocab_size,
-        inputs.teacher.shard.width,
-    )
-    got = (*inputs.projection.weight.shape, *inputs.projection.reachable.shape)
-    if got != expected:
-        raise LossError(
-            "the projection is cut for other shards (student columns, teacher vocabulary, "
-            "teacher columns)",
-            got=got,
-            expected=expected,
-        )
-    return inputs.projection
 
 
 LOSS_REGISTRY.register("projected_kl", ProjectedKLLoss)

@@ -24,6 +24,11 @@ class VocabularyMatch:
     common_teacher: torch.Tensor
     """[N] int64: ``common_teacher[n]`` stands for what ``common_student[n]`` does."""
 
+    def student_of(self, teacher_vocab: int) -> torch.Tensor:
+        """int64 [Vt]: the student token of each teacher token, -1 where there is none."""
+        partner = self.common_teacher.new_full((teacher_vocab,), -1)
+        return partner.index_copy_(0, self.common_teacher, self.common_student)
+
     @classmethod
     def from_partition(
         cls, partition: VocabularyPartition, device: torch.device | str = "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,11 +14,16 @@ import torch.distributed as dist
 from megatron_ext.distributed import row_slices
 from megatron_ext.distributed import shard_collectives as collectives
 from megatron_ext.distributed import vocab_parallel as vp
-from megatron_ext.losses import LOSS_REGISTRY, LossOutput
+from megatron_ext.losses import LOSS_REGISTRY, LossOutput, TargetKind
+from megatron_ext.ops.selected_log_prob import top_columns
 from tests.losses.inputs import Microbatch, columns, vocab_shard
+from tests.losses.objective_cases import as_kind
 
 PADDING = (15, 5)
 """37 + 15 student columns in four shards of 13: the last one is padding alone."""
+
+ONE_TOKENIZER: dict[str, Any] = {"vocabs": (37, 37), "lengths": (8, 8)}
+"""Sizes of a batch in which both models read the same tokens."""
 
 Result = dict[str, tuple[list[torch.Tensor], torch.Tensor]]
 """Name -> (what is replicated, this rank's columns)."""
@@ -97,18 +103,43 @@ def _argmax(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torc
 
 
 def _objective(
-    name: str, *, chunks: int = 4, shift: float = 0.0, **options: Any
+    name: str,
+    *,
+    chunks: int = 4,
+    shift: float = 0.0,
+    same_tokenizer: bool = False,
+    kind: TargetKind = "logits",
+    **options: Any,
 ) -> Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tensor]]:
     def run(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-        batch = Microbatch.random(chunks=chunks)
+        sizes: dict[str, Any] = {"chunks": chunks}
+        padding = PADDING
+        if same_tokenizer:
+            sizes |= ONE_TOKENIZER
+            padding = (PADDING[0], PADDING[0])
+        batch = Microbatch.random(**sizes)
         batch.student_logits.add_(shift)
-        inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=PADDING)
+        inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=padding)
+        if kind == "topk":
+            whole = as_kind(batch.inputs(), kind, top_k=9).teacher
+            assert whole is not None
+            assert inputs.teacher is not None
+            inputs = replace(inputs, teacher=replace(whole, shard=inputs.teacher.shard))
         output: LossOutput = LOSS_REGISTRY[name](**options)(inputs)
         (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
         pairs = [part for pair in output.metrics.values() for part in pair]
         return [output.loss_sum.detach(), output.count, *pairs], grad
 
     return run
+
+
+def _top_columns(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Ties within and across shards, some columns left out, more asked for than there are."""
+    full = Microbatch.random().student_logits.flatten(0, 1).round()
+    shard = vocab_shard(37, PADDING[0], rank, ranks, group)
+    allowed = torch.arange(shard.start, shard.stop) % 5 != 2
+    found = [top_columns(columns(full, shard), k, shard, allowed) for k in (1, 6, 40)]
+    return found, full.new_zeros(1, 0)
 
 
 def _sliced(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -149,11 +180,12 @@ CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tenso
     "Jensen-Shannon projected KL": _objective("projected_kl", direction="jensen_shannon"),
     "projected KL on the top tokens": _objective("projected_kl", vocab_topk=7),
     "forward vocabulary KL": _objective("vocab_kl", same_tokenizer=True, temperature=1.4),
+    # Differences of logarithms lose digits; at this temperature none are large.
     "reverse vocabulary KL": _objective(
         "vocab_kl", same_tokenizer=True, direction="reverse", temperature=3.0
     ),
     "Jensen-Shannon divergence over the vocabulary": _objective(
-        "vocab_kl", same_tokenizer=True, direction="jensen_shannon"
+        "vocab_kl", same_tokenizer=True, direction="jensen_shannon", temperature=3.0
     ),
     "vocabulary KL to top-k targets": _objective("vocab_kl", same_tokenizer=True, kind="topk"),
     "strict top-k": _objective("strict_topk", top_k=3),
@@ -192,6 +224,9 @@ COUNTED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gold without chunks": ("gold", 0, {}),
     "gold as nemo": ("gold", 4, {"numerics": "nemo"}),
     "uld": ("uld", 4, {}),
+    "vocab_kl": ("vocab_kl", 4, {}),
+    "strict_topk": ("strict_topk", 4, {}),
+    "strict_topk without chunks": ("strict_topk", 0, {}),
 }
 """Label -> objective, chunks and options, whose collectives are counted."""
 
@@ -215,7 +250,9 @@ def collectives_of(rank: int, size: int) -> dict[str, list[str]]:
         for name in names:
             stack.enter_context(patch.object(dist, name, counted(name)))
         for label, (name, chunks, options) in COUNTED.items():
-            inputs = Microbatch.random(chunks=chunks).inputs(rank=rank, ranks=size, group=group)
+            sizes = ONE_TOKENIZER if name == "vocab_kl" else {}
+            batch = Microbatch.random(chunks=chunks, **sizes)
+            inputs = batch.inputs(rank=rank, ranks=size, group=group)
             output = LOSS_REGISTRY[name](**options)(inputs)
             forward = len(calls)
             output.loss_sum.backward()

@@ -79,6 +79,12 @@ def test_every_rank_makes_the_collectives_that_the_docstrings_state(
         "gold as nemo backward": ["all_reduce"],
         "uld forward": ["all_reduce"] * 2 + ["all_gather"],
         "uld backward": ["all_reduce"],
+        "vocab_kl forward": ["all_reduce"] * 5,
+        "vocab_kl backward": [],
+        "strict_topk forward": ["all_gather"] + ["all_reduce"] * 6,
+        "strict_topk backward": [],
+        "strict_topk without chunks forward": ["all_gather"] + ["all_reduce"] * 6,
+        "strict_topk without chunks backward": [],
     }
     for _, made in spawned:
         assert made == stated

@@ -16,6 +16,7 @@ import torch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.losses import (
     LOSS_REGISTRY,
+    BoundaryColumns,
     DistillationInputs,
     Objective,
     TargetKind,
@@ -39,9 +40,13 @@ def inputs_of(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs
     teacher_labels = (batch.labels[:, :1] + torch.arange(length)) % vocabs[1]
     if length == batch.labels.shape[1] and vocabs[0] == vocabs[1]:
         teacher_labels = batch.labels
+    boundary = (
+        torch.arange(vocab + extra) % 4 == 1 for vocab, extra in zip(vocabs, padding, strict=True)
+    )
     return replace(
         inputs,
         match=VocabularyMatch(common_student=common, common_teacher=common),
+        boundary=BoundaryColumns(student=next(boundary), teacher=next(boundary)),
         teacher_labels=teacher_labels.clamp(min=IGNORE_INDEX),
     )
 
@@ -121,9 +126,71 @@ class ObjectiveCase:
         )
 
 
+TOP_K: dict[str, Any] = {"kinds": ("logits", "hidden", "topk")}
+LIKELIHOODS: dict[str, Any] = {"kinds": ("logits", "hidden", "label")}
+ONE_TOKENIZER: dict[str, Any] = {"over": "tokens", "same_tokenizer": True}
+
 CASES: dict[str, ObjectiveCase] = {
     "next_token": ObjectiveCase(
         name="next_token", over="tokens", kinds=(), no_identity="it has no teacher"
+    ),
+    "vocab_kl": ObjectiveCase(name="vocab_kl", options={"temperature": 1.5}, **ONE_TOKENIZER),
+    "vocab_kl reverse": ObjectiveCase(
+        name="vocab_kl", options={"direction": "reverse"}, **TOP_K, **ONE_TOKENIZER
+    ),
+    "vocab_kl jensen-shannon": ObjectiveCase(
+        name="vocab_kl",
+        options={"direction": "jensen_shannon", "mixture": 0.3},
+        **TOP_K,
+        **ONE_TOKENIZER,
+    ),
+    "strict_topk": ObjectiveCase(name="strict_topk", options={"top_k": 5}, **TOP_K),
+    "strict_topk at another temperature": ObjectiveCase(
+        name="strict_topk", options={"top_k": 5, "temperature": 1.5}
+    ),
+    "strict_topk reverse": ObjectiveCase(
+        name="strict_topk", options={"top_k": 5, "direction": "reverse"}, **TOP_K
+    ),
+    "strict_topk renormalised": ObjectiveCase(
+        name="strict_topk",
+        options={"top_k": 5, "tail": "renormalise"},
+        **TOP_K,
+    ),
+    "strict_topk jensen-shannon of every shared token": ObjectiveCase(
+        name="strict_topk", options={"direction": "jensen_shannon"}, **TOP_K
+    ),
+    "alm": ObjectiveCase(name="alm", **LIKELIHOODS),
+    "alm without debiasing": ObjectiveCase(name="alm", options={"debias": False}, **LIKELIHOODS),
+    "alm merged up to likely boundaries": ObjectiveCase(
+        name="alm", options={"merge": "likely_boundaries", "temperature": 1.0}, **LIKELIHOODS
+    ),
+    "alm merged up to words": ObjectiveCase(name="alm", options={"merge": "words"}, **LIKELIHOODS),
+    "alm as cross-entropy": ObjectiveCase(
+        name="alm",
+        options={"difference": "binary_ce"},
+        no_identity="it keeps the entropy of the teacher's likelihoods",
+        **LIKELIHOODS,
+    ),
+    "alm reverse": ObjectiveCase(
+        name="alm", options={"difference": "reverse_binary_kl"}, **LIKELIHOODS
+    ),
+    "alm at the limit of the temperature": ObjectiveCase(
+        name="alm", options={"difference": "binary_kl_temp_limit"}, **LIKELIHOODS
+    ),
+    "alm of absolute differences": ObjectiveCase(
+        name="alm", options={"difference": "abs"}, **LIKELIHOODS
+    ),
+    "alm of total variation": ObjectiveCase(
+        name="alm", options={"difference": "abs_exp", "temperature": 20.0}, **LIKELIHOODS
+    ),
+    "alm of Renyi's divergence": ObjectiveCase(
+        name="alm", options={"difference": "renyi"}, **LIKELIHOODS
+    ),
+    "alm of squared log-ratios": ObjectiveCase(
+        name="alm", options={"difference": "joschu_k2"}, **LIKELIHOODS
+    ),
+    "alm of exponential log-ratios": ObjectiveCase(
+        name="alm", options={"difference": "joschu_k3"}, **LIKELIHOODS
     ),
     "partition_kl": ObjectiveCase(
         name="partition_kl",
@@ -201,8 +268,15 @@ def as_kind(inputs: DistillationInputs, kind: TargetKind, top_k: int) -> Distill
         assert inputs.teacher_labels is not None
         labels = inputs.teacher_labels
         picked = real.gather(-1, labels.clamp(min=0)[..., None])[..., 0] - lse
+        boundary = None
+        if inputs.boundary is not None:
+            members = inputs.boundary.teacher[: shard.vocab_size]
+            boundary = torch.logsumexp(real[..., members], dim=-1) - lse
         targets = TeacherTargets(
-            kind="label", shard=shard, label_log_probs=torch.where(labels >= 0, picked, 0.0)
+            kind="label",
+            shard=shard,
+            label_log_probs=torch.where(labels >= 0, picked, 0.0),
+            boundary_log_probs=boundary,
         )
     else:
         targets = teacher

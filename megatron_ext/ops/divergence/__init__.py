@@ -1,6 +1,7 @@
 from megatron_ext.ops.divergence.function import (
     Divergence,
     check_divergence,
+    divergence,
     divergence_terms,
     log1mexp,
 )
@@ -9,6 +10,7 @@ from megatron_ext.ops.divergence.reference import divergence_reference
 __all__ = [
     "Divergence",
     "check_divergence",
+    "divergence",
     "divergence_reference",
     "divergence_terms",
     "log1mexp",

@@ -6,9 +6,10 @@ P is the teacher's distribution, Q the student's; equations are in the README.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron_ext.errors import LossError
 
@@ -28,7 +29,7 @@ class DivergenceTerms(NamedTuple):
 
 
 def divergence_terms(
-    log_p: torch.Tensor, log_q: torch.Tensor, divergence: Divergence, mixture: float = 0.5
+    log_p: torch.Tensor, log_q: torch.Tensor, direction: Divergence, mixture: float = 0.5
 ) -> DivergenceTerms:
     """Terms of D(P || Q) from log-probabilities, without a graph of their own.
 
@@ -46,14 +47,41 @@ def divergence_terms(
     masked = log_q == -torch.inf
     log_p = log_p.masked_fill(log_p == -torch.inf, floor)
     log_q = log_q.masked_fill(masked, floor)
-    if divergence == "forward":
+    if direction == "forward":
         return DivergenceTerms(p * (log_p - log_q), (-p).masked_fill_(masked, 0.0))
-    if divergence == "reverse":
+    if direction == "reverse":
         value = q * (log_q - log_p)
         return DivergenceTerms(value, value + q)
     log_mix = torch.logaddexp(log_p + math.log(mixture), log_q + math.log1p(-mixture))
     slope = q * (log_q - log_mix) * (1 - mixture)
     return DivergenceTerms(mixture * p * (log_p - log_mix) + slope, slope)
+
+
+def divergence(
+    log_p: torch.Tensor, log_q: torch.Tensor, direction: Divergence, mixture: float = 0.5
+) -> torch.Tensor:
+    """D(P || Q) [...] of log-probabilities [..., K], with a graph to ``log_q`` alone.
+
+    Keeps one tensor [..., K] for backward. For K entries a row, not for a vocabulary.
+    """
+    out: torch.Tensor = _Divergence.apply(log_p, log_q, direction, mixture)
+    return out
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, log_p: torch.Tensor, log_q: torch.Tensor, direction: Divergence, mixture: float
+    ) -> torch.Tensor:
+        value, slope = divergence_terms(log_p, log_q, direction, mixture)
+        ctx.save_for_backward(slope)
+        return value.sum(dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return None, slope * grad[..., None], None, None
 
 
 def log1mexp(x: torch.Tensor) -> torch.Tensor:

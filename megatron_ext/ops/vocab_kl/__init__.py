@@ -1,0 +1,4 @@
+from megatron_ext.ops.vocab_kl.function import VocabKL, vocab_kl
+from megatron_ext.ops.vocab_kl.reference import vocab_kl_reference
+
+__all__ = ["VocabKL", "vocab_kl", "vocab_kl_reference"]

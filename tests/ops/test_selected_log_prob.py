@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_ext.distributed import row_slices
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.selected_log_prob import (
+    selected_log_prob,
+    selected_log_prob_reference,
+    sort_keys,
+    top_columns,
+)
+
+
+def _inputs(rows: int = 9, vocab: int = 37, k: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    logits = 4 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
+    ids = torch.stack([torch.randperm(vocab, generator=generator)[:k] for _ in range(rows)])
+    ids[1::3, -1] = -1
+    return logits, ids
+
+
+def _shard(vocab: int, padding: int = 0) -> VocabShard:
+    return VocabShard(start=0, stop=vocab + padding, vocab_size=vocab)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize(("vocab", "k"), [(37, 5), (37, 1), (37, 36), (2, 1)])
+def test_value_and_gradient_equal_the_references(vocab: int, k: int, temperature: float) -> None:
+    logits, ids = _inputs(vocab=vocab, k=k)
+    weights = torch.rand(9, k + 1, dtype=torch.float64)
+    reference = logits.clone().requires_grad_()
+    truth = selected_log_prob_reference(reference, ids, temperature=temperature)
+    named = truth > -torch.inf
+    (true_grad,) = torch.autograd.grad(truth[named], reference, weights[named])
+    padded = torch.nn.functional.pad(logits, (0, 3), value=80.0).requires_grad_()
+    value = selected_log_prob(padded, ids, _shard(vocab, 3), temperature=temperature)
+    # What is not there gets a weight, too, and gives nothing for it.
+    (grad,) = torch.autograd.grad(value, padded, weights)
+    torch.testing.assert_close(value, truth.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad[:, :vocab], true_grad, rtol=1e-11, atol=1e-13)
+    assert not grad[:, vocab:].any()
+
+
+def test_with_every_token_selected_nothing_is_left() -> None:
+    logits, _ = _inputs(vocab=4)
+    ids = torch.arange(4).expand(9, 4)
+    logits.requires_grad_()
+    value = selected_log_prob(logits, ids, _shard(4))
+    torch.testing.assert_close(value[:, :4], torch.log_softmax(logits, dim=-1))
+    assert (value[:, 4] == -torch.inf).all()
+    (grad,) = torch.autograd.grad(value, logits, torch.ones(9, 5, dtype=torch.float64))
+    assert grad.isfinite().all()
+
+
+def test_a_tiny_rest_keeps_its_digits_in_fp32() -> None:
+    logits = torch.tensor([[0.0, -30.0, -31.0, -40.0], [9e3, -1e3, -torch.inf, 8.9e3]])
+    value = selected_log_prob(logits, torch.tensor([[0], [0]]), _shard(4))
+    truth = torch.logsumexp(torch.tensor([-30.0, -31.0, -40.0]).double(), dim=0).item()
+    assert value[0, 1].item() == pytest.approx(truth, rel=1e-6)
+    assert value[1].tolist() == pytest.approx([0.0, -100.0])
+
+
+def test_a_row_that_gets_no_gradient_is_not_looked_at() -> None:
+    logits, ids = _inputs()
+    logits[3] = torch.nan
+    value = selected_log_prob(logits.requires_grad_(), ids, _shard(37))
+    weights = torch.ones_like(value)
+    weights[3] = 0.0
+    (grad,) = torch.autograd.grad(value, logits, weights)
+    assert grad.isfinite().all()
+    assert not grad[3].any()
+
+
+def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, ids = _inputs()
+    logits.requires_grad_()
+    whole = selected_log_prob(logits, ids, _shard(37))
+    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 80)
+    sliced = selected_log_prob(logits, ids, _shard(37))
+    assert torch.equal(whole, sliced)
+    assert top_columns(logits, 7, _shard(37)).tolist() == (
+        torch.topk(logits.detach().float(), 7, dim=-1).indices.tolist()
+    )
+
+
+def test_top_columns_are_those_of_the_largest_logits_and_the_lowest_of_equals() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 9.0], [-0.0, 0.0, -1.0, -torch.inf, 9.0]])
+    shard = VocabShard(start=0, stop=5, vocab_size=4)
+    assert top_columns(logits, 3, shard).tolist() == [[1, 2, 0], [0, 1, 2]]
+    allowed = torch.tensor([True, False, True, True, True])
+    assert top_columns(logits, 4, shard, allowed).tolist() == [[2, 0, 3, -1], [0, 2, 3, -1]]
+    assert top_columns(logits[:0], 3, shard).shape == (0, 3)
+
+
+def test_sort_keys_order_as_the_numbers_do() -> None:
+    values = torch.tensor([-math.inf, -3e38, -1.5, -1e-45, 0.0, 1e-45, 2.0, math.inf])
+    keys = sort_keys(values, torch.arange(8))
+    assert (keys.diff() > 0).all()
+    equal = sort_keys(torch.tensor([-0.0, 0.0, 0.0]), torch.tensor([7, 5, 2**31]))
+    assert equal.argsort().tolist() == [2, 0, 1]
