@@ -12,9 +12,9 @@ within a round.
 gigatoken. ``masked`` is ``tokenize_conversation`` with its target: render, encode, mask.
 
 ``per_turn`` is how Megatron-LM masks: transformers renders and encodes the whole, and then each
-message alone, whose length tells which ids are its. ``prefixes`` is how one does for templates that
-are not local: transformers renders and encodes the messages up to each. Both are timed without the
-checks that come with them, so they do less than they would have to.
+message alone, which must be the next ids of the whole, and masks these if it is no answer.
+``prefixes`` is how one does for templates that are not local: transformers renders and encodes the
+messages up to each; it is timed without masking anything.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from alignment import machine
 
+from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.conversation.encoded_conversation import render_conversation
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 
@@ -120,9 +122,23 @@ def masked_encode(tokenizer: MegatronTokenizerText) -> Callable[[Messages], Any]
 
 def per_turn(peer: Any, messages: Messages) -> int:
     """Megatron-LM's method; returns the number of encodes."""
-    peer.apply_chat_template(messages, tokenize=True)
+
+    def encode(part: Messages) -> Any:
+        return np.array(peer.apply_chat_template(part, tokenize=True, return_dict=False))
+
+    ids = encode(messages)
+    target = ids.copy()
+    begin = 0
     for message in messages:
-        peer.apply_chat_template([message], tokenize=True)
+        alone = encode([message])
+        # The template begins each render with the token that begins a text.
+        alone = alone[1:] if begin and alone[0] == peer.bos_token_id else alone
+        end = begin + len(alone)
+        if message["role"] != "assistant":
+            target[begin:end] = IGNORE_INDEX
+        assert np.array_equal(ids[begin:end], alone)
+        begin = end
+    assert begin == len(ids)
     return len(messages) + 1
 
 
