@@ -9,8 +9,11 @@ from megatron_ext.losses.base import (
 from megatron_ext.losses.boundary_columns import BoundaryColumns
 from megatron_ext.losses.chunk_completions import ChunkCompletions
 from megatron_ext.losses.completion_table import CompletionTable
+from megatron_ext.losses.dskd import DskdLoss
+from megatron_ext.losses.dskd_projectors import DskdProjectors
 from megatron_ext.losses.gold import GoldLoss
 from megatron_ext.losses.hybrid_kl import HybridKLLoss
+from megatron_ext.losses.mined import MinedLoss
 from megatron_ext.losses.next_token import NextTokenLoss
 from megatron_ext.losses.partition_kl import PartitionKLLoss
 from megatron_ext.losses.projected_kl import ProjectedKLLoss
@@ -28,9 +31,12 @@ __all__ = [
     "ChunkCompletions",
     "CompletionTable",
     "DistillationInputs",
+    "DskdLoss",
+    "DskdProjectors",
     "GoldLoss",
     "HybridKLLoss",
     "LossOutput",
+    "MinedLoss",
     "NextTokenLoss",
     "Objective",
     "PartitionKLLoss",

@@ -18,6 +18,7 @@ from megatron_ext.losses import (
     LOSS_REGISTRY,
     BoundaryColumns,
     DistillationInputs,
+    DskdProjectors,
     Objective,
     TargetKind,
     TeacherTargets,
@@ -80,6 +81,23 @@ def with_completions(batch: Microbatch, padding: tuple[int, int]) -> Distillatio
     return replace(inputs, completions=completions)
 
 
+def with_hidden_states(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs:
+    """Hidden states of width 5 and 6 that follow from the logits, under random heads."""
+    inputs = inputs_of(batch, padding)
+    states, heads = [], []
+    for logits, width, extra in zip(
+        (batch.student_logits, batch.teacher_logits), (5, 6), padding, strict=True
+    ):
+        states.append(2 * torch.tanh(logits[..., :width].detach().float()))
+        head = torch.randn(logits.shape[-1], width, generator=torch.Generator().manual_seed(width))
+        heads.append(torch.nn.functional.pad(head, (0, 0, 0, extra), value=40.0))
+    assert inputs.teacher is not None
+    teacher = TeacherTargets(
+        kind="hidden", shard=inputs.teacher.shard, hidden=states[1], head_weight=heads[1]
+    )
+    return replace(inputs, teacher=teacher, student_hidden=states[0], student_head_weight=heads[0])
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveCase:
     """One objective with options."""
@@ -128,6 +146,7 @@ class ObjectiveCase:
 
 TOP_K: dict[str, Any] = {"kinds": ("logits", "hidden", "topk")}
 LIKELIHOODS: dict[str, Any] = {"kinds": ("logits", "hidden", "label")}
+HIDDEN: dict[str, Any] = {"kinds": ("hidden",), "build": with_hidden_states}
 ONE_TOKENIZER: dict[str, Any] = {"over": "tokens", "same_tokenizer": True}
 
 CASES: dict[str, ObjectiveCase] = {
@@ -209,6 +228,30 @@ CASES: dict[str, ObjectiveCase] = {
         options={"direction": "jensen_shannon", "mixture": 0.3},
         kinds=("logits", "hidden", "topk"),
         build=with_completions,
+    ),
+    "mined": ObjectiveCase(name="mined", options={"temperature": 1.5}),
+    "mined with copies": ObjectiveCase(name="mined", options={"sharing": "copy"}),
+    "mined reverse": ObjectiveCase(name="mined", options={"direction": "reverse"}),
+    "dskd": ObjectiveCase(
+        name="dskd",
+        options={
+            "projectors": DskdProjectors(student_hidden=5, teacher_hidden=6),
+            "gate": "none",
+        },
+        no_identity="its projected logits are held to the labels",
+        **HIDDEN,
+    ),
+    "dskd at chunk starts to the teacher's tokens": ObjectiveCase(
+        name="dskd",
+        options={
+            "projectors": DskdProjectors(student_hidden=5, teacher_hidden=6),
+            "positions": "chunk_starts",
+            "target": "teacher",
+            "gate": "none",
+            "direction": "reverse",
+        },
+        no_identity="its projected logits are held to the teacher's first choice",
+        **HIDDEN,
     ),
     "projected_kl": ObjectiveCase(name="projected_kl", options={"temperature": 1.5}),
     "projected_kl reverse": ObjectiveCase(name="projected_kl", options={"direction": "reverse"}),
