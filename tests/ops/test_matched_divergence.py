@@ -104,6 +104,7 @@ def test_value_and_gradient_equal_the_references(name: str, direction: Divergenc
     for dtype, slack in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
         out, grad = case.run(direction, dtype=dtype, mixture=0.3)
         torch.testing.assert_close(out.value.double(), truth, rtol=slack, atol=slack)
+        torch.testing.assert_close(grad.double(), true_grad, rtol=slack, atol=slack)
         torch.testing.assert_close(
             tangent(grad.double(), case.student),
             tangent(true_grad, case.student),
