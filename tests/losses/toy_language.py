@@ -1,0 +1,94 @@
+"""A random distribution over all texts of one length, and what a tokenizer's model says under it.
+
+Small enough to enumerate: the probability of an event is the sum over the texts in which it occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import product
+
+import numpy as np
+import torch
+
+Tokens = tuple[int, ...]
+
+
+def tokenize(text: bytes, vocabulary: Sequence[bytes]) -> Tokens:
+    """The longest token at each place, from the left; an end that no token spells is left out."""
+    ids, at = [], 0
+    while at < len(text):
+        fitting = [i for i, token in enumerate(vocabulary) if text.startswith(token, at)]
+        if not fitting:
+            break
+        ids.append(max(fitting, key=lambda i: len(vocabulary[i])))
+        at += len(vocabulary[ids[-1]])
+    return tuple(ids)
+
+
+@dataclass(frozen=True)
+class ToyLanguage:
+    """P(text) of every text of ``length`` bytes over ``alphabet``."""
+
+    alphabet: bytes = b"abc"
+    length: int = 7
+    seed: int = 0
+
+    @cached_property
+    def texts(self) -> list[bytes]:
+        return [bytes(text) for text in product(self.alphabet, repeat=self.length)]
+
+    @cached_property
+    def probabilities(self) -> np.ndarray:
+        return np.random.default_rng(self.seed).dirichlet(np.full(len(self.texts), 0.3))
+
+
+@cache
+def toy_model(seed: int, vocabulary: tuple[bytes, ...]) -> ToyModel:
+    """One of each, since making one tokenizes every text."""
+    return ToyModel(ToyLanguage(seed=seed), vocabulary)
+
+
+class ToyModel:
+    """The token-level model that ``language`` is for one vocabulary, exactly."""
+
+    def __init__(self, language: ToyLanguage, vocabulary: Sequence[bytes]) -> None:
+        self.vocabulary = vocabulary
+        self._streams = [tokenize(text, vocabulary) for text in language.texts]
+        self._probabilities = language.probabilities
+
+    def mass(self, tokens: Tokens) -> float:
+        """Probability of the texts whose tokens begin with these."""
+        return float(
+            sum(
+                p
+                for stream, p in zip(self._streams, self._probabilities, strict=True)
+                if stream[: len(tokens)] == tokens
+            )
+        )
+
+    def probability(self, tokens: Tokens, context: Tokens) -> float:
+        """Of ``tokens`` coming next."""
+        return self.mass(context + tokens) / self.mass(context)
+
+    def others(self, events: Sequence[Tokens], context: Tokens) -> float:
+        """Probability that none of ``events`` comes next."""
+        left = sum(
+            p
+            for stream, p in zip(self._streams, self._probabilities, strict=True)
+            if stream[: len(context)] == context
+            and not any(
+                stream[len(context) : len(context) + len(event)] == event for event in events
+            )
+        )
+        return float(left) / self.mass(context)
+
+    def logits(self, tokens: Tokens) -> torch.Tensor:
+        """fp64 [T, V]: row ``i`` predicts token ``i`` behind those before it."""
+        rows = [
+            [self.probability((v,), tokens[:i]) for v in range(len(self.vocabulary))]
+            for i in range(len(tokens))
+        ]
+        return torch.tensor(rows, dtype=torch.float64).log()
