@@ -1,0 +1,61 @@
+"""What an objective will count, before the student has run.
+
+A schedule runs the backward pass of one microbatch before the forward pass of the next, so the
+global count must be there before the first. The data says it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+
+from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import Objective
+
+Over = Literal["chunks", "tokens"]
+"""What an objective sums over: chunks of an alignment, or the student's labels (``vocab_kl``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownAhead:
+    """The fields of ``DistillationInputs`` that the data gives."""
+
+    labels: torch.Tensor
+    """[B, Ts] int64"""
+
+    alignment: AlignmentBatch | None = None
+
+    chunk_mask: torch.Tensor | None = None
+    """[C] bool; None: all."""
+
+
+@runtime_checkable
+class CountsAhead(Protocol):
+    """An objective that knows from the data which chunks it leaves out."""
+
+    def count_ahead(self, known: KnownAhead) -> torch.Tensor:
+        """int64 scalar: ``LossOutput.count`` of these inputs."""
+
+
+def count_ahead(objective: Objective, known: KnownAhead, *, over: Over = "chunks") -> torch.Tensor:
+    """int64 scalar by which the global batch's sum of ``objective`` is divided.
+
+    That is what the objective says, where it is ``CountsAhead``; otherwise all labels, or all
+    chunks that it is given, used or not.
+
+    Raises:
+        LossError: Chunks without an alignment.
+    """
+    if isinstance(objective, CountsAhead):
+        return objective.count_ahead(known)
+    if over == "tokens":
+        return (known.labels != IGNORE_INDEX).sum()
+    if known.alignment is None:
+        raise LossError("chunks are counted by an alignment", got="none")
+    if known.chunk_mask is not None:
+        return known.chunk_mask.sum()
+    return torch.tensor(known.alignment.chunk_count, device=known.labels.device)
