@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.chunk_class import chunk_classes
+from megatron_ext.alignment.chunk_marks import BEGINS, OUTSIDE, Marks
+from megatron_ext.alignment.chunk_places import ChunkPlaces, left_out
 from megatron_ext.alignment.label_positions import (
     ChunkIds,
     LabelledSide,
@@ -91,28 +92,62 @@ class AlignmentBatch:
         Raises:
             AlignmentError: Ids of one side that the other lacks, or that leave a number out.
         """
-        student, teacher = student_chunk_id.numpy(), teacher_chunk_id.numpy()
-        count = 1 + max(int(ids.max(initial=NO_CHUNK)) for ids in (student, teacher))
-        student_spans = _spans(student, count, side="student")
-        teacher_spans = _spans(teacher, count, side="teacher")
-        if student_cu_seqlens is None:
-            sample = student_spans[:, 0] // max(student.shape[-1], 1)
+        student = ChunkPlaces.of_ids(student_chunk_id.numpy().reshape(-1), side="student")
+        teacher = ChunkPlaces.of_ids(teacher_chunk_id.numpy().reshape(-1), side="teacher")
+        return cls._of_places(
+            (student_chunk_id, teacher_chunk_id),
+            (student, teacher),
+            is_exact=is_exact,
+            cu_seqlens=(student_cu_seqlens, teacher_cu_seqlens),
+        )
+
+    @classmethod
+    def from_marks(cls, student_marks: Marks, teacher_marks: Marks) -> AlignmentBatch:
+        """The padded batch of chunk marks [B, Ts] and [B, Tt]; all chunks are exact.
+
+        Raises:
+            AlignmentError: Sides with different numbers of chunks, or marks that go on with a chunk
+                before any begins.
+        """
+        places = (
+            ChunkPlaces.of_marks(student_marks.reshape(-1), side="student"),
+            ChunkPlaces.of_marks(teacher_marks.reshape(-1), side="teacher"),
+        )
+        return cls._of_places((_ids_of(student_marks), _ids_of(teacher_marks)), places)
+
+    @classmethod
+    def _of_places(
+        cls,
+        chunk_ids: tuple[torch.Tensor, torch.Tensor],
+        places: tuple[ChunkPlaces, ChunkPlaces],
+        *,
+        is_exact: torch.Tensor | None = None,
+        cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    ) -> AlignmentBatch:
+        student, teacher = places
+        if len(student) != len(teacher):
+            lacking = "student" if len(student) < len(teacher) else "teacher"
+            raise left_out(min(len(student), len(teacher)), side=lacking)
+        student_spans, teacher_spans = student.spans, teacher.spans
+        if cu_seqlens[0] is None:
+            sample = student_spans[:, 0] // max(chunk_ids[0].shape[-1], 1)
         else:
-            bounds = student_cu_seqlens.numpy()
+            bounds = cu_seqlens[0].numpy()
             sample = np.searchsorted(bounds, student_spans[:, 0], side="right") - 1
+        classes = 2 * student.is_many.view(np.int8) + teacher.is_many.view(np.int8)
         return cls(
-            student_chunk_id=student_chunk_id,
-            teacher_chunk_id=teacher_chunk_id,
-            chunk_count=count,
-            is_exact=torch.ones(count, dtype=torch.bool) if is_exact is None else is_exact,
-            chunk_class=torch.from_numpy(chunk_classes(student, teacher, count)),
+            student_chunk_id=chunk_ids[0],
+            teacher_chunk_id=chunk_ids[1],
+            chunk_count=len(student),
+            is_exact=torch.ones(len(student), dtype=torch.bool) if is_exact is None else is_exact,
+            chunk_class=torch.from_numpy(classes),
             student_spans=torch.from_numpy(student_spans),
             teacher_spans=torch.from_numpy(teacher_spans),
-            student_is_chunk_start=_starts(student_spans, student_chunk_id.shape),
-            teacher_is_chunk_start=_starts(teacher_spans, teacher_chunk_id.shape),
-            sample=torch.from_numpy(sample.astype(np.int64)),
-            student_cu_seqlens=student_cu_seqlens,
-            teacher_cu_seqlens=teacher_cu_seqlens,
+            student_is_chunk_start=_starts(student_spans, chunk_ids[0].shape),
+            teacher_is_chunk_start=_starts(teacher_spans, chunk_ids[1].shape),
+            sample=torch.from_numpy(sample.astype(np.int64, copy=False)),
+            student_cu_seqlens=cu_seqlens[0],
+            teacher_cu_seqlens=cu_seqlens[1],
         )
 
     def to(self, device: torch.device | str) -> AlignmentBatch:
@@ -274,27 +309,18 @@ def _cu_seqlens(stretches: Stretches) -> torch.Tensor:
     return torch.from_numpy(bounds.astype(np.int32))
 
 
-def _spans(chunk_id: NDArray[np.int64], count: int, *, side: str) -> NDArray[np.int64]:
-    """First position and one past the last [C, 2] of each chunk in a flat row of ids."""
-    flat = chunk_id.reshape(-1)
-    positions = np.flatnonzero(flat != NO_CHUNK)
-    spans = np.zeros((count, 2), dtype=np.int64)
-    # Of several positions of one chunk, an assignment keeps the last.
-    spans[flat[positions[::-1]], 0] = positions[::-1]
-    spans[flat[positions], 1] = positions + 1
-    if not spans[:, 1].all():
-        raise AlignmentError(
-            f"the {side}'s chunk ids leave a chunk out",
-            got=f"no position of chunk {int(np.argmin(spans[:, 1]))}",
-            expected=f"each of 0 to {count - 1} on both sides",
-        )
-    return spans
-
-
 def _starts(spans: NDArray[np.int64], shape: torch.Size) -> torch.Tensor:
     starts = np.zeros(int(np.prod(shape)), dtype=np.bool_)
     starts[spans[:, 0]] = True
     return torch.from_numpy(starts.reshape(tuple(shape)))
+
+
+def _ids_of(marks: Marks) -> torch.Tensor:
+    """Chunk ids [B, T] of marks [B, T], numbered over all rows."""
+    chunk_id = np.cumsum(marks.reshape(-1) == BEGINS, dtype=np.int64)
+    chunk_id -= 1
+    np.copyto(chunk_id, NO_CHUNK, where=marks.reshape(-1) == OUTSIDE)
+    return torch.from_numpy(chunk_id.reshape(marks.shape))
 
 
 def _sample_ids(

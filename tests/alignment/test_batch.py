@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.alignment import Alignment, ChunkClass, align_byte_ends
 from megatron_ext.alignment.batch import AlignmentBatch, pack_alignments, pad_alignments
+from megatron_ext.alignment.chunk_marks import BEGINS, INSIDE, OUTSIDE, without_chunks
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 
@@ -312,3 +313,48 @@ def test_ids_that_leave_a_chunk_out_are_refused():
         match="the teacher's chunk ids leave a chunk out; got no position of chunk 1",
     ):
         AlignmentBatch.from_chunk_ids(torch.tensor([[0, 1]]), torch.tensor([[0, -1]]))
+
+
+@given(microbatches())
+@settings(deadline=None)
+def test_a_batch_of_marks_is_that_of_the_chunk_ids(microbatch):
+    chunk_ids, student_length, teacher_length, masks = microbatch
+    batch = pad_alignments(
+        chunk_ids,
+        student_length=student_length,
+        teacher_length=teacher_length,
+        student_masks=masks,
+    )
+    marks = [
+        np.where(starts, BEGINS, np.where(ids != NO_CHUNK, INSIDE, OUTSIDE)).astype(np.uint8)
+        for ids, starts in (
+            (batch.student_chunk_id, batch.student_is_chunk_start),
+            (batch.teacher_chunk_id, batch.teacher_is_chunk_start),
+        )
+    ]
+    marked = AlignmentBatch.from_marks(*marks)
+
+    for field in fields(AlignmentBatch):
+        own, expected = getattr(marked, field.name), getattr(batch, field.name)
+        assert own == expected if not torch.is_tensor(own) else own.equal(expected), field.name
+
+
+def test_marks_that_do_not_correspond_are_refused():
+    both = np.array([[BEGINS, INSIDE, BEGINS]], np.uint8)
+    with pytest.raises(AlignmentError, match=r"teacher's chunk ids leave a chunk out.* chunk 1"):
+        AlignmentBatch.from_marks(both, np.array([[BEGINS]], np.uint8))
+    with pytest.raises(AlignmentError, match=r"student's marks go on with .*; got position 1"):
+        AlignmentBatch.from_marks(np.array([[OUTSIDE, INSIDE]], np.uint8), both)
+
+
+def test_chunk_ids_that_do_not_ascend_have_the_facts_of_their_numbers():
+    ids = torch.tensor([[1, 0, -1, 1, 2, 0]]), torch.tensor([[2, 1, 0, 1]])
+    batch = AlignmentBatch.from_chunk_ids(*ids)
+    assert facts_of(batch) == slow_facts(*(side[0].tolist() for side in ids), lambda position: 0)
+
+
+def test_chunks_are_undone_on_a_side_whatever_is_between_them():
+    marks = np.array([OUTSIDE, BEGINS, OUTSIDE, INSIDE, BEGINS, BEGINS, INSIDE], np.uint8)
+    undone = without_chunks(marks, np.array([True, False, True]))
+    assert undone.tolist() == [OUTSIDE] * 4 + [BEGINS] + [OUTSIDE] * 2
+    assert marks[1] == BEGINS

@@ -1,0 +1,55 @@
+"""Chunks as a byte a token, which says the same wherever the tokens stand. T tokens.
+
+Chunk ids count from some first chunk, so that rows of them are renumbered whenever they are cut or
+put together. Marks are not: chunk ``c`` is what begins with the ``c``-th ``BEGINS`` of each side.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.alignment.alignment import Alignment
+from megatron_ext.constants import NO_CHUNK
+
+Marks = NDArray[np.uint8]
+
+OUTSIDE: Final = 0
+"""In no chunk."""
+
+INSIDE: Final = 1
+"""In the chunk that was begun last."""
+
+BEGINS: Final = 2
+"""The first token of a chunk."""
+
+
+def chunk_marks(alignment: Alignment) -> tuple[Marks, Marks]:
+    """The marks of both sides [Ts], [Tt]."""
+    sides = (
+        (alignment.student_chunk_id, alignment.student_spans),
+        (alignment.teacher_chunk_id, alignment.teacher_spans),
+    )
+    student, teacher = (_marks(*side) for side in sides)
+    return student, teacher
+
+
+def without_chunks(marks: Marks, dropped: NDArray[np.bool_]) -> Marks:
+    """The same with some chunks undone.
+
+    Args:
+        marks: [T]
+        dropped: [C] which of its chunks.
+    """
+    chunk_of = np.cumsum(marks == BEGINS) - 1
+    kept = marks.copy()
+    kept[(marks != OUTSIDE) & np.append(dropped, False)[chunk_of]] = OUTSIDE
+    return kept
+
+
+def _marks(chunk_id: NDArray[np.int32], spans: NDArray[np.int32]) -> Marks:
+    marks = (chunk_id != NO_CHUNK).astype(np.uint8)
+    marks[spans[:, 0]] = BEGINS
+    return marks
