@@ -38,6 +38,7 @@ def check_alignment(
     *,
     objective: str,
     kinds: tuple[TargetKind, ...] = ("logits", "hidden"),
+    why: str | None = None,
 ) -> tuple[AlignmentBatch, TeacherTargets]:
     """The alignment and the teacher, both present and of the logits' shapes.
 
@@ -45,6 +46,7 @@ def check_alignment(
         inputs: What the objective was called with.
         objective: Its name, for errors.
         kinds: The forms of teacher targets that it accepts.
+        why: What keeps it from the others, for errors.
 
     Raises:
         LossError: One is missing, targets have another form, or chunk ids, a chunk mask or columns
@@ -60,7 +62,7 @@ def check_alignment(
                 if part is None
             ),
         )
-    check_teacher(teacher, objective=objective, kinds=kinds)
+    check_teacher(teacher, objective=objective, kinds=kinds, why=why)
     for side, chunk_id, rows in (
         ("student", alignment.student_chunk_id, inputs.student_logits.shape[:2]),
         ("teacher", alignment.teacher_chunk_id, teacher.positions),
@@ -82,7 +84,11 @@ def check_alignment(
 
 
 def check_teacher(
-    teacher: TeacherTargets, *, objective: str, kinds: tuple[TargetKind, ...]
+    teacher: TeacherTargets,
+    *,
+    objective: str,
+    kinds: tuple[TargetKind, ...],
+    why: str | None = None,
 ) -> None:
     """Check that an objective can use these targets, and that they fit their shard.
 
@@ -95,6 +101,7 @@ def check_teacher(
             f"the objective {objective} cannot use these teacher targets",
             got=f"kind {teacher.kind!r}",
             expected=f"kind {' or '.join(map(repr, kinds))}",
+            fix=why,
         )
     check_shard(teacher.shard, side="teacher")
     check_teacher_columns(teacher)

@@ -6,7 +6,7 @@ B batch, Ts Tt tokens, Vps Vpt local columns, C chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Final, get_args
 
 import torch
 
@@ -18,6 +18,12 @@ from megatron_ext.losses.nemo import nemo_projected_kl
 from megatron_ext.losses.option_check import Numerics, check_choice
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.projected_kl import projected_kl
+
+_WHY_NOT: Final = (
+    "a teacher is normalised over the columns that the projection reaches, and neither a tail nor "
+    "a label says how much of the rest these hold: give its logits or hidden states, or take "
+    "strict_topk or alm"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +88,7 @@ class ProjectedKLLoss:
 
     def __call__(self, inputs: DistillationInputs) -> LossOutput:
         check_student(inputs)
-        alignment, teacher = check_alignment(inputs, objective="projected_kl")
+        alignment, teacher = check_alignment(inputs, objective="projected_kl", why=_WHY_NOT)
         projection = check_projection(inputs, objective="projected_kl")
         usable = alignment.is_exact if self.exact_token_match_only else None
         if self.numerics == "nemo":
@@ -111,6 +117,7 @@ class ProjectedKLLoss:
             direction=self.direction,
             mixture=self.mixture,
             vocab_topk=self.vocab_topk,
+            learned=projection.learned,
         )
         used = used_chunks(inputs, usable)
         means = {"teacher_entropy": out.teacher_entropy, "top1_agreement": out.top1_agreement}

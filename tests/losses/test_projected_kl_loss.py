@@ -132,6 +132,22 @@ BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
         {"teacher": TeacherTargets(kind="logits", shard=SHARD, logits=torch.zeros(3, 6, 24))},
         "teacher's vocabulary shard; got 24 columns; expected 23",
     ),
+    "top-k targets": (
+        {
+            "teacher": TeacherTargets(
+                kind="topk",
+                shard=SHARD,
+                topk_ids=torch.zeros(3, 6, 2, dtype=torch.int64),
+                topk_logits=torch.zeros(3, 6, 2),
+                log_normaliser=torch.zeros(3, 6),
+            )
+        },
+        "projected_kl cannot use these teacher targets; got kind 'topk'.*neither a tail",
+    ),
+    "chunk mask": (
+        {"chunk_mask": torch.ones(11, dtype=torch.bool)},
+        r"chunk mask does not fit .* got torch.bool \(11,\); expected torch.bool \(12,\)",
+    ),
     "projection of other shards": (
         {
             "projection": projection_shard(

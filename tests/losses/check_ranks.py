@@ -1,0 +1,71 @@
+"""What the ranks of ``test_finite_check.py`` and ``test_shard_check.py`` run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import LossError
+from megatron_ext.losses.finite_check import check_finite
+from megatron_ext.losses.shard_check import check_shard, check_shards_agree
+from tests.losses.inputs import Microbatch
+
+
+def errors_of_poison(rank: int) -> dict[str, str | None]:
+    """The error of each poisoned side, NaN on rank 1 alone; None where there is none."""
+    group = dist.group.WORLD
+    found: dict[str, str | None] = {}
+    for side in ("nothing", "student", "teacher", "both"):
+        inputs = Microbatch.random().inputs(rank=rank, ranks=2, group=group, padding=(3, 1))
+        assert inputs.teacher is not None
+        assert inputs.teacher.logits is not None
+        assert inputs.alignment is not None
+        if rank == 1:
+            poison = inputs.student_logits.detach().clone()
+            if side in ("student", "both"):
+                poison[inputs.labels >= 0] = torch.nan
+            inputs = replace(inputs, student_logits=poison)
+            if side in ("teacher", "both"):
+                inputs.teacher.logits[inputs.alignment.teacher_chunk_id >= 0] = torch.inf
+        check = check_finite(inputs)
+        try:
+            check.raise_if_bad(where="iteration 7")
+            found[side] = None
+        except LossError as error:
+            found[side] = str(error)
+    return found
+
+
+def errors_of_shards(rank: int) -> dict[str, str | None]:
+    """The error of each way to cut 20 tokens over two ranks."""
+    group: Any = dist.group.WORLD
+    cuts = {
+        "right": [(0, 10, 20), (10, 20, 20)],
+        "padded": [(0, 12, 20), (12, 24, 20)],
+        "gap": [(0, 9, 20), (9, 18, 20)],
+        "other widths": [(0, 10, 20), (12, 24, 20)],
+        "both the first": [(0, 10, 20), (0, 10, 20)],
+        "other vocabularies": [(0, 10, 20), (10, 20, 19)],
+    }
+    found: dict[str, str | None] = {}
+    for name, ranges in cuts.items():
+        start, stop, size = ranges[rank]
+        shard = VocabShard(start=start, stop=stop, vocab_size=size, group=group)
+        found[name] = _error(partial(check_shards_agree, shard, side="student", device="cpu"))
+        if name in ("gap", "right", "both the first"):
+            found[f"{name}, host alone"] = _error(partial(check_shard, shard, side="student"))
+    return found
+
+
+def _error(check: Callable[[], None]) -> str | None:
+    try:
+        check()
+    except LossError as error:
+        return str(error)
+    return None
