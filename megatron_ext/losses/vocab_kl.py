@@ -31,7 +31,7 @@ class VocabKLLoss:
     and no projection: both models read the same tokens. Zero, with zero gradient, where they agree.
 
     Teacher targets: ``logits`` and ``hidden`` are compared on every token (``ops/vocab_kl``: five
-    all-reduces, 44 T bytes a rank). ``topk`` is compared on its K tokens and all others as one,
+    all-reduces, 52 T bytes a rank). ``topk`` is compared on its K tokens and all others as one,
     which never exceeds the divergence on every token (``ops/selected_log_prob``: three all-reduces,
     4 T (K + 2) bytes, and two of the metrics); at temperature 1 only, since nothing tells the mass
     of a tail at another. ``label`` is refused.
