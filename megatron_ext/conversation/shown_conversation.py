@@ -82,16 +82,10 @@ def check_shown(
     Raises:
         ConversationError: The template has no place for them.
     """
-    written: set[int | None] = set()
-    calls: set[int | None] = set()
-    shows_tools = False
-    for _, _, (_, message_index, field, turn, _) in rendered.spans:
-        written.add(message_index)
-        written.add(turn)
-        if field.startswith("tool"):
-            shows_tools |= field.startswith("tools")
-            if field.startswith("tool_calls"):
-                calls.add(message_index)
+    written = rendered.written_messages | {turn for _, _, (_, _, _, turn, _) in rendered.spans}
+    fields = {field for _, _, (_, _, field, _, _) in rendered.spans}
+    call_fields = {field for field in fields if field.startswith("tool_calls")}
+    calls = {index for _, _, (_, index, field, _, _) in rendered.spans if field in call_fields}
     for index, message in enumerate(conversation):
         is_dropped = index == 0 and message["role"] == "system" and 0 not in written
         if is_dropped and (config.force_system_message or not config.has_system_role):
@@ -107,7 +101,7 @@ def check_shown(
             raise ConversationError(
                 f"the prompt format {config.name} has no place for tool calls", where=place(index)
             )
-    if has_tools and not shows_tools:
+    if has_tools and not any(field.startswith("tools") for field in fields):
         raise ConversationError(
             f"the prompt format {config.name} has no place for tools",
             fix="take another format, such as auto, or leave the tools out",

@@ -243,11 +243,20 @@ def answered_messages(answers: Iterable[Answer], spans: Sequence[Span]) -> set[i
         answers: In order.
         spans: Of the rendered conversation.
     """
-    return {
-        answer.message
-        for answer in answers
-        if any(is_part(span, answer.message) for span in spans_in(answer, spans))
-    }
+    shown: set[int] = set()
+    at = 0
+    for answer in answers:
+        # Answers may overlap: the next one is looked for from where this one begins.
+        start, end = answer.start, answer.end
+        while spans[at].end <= start:
+            at += 1
+        index = at
+        while index < len(spans) and spans[index].start < end:
+            if is_part(spans[index], answer.message):
+                shown.add(answer.message)
+                break
+            index += 1
+    return shown
 
 
 def spans_in(answer: Answer, spans: Sequence[Span]) -> Sequence[Span]:

@@ -79,8 +79,10 @@ def trained_part(
     for answer in answers:
         if answer.message in excluded:
             continue
-        inside = _control_tokens(answer, context)
-        parts = trained_parts(answer, rendered, policy, context.marks, inside)
+        parts = answer.ranges
+        if not (policy.thinking and policy.tool_calls):
+            inside = _control_tokens(answer, context)
+            parts = trained_parts(answer, rendered, policy, context.marks, inside)
         ranges += parts
         if parts:
             begin, _ = said.get(answer.message, parts[0])
@@ -96,7 +98,7 @@ def _with_left_out(
 ) -> dict[int, str]:
     """The reasons, and of which of these messages the template writes nothing."""
     hidden = {span.provenance.turn for span in rendered.unknown_spans}
-    written = {message for _, _, (_, message, _, _, _) in rendered.spans} | hidden
+    written = rendered.written_messages | hidden
     is_sure = None not in hidden
     return {
         index: f"{reason}, and {NOT_SHOWN}"

@@ -93,6 +93,11 @@ class Rendered:
         return [span for span in self.spans if span[2][0] == "unknown"]
 
     @cached_property
+    def written_messages(self) -> frozenset[int | None]:
+        """Indices of the messages that supplied some of the text; None for other sources."""
+        return frozenset([message for _, _, (_, message, _, _, _) in self.spans])
+
+    @cached_property
     def byte_offsets(self) -> NDArray[np.int64]:
         """Byte at which each character begins and, last, the number of bytes [characters + 1]."""
         return byte_offsets(self.text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
     ) -> tuple[IdArray, ByteEnds]:
         """Ids and byte ends of a text with control tokens at ``matches`` and nowhere else."""
         raw = utf8(text)
-        control = np.array(list(matches), np.int64).reshape(-1, 3)
+        control = np.fromiter(chain.from_iterable(matches), np.int64).reshape(-1, 3)
         bounds = control[:, :2]
         # Before each control token, and behind the last, is a stretch; it may be empty.
         begins = np.concatenate(([0], bounds[:, 1]))
