@@ -16,6 +16,7 @@ from megatron_ext.distributed import shard_collectives as collectives
 from megatron_ext.distributed import vocab_parallel as vp
 from megatron_ext.losses import LOSS_REGISTRY, LossOutput, TargetKind
 from megatron_ext.ops.selected_log_prob import top_columns
+from tests.distributed.hidden_state_cases import hidden_states, likelihoods
 from tests.losses.inputs import Microbatch, columns, vocab_shard
 from tests.losses.objective_cases import as_kind
 
@@ -213,6 +214,20 @@ CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tenso
     "uld over the largest": _objective("uld", top_u=3),
     "uld of tied logits": _tied,
     "uld by position": _objective("uld", alignment="position"),
+    "alm": likelihoods(),
+    "alm without chunks": likelihoods(chunks=0),
+    "alm merged up to words": likelihoods(merge="words", difference="reverse_binary_kl"),
+    "alm merged up to likely boundaries": likelihoods(
+        merge="likely_boundaries", boundary_threshold=0.4
+    ),
+    "mined": _objective("mined", temperature=1.4),
+    "mined with copies": _objective("mined", sharing="copy"),
+    "mined without chunks": _objective("mined", chunks=0),
+    "dskd": hidden_states(gate="none"),
+    "dskd without chunks": hidden_states(chunks=0, from_heads=True),
+    "dskd from heads": hidden_states(
+        from_heads=True, positions="chunk_starts", target="teacher", direction="reverse"
+    ),
 }
 
 COUNTED: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -227,6 +242,8 @@ COUNTED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "vocab_kl": ("vocab_kl", 4, {}),
     "strict_topk": ("strict_topk", 4, {}),
     "strict_topk without chunks": ("strict_topk", 0, {}),
+    "mined": ("mined", 4, {}),
+    "mined without chunks": ("mined", 0, {}),
 }
 """Label -> objective, chunks and options, whose collectives are counted."""
 

@@ -85,6 +85,10 @@ def test_every_rank_makes_the_collectives_that_the_docstrings_state(
         "strict_topk backward": [],
         "strict_topk without chunks forward": ["all_gather"] + ["all_reduce"] * 6,
         "strict_topk without chunks backward": [],
+        "mined forward": ["all_reduce"] * 4 + ["all_gather"] + ["all_reduce"] * 5,
+        "mined backward": [],
+        "mined without chunks forward": ["all_reduce"] * 9,
+        "mined without chunks backward": [],
     }
     for _, made in spawned:
         assert made == stated
