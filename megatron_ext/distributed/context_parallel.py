@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,10 @@ SequenceOrder = Literal["contiguous", "zigzag"]
 """How a sequence is cut over the ranks. ``contiguous``: into as many equal slices, one a rank.
 ``zigzag``: into twice as many; rank ``r`` of ``n`` holds slices ``r`` and ``2n - 1 - r``, as
 megatron-core does to give every rank the same work under a causal mask."""
+
+
+BLANK_ROW: Final = -1
+"""Stands for a row of zeros among the rows that a rank needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,7 @@ class RowExchange:
     """
 
     source: torch.Tensor
-    """[M] this rank's row that stays, 0 where one comes from elsewhere."""
+    """[M] this rank's row that stays, 0 where there is none."""
 
     target: torch.Tensor
     """[N] where a row stays in the result, 0 where it does not."""
@@ -81,6 +85,9 @@ class RowExchange:
 
     received: torch.Tensor
     """Rows of the result that come from elsewhere, those from rank 0 first."""
+
+    blank: torch.Tensor
+    """Rows of the result that are zeros."""
 
     sent_counts: tuple[int, ...]
     received_counts: tuple[int, ...]
@@ -100,20 +107,20 @@ class RowExchange:
 
         Args:
             holder: [rows of all ranks] who holds each row.
-            needed: For each rank the rows that it wants, ascending.
+            needed: For each rank the rows that it wants in its order, ``BLANK_ROW`` for zeros.
             rank: This rank in ``group``.
         """
         own = np.flatnonzero(holder == rank)
         local = np.zeros(len(holder), dtype=np.int64)
         local[own] = np.arange(len(own))
-        wanted, origin = needed[rank], holder[needed[rank]]
+        wanted, origin = needed[rank], _origins(holder, needed[rank])
         stays = origin == rank
         source = np.where(stays, local[wanted], 0)
         target, is_leaving = np.zeros(len(own), np.int64), np.ones(len(own), np.bool_)
         target[source[stays]] = np.flatnonzero(stays)
         is_leaving[source[stays]] = False
         others = [peer for peer in range(len(needed)) if peer != rank]
-        sent = [local[rows[holder[rows] == rank]] for rows in needed]
+        sent = [local[rows[_origins(holder, rows) == rank]] for rows in needed]
         sent[rank] = sent[rank][:0]
         received = [np.flatnonzero(origin == peer) for peer in range(len(needed))]
         received[rank] = received[rank][:0]
@@ -124,6 +131,7 @@ class RowExchange:
             leaving=torch.from_numpy(np.flatnonzero(is_leaving)),
             sent=torch.from_numpy(np.concatenate(sent)),
             received=torch.from_numpy(np.concatenate(received)),
+            blank=torch.from_numpy(np.flatnonzero(wanted == BLANK_ROW)),
             sent_counts=tuple(map(len, sent)),
             received_counts=tuple(map(len, received)),
             group=group,
@@ -138,6 +146,11 @@ class RowExchange:
             if torch.is_tensor(value)
         }
         return replace(self, **tensors)
+
+
+def _origins(holder: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Who holds each row; nobody, -1, a blank one."""
+    return np.where(rows == BLANK_ROW, -1, holder[rows])
 
 
 def exchange_rows(x: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
@@ -165,7 +178,7 @@ class _ExchangeRows(torch.autograd.Function):
             exchange.received_counts,
             exchange.group,
         )
-        return out.index_copy_(0, exchange.received, arrived)
+        return out.index_copy_(0, exchange.received, arrived).index_fill_(0, exchange.blank, 0)
 
     @staticmethod
     @once_differentiable

@@ -7,9 +7,10 @@ calls the objective on its own chunks, and sums and counts are added over the co
 as they are over data-parallel replicas.
 
 Sharing the work so is right for objectives that are a sum over chunks of what their rows, and the
-row after them, say. It is not for one that compares all rows with one another (``dskd`` with
-attention), nor for one that chooses columns for a microbatch (``numerics="nemo"``). Objectives over
-tokens (``next_token``, ``vocab_kl``) need no exchange: call them on the slices as they are.
+row after each, say. It is not for ``alm`` that merges chunks, since a group of them can go over the
+border of two owners, nor for ``numerics="nemo"``, which chooses columns for a microbatch.
+Objectives over tokens (``next_token``, ``vocab_kl``) need no exchange: call them on the slices as
+they are.
 
 B batch, Ts Tt tokens of whole sequences, C chunks, C' of them owned, M rows after the exchange.
 """
@@ -25,7 +26,12 @@ from numpy.typing import NDArray
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
-from megatron_ext.distributed.context_parallel import RowExchange, SequenceLayout, exchange_rows
+from megatron_ext.distributed.context_parallel import (
+    BLANK_ROW,
+    RowExchange,
+    SequenceLayout,
+    exchange_rows,
+)
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
 from megatron_ext.losses.targets import TeacherTargets
@@ -51,13 +57,20 @@ class ContextParallelPlan:
     """Which chunks of one microbatch a rank owns, and the rows it sends and receives for them."""
 
     alignment: AlignmentBatch
-    """The owned chunks, numbered from 0, over rows [1, M] in the order of the whole sequences."""
+    """The owned chunks, numbered from 0, over rows [1, M]: those of the chunks and the one after
+    each, in the order of the whole sequences. A blank row follows a chunk that nothing follows."""
 
     chunks: torch.Tensor
     """[C'] int64: their numbers in the whole alignment, ascending."""
 
     student: RowExchange
     teacher: RowExchange
+
+    student_rows: torch.Tensor
+    """[M] int64: where each row is in the flattened whole sequences; ``BLANK_ROW`` a blank one."""
+
+    teacher_rows: torch.Tensor
+    """[M] int64"""
 
     @classmethod
     def from_alignment(
@@ -103,36 +116,50 @@ class ContextParallelPlan:
         chunks = np.flatnonzero(owner == rank)
         number = np.full(len(owner) + 1, NO_CHUNK, dtype=np.int64)
         number[chunks] = np.arange(len(chunks))
-        exchanges, local_ids, local_bounds = [], [], []
+        exchanges, local_ids, local_bounds, needed_rows = [], [], [], []
         for holder, (ids, spans, bounds, _) in zip(holders, sides, strict=True):
             needed = [
                 _needed_rows(ids, spans, bounds, owner == peer) for peer in range(student.size)
             ]
             exchanges.append(RowExchange.plan(holder, needed, rank=rank, group=group))
+            needed_rows.append(needed[rank])
+            own, is_blank = needed[rank], needed[rank] == BLANK_ROW
             # The last entry of ``number`` is for NO_CHUNK.
-            local_ids.append(torch.from_numpy(number[ids[needed[rank]]][None]))
-            cut = np.searchsorted(needed[rank], bounds).astype(np.int32)
-            local_bounds.append(torch.from_numpy(cut))
+            local_ids.append(np.where(is_blank, NO_CHUNK, number[ids[own]])[None])
+            local_bounds.append(_local_bounds(own, bounds))
         return cls(
             alignment=AlignmentBatch.from_chunk_ids(
-                local_ids[0],
-                local_ids[1],
+                torch.from_numpy(local_ids[0]),
+                torch.from_numpy(local_ids[1]),
                 is_exact=alignment.is_exact[torch.from_numpy(chunks)],
-                student_cu_seqlens=local_bounds[0],
-                teacher_cu_seqlens=local_bounds[1],
+                student_cu_seqlens=torch.from_numpy(local_bounds[0]),
+                teacher_cu_seqlens=torch.from_numpy(local_bounds[1]),
             ),
             chunks=torch.from_numpy(chunks),
             student=exchanges[0],
             teacher=exchanges[1],
+            student_rows=torch.from_numpy(needed_rows[0]),
+            teacher_rows=torch.from_numpy(needed_rows[1]),
         )
 
+    def labels(
+        self, student: torch.Tensor, teacher: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Labels [1, M] of the plan's rows from those of whole sequences [B, T], on the host.
+
+        With ``alignment`` they make the ``completions`` of ``inputs``.
+        """
+        return _picked(student, self.student_rows), _picked(teacher, self.teacher_rows)
+
     def to(self, device: torch.device | str) -> ContextParallelPlan:
-        """The same plan on ``device``."""
+        """The same plan on ``device``; row numbers stay on the host."""
         return ContextParallelPlan(
             alignment=self.alignment.to(device),
             chunks=self.chunks.to(device, non_blocking=True),
             student=self.student.to(device),
             teacher=self.teacher.to(device),
+            student_rows=self.student_rows,
+            teacher_rows=self.teacher_rows,
         )
 
     def inputs(self, slices: DistillationInputs) -> DistillationInputs:
@@ -141,11 +168,12 @@ class ContextParallelPlan:
         Args:
             slices: What this rank holds: rows [B, T of one rank] of the student and of the teacher,
                 in the order of their layouts. What is said of chunks ([C], as ``chunk_mask``) is of
-                all of them; ``alignment`` is not looked at.
+                all of them, but ``completions`` are of the plan's own alignment and labels.
+                ``alignment`` is not looked at.
 
         Returns:
-            Rows [1, M], those of chunks and the one after each. Labels are ``IGNORE_INDEX`` in rows
-            of no owned chunk, so that no row is trained on two ranks.
+            Rows [1, M] of the plan's alignment. A row after a chunk can be another rank's too, so
+            these are no inputs for an objective over tokens.
 
             One all-to-all for each tensor of rows there is, over the context-parallel group, which
             sends only rows of chunks that lie on several ranks: ``Vp`` or ``D`` elements a row.
@@ -153,27 +181,31 @@ class ContextParallelPlan:
             logits of this rank are copied once.
 
         Raises:
-            LossError: Rows that are not those of the plan.
+            LossError: Rows that are not those of the plan, or completions of another alignment.
         """
         own_rows = self.student.target.shape[0], self.teacher.target.shape[0]
         _check_rows("student", slices.labels.shape, own_rows[0])
         teacher = slices.teacher
         if teacher is not None:
             _check_rows("teacher", teacher.positions, own_rows[1])
+        chunks = self.alignment.chunk_count
+        if slices.completions is not None and slices.completions.chunk_count != chunks:
+            raise LossError(
+                "completions are not those of the context-parallel plan's chunks",
+                got=f"{slices.completions.chunk_count} chunks",
+                expected=f"{chunks}",
+                fix="make them of plan.alignment and plan.labels(...)",
+            )
         return replace(
             slices,
             alignment=self.alignment,
             student_logits=_moved(slices.student_logits, self.student),
-            labels=_chunk_labels(
-                _moved(slices.labels, self.student), self.alignment.student_chunk_id
-            ),
+            labels=_moved_labels(slices.labels, self.student),
             student_hidden=_moved_if(slices.student_hidden, self.student),
             teacher=None if teacher is None else self._teacher_rows(teacher),
             teacher_labels=None
             if slices.teacher_labels is None
-            else _chunk_labels(
-                _moved(slices.teacher_labels, self.teacher), self.alignment.teacher_chunk_id
-            ),
+            else _moved_labels(slices.teacher_labels, self.teacher),
             **{
                 name: getattr(slices, name)[self.chunks]
                 for name in ("chunk_mask", "chunk_text_class", "chunk_script")
@@ -196,12 +228,21 @@ def _bounds(chunk_id: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Ids:
 
 
 def _needed_rows(ids: Ids, spans: Ids, bounds: Ids, is_owned: NDArray[np.bool_]) -> Ids:
-    """Rows of the owned chunks, and the row after each that is of the same sequence."""
+    """Rows of the owned chunks and the row after each, blank where its sequence ends."""
     # The last entry is for NO_CHUNK.
     is_needed = np.append(is_owned, False)[ids]
     after = spans[is_owned, 1]
-    is_needed[np.setdiff1d(after, bounds)] = True
-    return np.flatnonzero(is_needed)
+    is_end = np.isin(after, bounds)
+    is_needed[after[~is_end]] = True
+    rows = np.flatnonzero(is_needed)
+    return np.insert(rows, np.searchsorted(rows, np.unique(after[is_end])), BLANK_ROW)
+
+
+def _local_bounds(rows: Ids, bounds: Ids) -> NDArray[np.int32]:
+    """Where the sequences [B + 1] begin among the rows that are left of them."""
+    # A blank row is of the sequence of the row before.
+    filled = np.where(rows == BLANK_ROW, np.roll(rows, 1), rows)
+    return np.searchsorted(filled, bounds).astype(np.int32)
 
 
 def _moved(x: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
@@ -213,8 +254,13 @@ def _moved_if(x: torch.Tensor | None, exchange: RowExchange) -> torch.Tensor | N
     return None if x is None else _moved(x, exchange)
 
 
-def _chunk_labels(labels: torch.Tensor, chunk_id: torch.Tensor) -> torch.Tensor:
-    return torch.where(chunk_id == NO_CHUNK, IGNORE_INDEX, labels)
+def _moved_labels(labels: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+    return _moved(labels, exchange).index_fill_(1, exchange.blank, IGNORE_INDEX)
+
+
+def _picked(labels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    picked = labels.flatten()[rows.clamp(min=0)]
+    return torch.where(rows == BLANK_ROW, IGNORE_INDEX, picked)[None]
 
 
 def _check_rows(side: str, shape: torch.Size, expected: int) -> None:

@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.context_parallel import SequenceLayout, SequenceOrder
-from megatron_ext.losses import LOSS_REGISTRY, TeacherTargets
+from megatron_ext.losses import (
+    LOSS_REGISTRY,
+    BoundaryColumns,
+    DistillationInputs,
+    TeacherTargets,
+)
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from tests.losses.inputs import Microbatch
 
@@ -44,7 +49,7 @@ def microbatch(chunks: Chunks) -> Microbatch:
     batch = Microbatch.random(batch=2, lengths=LENGTHS, chunks=0 if chunks == "none" else 5)
     if chunks in ("scattered", "none"):
         return batch
-    spans = ([0, 1, 7, 9, 20, 31], [0, 3, 4, 5, 9, 15])
+    spans = ([0, 1, 7, 9, 20, 32], [0, 3, 4, 5, 9, 16])
     if chunks == "of the first rank":
         spans = ([0, 1, 3, 5, 6, 7], [9, 11, 12, 13, 14, 15])
     pairs = []
@@ -57,6 +62,25 @@ def microbatch(chunks: Chunks) -> Microbatch:
     return replace(batch, chunk_ids=pairs)
 
 
+def whole_inputs(chunks: Chunks, **shards: Any) -> DistillationInputs:
+    """Everything that ``projected_kl`` and ``alm`` look at; some chunks are masked."""
+    inputs = microbatch(chunks).inputs(padding=PADDING, **shards)
+    assert inputs.alignment is not None
+    assert inputs.teacher is not None
+    labels = torch.arange(2 * LENGTHS[1]).view(2, -1) % 23
+    labels[:, 3] = -100
+    student, teacher = inputs.student_shard, inputs.teacher.shard
+    return replace(
+        inputs,
+        teacher_labels=labels,
+        boundary=BoundaryColumns(
+            student=torch.arange(student.start, student.stop) % 4 == 1,
+            teacher=torch.arange(teacher.start, teacher.stop) % 4 == 1,
+        ),
+        chunk_mask=torch.arange(inputs.alignment.chunk_count) % 4 != 1,
+    )
+
+
 def held(layout: SequenceLayout, length: int, rank: int) -> torch.Tensor:
     """Positions of one sequence that a rank holds."""
     holders = layout.holders(np.array([0, length]))
@@ -67,20 +91,23 @@ def on_this_rank(
     chunks: Chunks,
     order: SequenceOrder,
     kind: Literal["logits", "hidden"],
+    objective: Literal["projected_kl", "alm"],
     *,
     cp: tuple[int, int, Any],
     tp: tuple[int, int, Any],
 ) -> Rank:
-    """The projected KL of the chunks that a rank owns; ``cp``, ``tp`` are rank, size and group."""
+    """An objective on the chunks that a rank owns; ``cp``, ``tp`` are rank, size and group."""
     cp_rank, cp_size, cp_group = cp
     layout = SequenceLayout(size=cp_size, order=order)
-    whole = microbatch(chunks).inputs(rank=tp[0], ranks=tp[1], group=tp[2], padding=PADDING)
+    whole = whole_inputs(chunks, rank=tp[0], ranks=tp[1], group=tp[2])
     assert whole.alignment is not None
     assert whole.teacher is not None
+    assert whole.teacher_labels is not None
     assert whole.teacher.logits is not None
     student = held(layout, LENGTHS[0], cp_rank)
     logits = whole.student_logits.detach()[:, student].clone().requires_grad_()
-    teacher_rows = whole.teacher.logits[:, held(layout, LENGTHS[1], cp_rank)]
+    teacher = held(layout, LENGTHS[1], cp_rank)
+    teacher_rows = whole.teacher.logits[:, teacher]
     targets = TeacherTargets(kind="logits", shard=whole.teacher.shard, logits=teacher_rows)
     if kind == "hidden":
         head = torch.eye(teacher_rows.shape[-1])
@@ -90,15 +117,14 @@ def on_this_rank(
     plan = ContextParallelPlan.from_alignment(
         whole.alignment, student=layout, teacher=layout, rank=cp_rank, group=cp_group
     )
-    mask = torch.arange(whole.alignment.chunk_count) % 4 != 1
     slices = replace(
         whole,
         student_logits=logits,
         labels=whole.labels[:, student],
         teacher=targets,
-        chunk_mask=mask,
+        teacher_labels=whole.teacher_labels[:, teacher],
     )
-    output = LOSS_REGISTRY["projected_kl"](temperature=1.3)(plan.inputs(slices))
+    output = LOSS_REGISTRY[objective](temperature=1.3)(plan.inputs(slices))
     (grad,) = torch.autograd.grad(output.loss_sum, logits)
     assert output.chunk_loss is not None
     return Rank(
@@ -110,17 +136,21 @@ def on_this_rank(
     )
 
 
-CASES: tuple[tuple[Chunks, SequenceOrder, Literal["logits", "hidden"]], ...] = (
-    ("scattered", "contiguous", "logits"),
-    ("scattered", "zigzag", "hidden"),
-    ("in order", "contiguous", "logits"),
-    ("in order", "zigzag", "logits"),
-    ("of the first rank", "contiguous", "logits"),
-    ("none", "zigzag", "logits"),
+Case = tuple[Chunks, SequenceOrder, Literal["logits", "hidden"], Literal["projected_kl", "alm"]]
+
+CASES: tuple[Case, ...] = (
+    ("scattered", "contiguous", "logits", "projected_kl"),
+    ("scattered", "zigzag", "hidden", "projected_kl"),
+    ("in order", "contiguous", "logits", "projected_kl"),
+    ("in order", "zigzag", "logits", "projected_kl"),
+    ("of the first rank", "contiguous", "logits", "projected_kl"),
+    ("none", "zigzag", "logits", "projected_kl"),
+    ("in order", "zigzag", "logits", "alm"),
+    ("in order", "contiguous", "hidden", "alm"),
 )
 
 
-def every_layout(rank: int) -> dict[str, dict[tuple[str, str, str], Rank]]:
+def every_layout(rank: int) -> dict[str, dict[Case, Rank]]:
     """Each case on every layout that four ranks make."""
     results = {}
     for name, (cp_size, tp_size) in GROUPS.items():

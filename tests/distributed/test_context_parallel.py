@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -16,17 +15,17 @@ from tests.distributed.context_cases import (
     CASES,
     GROUPS,
     LENGTHS,
-    PADDING,
+    Case,
     Rank,
     every_layout,
     held,
-    microbatch,
+    whole_inputs,
 )
 from tests.process_group import run_ranks
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, dict[tuple[str, str, str], Rank]]]:
+def ranks() -> list[dict[str, dict[Case, Rank]]]:
     """One spawn for all layouts."""
     return run_ranks(4, every_layout)
 
@@ -34,20 +33,19 @@ def ranks() -> list[dict[str, dict[tuple[str, str, str], Rank]]]:
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_sums_and_gradients_over_the_ranks_are_those_of_whole_sequences(
-    case: tuple[str, str, str],
+    case: Case,
     name: str,
-    ranks: list[dict[str, dict[tuple[str, str, str], Rank]]],
+    ranks: list[dict[str, dict[Case, Rank]]],
 ) -> None:
-    chunks, order, _ = case
-    whole = microbatch(chunks).inputs(padding=PADDING)  # type: ignore[arg-type]
+    chunks, order, _, objective = case
+    whole = whole_inputs(chunks)
     assert whole.alignment is not None
-    mask = torch.arange(whole.alignment.chunk_count) % 4 != 1
-    truth = LOSS_REGISTRY["projected_kl"](temperature=1.3)(replace(whole, chunk_mask=mask))
+    truth = LOSS_REGISTRY[objective](temperature=1.3)(whole)
     (true_grad,) = torch.autograd.grad(truth.loss_sum, whole.student_logits)
     scale = max(true_grad.abs().max().item(), 1e-30)
 
     cp_size, tp_size = GROUPS[name]
-    layout = SequenceLayout(size=cp_size, order=order)  # type: ignore[arg-type]
+    layout = SequenceLayout(size=cp_size, order=order)
     for first in range(0, 4, cp_size * tp_size):
         loss, count, owned = torch.tensor(0.0), 0, []
         for part in range(cp_size):
@@ -68,9 +66,9 @@ def test_sums_and_gradients_over_the_ranks_are_those_of_whole_sequences(
 
 
 def test_chunks_of_one_rank_leave_the_others_a_zero_with_a_graph(
-    ranks: list[dict[str, dict[tuple[str, str, str], Rank]]],
+    ranks: list[dict[str, dict[Case, Rank]]],
 ) -> None:
-    case = ("of the first rank", "contiguous", "logits")
+    case: Case = ("of the first rank", "contiguous", "logits", "projected_kl")
     assert [int(ranks[rank]["4"][case].count) for rank in range(4)] == [7, 0, 0, 0]
     # Three chunks of ten are masked.
     for rank in range(1, 4):

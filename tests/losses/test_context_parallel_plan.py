@@ -42,9 +42,9 @@ def test_only_rows_of_chunks_that_lie_on_both_ranks_cross() -> None:
     assert second.chunks.tolist() == [2, 3]
     # Rows of the owned chunks, and the one after.
     assert first.alignment.student_chunk_id.tolist() == [[0, 0, 1, 1, -1]]
-    assert second.alignment.student_chunk_id.tolist() == [[0, 1]]
+    assert second.alignment.student_chunk_id.tolist() == [[0, 1, -1]]
     assert first.alignment.teacher_chunk_id.tolist() == [[0, 1, -1]]
-    assert second.alignment.teacher_chunk_id.tolist() == [[0, 0, 0, 1]]
+    assert second.alignment.teacher_chunk_id.tolist() == [[0, 0, 0, 1, -1]]
     assert (first.student.sent_counts, first.student.received_counts) == ((0, 0), (0, 2))
     assert (second.student.sent_counts, second.student.received_counts) == ((2, 0), (0, 0))
     assert second.student.sent.tolist() == [0, 1]
@@ -67,7 +67,10 @@ def test_rows_of_no_chunk_stay_behind_and_the_next_sequence_is_not_after_a_chunk
     assert first.alignment.student_cu_seqlens.tolist() == [0, 2, 5]
     assert first.alignment.sample.tolist() == [0, 1]
     assert first.student.leaving.tolist() == [0]
-    assert second.alignment.student_chunk_id.tolist() == [[0]]
+    # Nothing follows chunk 1: not the next sequence, but a blank row.
+    assert second.alignment.student_chunk_id.tolist() == [[0, -1]]
+    assert second.student_rows.tolist() == [3, -1]
+    assert second.student.blank.tolist() == [1]
     assert second.alignment.sample.tolist() == [0]
 
 
@@ -90,8 +93,16 @@ def test_what_is_known_of_a_chunk_goes_to_its_owner() -> None:
     assert out.chunk_script is not None
     assert out.chunk_script.tolist() == [1, 2]
     assert out.teacher_labels is not None
-    in_no_chunk = plan.alignment.teacher_chunk_id < 0
-    assert ((out.teacher_labels == IGNORE_INDEX) == in_no_chunk).all()
+    # Rows of chunks and after them, in order; what follows the last one is blank.
+    assert out.teacher_labels.shape == plan.alignment.teacher_chunk_id.shape
+    of_chunks = plan.alignment.teacher_chunk_id[0] >= 0
+    is_aligned = inputs.alignment.teacher_chunk_id[0] >= 0
+    assert torch.equal(out.teacher_labels[0][of_chunks], torch.arange(8)[is_aligned])
+    whole = plan.labels(inputs.labels, torch.arange(8)[None])
+    assert torch.equal(whole[0], out.labels)
+    assert torch.equal(whole[1], out.teacher_labels)
+    assert (out.labels[0, plan.student.blank] == IGNORE_INDEX).all()
+    assert not out.student_logits[0, plan.student.blank].any()
 
 
 def test_rows_of_another_length_are_refused() -> None:
