@@ -140,8 +140,5 @@ def _terms(
 
 def _masses(probs: torch.Tensor, is_common: torch.Tensor) -> torch.Tensor:
     """This rank's mass inside and outside the matched columns, [2, C]."""
-    masses = probs.new_empty(2, probs.shape[0])
-    for rows in row_slices(*probs.shape, device=probs.device):
-        masses[0, rows] = probs[rows].masked_fill(~is_common, 0.0).sum(dim=-1)
-        masses[1, rows] = probs[rows].masked_fill(is_common, 0.0).sum(dim=-1)
-    return masses
+    sides = torch.stack([is_common, ~is_common]).to(probs.dtype)
+    return sides @ probs.detach().t()
