@@ -80,6 +80,16 @@ def check_alignment(
             got=f"{mask.dtype} {tuple(mask.shape)}",
             expected=f"torch.bool ({alignment.chunk_count},)",
         )
+    for name, classes in (
+        ("text classes", inputs.chunk_text_class),
+        ("scripts", inputs.chunk_script),
+    ):
+        if classes is not None and classes.shape != (alignment.chunk_count,):
+            raise LossError(
+                f"the chunks' {name} do not fit the alignment",
+                got=tuple(classes.shape),
+                expected=f"({alignment.chunk_count},)",
+            )
     return alignment, teacher
 
 

@@ -148,6 +148,10 @@ BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
         {"chunk_mask": torch.ones(11, dtype=torch.bool)},
         r"chunk mask does not fit .* got torch.bool \(11,\); expected torch.bool \(12,\)",
     ),
+    "text classes": (
+        {"chunk_text_class": torch.zeros(11, dtype=torch.int8)},
+        r"chunks' text classes do not fit the alignment; got \(11,\); expected \(12,\)",
+    ),
     "projection of other shards": (
         {
             "projection": projection_shard(
