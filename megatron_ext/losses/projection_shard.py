@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ProjectionError
+from megatron_ext.ops.projected_kl import LearnedEntries
 
 if TYPE_CHECKING:
     from megatron_ext.projection.sparse_projection import SparseProjection
@@ -37,6 +38,9 @@ class ProjectionShard:
 
     reachable: torch.Tensor
     """bool [Vpt]: this rank's teacher columns that any student token projects onto."""
+
+    learned: LearnedEntries | None = None
+    """Entries of ``weight`` with a graph, of a ``LearnedProjection``."""
 
     @classmethod
     def from_csr(

@@ -35,6 +35,7 @@ from megatron_ext.ops.projected_kl.comparison import (
     pool_rest,
     probability_floor,
 )
+from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries, entry_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,11 +80,12 @@ def projected_kl(
     direction: Divergence = "forward",
     mixture: float = 0.5,
     vocab_topk: int | None = None,
+    learned: LearnedEntries | None = None,
 ) -> ProjectedKL:
     """``tau^2 * D(P_c || Q_c)`` of each chunk; D as in ``ops/divergence``.
 
     Args:
-        student_logits: [Ts, Vps], any float dtype; the only argument with a gradient.
+        student_logits: [Ts, Vps], any float dtype; has a gradient.
         teacher_logits: [Tt, Vpt], any float dtype.
         student_chunk_id: int64 [Ts], negative for rows of no chunk.
         teacher_chunk_id: int64 [Tt].
@@ -94,6 +96,7 @@ def projected_kl(
         mixture: Weight of P_c in the mixture of ``jensen_shannon``.
         vocab_topk: Compare on so many columns a chunk, those of the largest teacher mass, and on
             the rest as one; of equals at the end all are kept. None: on every column.
+        learned: Entries of ``weight`` that have a gradient as well, as if each were free.
 
     A chunk whose ``chunk_loss`` gets no gradient gives none to its rows, whatever they hold.
     Everything is accumulated in fp32 (fp64 for fp64 logits). Collectives on the shards' group,
@@ -119,6 +122,7 @@ def projected_kl(
         temperature,
         direction,
         mixture,
+        *(learned or (None, None, None)),
     )
     teacher_rows = torch.zeros_like(teacher.sizes, dtype=torch.int64)
     teacher_rows.index_add_(0, teacher.slots, torch.ones_like(teacher.slots))
@@ -185,6 +189,9 @@ class _ProjectedKL(torch.autograd.Function):
         temperature: float,
         direction: Divergence,
         mixture: float,
+        entry_value: torch.Tensor | None,
+        entry_row: torch.Tensor | None,
+        entry_column: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         weight, weight_transposed, row_mass = projection
         group = student.shard.group
@@ -230,7 +237,9 @@ class _ProjectedKL(torch.autograd.Function):
         grad.sub_(centre[:, None]).div_(mass[:, None])
         p_top, q_top = merge_argmax(best, column, group)
 
-        ctx.save_for_backward(student_logits, *lse, student.slots, student.sizes, grad)
+        ctx.save_for_backward(
+            student_logits, *lse, student.slots, student.sizes, grad, entry_row, entry_column
+        )
         ctx.student, ctx.weight, ctx.temperature = student.shard, weight, temperature
         outputs = (temperature**2 * value, entropy, p_top == q_top, rest_mass)
         ctx.mark_non_differentiable(*outputs[1:])
@@ -239,11 +248,17 @@ class _ProjectedKL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        logits, peak, log_sum, slots, sizes, grad_projected = ctx.saved_tensors
+        logits, peak, log_sum, slots, sizes, slope, entry_row, entry_column = ctx.saved_tensors
         lse = LogSumExp(peak, log_sum)
         group, temperature = ctx.student.group, ctx.temperature
-        chunk_grad = _onto_student(grad_projected, ctx.weight, group, sizes)
         excluded = ctx.student.excluded_columns(logits.device)
+        entries = None
+        if entry_row is not None and ctx.needs_input_grad[9]:
+            means = chunk_mean_softmax(
+                logits, lse, slots, sizes, temperature=temperature, excluded=excluded
+            )
+            entries = (means, grad_loss * temperature**2, entry_row, entry_column)
+        chunk_grad, entry_grad = _onto_student(slope, ctx.weight, group, sizes, entries)
         # tau^2 of the loss over the tau that divides the logits; 0 for rows of no chunk.
         scale = torch.nn.functional.pad(grad_loss * temperature, (0, 1))[slots][:, None]
         out = torch.empty_like(logits)
@@ -254,16 +269,31 @@ class _ProjectedKL(torch.autograd.Function):
             centre = all_reduce_sum((probs * row_grad).sum(dim=-1, keepdim=True), group)
             probs.mul_(row_grad.sub_(centre)).mul_(scale[rows])
             out[rows] = probs.masked_fill_(scale[rows] == 0, 0.0)
-        return out, None, None, None, None, None, None, None, None
+        return out, *[None] * 8, entry_grad, None, None
 
 
 def _onto_student(
-    grad: torch.Tensor, weight: torch.Tensor, group: ProcessGroup | None, sizes: torch.Tensor
-) -> torch.Tensor:
-    """dL/dq_i of a row in each slot, [C + 1, Vps]: one all-gather a slice of chunks."""
+    slope: torch.Tensor,
+    weight: torch.Tensor,
+    group: ProcessGroup | None,
+    sizes: torch.Tensor,
+    entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dD/dq_i of a row in each slot, [C + 1, Vps], and the gradient of learned entries.
+
+    One all-gather a slice of chunks.
+
+    Args:
+        entries: The student's chunk means [C, Vps], their weights [C], rows and columns of entries.
+    """
     student_width, teacher_vocab = weight.shape
-    onto_student = weight.to(grad.dtype).t()
-    out = grad.new_zeros(grad.shape[0] + 1, student_width)
-    for rows in row_slices(grad.shape[0], grad.shape[1] * group_size(group), device=grad.device):
-        out[rows] = gather_columns(grad[rows], group)[:, :teacher_vocab] @ onto_student
-    return out.div_(sizes[:, None])
+    onto_student = weight.to(slope.dtype).t()
+    out = slope.new_zeros(slope.shape[0] + 1, student_width)
+    entry_grad = None if entries is None else slope.new_zeros(len(entries[2]))
+    for rows in row_slices(slope.shape[0], slope.shape[1] * group_size(group), device=slope.device):
+        everywhere = gather_columns(slope[rows], group)[:, :teacher_vocab]
+        out[rows] = everywhere @ onto_student
+        if entries is not None and entry_grad is not None:
+            means, scale, row, column = entries
+            entry_grad += entry_gradient(means[rows], everywhere, scale[rows], row, column)
+    return out.div_(sizes[:, None]), entry_grad
