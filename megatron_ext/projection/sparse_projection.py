@@ -295,8 +295,8 @@ class SparseProjection(CompressedRows):
         Args:
             student: Tokenizer of the rows.
             teacher: Tokenizer of the columns.
-            method: ``exact``, ``retokenized`` or ``first_piece``; this and the rest are described
-                at ``ProjectionOptions``.
+            method: ``exact``, ``retokenized``, ``first_piece`` or ``mined``; this and the rest are
+                described at ``ProjectionOptions``.
             top_k: Most teacher tokens in a row.
             pieces: Most pieces of a spelling that count; ``top_k`` where None.
             decay: What each piece of a spelling weighs of the one before it.

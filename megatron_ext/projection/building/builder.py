@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.alignment.control_pairs import match_control_tokens
 from megatron_ext.projection.building.control_names import most_similar
+from megatron_ext.projection.building.nearest_tokens import nearest_tokens
 from megatron_ext.projection.building.options import ProjectionMethod, ProjectionOptions
 from megatron_ext.projection.building.speller import Speller
 from megatron_ext.projection.building.token_match import (
@@ -38,13 +39,14 @@ Spellings = list[list[int]]
 PROJECTION_METHODS: Registry[Callable[[Speller, Sequence[bytes]], Spellings]] = Registry(
     "projection method"
 )
-"""How the tokens that the teacher lacks are spelled with those it has: no pieces, an empty row."""
+"""What stands for the tokens that the teacher lacks, of those it has: no pieces, an empty row."""
 
 PROJECTION_METHODS.register("exact", lambda speller, tokens: [[] for _ in tokens])
 PROJECTION_METHODS.register("retokenized", Speller.spell)
 PROJECTION_METHODS.register(
     "first_piece", lambda speller, tokens: [ids[:1] for ids in speller.spell(tokens)]
 )
+PROJECTION_METHODS.register("mined", nearest_tokens)
 
 
 def build_projection(

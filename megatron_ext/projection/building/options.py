@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection.entries import check_top_k
 
-ProjectionMethod = Literal["exact", "retokenized", "first_piece"]
+ProjectionMethod = Literal["exact", "retokenized", "first_piece", "mined"]
+
+_ONE_ENTRY: Final = ("first_piece", "mined")
+"""Methods that leave one entry in a row."""
 
 PIECE_DECAY = 0.1
 """What each piece weighs of the one before it: 0.9, 0.09, 0.009, ... before a row is normalised."""
@@ -24,7 +27,8 @@ class ProjectionOptions:
 
     method: ProjectionMethod = "retokenized"
     """What stands for a token that the teacher lacks: ``exact`` nothing; ``retokenized`` the pieces
-    that the teacher spells it with, in falling shares; ``first_piece`` the first of them alone."""
+    that the teacher spells it with, in falling shares; ``first_piece`` the first of them alone;
+    ``mined`` the one token that is nearest in spelling (``nearest_tokens``)."""
 
     top_k: int = 4
     """Most teacher tokens in a row."""
@@ -66,10 +70,10 @@ class ProjectionOptions:
                 expected="above 0 and at most 1, or None",
                 where="control_similarity",
             )
-        if self.method == "first_piece" and self.reverse_pass:
+        if self.method in _ONE_ENTRY and self.reverse_pass:
             raise ProjectionError(
-                "a reverse pass adds entries to rows that first_piece keeps at one",
-                got="method first_piece with reverse_pass",
+                f"a reverse pass adds entries to rows that {self.method} keeps at one",
+                got=f"method {self.method} with reverse_pass",
                 fix="use the method retokenized",
             )
 
@@ -81,4 +85,4 @@ class ProjectionOptions:
     @property
     def row_limit(self) -> int:
         """Most entries of a row."""
-        return 1 if self.method == "first_piece" else self.top_k
+        return 1 if self.method in _ONE_ENTRY else self.top_k

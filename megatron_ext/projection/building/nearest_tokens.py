@@ -1,0 +1,143 @@
+"""The token nearest in spelling, by edit distance over bytes. N tokens, L bytes of one.
+
+The map of MinED (FuseLLM, arXiv 2401.10491). Every token with the least number of inserted, deleted
+and replaced bytes is looked at, so that the result is the minimum and not a guess; two lower bounds
+on the distance leave few to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.projection.building.speller import Speller
+
+WORD_BITS: Final = 64
+"""Bytes of a token whose distances are computed: a bit each in the columns of Myers' algorithm."""
+
+
+class NearestTokens:
+    """Tokens to find the nearest of.
+
+    Args:
+        tokens: Id and bytes of each; not empty, and no bytes twice.
+    """
+
+    def __init__(self, tokens: Iterable[tuple[int, bytes]]) -> None:
+        # By length, so that tokens of a length or near it lie together; of equals the lowest id.
+        ordered = sorted(tokens, key=lambda pair: (len(pair[1]), pair[0]))
+        self._ids = [token_id for token_id, _ in ordered]
+        self._tokens = [token for _, token in ordered]
+        self._id_of = {token: token_id for token_id, token in ordered}
+        self._lengths = np.array([len(token) for token in self._tokens], dtype=np.int64)
+        self._starts = np.cumsum(self._lengths) - self._lengths
+        # One more byte, for positions past the end of the last token.
+        self._buffer = np.frombuffer(b"".join(self._tokens) + b"\0", dtype=np.uint8)
+        self._marks = _marks(self._buffer[:-1], self._starts)
+
+    def nearest(self, token: bytes) -> int | None:
+        """Id of the token nearest to ``token``; None where there is no token at all.
+
+        Of several, the one that has the most bytes of ``token``'s beginning, then the lowest id. A
+        token of more than ``WORD_BITS`` bytes gets the longest one that it begins with, or None.
+        """
+        if not self._ids or token in self._id_of:
+            return self._id_of.get(token)
+        prefix = self._longest_prefix(token)
+        if len(token) > WORD_BITS:
+            return self._id_of.get(prefix)
+        # As far as the prefix, or as replacing every byte of the shortest token.
+        best = max(len(token), len(self._tokens[0]))
+        if prefix:
+            best = len(token) - len(prefix)
+        return self._ids[self._search(token, best)]
+
+    def _longest_prefix(self, token: bytes) -> bytes:
+        """Empty where there is none."""
+        lengths = range(len(token), 0, -1)
+        return next((token[:n] for n in lengths if token[:n] in self._id_of), b"")
+
+    def _search(self, token: bytes, best: int) -> int:
+        """Place of the nearest of all tokens; one of them is at most ``best`` away."""
+        first, last = np.searchsorted(self._lengths, [len(token) - best, len(token) + best + 1])
+        gaps = np.abs(self._lengths[first:last] - len(token))
+        # An edit removes a byte value and adds one at most.
+        own = _marks(np.frombuffer(token, dtype=np.uint8), np.zeros(1, dtype=np.int64))
+        bounds = np.maximum(gaps, (_bits(self._marks[first:last] ^ own) + 1) // 2)
+        ties: list[int] = []
+        for bound in range(best + 1):
+            if bound > best:
+                break
+            places = first + np.flatnonzero(bounds == bound)
+            if not len(places):
+                continue
+            distances = self._distances(token, places)
+            least = int(distances.min())
+            if least < best:
+                best, ties = least, []
+            ties.extend(places[distances == best].tolist())
+        return min(ties, key=lambda at: (-_common_prefix(self._tokens[at], token), self._ids[at]))
+
+    def _distances(self, token: bytes, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Edit distance of ``token`` to each of the tokens at ``places``, all at once.
+
+        Myers 1999, "A fast bit-vector algorithm for approximate string matching", as Hyyro 2003
+        states it: a column of the table is two words, where the distance rises and where it falls.
+        """
+        occurs = np.zeros(256, dtype=np.uint64)
+        for at, byte in enumerate(token):
+            occurs[byte] |= np.uint64(1 << at)
+        one, top = np.uint64(1), np.uint64(1 << (len(token) - 1))
+        rises = np.full(len(places), np.uint64(2 ** len(token) - 1))
+        falls = np.zeros(len(places), dtype=np.uint64)
+        starts, lengths = self._starts[places], self._lengths[places]
+        distance = np.full(len(places), len(token), dtype=np.int64)
+        found = distance.copy()
+        for at in range(int(lengths.max())):
+            equal = occurs[self._buffer[np.minimum(starts + at, len(self._buffer) - 1)]]
+            either = equal | falls
+            level = (((equal & rises) + rises) ^ rises) | equal
+            up, down = falls | ~(level | rises), rises & level
+            distance += (up & top) != 0
+            distance -= (down & top) != 0
+            up = (up << one) | one
+            rises, falls = (down << one) | ~(either | up), up & either
+            found = np.where(lengths == at + 1, distance, found)
+        return found
+
+
+def nearest_tokens(speller: Speller, tokens: Sequence[bytes]) -> list[list[int]]:
+    """For each of ``tokens`` the id of the speller's nearest, alone in a list."""
+    own = NearestTokens((i, speller.tokens[i] or b"") for i in speller.emitted_ids)
+    found = (own.nearest(token) for token in tokens)
+    return [[] if token_id is None else [token_id] for token_id in found]
+
+
+def _marks(values: NDArray[np.uint8], starts: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Which byte values modulo 64 each token has, as bits; tokens begin at ``starts``."""
+    bits = np.uint64(1) << (values.astype(np.uint64) % np.uint64(64))
+    if not len(starts):
+        return np.zeros(0, dtype=np.uint64)
+    marks: NDArray[np.uint64] = np.bitwise_or.reduceat(bits, starts)
+    return marks
+
+
+_BITS_OF_16: Final = np.array([value.bit_count() for value in range(1 << 16)], dtype=np.uint8)
+
+
+def _bits(words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Number of bits that are set in each word; numpy has it from version 2 on."""
+    counts: NDArray[np.int64] = _BITS_OF_16[words.view(np.uint16).reshape(-1, 4)].sum(
+        axis=1, dtype=np.int64
+    )
+    return counts
+
+
+def _common_prefix(one: bytes, other: bytes) -> int:
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
