@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.alignment.chunk_marks import BEGINS, Marks
+from megatron_ext.alignment.chunk_marks import BEGINS, OUTSIDE, Marks
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 
@@ -47,7 +47,7 @@ class ChunkPlaces:
         Raises:
             AlignmentError: Marks that go on with a chunk before any begins.
         """
-        position = np.flatnonzero(marks)
+        position = np.flatnonzero(marks != OUTSIDE)
         first = np.flatnonzero(marks[position] == BEGINS)
         if len(position) and (not len(first) or first[0]):
             raise AlignmentError(

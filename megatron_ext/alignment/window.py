@@ -6,6 +6,7 @@ what the student reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,7 +90,9 @@ def cut_windows(
     student_stops = _chunk_stops(student_ends, student_last)
     teacher_stops = _chunk_stops(teacher_ends, teacher_last)
 
-    edges, is_window = _greedy_edges(student_stops, teacher_stops, student_length, teacher_length)
+    edges, is_window = fitting_runs(
+        (student_stops, teacher_stops), (student_length, teacher_length)
+    )
     byte_bounds = _bounds(byte_stops, edges)
     covered = int(byte_stops[-1]) if len(byte_stops) else 0
     total = max((int(ends[-1]) for ends in (student_ends, teacher_ends) if len(ends)), default=0)
@@ -104,34 +107,38 @@ def cut_windows(
     )
 
 
+def fitting_runs(
+    stops: Sequence[NDArray[np.int64]], lengths: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Runs of chunks, each as long as fits on all K sides; a chunk that fits nowhere is one alone.
+
+    Args:
+        stops: K sides; [C] one past the last token of each chunk, ascending.
+        lengths: K numbers of tokens that fit.
+
+    Returns:
+        Chunk indices where runs start and stop [R + 1], and which of the runs fit [R].
+    """
+    edges, fits = [0], []
+    starts = [0] * len(stops)
+    while edges[-1] < len(stops[0]):
+        first = edges[-1]
+        stop = min(
+            int(side.searchsorted(start + length, side="right"))
+            for side, start, length in zip(stops, starts, lengths, strict=True)
+        )
+        fits.append(stop > first)
+        edges.append(max(stop, first + 1))
+        starts = [int(side[edges[-1] - 1]) for side in stops]
+    return np.array(edges, dtype=np.int64), np.array(fits, dtype=np.bool_)
+
+
 def _chunk_stops(ends: ByteEnds, last_tokens: Indices) -> NDArray[np.int64]:
     """One past the last token of each chunk [C]; after the last byte, the tokens behind it too."""
     stops = last_tokens.astype(np.int64) + 1
     if len(stops) and ends[last_tokens[-1]] == ends[-1]:
         stops[-1] = len(ends)
     return stops
-
-
-def _greedy_edges(
-    student_stops: NDArray[np.int64],
-    teacher_stops: NDArray[np.int64],
-    student_length: int,
-    teacher_length: int,
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Chunk indices where ranges start and stop [R + 1], and which of the ranges fit [R]."""
-    edges, fits = [0], []
-    student_start = teacher_start = 0
-    while edges[-1] < len(student_stops):
-        first = edges[-1]
-        stop = min(
-            int(student_stops.searchsorted(student_start + student_length, side="right")),
-            int(teacher_stops.searchsorted(teacher_start + teacher_length, side="right")),
-        )
-        fits.append(stop > first)
-        edges.append(max(stop, first + 1))
-        student_start = int(student_stops[edges[-1] - 1])
-        teacher_start = int(teacher_stops[edges[-1] - 1])
-    return np.array(edges, dtype=np.int64), np.array(fits, dtype=np.bool_)
 
 
 def _bounds(stops: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.int64]:

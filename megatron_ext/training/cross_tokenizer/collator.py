@@ -1,4 +1,4 @@
-"""Texts, or samples packed of texts, to the tensors of the student and of every teacher."""
+"""Texts, conversations, or samples packed of texts, to the tensors of all models."""
 
 from __future__ import annotations
 
@@ -7,30 +7,43 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.conversation.records import ConversationRecord, conversation_record
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import utf8
 from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText
-from megatron_ext.training.cross_tokenizer.aligning.text_aligner import TextAligner
-from megatron_ext.training.cross_tokenizer.cache.cached_aligner import CachedAligner
-from megatron_ext.training.cross_tokenizer.cut import cut
+from megatron_ext.training.cross_tokenizer.aligning.aligner import (
+    Aligner,
+    Content,
+    ContentAligner,
+)
+from megatron_ext.training.cross_tokenizer.aligning.cut import cut
+from megatron_ext.training.cross_tokenizer.cache.cached_aligner import CachedAligner, cache_folder
+from megatron_ext.training.cross_tokenizer.cache.memory_store import MemoryStore
+from megatron_ext.training.cross_tokenizer.cache.record_store import RecordStore
 from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch, SideBatch
 from megatron_ext.training.cross_tokenizer.rows.chunk_rows import alignment_batch, identity_batch
-from megatron_ext.training.cross_tokenizer.rows.layout import Layout, Segment, side_batch
+from megatron_ext.training.cross_tokenizer.rows.layout import Layout
+from megatron_ext.training.cross_tokenizer.rows.segment import Segment
 from megatron_ext.training.cross_tokenizer.rows.side import Side
+from megatron_ext.training.cross_tokenizer.rows.side_batch import side_batch
 from megatron_ext.training.cross_tokenizer.teacher_spec import TeacherCTSpec
 
-Record = str | Mapping[str, Any] | PackedSample
+Record = str | Mapping[str, Any] | ConversationRecord | PackedSample
 
 
 class CrossTokenizerCollator:
     """What a ``DataLoader`` takes as ``collate_fn``.
 
-    A record is a text (a string, or a mapping that has one under ``text_key``) or a
-    ``PackedSample``. A text that fills more than a row is cut where all models can be cut; what is
-    behind the cut is counted in ``dropped_bytes`` of the batch. Packing loses nothing instead.
+    A record is a text (a string, or a mapping that has one under ``text_key``), a conversation (a
+    ``ConversationRecord``, or a mapping that has one under ``messages_key``) or a ``PackedSample``.
+    What fills more than a row is cut where all models can be cut; what is behind the cut is counted
+    in ``dropped_bytes`` of the batch. Packing loses nothing instead.
+
+    A conversation is written by each model's own template, and nothing is put around it. Labels are
+    what each template trains, and chunks what the student trains of it and a teacher reads too.
 
     Teachers with the student's tokenizer share the student's tensors.
 
@@ -41,13 +54,16 @@ class CrossTokenizerCollator:
         student_length: Most label positions of the student's rows.
         teachers: The teachers; their names differ.
         text_key: Field of a record that holds its text.
+        messages_key: Field of a record without a text that holds the turns of a conversation.
         append_eod: End each text with the end-of-document token of each side that has one.
         make_sequence_length_divisible_by: What the student's rows are filled up to a multiple of.
         segment_multiple: What each text in a packed row is filled up to a multiple of, on every
             side: twice the context-parallel size where rows are cut for that.
-        cache_dir: Where tokens and alignments of texts are kept, so that each is made once; None to
-            keep nothing. A student token takes 5 to 6 bytes, and one of a teacher 4 to 5.
-        cache_max_bytes: Size of the cache from which on nothing is added.
+        cache_dir: Where tokens and alignments are kept in files, for all processes, so that each is
+            made once. A student token takes about 6 bytes, and one of a teacher 5.
+        cache_max_bytes: Size of the files from which on nothing is added.
+        memory_cache_bytes: What each process keeps of them in memory where there is no
+            ``cache_dir``: those that were used last.
 
     Raises:
         ConfigError: A value that cannot be used, or two teachers of one name.
@@ -60,15 +76,18 @@ class CrossTokenizerCollator:
         teachers: Sequence[TeacherCTSpec] = (),
         *,
         text_key: str = "text",
+        messages_key: str = "messages",
         append_eod: bool = True,
         make_sequence_length_divisible_by: int = 1,
         segment_multiple: int = 1,
         cache_dir: str | Path | None = None,
         cache_max_bytes: int = 1 << 36,
+        memory_cache_bytes: int = 0,
     ) -> None:
         _check_names(teachers)
         self.teachers = tuple(teachers)
         self.text_key = text_key
+        self.messages_key = messages_key
         own = tokenizer_identity(student_tokenizer)
         self._others = [spec for spec in teachers if not _shares(spec, own)]
         shared = [spec for spec in teachers if _shares(spec, own)]
@@ -95,14 +114,7 @@ class CrossTokenizerCollator:
             for spec in self._others
         )
         self._tokenizers = [student_tokenizer, *map(_tokenizer, self._others)]
-        self.aligner = TextAligner(student_tokenizer, self._tokenizers[1:])
-        if cache_dir is not None:
-            self.aligner = CachedAligner(
-                student_tokenizer,
-                self._tokenizers[1:],
-                cache_dir=cache_dir,
-                max_bytes=cache_max_bytes,
-            )
+        self.aligner = self._aligner(cache_dir, cache_max_bytes, memory_cache_bytes)
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -122,7 +134,8 @@ class CrossTokenizerCollator:
             TokenizerError: A text that a tokenizer cannot take.
         """
         rows, dropped_bytes = self._rows(records)
-        byte_count = sum(piece.byte_count for piece in chain.from_iterable(rows))
+        pieces = list(chain.from_iterable(rows))
+        byte_count = sum(piece.byte_count for piece in pieces)
         student, layout = self._side_batch(rows, 0, byte_count)
         teachers, alignments = {}, {}
         identity = None
@@ -133,12 +146,7 @@ class CrossTokenizerCollator:
                 continue
             index = self._others.index(spec)
             teachers[spec.name], its_layout = self._side_batch(rows, index + 1, byte_count)
-            alignments[spec.name] = alignment_batch(
-                chain.from_iterable(rows),
-                index,
-                sides=(self.student_side, self.teacher_sides[index]),
-                layouts=(layout, its_layout),
-            )
+            alignments[spec.name] = alignment_batch(pieces, index, layout, its_layout)
         return CrossTokenizerBatch(
             student=student,
             teachers=teachers,
@@ -147,47 +155,61 @@ class CrossTokenizerCollator:
             dropped_bytes=dropped_bytes,
         )
 
-    def _rows(self, records: Sequence[Record]) -> tuple[list[Sequence[AlignedText]], int]:
-        """The pieces of each row, and the bytes of the texts that are in none."""
-        texts = [self._text(record) for record in records if not isinstance(record, PackedSample)]
-        capacities = [side.capacity for side in self.sides]
-        pieces = (cut(text, capacities)[:1] for text in self.aligner.align(texts))
-        rows: list[Sequence[AlignedText]] = [
-            record.pieces if isinstance(record, PackedSample) else next(pieces)
-            for record in records
-        ]
-        taken = sum(
-            piece.byte_count
-            for record, row in zip(records, rows, strict=True)
-            if not isinstance(record, PackedSample)
-            for piece in row
-        )
-        return rows, sum(len(utf8(text)) for text in texts) - taken
+    def _aligner(self, cache_dir: str | Path | None, max_bytes: int, memory_bytes: int) -> Aligner:
+        own, *others = self._tokenizers
+        aligner = ContentAligner(own, others)
+        if cache_dir is not None:
+            folder = cache_folder(cache_dir, own, others)
+            store = RecordStore(folder, max_bytes=max_bytes)
+            return CachedAligner(aligner, store, teacher_count=len(others))
+        if memory_bytes:
+            kept = MemoryStore(memory_bytes)
+            return CachedAligner(aligner, kept, teacher_count=len(others))
+        return aligner
 
-    def _text(self, record: Record) -> str:
-        text = record.get(self.text_key) if isinstance(record, Mapping) else record
-        if isinstance(text, str):
-            return text
+    def _rows(self, records: Sequence[Record]) -> tuple[list[Sequence[AlignedText]], int]:
+        """The pieces of each row, and the bytes of what is in none."""
+        contents = [self._content(r) for r in records if not isinstance(r, PackedSample)]
+        capacities = [side.capacity for side in self.sides]
+        aligned = zip(contents, self.aligner.align(contents), strict=True)
+        rows: list[Sequence[AlignedText]] = []
+        dropped_bytes = 0
+        for record in records:
+            if isinstance(record, PackedSample):
+                rows.append(record.pieces)
+                continue
+            content, text = next(aligned)
+            pieces = cut(text, capacities)[:1]
+            whole = len(utf8(content)) if isinstance(content, str) else text.byte_count
+            dropped_bytes += whole - sum(piece.byte_count for piece in pieces)
+            rows.append(pieces)
+        return rows, dropped_bytes
+
+    def _content(self, record: str | Mapping[str, Any] | ConversationRecord) -> Content:
+        if isinstance(record, str | ConversationRecord):
+            return record
+        if isinstance(record, Mapping):
+            text = record.get(self.text_key)
+            if isinstance(text, str):
+                return text
+            if self.messages_key in record:
+                return conversation_record(record, key=self.messages_key)
         raise DataError(
-            "a record has no text",
+            "a record has no text and no conversation",
             got=f"keys {list(record)}" if isinstance(record, Mapping) else type(record).__name__,
-            expected=f"a text under {self.text_key!r}, a string or a PackedSample",
-            fix="set text_key to the field that holds the text",
+            expected=f"a text under {self.text_key!r}, turns under {self.messages_key!r}, a string,"
+            " a ConversationRecord or a PackedSample",
+            fix="set text_key to the field that holds the text, or messages_key",
         )
 
     def _side_batch(
         self, rows: Sequence[Sequence[AlignedText]], index: int, byte_count: int
     ) -> tuple[SideBatch, Layout]:
         side = self.sides[index]
-        segments = [[_segment(piece, index) for piece in row] for row in rows]
-        layout = Layout.of(segments, side)
-        return side_batch(segments, side, layout, byte_count), layout
-
-
-def _segment(piece: AlignedText, index: int) -> Segment:
-    """One piece as the student (0) or a teacher reads it."""
-    ids = piece.teachers[index - 1].ids if index else piece.student_ids
-    return Segment(ids, piece.is_end)
+        layout = Layout.of(
+            [[Segment.of(piece, index, side) for piece in row] for row in rows], side
+        )
+        return side_batch(layout, pad=side.pad, byte_count=byte_count), layout
 
 
 def _shares(spec: TeacherCTSpec, student: Mapping[str, str]) -> bool:

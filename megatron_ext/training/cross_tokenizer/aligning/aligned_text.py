@@ -1,18 +1,23 @@
-"""One text as the student and every teacher read it.
+"""One text, or conversation, as the student and every teacher read it.
 
 Ts student tokens, Tt teacher tokens, C chunks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.constants import NO_CHUNK
+from megatron_ext.alignment.chunk_marks import Marks
 
-Ids = NDArray[np.int32]
+Ids = NDArray[np.integer[Any]]
+
+Trained = NDArray[np.bool_] | None
+"""[T] tokens that are trained; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +27,14 @@ class TeacherTokens:
     ids: Ids
     """[Tt]"""
 
-    student_chunk_id: Ids
-    """[Ts] chunk of each student token, in order from 0, ``NO_CHUNK`` where it is in none."""
+    student_marks: Marks
+    """[Ts] the chunks, on the student's side."""
 
-    teacher_chunk_id: Ids
-    """[Tt]"""
+    teacher_marks: Marks
+    """[Tt] the chunks, on its own."""
 
-    def part(self, student: slice, teacher: slice) -> TeacherTokens:
-        """Some tokens, which are whole chunks; these count from 0 again."""
-        student_chunk_id = self.student_chunk_id[student]
-        inside = student_chunk_id[student_chunk_id != NO_CHUNK]
-        first = inside[0] if len(inside) else 0
-        return TeacherTokens(
-            self.ids[teacher],
-            _counted_from(student_chunk_id, first),
-            _counted_from(self.teacher_chunk_id[teacher], first),
-        )
+    trained: Trained = None
+    """[Tt] which of its tokens are its answers; None in a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +53,18 @@ class AlignedText:
     is_end: bool = True
     """Whether the text ends here."""
 
+    trained: Trained = None
+    """[Ts] which tokens of a conversation are trained; None in a text, of which all are. A
+    conversation brings what begins and ends it; around a text that is put when it is read."""
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether templates wrote it."""
+        return self.trained is not None
+
     @property
     def byte_count(self) -> int:
-        """Bytes of the text."""
+        """Bytes of the text; of a conversation, of what the student's template wrote."""
         return int(self.student_widths.sum())
 
     @property
@@ -66,7 +72,7 @@ class AlignedText:
         """Tokens of the student and of each teacher."""
         return len(self.student_ids), *(len(teacher.ids) for teacher in self.teachers)
 
-    def part(self, bounds: tuple[slice, ...], *, is_end: bool) -> AlignedText:
+    def part(self, bounds: Sequence[slice], *, is_end: bool) -> AlignedText:
         """Some tokens of each model, which stand for the same bytes.
 
         Args:
@@ -74,15 +80,22 @@ class AlignedText:
             is_end: Whether the text ends with them.
         """
         student, *others = bounds
-        teachers = zip(self.teachers, others, strict=True)
-        return replace(
-            self,
-            student_ids=self.student_ids[student],
-            student_widths=self.student_widths[student],
-            teachers=tuple(teacher.part(student, other) for teacher, other in teachers),
+        return AlignedText(
+            self.student_ids[student],
+            self.student_widths[student],
+            tuple(
+                TeacherTokens(
+                    teacher.ids[own],
+                    teacher.student_marks[student],
+                    teacher.teacher_marks[own],
+                    _part(teacher.trained, own),
+                )
+                for teacher, own in zip(self.teachers, others, strict=True)
+            ),
             is_end=self.is_end and is_end,
+            trained=_part(self.trained, student),
         )
 
 
-def _counted_from(chunk_id: Ids, first: int) -> Ids:
-    return np.where(chunk_id == NO_CHUNK, np.int32(NO_CHUNK), chunk_id - np.int32(first))
+def _part(trained: Trained, bounds: slice) -> Trained:
+    return None if trained is None else trained[bounds]

@@ -10,20 +10,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_ext.alignment.byte_alignment import align_byte_ends
-from megatron_ext.constants import NO_CHUNK
+from megatron_ext.alignment.chunk_marks import Marks, chunk_marks
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import utf8
-from megatron_ext.training.cross_tokenizer.aligning.aligned_text import (
-    AlignedText,
-    Ids,
-    TeacherTokens,
-)
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText, TeacherTokens
 from megatron_ext.training.cross_tokenizer.aligning.text_tokens import TextTokenizer, TextTokens
-
-ChunkIds = tuple[Ids, Ids]
 
 
 class TextAligner:
@@ -53,7 +46,7 @@ class TextAligner:
         raws = [utf8(text) for text in texts]
         student = self._student.encode(texts, raws)
         teachers = [teacher.encode(texts, raws) for teacher in self._teachers]
-        chunk_ids = [_chunk_ids(student, teacher) for teacher in teachers]
+        marks = [_marks(student, teacher) for teacher in teachers]
         widths = student.widths
         bounds = [_slices(tokens) for tokens in (student, *teachers)]
         return [
@@ -61,9 +54,9 @@ class TextAligner:
                 student.ids[own],
                 widths[own],
                 tuple(
-                    TeacherTokens(teacher.ids[its], ids[own], teacher_ids[its])
-                    for teacher, (ids, teacher_ids), its in zip(
-                        teachers, chunk_ids, others, strict=True
+                    TeacherTokens(teacher.ids[its], student_marks[own], teacher_marks[its])
+                    for teacher, (student_marks, teacher_marks), its in zip(
+                        teachers, marks, others, strict=True
                     )
                 ),
             )
@@ -75,16 +68,17 @@ def _slices(tokens: TextTokens) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(tokens.offsets.tolist())]
 
 
-def _chunk_ids(student: TextTokens, teacher: TextTokens) -> ChunkIds:
-    """Chunk of each token of all texts [N], [M], counted from 0 in each text."""
-    if not _end_alike(student, teacher):
-        return _chunk_ids_of_each(student, teacher)
-    alignment = align_byte_ends(student.ends, teacher.ends)
-    first = alignment.student_spans[:, 0].searchsorted(student.offsets[:-1])
-    return (
-        _counted_in_each(alignment.student_chunk_id, first, student.offsets),
-        _counted_in_each(alignment.teacher_chunk_id, first, teacher.offsets),
-    )
+def _marks(student: TextTokens, teacher: TextTokens) -> tuple[Marks, Marks]:
+    """The chunks of all texts, on both sides [N], [M]."""
+    if _end_alike(student, teacher):
+        return chunk_marks(align_byte_ends(student.ends, teacher.ends))
+    parts = [
+        chunk_marks(align_byte_ends(student.ends[own] - begin, teacher.ends[its] - begin))
+        for own, its, begin in zip(
+            _slices(student), _slices(teacher), student.byte_offsets.tolist(), strict=False
+        )
+    ]
+    return np.concatenate([own for own, _ in parts]), np.concatenate([its for _, its in parts])
 
 
 def _end_alike(student: TextTokens, teacher: TextTokens) -> bool:
@@ -93,19 +87,3 @@ def _end_alike(student: TextTokens, teacher: TextTokens) -> bool:
     A tokenizer may give none for white space; then nothing of it ends where that text does.
     """
     return np.array_equal(np.diff(student.offsets) > 0, np.diff(teacher.offsets) > 0)
-
-
-def _chunk_ids_of_each(student: TextTokens, teacher: TextTokens) -> ChunkIds:
-    """The same text by text."""
-    parts: list[ChunkIds] = []
-    bounds = zip(_slices(student), _slices(teacher), student.byte_offsets.tolist(), strict=False)
-    for own, its, begin in bounds:
-        alignment = align_byte_ends(student.ends[own] - begin, teacher.ends[its] - begin)
-        parts.append((alignment.student_chunk_id, alignment.teacher_chunk_id))
-    return np.concatenate([a for a, _ in parts]), np.concatenate([b for _, b in parts])
-
-
-def _counted_in_each(chunk_id: Ids, first: NDArray[np.intp], offsets: NDArray[np.int64]) -> Ids:
-    """Chunk ids that count from 0 in each text, of whose chunks ``first`` [D] is the first."""
-    counted = chunk_id - np.repeat(first.astype(np.int32), np.diff(offsets))
-    return np.where(chunk_id == NO_CHUNK, np.int32(NO_CHUNK), counted)

@@ -9,9 +9,9 @@ from torch.utils.data import Dataset
 
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText
+from megatron_ext.training.cross_tokenizer.aligning.cut import cut
 from megatron_ext.training.cross_tokenizer.collator import CrossTokenizerCollator
 from megatron_ext.training.cross_tokenizer.corpus.dataset import ArrowTextDataset
-from megatron_ext.training.cross_tokenizer.cut import cut
 from megatron_ext.training.cross_tokenizer.packing.block_order import BlockOrder
 from megatron_ext.training.cross_tokenizer.packing.pack import pack_rows
 from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample

@@ -1,39 +1,31 @@
-"""Samples of one side as the rows of a batch.
+"""Where the labels of a batch stand in the rows of one side.
 
 B rows, T label positions, S segments, L labels of all segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.training.cross_tokenizer.aligning.aligned_text import Ids
-from megatron_ext.training.cross_tokenizer.rows.batch import SideBatch
+from megatron_ext.training.cross_tokenizer.rows.segment import Parts, Segment
 from megatron_ext.training.cross_tokenizer.rows.side import Side
 
 Counts = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The tokens of one side in one piece of a text."""
-
-    ids: Ids
-    is_end: bool
-
-
 @dataclass(frozen=True)
 class Layout:
-    """Where segments and their labels stand when the rows of a batch follow one another."""
+    """Segments one after another in B rows, which follow one another too."""
+
+    segments: list[Segment]
+    """S"""
 
     row_count: int
     """B"""
@@ -41,28 +33,20 @@ class Layout:
     row_length: int
     """T"""
 
-    sequences: Counts
-    """[S] tokens of each segment with what stands around its text; labels are one fewer."""
-
     lengths: Counts
-    """[S] positions that each takes."""
+    """[S] positions that each takes; a segment may have fewer labels."""
 
     row_of: Counts
     """[S]"""
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Segment]], side: Side) -> Layout:
-        """The layout of B rows, whose segments follow one another."""
-        has_lead, has_eod = side.lead is not None, side.eod is not None
-        sequences, lengths, row_of = [], [], []
-        for index, row in enumerate(rows):
-            for segment in row:
-                count = len(segment.ids)
-                sequences.append(count + has_lead + (has_eod and segment.is_end))
-                lengths.append(side.segment_length(count, is_end=segment.is_end))
-                row_of.append(index)
-        columns = (np.array(column, np.int64) for column in (sequences, lengths, row_of))
-        layout = cls(len(rows), side.length, *columns)
+        """The layout of B rows of segments."""
+        segments = list(chain.from_iterable(rows))
+        labels = np.fromiter((segment.label_count for segment in segments), np.int64)
+        lengths = -(-labels // side.segment_multiple) * side.segment_multiple
+        row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        layout = cls(segments, len(rows), side.length, lengths, row_of)
         assert layout.filled.max(initial=0) <= side.length, f"a row of {side.name} overflows"
         return layout
 
@@ -79,70 +63,35 @@ class Layout:
         return before + (np.arange(self.row_count) * self.row_length - rows_before)[self.row_of]
 
     @cached_property
-    def label_places(self) -> Counts:
-        """[L] where each label stands."""
-        return _ranges(self.starts, np.maximum(self.sequences - 1, 0))
-
-    @cached_property
     def bounds(self) -> Counts:
         """[G + 1] where segments begin and end; the padding of a row is one."""
         row_starts = np.arange(self.row_count + 1) * self.row_length
         ends = row_starts[:-1] + self.filled
         return np.unique(np.concatenate([row_starts, ends, self.starts[self.lengths > 0]]))
 
-    def scattered(self, labels: NDArray[np.integer[Any]], fill: int) -> NDArray[np.int64]:
-        """``labels`` [L] in their places [B, T], and ``fill`` elsewhere."""
-        rows = np.full(self.row_count * self.row_length, fill, np.int64)
-        rows[self.label_places] = labels
+    def laid_out(
+        self, parts: Iterable[Parts], fill: int, kind: type[np.generic] = np.int64
+    ) -> NDArray[Any]:
+        """Values for each label, in their places [B, T], and ``fill`` elsewhere.
+
+        Args:
+            parts: S tuples of arrays, which together are one value for each label of a segment.
+            fill: For positions without a label.
+            kind: Of the result.
+        """
+        fills = np.full(max(self._gaps), fill, kind)
+        placed = [fills[: self._gaps[0]]]
+        for values, gap in zip(parts, self._gaps[1:], strict=True):
+            placed.extend(values)
+            if gap:
+                placed.append(fills[:gap])
+        rows: NDArray[Any] = np.concatenate(placed, dtype=kind)
         return rows.reshape(self.row_count, self.row_length)
 
-
-def side_batch(
-    rows: Sequence[Sequence[Segment]], side: Side, layout: Layout, byte_count: int
-) -> SideBatch:
-    """The tensors of one side.
-
-    Args:
-        rows: B rows of segments.
-        side: Whose.
-        layout: Theirs.
-        byte_count: Bytes of the texts.
-    """
-    stream = _stream(rows, side)
-    stops = np.cumsum(layout.sequences)[layout.sequences > 0]
-    is_read, is_label = np.ones((2, len(stream)), np.bool_)
-    is_read[stops - 1] = False
-    is_label[(np.cumsum(layout.sequences) - layout.sequences)[layout.sequences > 0]] = False
-    labels = torch.from_numpy(layout.scattered(stream[is_label], IGNORE_INDEX))
-    bounds = layout.bounds
-    sizes = np.diff(bounds)
-    positions = np.arange(labels.numel()) - np.repeat(bounds[:-1], sizes)
-    return SideBatch(
-        input_ids=torch.from_numpy(layout.scattered(stream[is_read], side.pad)),
-        labels=labels,
-        loss_mask=(labels != IGNORE_INDEX).float(),
-        position_ids=torch.from_numpy(positions).view(labels.shape),
-        lengths=torch.from_numpy(layout.filled),
-        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
-        max_seqlen=int(sizes.max(initial=0)),
-        byte_count=byte_count,
-    )
-
-
-def _stream(rows: Sequence[Sequence[Segment]], side: Side) -> Ids:
-    """All segments one after another, with what stands around their texts."""
-    lead = np.array([] if side.lead is None else [side.lead], np.int32)
-    eod = np.array([] if side.eod is None else [side.eod], np.int32)
-    nothing = eod[:0]
-    parts = (
-        part
-        for segment in chain.from_iterable(rows)
-        for part in (lead, segment.ids, eod if segment.is_end else nothing)
-    )
-    return np.concatenate([nothing, *parts])
-
-
-def _ranges(starts: Counts, counts: Counts) -> Counts:
-    """``starts[i] ... starts[i] + counts[i] - 1`` for each i, one after another."""
-    before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(counts.sum())
+    @cached_property
+    def _gaps(self) -> list[int]:
+        """[S + 1] positions before the first segment, and behind the labels of each."""
+        labels = np.fromiter((segment.label_count for segment in self.segments), np.int64)
+        stops = np.append(self.starts, self.row_count * self.row_length)
+        gaps: list[int] = (stops - np.append(0, self.starts + labels)).tolist()
+        return gaps

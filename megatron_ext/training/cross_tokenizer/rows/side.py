@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText
 
 
-@dataclass(kw_only=True, frozen=True, slots=True)
+@dataclass(kw_only=True, frozen=True)
 class Side:
     """The student, or one teacher.
 
@@ -86,6 +90,16 @@ class Side:
             pad=next(pad for pad in pads if pad is not None),
             segment_multiple=segment_multiple,
         )
+
+    @cached_property
+    def lead_part(self) -> NDArray[np.int32] | None:
+        """``lead`` as a row of one token."""
+        return None if self.lead is None else np.array([self.lead], np.int32)
+
+    @cached_property
+    def eod_part(self) -> NDArray[np.int32] | None:
+        """``eod`` as a row of one token."""
+        return None if self.eod is None else np.array([self.eod], np.int32)
 
     @property
     def capacity(self) -> int:

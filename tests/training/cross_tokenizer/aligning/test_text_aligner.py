@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext import TokenAligner
+from megatron_ext.alignment.chunk_marks import BEGINS, OUTSIDE, Marks
 from megatron_ext.constants import NO_CHUNK
+from megatron_ext.training.cross_tokenizer.aligning.cut import cut
 from megatron_ext.training.cross_tokenizer.aligning.text_aligner import TextAligner
-from megatron_ext.training.cross_tokenizer.cut import cut
 from tests.training.cross_tokenizer.readers import TEXTS, student_tokenizer, teacher_tokenizer
 
 texts = st.lists(
@@ -33,9 +34,9 @@ def test_a_batch_is_aligned_as_each_of_its_texts(texts: list[str]) -> None:
         expected, (teacher, same) = reference.align(text), aligned.teachers
         assert aligned.student_ids.tolist() == student_tokenizer().text_to_ids(text)
         assert teacher.ids.tolist() == teacher_tokenizer().text_to_ids(text)
-        assert teacher.student_chunk_id.tolist() == expected.student_chunk_id.tolist()
-        assert teacher.teacher_chunk_id.tolist() == expected.teacher_chunk_id.tolist()
-        assert same.student_chunk_id.tolist() == list(range(len(aligned.student_ids)))
+        assert ids_of(teacher.student_marks) == expected.student_chunk_id.tolist()
+        assert ids_of(teacher.teacher_marks) == expected.teacher_chunk_id.tolist()
+        assert same.student_marks.tolist() == [BEGINS] * len(aligned.student_ids)
         assert aligned.byte_count == len(text.encode())
 
 
@@ -49,7 +50,10 @@ def test_pieces_fit_and_are_the_text_in_order_but_for_what_is_dropped(
         pieces = cut(text, capacities)
         for piece in pieces:
             assert all(n <= most for n, most in zip(piece.token_counts, capacities, strict=True))
-            assert _chunks(piece.teachers[0]) == _chunks(piece.teachers[0], is_teacher=True)
+            own, its = piece.teachers[0].student_marks, piece.teachers[0].teacher_marks
+            assert np.count_nonzero(own == BEGINS) == np.count_nonzero(its == BEGINS)
+            for marks in (own, its):
+                assert marks[marks != OUTSIDE][:1].tolist() in ([], [BEGINS])
         taken = [i for piece in pieces for i in piece.student_ids.tolist()]
         rest = iter(text.student_ids.tolist())
         assert all(i in rest for i in taken)
@@ -59,11 +63,10 @@ def test_pieces_fit_and_are_the_text_in_order_but_for_what_is_dropped(
             assert [piece.is_end for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-def _chunks(teacher: Any, *, is_teacher: bool = False) -> list[int]:
-    ids = teacher.teacher_chunk_id if is_teacher else teacher.student_chunk_id
-    found: list[int] = np.unique(ids[ids != NO_CHUNK]).tolist()
-    assert found == list(range(len(found)))
-    return found
+def ids_of(marks: Marks) -> list[int]:
+    """The chunk ids that marks stand for, counted from 0."""
+    ids: list[int] = np.where(marks == OUTSIDE, NO_CHUNK, np.cumsum(marks == BEGINS) - 1).tolist()
+    return ids
 
 
 def test_a_tokenizer_that_has_no_token_for_a_text_leaves_its_neighbours_alone() -> None:
@@ -88,9 +91,9 @@ def test_a_tokenizer_that_has_no_token_for_a_text_leaves_its_neighbours_alone() 
 
     for index in (0, 2):
         expected = TokenAligner(student_tokenizer(), teacher_tokenizer()).align(words[index])
-        ids = found[index].teachers[0].student_chunk_id.tolist()
-        assert ids == expected.student_chunk_id.tolist()
-        assert swapped[index].teachers[0].teacher_chunk_id.tolist() == ids
+        marks = found[index].teachers[0].student_marks
+        assert ids_of(marks) == expected.student_chunk_id.tolist()
+        assert swapped[index].teachers[0].teacher_marks.tolist() == marks.tolist()
         assert swapped[index].byte_count == len(words[index])
-    assert found[1].teachers[0].student_chunk_id.tolist() == [NO_CHUNK]
+    assert found[1].teachers[0].student_marks.tolist() == [OUTSIDE]
     assert found[1].teachers[0].ids.size == swapped[1].student_ids.size == 0

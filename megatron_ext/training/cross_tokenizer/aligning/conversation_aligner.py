@@ -1,0 +1,75 @@
+"""Conversations to what every model reads of them. T tokens, C chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_ext.alignment.chunk_marks import chunk_marks, without_chunks
+from megatron_ext.alignment.conversation_alignment import align_encoded_conversations
+from megatron_ext.constants import NO_CHUNK
+from megatron_ext.conversation import EncodedConversation
+from megatron_ext.conversation.records import ConversationRecord
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText, TeacherTokens
+
+
+class ConversationAligner:
+    """Writes a conversation with each model's own template and aligns what messages say.
+
+    Args:
+        student_tokenizer: The student's, with a prompt format.
+        teacher_tokenizers: Those of teachers that have another one, or another format.
+    """
+
+    def __init__(
+        self,
+        student_tokenizer: MegatronTokenizerText,
+        teacher_tokenizers: Sequence[MegatronTokenizerText] = (),
+    ) -> None:
+        self._student = student_tokenizer
+        self._teachers = tuple(teacher_tokenizers)
+
+    def align(self, record: ConversationRecord) -> AlignedText:
+        """A conversation, of which only what the student is trained on is in chunks.
+
+        Raises:
+            ConfigError: A tokenizer has no prompt format.
+            ConversationError: The conversation is malformed, or does not fit a format.
+        """
+        student = _encoded(self._student, record)
+        return AlignedText(
+            student.ids.astype(np.int32),
+            np.diff(student.byte_ends, prepend=0).astype(np.int32),
+            tuple(self._teacher_tokens(student, teacher, record) for teacher in self._teachers),
+            trained=student.trained,
+        )
+
+    def _teacher_tokens(
+        self,
+        student: EncodedConversation,
+        tokenizer: MegatronTokenizerText,
+        record: ConversationRecord,
+    ) -> TeacherTokens:
+        teacher = _encoded(tokenizer, record)
+        alignment = align_encoded_conversations(
+            student,
+            teacher,
+            student_is_control=self._student.is_control,
+            teacher_is_control=tokenizer.is_control,
+        ).alignment
+        chunk_id = alignment.student_chunk_id
+        untrained = np.zeros(alignment.chunk_count, np.bool_)
+        untrained[chunk_id[(chunk_id != NO_CHUNK) & ~student.trained]] = True
+        student_marks, teacher_marks = (
+            without_chunks(marks, untrained) for marks in chunk_marks(alignment)
+        )
+        ids = teacher.ids.astype(np.int32)
+        return TeacherTokens(ids, student_marks, teacher_marks, teacher.trained)
+
+
+def _encoded(tokenizer: MegatronTokenizerText, record: ConversationRecord) -> EncodedConversation:
+    return tokenizer.encode_conversation(
+        record.messages, template_variables=record.template_variables
+    )
