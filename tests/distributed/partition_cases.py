@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from megatron_ext.distributed import row_slices
-from megatron_ext.losses import PartitionKLLoss, ProjectedKLLoss, TargetKind
+from megatron_ext.losses import DistillationInputs, PartitionKLLoss, ProjectedKLLoss, TargetKind
 from megatron_ext.losses.learned_projection import LearnedProjection
 from megatron_ext.projection import SparseProjection
 from tests.losses.inputs import Microbatch, csr_arrays
@@ -19,6 +19,12 @@ from tests.losses.objective_cases import as_kind, with_completions
 PADDING = (15, 5)
 
 Case = Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tensor]]
+
+
+def completed(batch: Microbatch, inputs: DistillationInputs) -> DistillationInputs:
+    """One rank's inputs with the match and the completions of the batch."""
+    whole = with_completions(batch, PADDING)
+    return replace(inputs, match=whole.match, completions=whole.completions)
 
 
 def partition(
@@ -32,14 +38,10 @@ def partition(
 
     def run(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
         batch = Microbatch.random(chunks=chunks)
-        whole = with_completions(batch, PADDING)
-        inputs = replace(
-            batch.inputs(rank=rank, ranks=ranks, group=group, padding=PADDING),
-            match=whole.match,
-            completions=whole.completions,
-        )
+        inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=PADDING)
+        inputs = completed(batch, inputs)
         if kind == "topk":
-            top = as_kind(whole, kind, top_k=9).teacher
+            top = as_kind(batch.inputs(), kind, top_k=9).teacher
             assert top is not None
             assert inputs.teacher is not None
             inputs = replace(inputs, teacher=replace(top, shard=inputs.teacher.shard))

@@ -17,6 +17,8 @@ from megatron_ext.distributed import vocab_parallel as vp
 from megatron_ext.losses import LOSS_REGISTRY, LossOutput, TargetKind
 from megatron_ext.ops.selected_log_prob import top_columns
 from tests.distributed.hidden_state_cases import hidden_states, likelihoods
+from tests.distributed.partition_cases import CASES as PARTITION_CASES
+from tests.distributed.partition_cases import completed
 from tests.losses.inputs import Microbatch, columns, vocab_shard
 from tests.losses.objective_cases import as_kind
 
@@ -228,6 +230,7 @@ CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tenso
     "dskd from heads": hidden_states(
         from_heads=True, positions="chunk_starts", target="teacher", direction="reverse"
     ),
+    **PARTITION_CASES,
 }
 
 COUNTED: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -244,6 +247,8 @@ COUNTED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "strict_topk without chunks": ("strict_topk", 0, {}),
     "mined": ("mined", 4, {}),
     "mined without chunks": ("mined", 0, {}),
+    "partition_kl": ("partition_kl", 4, {}),
+    "partition_kl without chunks": ("partition_kl", 0, {}),
 }
 """Label -> objective, chunks and options, whose collectives are counted."""
 
@@ -270,6 +275,8 @@ def collectives_of(rank: int, size: int) -> dict[str, list[str]]:
             sizes = ONE_TOKENIZER if name == "vocab_kl" else {}
             batch = Microbatch.random(chunks=chunks, **sizes)
             inputs = batch.inputs(rank=rank, ranks=size, group=group)
+            if name == "partition_kl":
+                inputs = completed(batch, inputs)
             output = LOSS_REGISTRY[name](**options)(inputs)
             forward = len(calls)
             output.loss_sum.backward()

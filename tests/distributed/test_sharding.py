@@ -89,6 +89,10 @@ def test_every_rank_makes_the_collectives_that_the_docstrings_state(
         "mined backward": [],
         "mined without chunks forward": ["all_reduce"] * 9,
         "mined without chunks backward": [],
+        "partition_kl forward": ["all_reduce"] * 7,
+        "partition_kl backward": ["all_reduce"],
+        "partition_kl without chunks forward": ["all_reduce"] * 6,
+        "partition_kl without chunks backward": [],
     }
     for _, made in spawned:
         assert made == stated
