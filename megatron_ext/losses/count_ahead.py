@@ -32,6 +32,27 @@ class KnownAhead:
     chunk_mask: torch.Tensor | None = None
     """[C] bool; None: all."""
 
+    @property
+    def aligned(self) -> AlignmentBatch:
+        """The alignment.
+
+        Raises:
+            LossError: There is none.
+        """
+        if self.alignment is None:
+            raise LossError("chunks are counted by an alignment", got="none")
+        return self.alignment
+
+    def chunks(self, usable: torch.Tensor | None = None) -> torch.Tensor:
+        """int64 scalar: chunks that are in the mask and in ``usable`` [C] bool; None: all."""
+        if self.chunk_mask is None and usable is None:
+            return torch.tensor(self.aligned.chunk_count, device=self.labels.device)
+        if self.chunk_mask is None or usable is None:
+            mask = self.chunk_mask if usable is None else usable
+            assert mask is not None
+            return mask.sum()
+        return (self.chunk_mask & usable).sum()
+
 
 @runtime_checkable
 class CountsAhead(Protocol):
@@ -54,8 +75,4 @@ def count_ahead(objective: Objective, known: KnownAhead, *, over: Over = "chunks
         return objective.count_ahead(known)
     if over == "tokens":
         return (known.labels != IGNORE_INDEX).sum()
-    if known.alignment is None:
-        raise LossError("chunks are counted by an alignment", got="none")
-    if known.chunk_mask is not None:
-        return known.chunk_mask.sum()
-    return torch.tensor(known.alignment.chunk_count, device=known.labels.device)
+    return known.chunks()

@@ -12,6 +12,7 @@ import torch
 
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
 from megatron_ext.losses.input_check import check_alignment, check_projection, check_student
 from megatron_ext.losses.nemo import nemo_projected_kl
@@ -132,6 +133,10 @@ class ProjectedKLLoss:
             means=means,
             metrics={"offsupport_mass": (offsupport, teacher_rows)},
         )
+
+    def count_ahead(self, known: KnownAhead) -> torch.Tensor:
+        """See ``CountsAhead``."""
+        return known.chunks(known.aligned.is_exact if self.exact_token_match_only else None)
 
 
 LOSS_REGISTRY.register("projected_kl", ProjectedKLLoss)

@@ -14,6 +14,7 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.input_check import check_alignment, check_match, check_student
 from megatron_ext.losses.targets import TeacherTargets
@@ -110,6 +111,10 @@ class StrictTopKLoss:
             usable=alignment.chunk_class == ChunkClass.ONE_TO_ONE,
             means={"top1_agreement": agreement, "rest_mass": rest_mass},
         )
+
+    def count_ahead(self, known: KnownAhead) -> torch.Tensor:
+        """See ``CountsAhead``."""
+        return known.chunks(known.aligned.chunk_class == ChunkClass.ONE_TO_ONE)
 
     def _top_tokens(self, teacher: TeacherTargets, match: VocabularyMatch) -> _TopTokens:
         """The top tokens of every teacher row."""
