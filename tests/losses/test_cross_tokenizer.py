@@ -13,6 +13,7 @@ from megatron_ext.losses.count_ahead import KnownAhead, count_ahead
 from megatron_ext.losses.cross_tokenizer import (
     CrossTokenizerDistillationLossFn,
     objective_of,
+    what_it_sums_over,
 )
 from megatron_ext.losses.cross_tokenizer_config import CrossTokenizerLossConfig, TeacherLossConfig
 from megatron_ext.losses.weighting import FixedWeighting, MatchedWeighting
