@@ -14,6 +14,7 @@ from megatron_ext.distributed.shard_collectives import copy_to_shards
 from megatron_ext.distributed.vocab_parallel import VocabShard, accumulation_dtype, vocab_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
 from megatron_ext.losses.dskd_projectors import DskdProjectors
 from megatron_ext.losses.input_check import check_alignment, check_student
@@ -118,7 +119,7 @@ class DskdLoss:
     def __call__(self, inputs: DistillationInputs) -> LossOutput:
         check_student(inputs)
         alignment, teacher = check_alignment(inputs, objective=self.name, kinds=("hidden",))
-        usable = self._usable(inputs, alignment)
+        usable = self._usable(inputs.labels, alignment)
         used = used_chunks(inputs, usable)
         spaces = self._spaces(inputs, alignment, teacher, used)
         shard = inputs.student_shard
@@ -202,9 +203,13 @@ class DskdLoss:
         best = vocab_argmax(spaces.teacher, teacher.shard)
         return table[best.clamp(max=teacher.shard.vocab_size - 1)]
 
-    def _usable(self, inputs: DistillationInputs, alignment: AlignmentBatch) -> torch.Tensor:
+    def count_ahead(self, known: KnownAhead) -> torch.Tensor:
+        """Positions that are of ``positions`` and have a label."""
+        return known.chunks(self._usable(known.labels, known.aligned))
+
+    def _usable(self, labels: torch.Tensor, alignment: AlignmentBatch) -> torch.Tensor:
         """bool [C]"""
-        usable = inputs.labels.flatten()[alignment.student_spans[:, 0]] >= 0
+        usable = labels.flatten()[alignment.student_spans[:, 0]] >= 0
         if self.positions == "one_to_one":
             usable = usable & (alignment.chunk_class == ChunkClass.ONE_TO_ONE)
         return usable

@@ -11,7 +11,6 @@ from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
 from megatron_ext.losses.carried_targets import Sharing, carried_targets
 from megatron_ext.losses.count_ahead import KnownAhead
-from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.input_check import check_alignment, check_projection, check_student
 from megatron_ext.losses.option_check import check_choice
@@ -107,10 +106,6 @@ class MinedLoss:
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """See ``CountsAhead``."""
-        return known.chunks(known.aligned.chunk_class == ChunkClass.ONE_TO_ONE)
-
-    def count_ahead(self, known: KnownAhead) -> torch.Tensor:
-        """Chunks of one token on either side."""
         return known.chunks(known.aligned.chunk_class == ChunkClass.ONE_TO_ONE)
 
 

@@ -17,6 +17,7 @@ from megatron_ext.losses import (
     DistillationInputs,
     DskdLoss,
     DskdProjectors,
+    KnownAhead,
     TeacherTargets,
     VocabularyMatch,
 )
@@ -133,6 +134,17 @@ def test_the_gates_of_these_cases_are_open_and_shut() -> None:
     loss = DskdLoss(projectors=random_projectors(), positions="chunk_starts")
     gated = [int(loss(random_inputs(seed)).metrics["gated"][0]) for seed in range(3)]
     assert 0 < sum(gated) < 12
+
+
+@pytest.mark.parametrize(("positions", "count"), [("one_to_one", 1), ("chunk_starts", 3)])
+def test_the_count_is_known_ahead(positions: Any, count: int) -> None:
+    inputs = random_inputs()
+    labels = inputs.labels.clone()
+    labels[0, 0] = IGNORE_INDEX
+    inputs = replace(inputs, labels=labels)
+    loss = DskdLoss(projectors=random_projectors(), positions=positions)
+    known = KnownAhead(labels=labels, alignment=inputs.alignment)
+    assert int(loss.count_ahead(known)) == int(loss(inputs).count) == count
 
 
 def test_the_students_head_gets_no_gradient() -> None:

@@ -13,6 +13,7 @@ from megatron_ext.distributed import row_slices
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses import DistillationInputs, TeacherTargets
+from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.mined import MinedLoss
 from tests.losses.inputs import projection_shard
 
@@ -89,6 +90,15 @@ def test_splitting_conserves_the_mass_that_is_mapped_and_the_rest_is_told() -> N
     expected = sum(probs[0, other, 2].item() for _, other in ROWS)
     assert total.item() == pytest.approx(expected)
     assert int(count) == 2
+
+
+def test_the_count_is_known_ahead() -> None:
+    inputs = random_inputs()
+    mask = torch.tensor([False, True, True, True])
+    for chunk_mask, count in ((None, 2), (mask, 1)):
+        known = KnownAhead(labels=inputs.labels, alignment=inputs.alignment, chunk_mask=chunk_mask)
+        assert int(MinedLoss().count_ahead(known)) == count
+        assert int(MinedLoss()(replace(inputs, chunk_mask=chunk_mask)).count) == count
 
 
 def test_slices_of_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
