@@ -21,6 +21,7 @@ from megatron_ext.losses import (
     TeacherTargets,
 )
 from megatron_ext.losses.context_parallel import ContextParallelPlan
+from megatron_ext.losses.teacher_scores import TeacherText, sample_scores
 from tests.losses.inputs import Microbatch
 
 LENGTHS = (32, 16)
@@ -43,6 +44,9 @@ class Rank:
     chunks: torch.Tensor
     grad: torch.Tensor
     """[B, T of this rank, Vp]"""
+
+    scores: torch.Tensor
+    """[B, 2] of the teacher's text."""
 
 
 def microbatch(chunks: Chunks) -> Microbatch:
@@ -133,6 +137,18 @@ def on_this_rank(
         chunk_loss=output.chunk_loss,
         chunks=plan.chunks,
         grad=grad,
+        scores=sample_scores(text_of(slices, cp_group), "bits_per_byte"),
+    )
+
+
+def text_of(inputs: DistillationInputs, group: Any = None) -> TeacherText:
+    assert inputs.teacher is not None
+    assert inputs.teacher_labels is not None
+    return TeacherText(
+        targets=inputs.teacher,
+        labels=inputs.teacher_labels,
+        byte_counts=torch.tensor([40, 50]),
+        context_group=group,
     )
 
 

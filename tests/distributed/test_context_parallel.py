@@ -11,6 +11,7 @@ import torch
 from megatron_ext.distributed.context_parallel import SequenceLayout
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY
+from megatron_ext.losses.teacher_scores import sample_scores
 from tests.distributed.context_cases import (
     CASES,
     GROUPS,
@@ -19,6 +20,7 @@ from tests.distributed.context_cases import (
     Rank,
     every_layout,
     held,
+    text_of,
     whole_inputs,
 )
 from tests.process_group import run_ranks
@@ -63,6 +65,16 @@ def test_sums_and_gradients_over_the_ranks_are_those_of_whole_sequences(
         assert sorted(owned) == list(range(whole.alignment.chunk_count))
         assert count == int(truth.count)
         torch.testing.assert_close(loss, truth.loss_sum.detach(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_teacher_has_the_scores_of_whole_samples_on_every_rank(
+    name: str, ranks: list[dict[str, dict[Case, Rank]]]
+) -> None:
+    case = CASES[3]
+    truth = sample_scores(text_of(whole_inputs(case[0])), "bits_per_byte")
+    for rank in range(4):
+        torch.testing.assert_close(ranks[rank][name][case].scores, truth, rtol=1e-6, atol=0)
 
 
 def test_chunks_of_one_rank_leave_the_others_a_zero_with_a_graph(
