@@ -67,14 +67,26 @@ def test_equal_likelihoods_differ_by_nothing(name: Difference, nats: float) -> N
     assert slope.item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_cross_entropy_of_equal_likelihoods_is_their_entropy_without_a_slope() -> None:
+@pytest.mark.parametrize(("tau", "entropy"), [(1.0, 0.040), (5.0, 0.658), (100.0, 0.195)])
+def test_cross_entropy_of_equal_likelihoods_is_their_entropy_without_a_slope(
+    tau: float, entropy: float
+) -> None:
+    """The self-loss of tokenkit's ``binary_ce`` at -5 nats."""
     student = torch.tensor([-5.0], dtype=torch.float64, requires_grad=True)
     value = binary_divergence(
-        student.detach(), student, difference="binary_ce", temperature=5.0, coin=1e-9
+        student.detach(), student, difference="binary_ce", temperature=tau, coin=1e-6 * tau
     )
     (slope,) = torch.autograd.grad(value.sum(), student)
-    assert value.item() == pytest.approx(0.658, abs=1e-3)
+    assert value.item() == pytest.approx(entropy, abs=1e-3)
     assert slope.item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_coin_of_tokenkit_gives_its_spike() -> None:
+    teacher = torch.tensor([-3.0], dtype=torch.float64)
+    student = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    value = binary_divergence(teacher, student, temperature=100.0, coin=1e-4)
+    (slope,) = torch.autograd.grad(value.sum(), student)
+    assert slope.item() == pytest.approx(295, abs=1)
 
 
 @pytest.mark.parametrize("name", ALL)
