@@ -21,9 +21,7 @@ def singles_as_chains(
     assert teacher.topk_ids is not None
     count, width = len(singles.student), teacher.topk_ids.shape[-1]
     ids = teacher.topk_ids.flatten(0, 1)[singles.teacher]
-    student_of = torch.full((teacher.shard.vocab_size,), -1, dtype=torch.int64, device=ids.device)
-    student_of[match.common_teacher] = match.common_student
-    student_ids = student_of[ids]
+    student_ids = match.student_of(teacher.shard.vocab_size)[ids]
     shared = torch.where(student_ids < 0, -1, ids)
 
     def joined(rows: ChainRows, row: torch.Tensor, completion: torch.Tensor) -> ChainRows:

@@ -48,7 +48,7 @@ def divergences(case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_references_gradient_is_that_of_its_value(direction: str) -> None:
-    case = Case.random(sizes=((1, 1), (1, 2), (2, 1)), vocabs=(5, 4), shared=2)
+    case = Case.random(sizes=((1, 1), (1, 2), (2, 1)), vocabs=(5, 4), shared=2, completions=2)
 
     def value(logits: torch.Tensor) -> torch.Tensor:
         return partition_kl_reference(
