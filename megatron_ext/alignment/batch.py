@@ -97,6 +97,10 @@ class AlignmentBatch:
         return cls._of_places(
             (student_chunk_id, teacher_chunk_id),
             (student, teacher),
+            (
+                _starts(student.first, student_chunk_id.shape),
+                _starts(teacher.first, teacher_chunk_id.shape),
+            ),
             is_exact=is_exact,
             cu_seqlens=(student_cu_seqlens, teacher_cu_seqlens),
         )
@@ -113,13 +117,21 @@ class AlignmentBatch:
             ChunkPlaces.of_marks(student_marks.reshape(-1), side="student"),
             ChunkPlaces.of_marks(teacher_marks.reshape(-1), side="teacher"),
         )
-        return cls._of_places((_ids_of(student_marks), _ids_of(teacher_marks)), places)
+        return cls._of_places(
+            (_ids_of(student_marks), _ids_of(teacher_marks)),
+            places,
+            (
+                torch.from_numpy(student_marks == BEGINS),
+                torch.from_numpy(teacher_marks == BEGINS),
+            ),
+        )
 
     @classmethod
     def _of_places(
         cls,
         chunk_ids: tuple[torch.Tensor, torch.Tensor],
         places: tuple[ChunkPlaces, ChunkPlaces],
+        is_chunk_start: tuple[torch.Tensor, torch.Tensor],
         *,
         is_exact: torch.Tensor | None = None,
         cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
@@ -128,12 +140,11 @@ class AlignmentBatch:
         if len(student) != len(teacher):
             lacking = "student" if len(student) < len(teacher) else "teacher"
             raise left_out(min(len(student), len(teacher)), side=lacking)
-        student_spans, teacher_spans = student.spans, teacher.spans
         if cu_seqlens[0] is None:
-            sample = student_spans[:, 0] // max(chunk_ids[0].shape[-1], 1)
+            sample = student.first // max(chunk_ids[0].shape[-1], 1)
         else:
             bounds = cu_seqlens[0].numpy()
-            sample = np.searchsorted(bounds, student_spans[:, 0], side="right") - 1
+            sample = np.searchsorted(bounds, student.first, side="right") - 1
         classes = 2 * student.is_many.view(np.int8) + teacher.is_many.view(np.int8)
         return cls(
             student_chunk_id=chunk_ids[0],
@@ -141,10 +152,10 @@ class AlignmentBatch:
             chunk_count=len(student),
             is_exact=torch.ones(len(student), dtype=torch.bool) if is_exact is None else is_exact,
             chunk_class=torch.from_numpy(classes),
-            student_spans=torch.from_numpy(student_spans),
-            teacher_spans=torch.from_numpy(teacher_spans),
-            student_is_chunk_start=_starts(student_spans, chunk_ids[0].shape),
-            teacher_is_chunk_start=_starts(teacher_spans, chunk_ids[1].shape),
+            student_spans=torch.from_numpy(student.spans),
+            teacher_spans=torch.from_numpy(teacher.spans),
+            student_is_chunk_start=is_chunk_start[0],
+            teacher_is_chunk_start=is_chunk_start[1],
             sample=torch.from_numpy(sample.astype(np.int64, copy=False)),
             student_cu_seqlens=cu_seqlens[0],
             teacher_cu_seqlens=cu_seqlens[1],
@@ -309,9 +320,9 @@ def _cu_seqlens(stretches: Stretches) -> torch.Tensor:
     return torch.from_numpy(bounds.astype(np.int32))
 
 
-def _starts(spans: NDArray[np.int64], shape: torch.Size) -> torch.Tensor:
+def _starts(first: NDArray[np.int64], shape: torch.Size) -> torch.Tensor:
     starts = np.zeros(int(np.prod(shape)), dtype=np.bool_)
-    starts[spans[:, 0]] = True
+    starts[first] = True
     return torch.from_numpy(starts.reshape(tuple(shape)))
 
 

@@ -7,20 +7,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.alignment.chunk_marks import BEGINS, OUTSIDE, Marks
+from megatron_ext.alignment.chunk_marks import BEGINS, INSIDE, OUTSIDE, Marks
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlaces:
-    """The tokens of each chunk, chunk after chunk."""
-
-    position: NDArray[np.int64]
-    """[P] ascending within each chunk."""
+    """Positions of each chunk; one in between can be in no chunk."""
 
     first: NDArray[np.int64]
-    """[C] index of each chunk's first token in ``position``."""
+    """[C]"""
+
+    stop: NDArray[np.int64]
+    """[C] one past the last."""
+
+    is_many: NDArray[np.bool_]
+    """[C] chunks of more than one token."""
 
     @classmethod
     def of_ids(cls, chunk_id: NDArray[np.int64], *, side: str) -> ChunkPlaces:
@@ -38,7 +41,7 @@ class ChunkPlaces:
             steps = np.diff(ids, prepend=NO_CHUNK)
         if steps.max(initial=0) > 1:
             raise left_out(int(ids[np.argmax(steps > 1)]) - 1, side=side)
-        return cls(position, np.flatnonzero(steps))
+        return cls._of_tokens(position, np.flatnonzero(steps))
 
     @classmethod
     def of_marks(cls, marks: Marks, *, side: str) -> ChunkPlaces:
@@ -47,15 +50,21 @@ class ChunkPlaces:
         Raises:
             AlignmentError: Marks that go on with a chunk before any begins.
         """
+        first = np.flatnonzero(marks == BEGINS)
+        goes_on = np.append(marks[1:] == INSIDE, False)
+        stop = np.flatnonzero((marks != OUTSIDE) & ~goes_on)
+        stop += 1
+        # Each chunk has an end at least, and so has what goes on before any begins.
+        if len(stop) == len(first):
+            return cls(first, stop, stop - first > 1)
         position = np.flatnonzero(marks != OUTSIDE)
-        first = np.flatnonzero(marks[position] == BEGINS)
-        if len(position) and (not len(first) or first[0]):
+        if marks[position[0]] != BEGINS:
             raise AlignmentError(
                 f"the {side}'s marks go on with a chunk that none begins",
                 got=f"position {int(position[0])}",
                 fix="cut marks where a chunk begins",
             )
-        return cls(position, first)
+        return cls._of_tokens(position, np.flatnonzero(marks[position] == BEGINS))
 
     def __len__(self) -> int:
         """C."""
@@ -64,18 +73,13 @@ class ChunkPlaces:
     @property
     def spans(self) -> NDArray[np.int64]:
         """[C, 2] first position of each chunk and one past its last."""
-        spans = np.empty((len(self.first), 2), dtype=np.int64)
-        np.take(self.position, self.first, out=spans[:, 0])
-        spans[:-1, 1] = self.position[self.first[1:] - 1]
-        spans[-1:, 1] = self.position[-1:]
-        spans[:, 1] += 1
-        return spans
+        return np.stack([self.first, self.stop], axis=1)
 
-    @property
-    def is_many(self) -> NDArray[np.bool_]:
-        """[C] chunks of more than one token."""
-        many: NDArray[np.bool_] = np.diff(self.first, append=len(self.position)) > 1
-        return many
+    @classmethod
+    def _of_tokens(cls, position: NDArray[np.int64], begin: NDArray[np.int64]) -> ChunkPlaces:
+        """The places of all tokens [P], chunk after chunk, of which ``begin`` [C] begin one."""
+        end = np.append(begin[1:], len(position))[: len(begin)]
+        return cls(position[begin], position[end - 1] + 1, end - begin > 1)
 
 
 def left_out(chunk: int, *, side: str) -> AlignmentError:

@@ -55,8 +55,8 @@ def _stops(text: AlignedText) -> list[Stops]:
     own = np.flatnonzero(text.student_widths) + 1
     spans = []
     for teacher in text.teachers:
-        student = ChunkPlaces.of_marks(teacher.student_marks, side="student").spans[:, 1]
-        its = ChunkPlaces.of_marks(teacher.teacher_marks, side="teacher").spans[:, 1]
+        student = ChunkPlaces.of_marks(teacher.student_marks, side="student").stop
+        its = ChunkPlaces.of_marks(teacher.teacher_marks, side="teacher").stop
         own = own[np.isin(own, student, assume_unique=True)]
         spans.append((student, its))
     stops = [own, *(its[student.searchsorted(own)] for student, its in spans)]
