@@ -80,7 +80,7 @@ class CombinedOutput:
             found[name] = (output.loss_sum.detach(), output.count)
             found |= {f"{name}/{metric}": value for metric, value in output.metrics.items()}
             one = torch.ones_like(output.count)
-            found[f"{name}/weight"] = (one * torch.as_tensor(part.weight), one)
+            found[f"{name}/weight"] = (one * torch.as_tensor(part.weight, dtype=torch.float32), one)
         return found
 
 

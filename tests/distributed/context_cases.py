@@ -20,15 +20,21 @@ from megatron_ext.losses import (
     DistillationInputs,
     TeacherTargets,
 )
+from megatron_ext.losses.chunk_completions import ChunkCompletions
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.teacher_scores import TeacherText, sample_scores
 from tests.losses.inputs import Microbatch
+from tests.losses.objective_cases import AnyCompletions
 
 LENGTHS = (32, 16)
 PADDING = (7, 1)
 
 Chunks = Literal["scattered", "in order", "of the first rank", "none"]
 """``in order``: spans that follow one another, some over several cuts of either side."""
+
+ObjectiveName = Literal["projected_kl", "alm", "partition_kl"]
+
+COMPLETIONS = AnyCompletions.from_token_bytes([b""] * 37, [b""] * 23)
 
 GROUPS = {"2": (2, 1), "4": (4, 1), "2 x 2": (2, 2)}
 """Context-parallel and tensor-parallel sizes, the latter innermost."""
@@ -67,7 +73,7 @@ def microbatch(chunks: Chunks) -> Microbatch:
 
 
 def whole_inputs(chunks: Chunks, **shards: Any) -> DistillationInputs:
-    """Everything that ``projected_kl`` and ``alm`` look at; some chunks are masked."""
+    """Everything that the objectives look at; some chunks are masked."""
     inputs = microbatch(chunks).inputs(padding=PADDING, **shards)
     assert inputs.alignment is not None
     assert inputs.teacher is not None
@@ -77,6 +83,7 @@ def whole_inputs(chunks: Chunks, **shards: Any) -> DistillationInputs:
     return replace(
         inputs,
         teacher_labels=labels,
+        completions=ChunkCompletions.of(inputs.alignment, inputs.labels, labels, COMPLETIONS),
         boundary=BoundaryColumns(
             student=torch.arange(student.start, student.stop) % 4 == 1,
             teacher=torch.arange(teacher.start, teacher.stop) % 4 == 1,
@@ -95,7 +102,7 @@ def on_this_rank(
     chunks: Chunks,
     order: SequenceOrder,
     kind: Literal["logits", "hidden"],
-    objective: Literal["projected_kl", "alm"],
+    objective: ObjectiveName,
     *,
     cp: tuple[int, int, Any],
     tp: tuple[int, int, Any],
@@ -127,6 +134,9 @@ def on_this_rank(
         labels=whole.labels[:, student],
         teacher=targets,
         teacher_labels=whole.teacher_labels[:, teacher],
+        completions=ChunkCompletions.of(
+            plan.alignment, *plan.labels(whole.labels, whole.teacher_labels), COMPLETIONS
+        ),
     )
     output = LOSS_REGISTRY[objective](temperature=1.3)(plan.inputs(slices))
     (grad,) = torch.autograd.grad(output.loss_sum, logits)
@@ -152,7 +162,7 @@ def text_of(inputs: DistillationInputs, group: Any = None) -> TeacherText:
     )
 
 
-Case = tuple[Chunks, SequenceOrder, Literal["logits", "hidden"], Literal["projected_kl", "alm"]]
+Case = tuple[Chunks, SequenceOrder, Literal["logits", "hidden"], ObjectiveName]
 
 CASES: tuple[Case, ...] = (
     ("scattered", "contiguous", "logits", "projected_kl"),
@@ -163,6 +173,7 @@ CASES: tuple[Case, ...] = (
     ("none", "zigzag", "logits", "projected_kl"),
     ("in order", "zigzag", "logits", "alm"),
     ("in order", "contiguous", "hidden", "alm"),
+    ("in order", "zigzag", "hidden", "partition_kl"),
 )
 
 

@@ -14,6 +14,7 @@ from megatron_ext.distributed.context_parallel import SequenceLayout
 from megatron_ext.errors import LossError
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from tests.losses.inputs import Microbatch
+from tests.losses.objective_cases import with_completions
 
 GROUP: Any = object()
 """Nothing is sent here."""
@@ -114,3 +115,16 @@ def test_rows_of_another_length_are_refused() -> None:
     )
     with pytest.raises(LossError, match=r"student's rows .* got \(1, 8\) .* expected 4 rows"):
         plan.inputs(inputs)
+
+
+def test_completions_of_whole_sequences_are_refused() -> None:
+    inputs = with_completions(Microbatch.random(batch=1, lengths=(8, 8)), (0, 0))
+    assert inputs.alignment is not None
+    layout = SequenceLayout(size=1)
+    plan = ContextParallelPlan.from_alignment(
+        inputs.alignment, student=layout, teacher=layout, rank=0, group=None
+    )
+    assert inputs.completions is not None
+    other = replace(inputs.completions, chunk_count=9)
+    with pytest.raises(LossError, match=r"got 9 chunks; expected 4; make them of plan.alignment"):
+        plan.inputs(replace(inputs, completions=other))
