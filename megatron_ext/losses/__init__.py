@@ -19,6 +19,7 @@ from megatron_ext.losses.dskd_projectors import DskdProjectors
 from megatron_ext.losses.gold import GoldLoss
 from megatron_ext.losses.gradient_magnitude import GradientMagnitudeWeighting, LayerGradients
 from megatron_ext.losses.hybrid_kl import HybridKLLoss
+from megatron_ext.losses.learned_projection import LearnedProjection
 from megatron_ext.losses.mined import MinedLoss
 from megatron_ext.losses.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
 from megatron_ext.losses.next_token import NextTokenLoss
@@ -57,6 +58,7 @@ __all__ = [
     "HybridKLLoss",
     "KnownAhead",
     "LayerGradients",
+    "LearnedProjection",
     "LossOutput",
     "LossPart",
     "LossWeighting",
