@@ -30,8 +30,11 @@ class DskdProjectors(torch.nn.Module):
         self.student_to_teacher: torch.nn.Parameter | None
         self.student_to_teacher = _random(teacher_hidden, student_hidden, generator)
         """[Dt, Ds]; None where it follows from the heads."""
-        self.matched_rows: torch.Tensor | None = None
-        self.inverse_gram: torch.Tensor | None = None
+        # Of the frozen teacher, from which a resumed run makes them again.
+        self.matched_rows: torch.Tensor | None
+        self.inverse_gram: torch.Tensor | None
+        self.register_buffer("matched_rows", None, persistent=False)
+        self.register_buffer("inverse_gram", None, persistent=False)
 
     @classmethod
     @torch.no_grad()

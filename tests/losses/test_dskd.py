@@ -211,7 +211,8 @@ def test_projectors_from_heads_are_the_pseudo_inverses(monkeypatch: pytest.Monke
     # Both map row vectors h in the other's space: h_t (pinv(E_s) E_t)^T.
     expected = torch.linalg.pinv(own) @ other
     torch.testing.assert_close(made.teacher_to_student.double(), expected, rtol=1e-5, atol=1e-6)
-    assert [name for name, _ in made.named_parameters()] == ["teacher_to_student"]
+    assert list(made.state_dict()) == ["teacher_to_student"]
+    assert [name for name, _ in made.named_buffers()] == ["matched_rows", "inverse_gram"]
     moved = head + 0.1
     weight = made.to_teacher_weight(moved, inputs.student_shard)
     expected = torch.linalg.pinv(other) @ moved[COMMON.common_student]
