@@ -100,8 +100,9 @@ class DskdProjectors(torch.nn.Module):
         assert self.matched_rows is not None
         assert self.inverse_gram is not None
         with torch.no_grad():
-            local = self.matched_rows.float().t() @ student_head_weight.float()
-            return self.inverse_gram @ all_reduce_sum(local, shard.group)
+            dtype = self.teacher_to_student.dtype
+            local = self.matched_rows.to(dtype).t() @ student_head_weight.to(dtype)
+            return self.inverse_gram.to(dtype) @ all_reduce_sum(local, shard.group)
 
 
 def _random(rows: int, columns: int, generator: torch.Generator) -> torch.nn.Parameter:
