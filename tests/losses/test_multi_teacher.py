@@ -15,6 +15,7 @@ from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
 from megatron_ext.losses.teacher_scores import TeacherText
 from tests.losses.inputs import Microbatch
+from tests.losses.objective_cases import CASES
 from tests.losses.teacher_pair import known_of, pair_inputs, teacher_labels, teacher_pair
 
 WEIGHTS = {"a": 0.5, "b": 2.0}
@@ -277,3 +278,13 @@ def test_no_teacher_and_inputs_of_other_teachers_are_refused() -> None:
         MultiTeacherLossAggregator(teachers={})
     with pytest.raises(LossError, match="other teachers; got a; expected a, b"):
         aggregator()({"a": pair_inputs(teacher_pair())["a"]})
+
+
+def test_teachers_that_agree_with_the_student_leave_nothing_to_learn() -> None:
+    batch = CASES["projected_kl"].same()
+    inputs = batch.inputs()
+    output = combined(aggregator(WEIGHTS)({"a": inputs, "b": inputs}))
+    loss = output.total(output.counts())
+    (grad,) = torch.autograd.grad(loss, inputs.student_logits)
+    assert abs(loss.item()) < 1e-6
+    assert grad.abs().max().item() < 1e-7

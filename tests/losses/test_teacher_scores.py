@@ -134,3 +134,22 @@ def test_label_and_top_k_targets_know_their_measures_and_no_others() -> None:
         sample_scores(
             TeacherText(targets=full, labels=LABELS[:, :5], byte_counts=bytes_of), "entropy"
         )
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_extreme_and_masked_logits_have_finite_scores(measure: TeacherMeasure) -> None:
+    logits = torch.tensor([[[1e4, 1e4, -1e4, -torch.inf], [3.0, -torch.inf, -torch.inf, 3.0]]])
+    shard = vocab_shard(4, 0, 0, 1, None)
+    nats = [
+        sample_scores(
+            TeacherText(
+                targets=TeacherTargets(kind="logits", shard=shard, logits=logits.to(dtype)),
+                labels=torch.zeros(1, 2, dtype=torch.int64),
+                byte_counts=torch.tensor([2]),
+            ),
+            measure,
+        )[0, 0].item()
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    ]
+    # Two equal choices at each position, in every measure and, rounded alike, in every dtype.
+    assert nats == pytest.approx([2 * math.log(2)] * 3, rel=1e-6)
