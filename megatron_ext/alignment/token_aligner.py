@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_ext.alignment.alignment import Alignment
+from megatron_ext.alignment.bridging.text_alignment import BridgedAlignment, align_bridged
 from megatron_ext.alignment.byte_alignment import (
     ByteEnds,
     align_byte_ends,
@@ -14,7 +15,6 @@ from megatron_ext.alignment.byte_alignment import (
 from megatron_ext.alignment.control_pairs import ControlClasses
 from megatron_ext.alignment.encoded_texts import encode_texts
 from megatron_ext.alignment.stream_bytes import check_same_bytes, stream_bytes
-from megatron_ext.alignment.text_alignment import BridgedAlignment, align_bridged
 from megatron_ext.alignment.tokens import AlignedTokens, Ids, Tokens
 from megatron_ext.alignment.truncation import truncate
 from megatron_ext.errors import AlignmentError

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.alignment import align_byte_ends
-from megatron_ext.alignment.segment_alignment import Segments, align_segments
+from megatron_ext.alignment.bridging.segment_alignment import Segments, align_segments
 
 
 def segments_of(*pairs):

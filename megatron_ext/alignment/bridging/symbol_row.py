@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.alignment.bridging.symbol_match import MAX_CODE_POINT, Run, Symbols
 from megatron_ext.alignment.byte_alignment import ByteEnds
 from megatron_ext.alignment.control_pairs import NO_CLASS
-from megatron_ext.alignment.symbol_match import MAX_CODE_POINT, Run, Symbols
 from megatron_ext.alignment.tokens import Tokens
 
 Ranges = NDArray[np.int64]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_ext.alignment.alignment import Alignment
+from megatron_ext.alignment.bridging.segment_alignment import Ranges, Segments, align_segments
+from megatron_ext.alignment.bridging.symbol_match import Run, match_symbols
+from megatron_ext.alignment.bridging.symbol_row import SymbolRow
 from megatron_ext.alignment.control_pairs import ControlClasses
-from megatron_ext.alignment.segment_alignment import Ranges, Segments, align_segments
-from megatron_ext.alignment.symbol_match import Run, match_symbols
-from megatron_ext.alignment.symbol_row import SymbolRow
 from megatron_ext.alignment.tokens import Tokens
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.alignment.edit_path import edit_path
+from megatron_ext.alignment.bridging.edit_path import edit_path
 
 Symbols = NDArray[np.uint32]
 Run = tuple[int, int, int]

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.segment_alignment import Segments, align_segments
-from megatron_ext.alignment.shown_content import ShownContent, shown_contents, stop_tokens
-from megatron_ext.alignment.symbol_match import Run, heaviest_chain
-from megatron_ext.alignment.text_alignment import bridge_texts
+from megatron_ext.alignment.bridging.segment_alignment import Segments, align_segments
+from megatron_ext.alignment.bridging.shown_content import ShownContent, shown_contents, stop_tokens
+from megatron_ext.alignment.bridging.symbol_match import Run, heaviest_chain
+from megatron_ext.alignment.bridging.text_alignment import bridge_texts
 from megatron_ext.conversation import Conversation, EncodedConversation
 
 Pair = tuple[int, int, int, int]

@@ -1,0 +1,1 @@
+"""Aligning what differs: texts that a tokenizer changes, and conversations of two templates."""
