@@ -12,7 +12,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import utf8
-from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText, byte_count_of
 from megatron_ext.training.cross_tokenizer.aligning.aligner import (
     Aligner,
     Content,
@@ -135,7 +135,7 @@ class CrossTokenizerCollator:
         """
         rows, dropped_bytes = self._rows(records)
         pieces = list(chain.from_iterable(rows))
-        byte_count = sum(piece.byte_count for piece in pieces)
+        byte_count = byte_count_of(pieces)
         student, layout = self._side_batch(rows, 0, byte_count)
         teachers, alignments = {}, {}
         identity = None

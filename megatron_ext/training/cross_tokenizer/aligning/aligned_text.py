@@ -6,8 +6,7 @@ Ts student tokens, Tt teacher tokens, C chunks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,7 @@ Trained = NDArray[np.bool_] | None
 """[T] tokens that are trained; None for all."""
 
 
-@dataclass(frozen=True, slots=True)
-class TeacherTokens:
+class TeacherTokens(NamedTuple):
     """What a teacher with another tokenizer makes of the text."""
 
     ids: Ids
@@ -37,8 +35,7 @@ class TeacherTokens:
     """[Tt] which of its tokens are its answers; None in a text."""
 
 
-@dataclass(frozen=True, slots=True)
-class AlignedText:
+class AlignedText(NamedTuple):
     """A text, or a part of one that begins and ends where a token of each model does."""
 
     student_ids: Ids
@@ -95,6 +92,12 @@ class AlignedText:
             is_end=self.is_end and is_end,
             trained=_part(self.trained, student),
         )
+
+
+def byte_count_of(texts: Sequence[AlignedText]) -> int:
+    """Bytes of all texts; quicker than of each."""
+    widths = [text.student_widths for text in texts]
+    return int(np.concatenate([np.zeros(0, np.int64), *widths]).sum())
 
 
 def _part(trained: Trained, bounds: slice) -> Trained:

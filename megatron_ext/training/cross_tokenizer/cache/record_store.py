@@ -67,11 +67,12 @@ class RecordStore:
         place = self._places.get(key)
         if place is None:
             return None
-        with suppress(OSError):
-            record = os.pread(self._reader(place.file), place.length, place.offset)
-            if len(record) == place.length and zlib.crc32(record) == place.checksum:
-                return record
-        return None
+        file, offset, length, checksum = place
+        try:
+            record = os.pread(self._readers.get(file) or self._reader(file), length, offset)
+        except OSError:
+            return None
+        return record if len(record) == length and zlib.crc32(record) == checksum else None
 
     def refresh(self) -> None:
         """Learn of the records that other processes have added."""

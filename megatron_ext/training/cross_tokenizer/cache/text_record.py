@@ -6,6 +6,8 @@ widths, then for each teacher its ids and the marks of both sides. A conversatio
 student's widths and behind each teacher's marks, which tokens are trained. Each field is filled up
 to a multiple of four bytes, so that records one after another are read without copying. With one
 teacher and vocabularies above 65,536 that is 6 bytes a student token and 5 a teacher token.
+
+Shape letters: D records, H numbers of a header, F fields.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ def to_record(text: AlignedText) -> bytes:
     """The record of a whole text."""
     ids, widths = _narrow(text.student_ids), _narrow(text.student_widths)
     header = [text.is_conversation, len(ids), ids.itemsize, widths.itemsize]
-    fields = [ids, widths, *_written(text.trained)]
+    fields = [ids, widths, _written(text.trained)]
     for teacher in text.teachers:
         teacher_ids = _narrow(teacher.ids)
         header += [len(teacher_ids), teacher_ids.itemsize]
         fields += [teacher_ids, teacher.student_marks, teacher.teacher_marks]
-        fields += _written(teacher.trained)
+        fields.append(_written(teacher.trained))
     parts = [np.array(header, "<u4").tobytes()]
     for field in fields:
         parts += [field.tobytes(), bytes(-field.nbytes % _ALIGNMENT)]
@@ -44,52 +46,55 @@ def to_record(text: AlignedText) -> bytes:
 
 
 def from_records(records: Sequence[bytes], teacher_count: int) -> list[AlignedText]:
-    """The texts of records; their arrays point into one copy of all of them."""
-    fields = _Fields(b"".join(records))
-    return [_text(fields, teacher_count) for _ in records]
+    """The texts of D records; their arrays point into one copy of all of them."""
+    content = b"".join(records)
+    views = {kind.itemsize: np.frombuffer(content, kind) for kind in _SMALLEST}
+    begins = np.cumsum([0, *map(len, records)])[:-1]
+    places = np.arange(4 + 2 * teacher_count)
+    numbers = np.frombuffer(content, "<u4")
+    headers = numbers[begins[:, None] // _ALIGNMENT + places].astype(np.int64)
+    counts, sizes = _fields(headers)
+    bytes_taken = -(-counts * sizes // _ALIGNMENT) * _ALIGNMENT
+    behind = begins + _ALIGNMENT * len(places) + bytes_taken.cumsum(axis=0)
+    firsts = (behind - bytes_taken) // sizes
+    columns = (firsts.T.tolist(), (firsts + counts).T.tolist(), sizes.T.tolist())
+    return [
+        _text([views[size][first:stop] for first, stop, size in zip(*row, strict=True)], is_talk)
+        for *row, is_talk in zip(*columns, headers[:, 0].tolist(), strict=True)
+    ]
 
 
-def _text(fields: _Fields, teacher_count: int) -> AlignedText:
-    is_conversation, count, id_size, width_size, *others = fields.header(4 + 2 * teacher_count)
-    ids, widths = fields.next(count, id_size), fields.next(count, width_size)
-    trained = fields.trained(count) if is_conversation else None
+def _fields(headers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Numbers and bytes of a number of all fields, in their order [F, D], from headers [D, H]."""
+    is_conversation, count, id_size, width_size, *teachers = headers.T
+    one = np.ones_like(count)
+    fields = [(count, id_size), (count, width_size), (count * is_conversation, one)]
+    for its_count, its_size in zip(teachers[::2], teachers[1::2], strict=True):
+        fields += [(its_count, its_size), (count, one), (its_count, one)]
+        fields.append((its_count * is_conversation, one))
+    counts, sizes = zip(*fields, strict=True)
+    return np.stack(counts), np.stack(sizes)
+
+
+def _text(fields: list[NDArray[Any]], is_conversation: int) -> AlignedText:
+    ids, widths, trained, *others = fields
     teachers = []
-    for its_count, its_size in zip(others[::2], others[1::2], strict=True):
-        its_ids = fields.next(its_count, its_size)
-        marks, its_marks = fields.next(count, 1), fields.next(its_count, 1)
-        its_trained = fields.trained(its_count) if is_conversation else None
-        teachers.append(TeacherTokens(its_ids, marks, its_marks, its_trained))
-    return AlignedText(ids, widths, tuple(teachers), trained=trained)
+    for at in range(0, len(others), 4):
+        its_ids, marks, its_marks, its_trained = others[at : at + 4]
+        its = TeacherTokens(its_ids, marks, its_marks, _read(its_trained, is_conversation))
+        teachers.append(its)
+    return AlignedText(ids, widths, tuple(teachers), True, _read(trained, is_conversation))
 
 
-class _Fields:
-    """Reads fields one after another."""
+def _written(trained: Trained) -> NDArray[Any]:
+    return np.zeros(0, np.bool_) if trained is None else trained
 
-    def __init__(self, content: bytes) -> None:
-        self._header = np.frombuffer(content, "<u4")
-        self._of_size = {kind.itemsize: np.frombuffer(content, kind) for kind in _SMALLEST}
-        self._offset = 0
 
-    def header(self, count: int) -> list[int]:
-        first = self._offset // _ALIGNMENT
-        self._offset += _ALIGNMENT * count
-        numbers: list[int] = self._header[first : first + count].tolist()
-        return numbers
-
-    def next(self, count: int, size: int) -> NDArray[Any]:
-        first = self._offset // size
-        self._offset += -(-count * size // _ALIGNMENT) * _ALIGNMENT
-        return self._of_size[size][first : first + count]
-
-    def trained(self, count: int) -> NDArray[np.bool_]:
-        return self.next(count, 1).view(np.bool_)
+def _read(trained: NDArray[Any], is_conversation: int) -> Trained:
+    return trained.view(np.bool_) if is_conversation else None
 
 
 def _narrow(values: Ids) -> Ids:
     """``values``, none negative, in the smallest kind of integer that holds them."""
     largest = int(values.max(initial=0))
     return values.astype(next(kind for kind in _SMALLEST if largest <= np.iinfo(kind).max))
-
-
-def _written(trained: Trained) -> list[NDArray[Any]]:
-    return [] if trained is None else [trained]

@@ -33,6 +33,9 @@ class Layout:
     row_length: int
     """T"""
 
+    label_counts: Counts
+    """[S]"""
+
     lengths: Counts
     """[S] positions that each takes; a segment may have fewer labels."""
 
@@ -43,10 +46,10 @@ class Layout:
     def of(cls, rows: Sequence[Sequence[Segment]], side: Side) -> Layout:
         """The layout of B rows of segments."""
         segments = list(chain.from_iterable(rows))
-        labels = np.fromiter((segment.label_count for segment in segments), np.int64)
+        labels = np.array([segment.label_count for segment in segments], np.int64)
         lengths = -(-labels // side.segment_multiple) * side.segment_multiple
         row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-        layout = cls(segments, len(rows), side.length, lengths, row_of)
+        layout = cls(segments, len(rows), side.length, labels, lengths, row_of)
         assert layout.filled.max(initial=0) <= side.length, f"a row of {side.name} overflows"
         return layout
 
@@ -91,7 +94,6 @@ class Layout:
     @cached_property
     def _gaps(self) -> list[int]:
         """[S + 1] positions before the first segment, and behind the labels of each."""
-        labels = np.fromiter((segment.label_count for segment in self.segments), np.int64)
         stops = np.append(self.starts, self.row_count * self.row_length)
-        gaps: list[int] = (stops - np.append(0, self.starts + labels)).tolist()
+        gaps: list[int] = (stops - np.append(0, self.starts + self.label_counts)).tolist()
         return gaps

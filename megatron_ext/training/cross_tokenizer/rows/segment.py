@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,7 @@ from megatron_ext.training.cross_tokenizer.rows.side import Side
 Parts = tuple[NDArray[Any], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Its tokens, and where they are predicted: each at the position before it."""
 
     ids: Ids
@@ -53,13 +51,16 @@ class Segment:
     def inputs(self) -> Parts:
         """Parts of what is read [L]."""
         ids = self.ids if self.eod is not None else self.ids[:-1]
-        return (ids,) if self.lead is None else (self.lead, ids) if self.label_count else ()
+        if self.lead is None:
+            return (ids,)
+        is_empty = self.eod is None and not len(self.ids)
+        return () if is_empty else (self.lead, ids)
 
     def labels(self) -> Parts:
         """Parts of what is predicted [L], ``IGNORE_INDEX`` where it is not trained."""
         ids = self.ids
         if self.trained is not None:
-            ids = np.where(self.trained, ids, IGNORE_INDEX)
+            ids = np.where(self.trained, ids.astype(np.int64), IGNORE_INDEX)
         return self.at_labels(ids, self.eod)
 
     def at_labels(self, values: NDArray[Any], at_eod: NDArray[Any] | None) -> Parts:
