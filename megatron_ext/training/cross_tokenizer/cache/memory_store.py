@@ -28,7 +28,9 @@ class MemoryStore:
         """No other process adds records."""
 
     def add(self, key: bytes, record: bytes) -> None:
-        """Keep a record."""
+        """Keep a record, unless it is larger than all may be."""
+        if len(record) > self._max_bytes:
+            return
         self._bytes += len(record) - len(self._records.pop(key, b""))
         self._records[key] = record
         while self._bytes > self._max_bytes:

@@ -25,9 +25,13 @@ class PackedBatches:
     Workers read, tokenize, align and pack blocks; batches are cut from their samples here, in
     order, so they do not depend on the number of workers. The blocks of an epoch are dealt out to
     the data-parallel ranks in turn: each sample is on one rank once an epoch. One epoch follows the
-    other, and a batch may hold samples of two, so that every rank has a next batch as long as any
-    has; with ``epochs`` the stream ends, the last batch may be smaller, and ranks may end at
-    different batches.
+    other without end, and a batch may hold samples of two, so that every rank always has a next
+    batch and a training loop ends by its steps.
+
+    With ``epochs`` the stream ends, and the last batch may be smaller. How many samples a block
+    gives is known when it is packed, so several ranks end at different batches then; a loop whose
+    ranks meet in each step would hang. That is refused unless ``ends_unevenly`` says that the loop
+    can do with it.
 
     ``state_dict`` says which samples were handed out, whatever workers have read ahead.
 
@@ -37,6 +41,7 @@ class PackedBatches:
         rank: The data-parallel rank.
         world_size: Number of ranks.
         epochs: How often the corpus is read; without end with None.
+        ends_unevenly: Allow ``epochs`` with several ranks.
         num_workers: Worker processes; 0 for none.
         loader_options: What a ``DataLoader`` takes besides: ``prefetch_factor``,
             ``multiprocessing_context``, ``persistent_workers``, ``timeout``.
@@ -57,11 +62,19 @@ class PackedBatches:
         rank: int = 0,
         world_size: int = 1,
         epochs: int | None = None,
+        ends_unevenly: bool = False,
         num_workers: int = 0,
         pin_memory: bool = False,
         **loader_options: Any,
     ) -> None:
         _check(batch_size, rank, world_size, dataset.block_count(0))
+        if epochs is not None and world_size > 1 and not ends_unevenly:
+            raise ConfigError(
+                "ranks that read whole epochs end at different batches",
+                got=f"epochs={epochs} on {world_size} ranks",
+                fix="leave epochs out and end by steps, or set ends_unevenly where ranks agree on"
+                " whether each has a batch",
+            )
         self.dataset = dataset
         self.batch_size = batch_size
         self.dropped_bytes = 0

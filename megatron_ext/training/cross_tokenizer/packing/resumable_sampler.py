@@ -16,7 +16,9 @@ class ResumableSampler(Sampler[int]):
 
     Epochs, each in an order of its own, follow one another and are dealt out to the ranks one by
     one: position ``p`` of the whole is ``rank``'s where ``p % world_size == rank``. So each item is
-    on one rank once an epoch, and ranks differ by one item at most.
+    on one rank once an epoch. All ranks have equally many: where the items of all epochs do not
+    divide among them, the last ranks go on with the first items of the epoch after the last, fewer
+    than there are ranks.
 
     The order is a function of the seed and of how many items were used. A loader asks for items
     ahead of their use, so the training loop says with ``advance`` what it has used.
@@ -57,19 +59,20 @@ class ResumableSampler(Sampler[int]):
         """Items from the first on that was not used."""
         size, world_size = self._order["size"], self._order["world_size"]
         position = self._used * world_size + self._rank
-        while self._epochs is None or position < self._epochs * size:
+        left = None if self._epochs is None else len(self)
+        while left is None or left:
             epoch, first = divmod(position, size)
-            items = self._epoch(epoch)[first::world_size].tolist()
+            items = self._epoch(epoch)[first::world_size][:left].tolist()
             yield from items
             position += len(items) * world_size
+            left = None if left is None else left - len(items)
 
     def __len__(self) -> int:
         """Items that are left."""
         if self._epochs is None:
             raise TypeError("epochs without end have no length")
-        total = self._epochs * self._order["size"]
-        own = (total - self._rank + self._order["world_size"] - 1) // self._order["world_size"]
-        return max(own - self._used, 0)
+        each = -(-self._epochs * self._order["size"] // self._order["world_size"])
+        return max(each - self._used, 0)
 
     def advance(self, count: int) -> None:
         """Note that ``count`` more items were used on this rank."""

@@ -151,7 +151,9 @@ def test_ranks_share_an_epoch_without_loss_or_repetition(tmp_path: Path) -> None
     ranks = [
         [
             row
-            for batch in PackedBatches(dataset, 2, rank=rank, world_size=3, epochs=1)
+            for batch in PackedBatches(
+                dataset, 2, rank=rank, world_size=3, epochs=1, ends_unevenly=True
+            )
             for row in tokens_of(batch)
         ]
         for rank in range(3)
@@ -159,6 +161,16 @@ def test_ranks_share_an_epoch_without_loss_or_repetition(tmp_path: Path) -> None
 
     assert all(ranks)
     assert sorted(row for rank in ranks for row in rank) == sorted(one)
+
+
+def test_epochs_that_would_end_at_different_batches_are_refused(tmp_path: Path) -> None:
+    dataset = packed(tmp_path)
+    with pytest.raises(ConfigError, match=r"end at different batches; got epochs=1 on 2 ranks"):
+        PackedBatches(dataset, 2, world_size=2, epochs=1)
+    endless = [iter(PackedBatches(dataset, 7, rank=rank, world_size=2)) for rank in (0, 1)]
+
+    for _ in range(6):
+        assert [len(next(batches).student.input_ids) for batches in endless] == [7, 7]
 
 
 def test_epochs_have_other_orders_and_seeds_too(tmp_path: Path) -> None:

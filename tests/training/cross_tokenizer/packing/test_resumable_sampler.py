@@ -12,7 +12,7 @@ from megatron_ext.training.cross_tokenizer.packing.resumable_sampler import Resu
 
 
 @given(size=st.integers(1, 30), world_size=st.integers(1, 5), epochs=st.integers(1, 4))
-def test_ranks_deal_out_epochs_without_loss_or_repetition(
+def test_ranks_deal_out_epochs_without_loss_and_end_together(
     size: int, world_size: int, epochs: int
 ) -> None:
     ranks = [
@@ -20,8 +20,12 @@ def test_ranks_deal_out_epochs_without_loss_or_repetition(
         for rank in range(world_size)
     ]
     whole = list(ResumableSampler(size, epochs=epochs))
+    endless = iter(ResumableSampler(size))
+    more = list(islice(endless, len(whole) + -len(whole) % world_size))
 
-    assert [whole[rank::world_size] for rank in range(world_size)] == ranks
+    assert more[: len(whole)] == whole
+    assert [more[rank::world_size] for rank in range(world_size)] == ranks
+    assert {len(items) for items in ranks} == {len(more) // world_size}
     for epoch in range(epochs):
         assert sorted(whole[epoch * size : (epoch + 1) * size]) == list(range(size))
 
