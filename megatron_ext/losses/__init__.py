@@ -1,4 +1,3 @@
-from megatron_ext.losses.alm import AlmLoss
 from megatron_ext.losses.base import (
     LOSS_REGISTRY,
     DistillationInputs,
@@ -6,38 +5,45 @@ from megatron_ext.losses.base import (
     Objective,
     SumCount,
 )
-from megatron_ext.losses.boundary_columns import BoundaryColumns
-from megatron_ext.losses.chunk_completions import ChunkCompletions
 from megatron_ext.losses.combined import CombinedOutput, LossPart, reduce_counts
-from megatron_ext.losses.completion_table import CompletionTable
-from megatron_ext.losses.context_parallel import ContextParallelPlan
-from megatron_ext.losses.count_ahead import KnownAhead
-from megatron_ext.losses.cross_tokenizer import CrossTokenizerDistillationLossFn
-from megatron_ext.losses.cross_tokenizer_config import CrossTokenizerLossConfig, TeacherLossConfig
-from megatron_ext.losses.dskd import DskdLoss
-from megatron_ext.losses.dskd_projectors import DskdProjectors
-from megatron_ext.losses.gold import GoldLoss
-from megatron_ext.losses.gradient_magnitude import GradientMagnitudeWeighting, LayerGradients
-from megatron_ext.losses.hybrid_kl import HybridKLLoss
-from megatron_ext.losses.learned_projection import LearnedProjection
-from megatron_ext.losses.mined import MinedLoss
-from megatron_ext.losses.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
-from megatron_ext.losses.next_token import NextTokenLoss
-from megatron_ext.losses.partition_kl import PartitionKLLoss
-from megatron_ext.losses.projected_kl import ProjectedKLLoss
-from megatron_ext.losses.projection_shard import ProjectionShard
-from megatron_ext.losses.strict_topk import StrictTopKLoss
-from megatron_ext.losses.targets import TargetKind, TeacherTargets
-from megatron_ext.losses.teacher_scores import TeacherText, reduce_scores
-from megatron_ext.losses.uld import ULDLoss
-from megatron_ext.losses.vocab_kl import VocabKLLoss
-from megatron_ext.losses.vocabulary_match import VocabularyMatch
-from megatron_ext.losses.weighting import (
+from megatron_ext.losses.combining.cross_tokenizer import CrossTokenizerDistillationLossFn
+from megatron_ext.losses.combining.cross_tokenizer_config import (
+    CrossTokenizerLossConfig,
+    TeacherLossConfig,
+)
+from megatron_ext.losses.combining.gradient_magnitude import (
+    GradientMagnitudeWeighting,
+    LayerGradients,
+)
+from megatron_ext.losses.combining.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
+from megatron_ext.losses.combining.teacher_scores import TeacherText, reduce_scores
+from megatron_ext.losses.combining.weighting import (
     FixedWeighting,
     LossWeighting,
     MatchedWeighting,
     ScheduledWeighting,
 )
+from megatron_ext.losses.context_parallel import ContextParallelPlan
+from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.inputs.boundary_columns import BoundaryColumns
+from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
+from megatron_ext.losses.inputs.completion_table import CompletionTable
+from megatron_ext.losses.inputs.learned_projection import LearnedProjection
+from megatron_ext.losses.inputs.projection_shard import ProjectionShard
+from megatron_ext.losses.inputs.targets import TargetKind, TeacherTargets
+from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
+from megatron_ext.losses.objectives.alm import AlmLoss
+from megatron_ext.losses.objectives.dskd import DskdLoss
+from megatron_ext.losses.objectives.dskd_projectors import DskdProjectors
+from megatron_ext.losses.objectives.gold import GoldLoss
+from megatron_ext.losses.objectives.hybrid_kl import HybridKLLoss
+from megatron_ext.losses.objectives.mined import MinedLoss
+from megatron_ext.losses.objectives.next_token import NextTokenLoss
+from megatron_ext.losses.objectives.partition_kl import PartitionKLLoss
+from megatron_ext.losses.objectives.projected_kl import ProjectedKLLoss
+from megatron_ext.losses.objectives.strict_topk import StrictTopKLoss
+from megatron_ext.losses.objectives.uld import ULDLoss
+from megatron_ext.losses.objectives.vocab_kl import VocabKLLoss
 
 __all__ = [
     "LOSS_REGISTRY",

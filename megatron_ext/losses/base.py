@@ -12,11 +12,11 @@ import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses.boundary_columns import BoundaryColumns
-from megatron_ext.losses.chunk_completions import ChunkCompletions
-from megatron_ext.losses.projection_shard import ProjectionShard
-from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.losses.vocabulary_match import VocabularyMatch
+from megatron_ext.losses.inputs.boundary_columns import BoundaryColumns
+from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
+from megatron_ext.losses.inputs.projection_shard import ProjectionShard
+from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
 from megatron_ext.registry import Registry
 
 SumCount = tuple[torch.Tensor, torch.Tensor]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_ext.losses.targets import TeacherTargets
+from megatron_ext.losses.inputs.targets import TeacherTargets
 
 
 class TokenInputs(Protocol):

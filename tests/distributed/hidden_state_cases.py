@@ -16,7 +16,7 @@ from megatron_ext.losses import (
     LossOutput,
     VocabularyMatch,
 )
-from tests.losses.inputs import Microbatch, columns
+from tests.losses.microbatch import Microbatch, columns
 from tests.losses.objective_cases import inputs_of, with_hidden_states
 
 Case = Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tensor]]

@@ -19,7 +19,7 @@ from megatron_ext.ops.selected_log_prob import top_columns
 from tests.distributed.hidden_state_cases import hidden_states, likelihoods
 from tests.distributed.partition_cases import CASES as PARTITION_CASES
 from tests.distributed.partition_cases import completed
-from tests.losses.inputs import Microbatch, columns, vocab_shard
+from tests.losses.microbatch import Microbatch, columns, vocab_shard
 from tests.losses.objective_cases import as_kind
 
 PADDING = (15, 5)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.losses.finite_check import check_finite
-from megatron_ext.losses.shard_check import check_shard, check_shards_agree
-from tests.losses.inputs import Microbatch
+from megatron_ext.losses.checks.finite_check import check_finite
+from megatron_ext.losses.checks.shard_check import check_shard, check_shards_agree
+from tests.losses.microbatch import Microbatch
 
 
 def errors_of_poison(rank: int) -> dict[str, str | None]:

@@ -24,9 +24,9 @@ from megatron_ext.losses import (
     TeacherTargets,
     VocabularyMatch,
 )
-from megatron_ext.losses.chunk_completions import ChunkCompletions
-from megatron_ext.losses.completion_table import CompletionTable
-from tests.losses.inputs import Microbatch
+from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
+from megatron_ext.losses.inputs.completion_table import CompletionTable
+from tests.losses.microbatch import Microbatch
 
 Build = Callable[[Microbatch, tuple[int, int]], DistillationInputs]
 

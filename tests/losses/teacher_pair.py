@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.losses import DistillationInputs
 from megatron_ext.losses.count_ahead import KnownAhead
-from tests.losses.inputs import Microbatch
+from tests.losses.microbatch import Microbatch
 from tests.ops.projected_kl_case import random_chunks
 
 

@@ -13,7 +13,7 @@ from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.context_parallel import SequenceLayout
 from megatron_ext.errors import LossError
 from megatron_ext.losses.context_parallel import ContextParallelPlan
-from tests.losses.inputs import Microbatch
+from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import with_completions
 
 GROUP: Any = object()

@@ -7,7 +7,7 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.losses import DistillationInputs
 from megatron_ext.losses.diagnostics import chunk_output
-from tests.losses.inputs import Microbatch
+from tests.losses.microbatch import Microbatch
 
 CHUNK_LOSS = torch.tensor([1.0, 2.0, 4.0, 8.0, torch.nan])
 

@@ -12,7 +12,7 @@ from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, LossOutput, TargetKind
 from tests.losses import inputs as inputs_module
-from tests.losses.inputs import Microbatch
+from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import CASES, ObjectiveCase, as_kind
 
 OVER_CHUNKS = [name for name, case in CASES.items() if case.over == "chunks"]

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY, LossOutput, ProjectedKLLoss
-from tests.losses.inputs import Microbatch
+from tests.losses.microbatch import Microbatch
 
 
 def run(batch: Microbatch, vocab_topk: int | None) -> LossOutput:

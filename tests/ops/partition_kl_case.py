@@ -18,7 +18,7 @@ from megatron_ext.ops.partition_kl import (
     shared_columns,
 )
 from megatron_ext.ops.partition_kl.reference import ReferenceChunk
-from tests.losses.inputs import columns, vocab_shard
+from tests.losses.microbatch import columns, vocab_shard
 
 Sizes = Sequence[tuple[int, int]]
 """Student and teacher tokens of each chunk."""

@@ -15,7 +15,7 @@ from megatron_ext.distributed.shard_collectives import group_size, sum_over_shar
 from megatron_ext.distributed.vocab_parallel import log_softmax, vocab_argmax
 from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.diagnostics import chunk_output
-from megatron_ext.losses.matched_columns import MatchedColumns
+from megatron_ext.losses.inputs.matched_columns import MatchedColumns
 from megatron_ext.losses.nemo.chunk_means import chunk_means
 from megatron_ext.ops.matched_divergence import onto_student_columns
 from megatron_ext.ops.sorted_l1 import sorted_l1
@@ -23,7 +23,7 @@ from megatron_ext.ops.sorted_l1 import sorted_l1
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_ext.losses.targets import TeacherTargets
+    from megatron_ext.losses.inputs.targets import TeacherTargets
 
 
 def nemo_gold(

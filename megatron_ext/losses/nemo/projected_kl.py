@@ -20,11 +20,11 @@ from megatron_ext.distributed.shard_collectives import (
 from megatron_ext.distributed.vocab_parallel import VocabShard, log_softmax, scaled_logits
 from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.diagnostics import chunk_output
+from megatron_ext.losses.inputs.projection_shard import ProjectionShard
 from megatron_ext.losses.nemo.chunk_means import chunk_means
-from megatron_ext.losses.projection_shard import ProjectionShard
 
 if TYPE_CHECKING:
-    from megatron_ext.losses.targets import TeacherTargets
+    from megatron_ext.losses.inputs.targets import TeacherTargets
 
 _EPSILON = 1e-10
 

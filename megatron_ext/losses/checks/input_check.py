@@ -1,0 +1,238 @@
+"""Whether logits, labels, teacher and alignment fit one another; host-side shapes only.
+
+B batch, Ts Tt tokens, Vp local columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import DistillationInputs
+from megatron_ext.losses.checks.shard_check import check_shard
+from megatron_ext.losses.inputs.projection_shard import ProjectionShard
+from megatron_ext.losses.inputs.targets import TargetKind, TeacherTargets
+from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
+
+
+def check_student(inputs: DistillationInputs) -> None:
+    """Check the student's logits [B, Ts, Vp] against its labels and shard.
+
+    Raises:
+        LossError: They differ in shape, or the shard is no part of its vocabulary.
+    """
+    check_shard(inputs.student_shard, side="student")
+    logits = tuple(inputs.student_logits.shape)
+    expected = (*inputs.labels.shape, inputs.student_shard.width)
+    if len(logits) != 3 or logits != expected:
+        raise LossError(
+            "student logits do not fit labels [B, Ts] and vocabulary shard",
+            got=logits,
+            expected=expected,
+        )
+
+
+def check_alignment(
+    inputs: DistillationInputs,
+    *,
+    objective: str,
+    kinds: tuple[TargetKind, ...] = ("logits", "hidden"),
+    why: str | None = None,
+) -> tuple[AlignmentBatch, TeacherTargets]:
+    """The alignment and the teacher, both present and of the logits' shapes.
+
+    Args:
+        inputs: What the objective was called with.
+        objective: Its name, for errors.
+        kinds: The forms of teacher targets that it accepts.
+        why: What keeps it from the others, for errors.
+
+    Raises:
+        LossError: One is missing, targets have another form, or chunk ids, a chunk mask or columns
+            differ in shape from what they belong to.
+    """
+    teacher, alignment = inputs.teacher, inputs.alignment
+    if teacher is None or alignment is None:
+        raise LossError(
+            f"the objective {objective} needs a teacher and an alignment",
+            got=" and ".join(
+                f"no {name}"
+                for name, part in (("teacher", teacher), ("alignment", alignment))
+                if part is None
+            ),
+        )
+    check_teacher(teacher, objective=objective, kinds=kinds, why=why)
+    for side, chunk_id, rows in (
+        ("student", alignment.student_chunk_id, inputs.student_logits.shape[:2]),
+        ("teacher", alignment.teacher_chunk_id, teacher.positions),
+    ):
+        if chunk_id.shape != rows:
+            raise LossError(
+                f"{side} chunk ids do not fit the {side}'s positions [B, T]",
+                got=tuple(chunk_id.shape),
+                expected=tuple(rows),
+            )
+    mask = inputs.chunk_mask
+    if mask is not None and (mask.shape != (alignment.chunk_count,) or mask.dtype != torch.bool):
+        raise LossError(
+            "the chunk mask does not fit the alignment",
+            got=f"{mask.dtype} {tuple(mask.shape)}",
+            expected=f"torch.bool ({alignment.chunk_count},)",
+        )
+    for name, classes in (
+        ("text classes", inputs.chunk_text_class),
+        ("scripts", inputs.chunk_script),
+    ):
+        if classes is not None and classes.shape != (alignment.chunk_count,):
+            raise LossError(
+                f"the chunks' {name} do not fit the alignment",
+                got=tuple(classes.shape),
+                expected=f"({alignment.chunk_count},)",
+            )
+    return alignment, teacher
+
+
+def check_teacher(
+    teacher: TeacherTargets,
+    *,
+    objective: str,
+    kinds: tuple[TargetKind, ...],
+    why: str | None = None,
+) -> None:
+    """Check that an objective can use these targets, and that they fit their shard.
+
+    Raises:
+        LossError: They have another form, or their tensors differ in shape from one another or
+            from the shard.
+    """
+    if teacher.kind not in kinds:
+        raise LossError(
+            f"the objective {objective} cannot use these teacher targets",
+            got=f"kind {teacher.kind!r}",
+            expected=f"kind {' or '.join(map(repr, kinds))}",
+            fix=why,
+        )
+    check_shard(teacher.shard, side="teacher")
+    check_teacher_columns(teacher)
+    ids, logits, normaliser = teacher.topk_ids, teacher.topk_logits, teacher.log_normaliser
+    if ids is None or logits is None or normaliser is None:
+        return
+    if ids.shape != logits.shape or normaliser.shape != ids.shape[:-1] or not ids.shape[-1]:
+        raise LossError(
+            "a top-k teacher's tensors do not fit one another",
+            got=f"ids {tuple(ids.shape)}, logits {tuple(logits.shape)} and log-normaliser "
+            f"{tuple(normaliser.shape)}",
+            expected="[B, T, K], [B, T, K] and [B, T] with K of at least 1",
+        )
+
+
+def check_same_tokenizer(
+    inputs: DistillationInputs, *, objective: str, kinds: tuple[TargetKind, ...]
+) -> TeacherTargets:
+    """The teacher, which predicts the student's tokens at the student's positions.
+
+    Raises:
+        LossError: There is none, its targets have another form, it predicts at other positions,
+            or its vocabulary has another size or is cut in other places.
+    """
+    teacher, student = inputs.teacher, inputs.student_shard
+    if teacher is None:
+        raise LossError(f"the objective {objective} needs a teacher", got="no teacher")
+    check_teacher(teacher, objective=objective, kinds=kinds)
+    if teacher.positions != inputs.labels.shape:
+        raise LossError(
+            f"the objective {objective} needs a teacher that reads the student's tokens",
+            got=f"positions {tuple(teacher.positions)}",
+            expected=tuple(inputs.labels.shape),
+            fix="take an objective over chunks for a teacher with another tokenizer",
+        )
+    if teacher.shard.vocab_size != student.vocab_size:
+        raise LossError(
+            f"the objective {objective} needs a teacher with the student's vocabulary",
+            got=f"{teacher.shard.vocab_size} tokens",
+            expected=student.vocab_size,
+            fix="take an objective over chunks for a teacher with another tokenizer",
+        )
+    ranges = [(s.start, s.start + s.valid_width) for s in (teacher.shard, student)]
+    if (
+        teacher.kind != "topk"
+        and ranges[0] != ranges[1]
+        and (teacher.shard.valid_width or student.valid_width)
+    ):
+        raise LossError(
+            f"the objective {objective} needs one cut of the vocabulary for both models",
+            got=f"the teacher's tokens {ranges[0][0]} to {ranges[0][1]} on this rank",
+            expected=f"{ranges[1][0]} to {ranges[1][1]}",
+            fix="pad both vocabularies to one size",
+        )
+    return teacher
+
+
+def check_match(inputs: DistillationInputs, *, objective: str) -> VocabularyMatch:
+    """The tokens that both vocabularies have.
+
+    Raises:
+        LossError: They are not given, or differ in number between the sides.
+    """
+    match = inputs.match
+    if match is None:
+        raise LossError(
+            f"the objective {objective} needs the tokens that both vocabularies have",
+            got="no vocabulary match",
+            fix="build one from the projection of the two",
+        )
+    if match.common_student.shape != match.common_teacher.shape:
+        raise LossError(
+            "the two sides of a vocabulary match differ",
+            got=f"{len(match.common_student)} student and {len(match.common_teacher)} teacher "
+            "tokens",
+            expected="equally many",
+        )
+    return match
+
+
+def check_projection(inputs: DistillationInputs, *, objective: str) -> ProjectionShard:
+    """The projection, cut for the shards of these inputs.
+
+    That it is one of these two vocabularies was checked when it was cut: ``ProjectionShard`` knows
+    their sizes, and the file their fingerprints.
+
+    Raises:
+        LossError: There is none, or it is cut for others.
+    """
+    if inputs.projection is None or inputs.teacher is None:
+        raise LossError(
+            f"the objective {objective} needs a vocabulary projection",
+            got="none",
+            fix="build one and name it in the teacher's configuration",
+        )
+    shard = inputs.teacher.shard
+    expected = (inputs.student_shard.width, shard.vocab_size, shard.width)
+    got = (*inputs.projection.weight.shape, *inputs.projection.reachable.shape)
+    if got != expected:
+        raise LossError(
+            "the projection is cut for other shards (student columns, teacher vocabulary, "
+            "teacher columns)",
+            got=got,
+            expected=expected,
+        )
+    return inputs.projection
+
+
+def check_teacher_columns(teacher: TeacherTargets) -> None:
+    """Check logits or head rows against the teacher's shard.
+
+    Raises:
+        LossError: They differ in width.
+    """
+    columns = {"logits": teacher.logits, "hidden": teacher.head_weight}.get(teacher.kind)
+    if columns is None:
+        return
+    width = columns.shape[-1 if teacher.kind == "logits" else 0]
+    if width != teacher.shard.width:
+        raise LossError(
+            "teacher targets do not fit the teacher's vocabulary shard",
+            got=f"{width} columns",
+            expected=f"{teacher.shard.width}",
+        )

@@ -1,0 +1,1 @@
+"""Several losses as one: teachers, weights against cross-entropy, the familiar facade."""

@@ -1,0 +1,211 @@
+"""Cross-entropy and the KD of any number of teachers as one loss, under familiar names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs
+from megatron_ext.losses.combined import CombinedOutput, LossPart
+from megatron_ext.losses.combining.cross_tokenizer_config import (
+    CrossTokenizerLossConfig,
+    TeacherLossConfig,
+    check_gold,
+    from_mapping,
+)
+from megatron_ext.losses.combining.multi_teacher import (
+    MultiTeacherLossAggregator,
+    TeacherObjective,
+    VocabNormalisation,
+)
+from megatron_ext.losses.combining.teacher_scores import TeacherMeasure
+from megatron_ext.losses.combining.weighting import FixedWeighting, LossWeighting, MatchedWeighting
+from megatron_ext.losses.count_ahead import KnownAhead, Over, count_ahead
+from megatron_ext.losses.objectives.next_token import NextTokenLoss
+
+NEMO_VOCAB_TOPK: Final = 8192
+"""Columns of a microbatch in the original's projected KL, unless it is told otherwise."""
+
+_MEASURES: Final[Mapping[str | None, TeacherMeasure | None]] = {
+    None: None,
+    "ce": "bits_per_byte",
+    "entropy": "entropy",
+    "max_prob": "max_prob",
+}
+
+
+class CrossTokenizerDistillationLossFn:
+    """``w_kd * KD + w_ce * CE`` of a student and its teachers.
+
+    Per global batch, on every rank that computes the loss:
+
+    1. ``counts`` of every microbatch, from the data alone; added up, then ``reduce_counts``.
+    2. With ``sum_weights_metric``: ``aggregator.scores`` of every microbatch after the teachers'
+       forward passes; added up, ``reduce_scores``, ``aggregator.weights``. In the mode
+       ``select_teacher``: ``aggregator.select`` and ``selected`` of every microbatch, before 1.
+    3. Per microbatch: call it, and go backward from ``output.total(counts)``.
+    4. ``observe`` what ``weighting.observes``: the sum of ``output.terms(counts)`` over
+       microbatches and data- and context-parallel ranks, or norms of gradients
+       (``LayerGradients``). A term whose count is 0 is left out.
+
+    A configuration of NeMo RL's x_token loss works as it is. What differs is said at each key:
+    objectives are proper unless ``numerics`` is ``nemo``, teachers are compared per byte, and
+    dynamic scaling follows an average over steps.
+
+    Args:
+        config: What all teachers share, or its keys as a mapping.
+        teachers: One configuration, or mapping, a teacher.
+        weighting: Of KD against cross-entropy; None: as ``config`` says.
+
+    Raises:
+        LossError: A key that there is not, options that contradict one another, teachers of one
+            name, no teacher.
+        UnknownNameError: An objective that there is not.
+    """
+
+    def __init__(
+        self,
+        config: CrossTokenizerLossConfig | Mapping[str, Any],
+        teachers: Sequence[TeacherLossConfig | Mapping[str, Any]],
+        *,
+        weighting: LossWeighting | None = None,
+    ) -> None:
+        self.config = from_mapping(CrossTokenizerLossConfig, config)
+        self.teachers = _named([from_mapping(TeacherLossConfig, teacher) for teacher in teachers])
+        self.aggregator = MultiTeacherLossAggregator(
+            teachers={
+                name: _teacher_objective(self.config, teacher)
+                for name, teacher in self.teachers.items()
+            },
+            mode=self.config.kd_loss_mode,
+            measure=_MEASURES[self.config.sum_weights_metric],
+            alpha=self.config.alpha,
+            vocab_normalisation=_normalisation(self.config),
+        )
+        self.weighting = weighting or _weighting(self.config)
+        self._next_token = NextTokenLoss()
+
+    def __call__(
+        self,
+        student: DistillationInputs,
+        teachers: Mapping[str, DistillationInputs],
+        *,
+        step: int = 0,
+        teacher_weights: torch.Tensor | None = None,
+    ) -> CombinedOutput:
+        """One microbatch.
+
+        Args:
+            student: Logits and labels for cross-entropy; under context parallelism this rank's
+                slices.
+            teachers: By name the student with each teacher; under context parallelism what
+                ``ContextParallelPlan.inputs`` returned.
+            step: Number of the global batch, from 0.
+            teacher_weights: Of ``aggregator.weights``, where there is a ``sum_weights_metric``.
+
+        Returns:
+            Parts ``ce`` and ``kd/<teacher>`` with metrics. Collectives: those of ``NextTokenLoss``
+            and then of each teacher's objective.
+        """
+        ce = LossPart(output=self._next_token(student), term="ce", count_name="ce")
+        return CombinedOutput(
+            parts={"ce": ce, **self.aggregator(teachers, weights=teacher_weights)},
+            term_weights=self.weighting.weights(step),
+        )
+
+    def counts(
+        self, student: KnownAhead, teachers: Mapping[str, KnownAhead]
+    ) -> dict[str, torch.Tensor]:
+        """One microbatch's counts by name, int64 scalars, before the student has run."""
+        tokens = count_ahead(self._next_token, student, over="tokens")
+        return {"ce": tokens, **self.aggregator.counts(teachers)}
+
+    def observe(self, values: Mapping[str, float]) -> None:
+        """Tell the weighting what a global batch has shown, see ``LossWeighting``."""
+        self.weighting.observe(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What an exact resume needs; plain numbers."""
+        return {"weighting": self.weighting.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        self.weighting.load_state_dict(state["weighting"])
+
+
+def objective_of(
+    config: CrossTokenizerLossConfig, teacher: TeacherLossConfig
+) -> tuple[str, dict[str, Any]]:
+    """Name in ``LOSS_REGISTRY`` and options of the objective for one teacher.
+
+    Raises:
+        LossError: Options that contradict one another.
+    """
+    if teacher.objective is not None:
+        return teacher.objective, dict(teacher.options)
+    direction = "reverse" if config.reverse_kl else "forward"
+    shared: dict[str, Any] = {"temperature": config.temperature, "direction": direction}
+    if teacher.projection_matrix_path is None:
+        return "vocab_kl", shared
+    gold = config.gold_loss if teacher.gold_loss is None else teacher.gold_loss
+    xtoken = config.xtoken_loss if teacher.xtoken_loss is None else teacher.xtoken_loss
+    check_gold(gold_loss=gold, xtoken_loss=xtoken, where="xtoken_loss of a teacher")
+    shared["numerics"] = config.numerics
+    if gold:
+        if config.exact_token_match_only:
+            raise LossError(
+                "restricts projected KL, and a teacher is learned from by GOLD",
+                fix="leave it out, or turn gold_loss off",
+                where="exact_token_match_only",
+            )
+        return "hybrid_kl" if xtoken else "gold", shared | {"uncommon_topk": config.uncommon_topk}
+    topk = config.vocab_topk
+    if topk is None and config.numerics == "nemo":
+        topk = NEMO_VOCAB_TOPK
+    return "projected_kl", shared | {
+        "vocab_topk": topk,
+        "exact_token_match_only": config.exact_token_match_only,
+    }
+
+
+def what_it_sums_over(name: str, options: Mapping[str, Any]) -> Over:
+    """``tokens`` for objectives that look at labels and at no alignment."""
+    is_positional = name == "uld" and options.get("alignment") == "position"
+    return "tokens" if is_positional or name in ("next_token", "vocab_kl") else "chunks"
+
+
+def _teacher_objective(
+    config: CrossTokenizerLossConfig, teacher: TeacherLossConfig
+) -> TeacherObjective:
+    name, options = objective_of(config, teacher)
+    return TeacherObjective(
+        objective=LOSS_REGISTRY[name](**options),
+        weight=teacher.weight,
+        over=what_it_sums_over(name, options),
+    )
+
+
+def _named(teachers: Sequence[TeacherLossConfig]) -> dict[str, TeacherLossConfig]:
+    names = [
+        f"t{index}" if teacher.name is None else teacher.name
+        for index, teacher in enumerate(teachers)
+    ]
+    for name in names:
+        if names.count(name) > 1:
+            raise LossError("teachers share a name", got=repr(name), fix="name each differently")
+    return dict(zip(names, teachers, strict=True))
+
+
+def _normalisation(config: CrossTokenizerLossConfig) -> VocabNormalisation:
+    if not config.normalize_teacher_by_vocab:
+        return "none"
+    return "nemo" if config.numerics == "nemo" else "log_vocab"
+
+
+def _weighting(config: CrossTokenizerLossConfig) -> LossWeighting:
+    if config.dynamic_loss_scaling:
+        return MatchedWeighting()
+    return FixedWeighting(kd=config.kl_loss_weight, ce=config.ce_loss_scale)

@@ -1,0 +1,198 @@
+"""Configuration of ``CrossTokenizerDistillationLossFn``, under the names of NeMo RL's x_token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar, get_args
+
+from megatron_ext.errors import LossError
+from megatron_ext.losses.checks.option_check import Numerics
+from megatron_ext.losses.combining.multi_teacher import TeacherMode
+from megatron_ext.registry import did_you_mean
+
+SumWeightsMetric = Literal["ce", "entropy", "max_prob"]
+
+Config = TypeVar("Config", "CrossTokenizerLossConfig", "TeacherLossConfig")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossTokenizerLossConfig:
+    """What all teachers share.
+
+    Raises:
+        LossError: Options that contradict one another.
+    """
+
+    gold_loss: bool = False
+    """Learn from teachers of another tokenizer by GOLD; False: by projected KL."""
+
+    xtoken_loss: bool = False
+    """With ``gold_loss``: by H-KL instead, whose match of the vocabularies is relaxed."""
+
+    temperature: float = 1.0
+    """Of KD; its square is in the loss, once."""
+
+    vocab_topk: int | None = None
+    """Teacher tokens that projected KL compares. Proper: so many a chunk and the rest as one;
+    None: all. ``nemo``: so many a microbatch, renormalised; None: 8192, as the original."""
+
+    uncommon_topk: int | None = 8192
+    """Largest probabilities of uncommon tokens that GOLD and H-KL compare; None: all."""
+
+    reverse_kl: bool = False
+    """KL(student || teacher) instead of KL(teacher || student)."""
+
+    exact_token_match_only: bool = False
+    """Projected KL over chunks alone whose two sides are equal byte by byte."""
+
+    kl_loss_weight: float = 1.0
+    """Weight of KD without ``dynamic_loss_scaling``."""
+
+    ce_loss_scale: float = 0.1
+    """Weight of cross-entropy without ``dynamic_loss_scaling``."""
+
+    dynamic_loss_scaling: bool = True
+    """Cross-entropy has weight 1, and KD is scaled to its size: by averages over the steps before,
+    see ``MatchedWeighting``, and not by the microbatch itself, as the original does."""
+
+    kd_loss_mode: TeacherMode = "sum"
+    """What becomes of several teachers, see ``MultiTeacherLossAggregator``."""
+
+    sum_weights_metric: SumWeightsMetric | None = None
+    """Mode ``sum``: weigh teachers by how well they know the text: ``ce`` by bits per byte,
+    ``entropy``, ``max_prob``; all per byte. None: by their weights."""
+
+    alpha: float = 1.0
+    """How strongly the weights follow the metric."""
+
+    normalize_teacher_by_vocab: bool = False
+    """Mode ``sum``: weigh by the logarithm of the vocabulary's size: ``ln V_min / ln V_i``; with
+    ``nemo`` the inverse, as the original does."""
+
+    numerics: Numerics = "proper"
+    """``nemo``: value and gradient of the original's projected KL, GOLD and H-KL on a microbatch.
+    Teachers of the student's tokenizer, weights and denominators are proper all the same."""
+
+    def __post_init__(self) -> None:
+        for option, value, choices in (
+            ("kd_loss_mode", self.kd_loss_mode, get_args(TeacherMode)),
+            (
+                "sum_weights_metric",
+                self.sum_weights_metric,
+                (None, *get_args(SumWeightsMetric)),
+            ),
+            ("numerics", self.numerics, get_args(Numerics)),
+        ):
+            if value not in choices:
+                raise LossError(
+                    "a choice that there is not",
+                    got=repr(value),
+                    expected=f"one of {', '.join(map(str, choices))}",
+                    where=option,
+                )
+        check_gold(gold_loss=self.gold_loss, xtoken_loss=self.xtoken_loss, where="xtoken_loss")
+        if self.kd_loss_mode != "sum":
+            for option in ("sum_weights_metric", "normalize_teacher_by_vocab"):
+                if getattr(self, option):
+                    raise LossError(
+                        "weighs the teachers of a sum",
+                        got=f"kd_loss_mode {self.kd_loss_mode!r}",
+                        expected="kd_loss_mode 'sum'",
+                        where=option,
+                    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherLossConfig:
+    """One teacher.
+
+    Raises:
+        LossError: Options that contradict one another.
+    """
+
+    name: str | None = None
+    """What it is called in inputs and metrics; None: ``t0``, ``t1``, in the order of the list."""
+
+    projection_matrix_path: str | os.PathLike[str] | None = None
+    """Projection from the student's vocabulary, which whoever makes the inputs reads; None: the
+    teacher has the student's tokenizer, unless ``objective`` says otherwise."""
+
+    weight: float = 1.0
+    """Of its KD in a sum, or of its logits in an average."""
+
+    gold_loss: bool | None = None
+    """As of all teachers, for this one; None: as them."""
+
+    xtoken_loss: bool | None = None
+    """As of all teachers, for this one; None: as them."""
+
+    objective: str | None = None
+    """A name in ``LOSS_REGISTRY``, in place of what the other options choose."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of ``objective``, its temperature included: what all teachers share is for what the
+    other options choose."""
+
+    def __post_init__(self) -> None:
+        if self.options and self.objective is None:
+            raise LossError(
+                "options are of an objective that is named",
+                got=", ".join(self.options),
+                fix="name the objective",
+                where="options",
+            )
+        for option in ("gold_loss", "xtoken_loss"):
+            if getattr(self, option) is None:
+                continue
+            if self.objective is not None:
+                raise LossError(
+                    "chooses an objective beside the one that is named",
+                    got=f"objective {self.objective!r}",
+                    fix=f"leave {option} out",
+                    where=option,
+                )
+            if self.projection_matrix_path is None:
+                raise LossError(
+                    "is for teachers of another tokenizer",
+                    got="no projection_matrix_path",
+                    fix=f"leave {option} out, or give the projection",
+                    where=option,
+                )
+
+
+def check_gold(*, gold_loss: bool, xtoken_loss: bool, where: str) -> None:
+    """Check that H-KL, which is a kind of GOLD, is asked for together with it.
+
+    Raises:
+        LossError: It is not.
+    """
+    if xtoken_loss and not gold_loss:
+        raise LossError(
+            "relaxes the match of GOLD, which is off",
+            got="xtoken_loss true, gold_loss false",
+            fix="set gold_loss too",
+            where=where,
+        )
+
+
+def from_mapping(kind: type[Config], values: Config | Mapping[str, Any]) -> Config:
+    """A configuration of ``kind`` from its keys.
+
+    Raises:
+        LossError: A key that it does not have.
+    """
+    if isinstance(values, kind):
+        return values
+    assert isinstance(values, Mapping)
+    names = [item.name for item in fields(kind)]
+    for key in values:
+        if key not in names:
+            raise LossError(
+                f"unknown key of {kind.__name__}",
+                got=repr(key),
+                expected=f"one of {', '.join(names)}",
+                fix=did_you_mean(key, names),
+            )
+    return kind(**values)

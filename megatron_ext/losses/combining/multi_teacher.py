@@ -1,0 +1,261 @@
+"""Several teachers at once. B batch, Ts Tt tokens, Vp local columns, S samples, P teachers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import DistillationInputs, LossOutput, Objective
+from megatron_ext.losses.combined import LossPart
+from megatron_ext.losses.combining.averaged_logits import averaged_inputs, teacher_targets
+from megatron_ext.losses.combining.sample_selection import restricted
+from megatron_ext.losses.combining.teacher_scores import (
+    TeacherMeasure,
+    TeacherText,
+    best_teacher,
+    dynamic_weights,
+    sample_scores,
+)
+from megatron_ext.losses.count_ahead import KnownAhead, Over, count_ahead
+
+TeacherMode = Literal["sum", "averaged_logits", "select_teacher"]
+
+VocabNormalisation = Literal["none", "log_vocab", "nemo"]
+"""Weight of a teacher with ``V_i`` tokens, ``V_min`` the fewest of any teacher. ``log_vocab``:
+``ln V_min / ln V_i``, since the divergence of two unrelated distributions grows with the logarithm
+of what they choose from. ``nemo``: ``ln V_i / ln V_min``, as the original multiplies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherObjective:
+    """How to learn from one teacher."""
+
+    objective: Objective
+
+    weight: float = 1.0
+
+    over: Over = "chunks"
+    """What the objective sums over: how a sample that another teacher was chosen for is left out,
+    and what is counted ahead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiTeacherLossAggregator:
+    """The KD term of several teachers, each with its own targets, alignment and objective.
+
+    - ``sum``: ``sum_i w_i * KD_i``, where ``KD_i`` is teacher i's sum over its own global count.
+      ``w_i`` are the static weights, or ``softmax(alpha * score_i)`` where there is a ``measure``;
+      times the vocabulary normalisation.
+    - ``averaged_logits``: one KD against ``sum_i w_i z_i / sum_i w_i``. Only teachers with the
+      student's tokenizer, and one objective for all; never a silent sum instead.
+    - ``select_teacher``: every sample is learned from the teacher that gives its text the fewest
+      bits per byte. The sum over the samples of all teachers is divided by their counts together.
+
+    Once per global batch, after the teachers' forward passes and before the student's: add
+    ``scores`` up over the microbatches, ``reduce_scores`` over the data-parallel group, and turn
+    them into ``weights``, which all microbatches then share. A weight taken from one microbatch
+    would make the loss depend on how the batch is cut.
+
+    Raises:
+        LossError: No teacher; weights that are negative, not finite, or of which none is positive;
+            options that a mode does not have.
+    """
+
+    teachers: Mapping[str, TeacherObjective]
+    """By name. The order is that of ``weights``."""
+
+    mode: TeacherMode = "sum"
+
+    measure: TeacherMeasure | None = None
+    """What weights follow in mode ``sum``, see ``losses/teacher_scores``; None: static ones."""
+
+    alpha: float = 1.0
+    """How strongly weights follow the scores; 0: equal weights."""
+
+    vocab_normalisation: VocabNormalisation = "none"
+
+    term: str = field(default="kd", repr=False)
+    """The term of the loss that parts belong to; names of parts begin with it."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        weights = self._static()
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+            raise LossError(
+                "a teacher's weight cannot be used", got=weights, expected="finite numbers, >= 0"
+            )
+        if not any(weights):
+            raise LossError(
+                "no teacher has a weight above 0", got=weights, fix="give one a positive weight"
+            )
+        if self.mode != "sum" and (self.measure or self.vocab_normalisation != "none"):
+            raise LossError(
+                "dynamic weights and vocabulary normalisation are of the mode 'sum'",
+                got=f"mode {self.mode!r}, measure {self.measure!r}, "
+                f"vocab_normalisation {self.vocab_normalisation!r}",
+                fix="leave them out, or set the mode to 'sum'",
+            )
+        if self.mode == "select_teacher" and len(set(weights)) > 1:
+            raise LossError(
+                "the mode 'select_teacher' chooses by bits per byte and has no weights",
+                got=weights,
+                fix="leave the weights out",
+            )
+        first, *others = self._objectives()
+        if self.mode == "averaged_logits" and any(other != first for other in others):
+            raise LossError(
+                "averaged logits are compared by one objective",
+                got=", ".join(map(repr, self._objectives())),
+                fix="give all teachers the same, or set the mode to 'sum'",
+            )
+
+    def __call__(
+        self, inputs: Mapping[str, DistillationInputs], *, weights: torch.Tensor | None = None
+    ) -> dict[str, LossPart]:
+        """One microbatch's parts, named ``kd/<teacher>``, or ``kd/average``.
+
+        Args:
+            inputs: For every teacher the student with that teacher's targets, alignment, projection
+                and match. In mode ``select_teacher`` what ``selected`` returned.
+            weights: [P] fp32 from ``weights``; None for the static ones.
+
+        Returns:
+            Parts for a ``CombinedOutput``. Collectives: those of the objectives, in the order of
+            the teachers.
+
+        Raises:
+            LossError: Inputs of other teachers, dynamic weights that were not given, and what the
+                objectives raise.
+        """
+        self._check_names(inputs)
+        if self.mode == "averaged_logits":
+            average = averaged_inputs(
+                {name: inputs[name] for name in self.teachers}, self._static()
+            )
+            output = self._objectives()[0](average)
+            return {f"{self.term}/average": self._part(output, "average", 1.0)}
+        if self.measure is not None and weights is None:
+            raise LossError(
+                "the weights of the teachers follow their scores and were not given",
+                fix="pass weights=aggregator.weights(totals) of the global batch",
+            )
+        normalisation = self._normalisation(inputs)
+        parts = {}
+        for index, (name, teacher) in enumerate(self.teachers.items()):
+            weight = teacher.weight if weights is None else weights[index]
+            if self.mode == "select_teacher":
+                weight = 1.0
+            part = self._part(teacher.objective(inputs[name]), name, weight * normalisation[name])
+            parts[f"{self.term}/{name}"] = part
+        return parts
+
+    def scores(self, texts: Mapping[str, TeacherText]) -> torch.Tensor:
+        """Nats and bytes [P, 2] fp64 of one microbatch, to be added up; see ``sample_scores``.
+
+        Raises:
+            LossError: Static weights, or texts of other teachers.
+        """
+        if self.measure is None:
+            raise LossError("static weights need no scores", fix="set measure")
+        self._check_names(texts)
+        return torch.stack(
+            [sample_scores(texts[name], self.measure).sum(dim=0) for name in self.teachers]
+        )
+
+    def weights(self, totals: torch.Tensor) -> torch.Tensor:
+        """Weights [P] fp32 from nats and bytes [P, 2] of the global batch. No collectives."""
+        assert self.measure is not None
+        return dynamic_weights(totals, self.measure, alpha=self.alpha)
+
+    def select(self, texts: Mapping[str, TeacherText]) -> torch.Tensor:
+        """Number [S] of the teacher of each sample; collectives of ``sample_scores``, P times."""
+        self._check_names(texts)
+        return best_teacher([sample_scores(texts[name], "bits_per_byte") for name in self.teachers])
+
+    def selected(
+        self, known: Mapping[str, KnownAhead], choice: torch.Tensor
+    ) -> dict[str, KnownAhead]:
+        """Each teacher's chunks or labels, without the samples that went to another.
+
+        Args:
+            known: By teacher, with whole alignments also under context parallelism. Labels of the
+                packed layout are of whole rows too, and their samples those of the alignment.
+            choice: [S] from ``select``.
+        """
+        self._check_names(known)
+        return {
+            name: restricted(known[name], choice == index, teacher.over)
+            for index, (name, teacher) in enumerate(self.teachers.items())
+        }
+
+    def counts(self, known: Mapping[str, KnownAhead]) -> dict[str, torch.Tensor]:
+        """One microbatch's counts by ``count_name``, before the student has run."""
+        self._check_names(known)
+        if self.mode == "averaged_logits":
+            name, teacher = next(iter(self.teachers.items()))
+            count = count_ahead(teacher.objective, known[name], over=teacher.over)
+            return {self._count_name("average"): count}
+        counts: dict[str, torch.Tensor] = {}
+        for name, teacher in self.teachers.items():
+            key = self._count_name(name)
+            count = count_ahead(teacher.objective, known[name], over=teacher.over)
+            counts[key] = counts[key] + count if key in counts else count
+        return counts
+
+    def _static(self) -> list[float]:
+        return [teacher.weight for teacher in self.teachers.values()]
+
+    def _objectives(self) -> list[Objective]:
+        return [teacher.objective for teacher in self.teachers.values()]
+
+    def _count_name(self, name: str) -> str:
+        return self.term if self.mode == "select_teacher" else f"{self.term}/{name}"
+
+    def _part(self, output: LossOutput, name: str, weight: float | torch.Tensor) -> LossPart:
+        return LossPart(
+            output=output, term=self.term, count_name=self._count_name(name), weight=weight
+        )
+
+    def _normalisation(self, inputs: Mapping[str, DistillationInputs]) -> dict[str, float]:
+        """Factor of each teacher for its vocabulary."""
+        if self.vocab_normalisation == "none":
+            return dict.fromkeys(self.teachers, 1.0)
+        logs = {
+            name: math.log(teacher_targets(inputs[name], name).shard.vocab_size) for name in inputs
+        }
+        least = min(logs.values())
+        ratios = {name: least / value for name, value in logs.items()}
+        if self.vocab_normalisation == "log_vocab":
+            return ratios
+        return {name: 1 / ratio for name, ratio in ratios.items()}
+
+    def _check_names(self, given: Mapping[str, object]) -> None:
+        if set(given) != set(self.teachers):
+            raise LossError(
+                "inputs are of other teachers",
+                got=", ".join(given) or "none",
+                expected=", ".join(self.teachers),
+            )
+
+
+def _check_choices(aggregator: MultiTeacherLossAggregator) -> None:
+    if not aggregator.teachers:
+        raise LossError("there is no teacher to learn from", fix="name at least one")
+    for option, value, choices in (
+        ("mode", aggregator.mode, get_args(TeacherMode)),
+        ("measure", aggregator.measure, (None, *get_args(TeacherMeasure))),
+        ("vocab_normalisation", aggregator.vocab_normalisation, get_args(VocabNormalisation)),
+    ):
+        if value not in choices:
+            raise LossError(
+                f"unknown {option} of several teachers",
+                got=repr(value),
+                expected=f"one of {', '.join(map(str, choices))}",
+            )
+    if not math.isfinite(aggregator.alpha):
+        raise LossError("alpha must be a finite number", got=aggregator.alpha)

@@ -1,0 +1,168 @@
+"""How well each teacher knows the text, in units that teachers of any tokenizer share.
+
+A token of one teacher can be three of another's, so that per-token means compare segmentations as
+much as models. Everything here is summed over a teacher's tokens and divided by the bytes of the
+text. B batch, Tt tokens, Vp local columns, S samples, P teachers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.distributed.row_slices import row_slices
+from megatron_ext.distributed.shard_collectives import all_reduce_max, all_reduce_sum
+from megatron_ext.distributed.vocab_parallel import (
+    VocabShard,
+    local_log_sum_exp,
+    merge_log_sum_exp,
+    scaled_logits,
+)
+from megatron_ext.errors import LossError
+from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.ops.token_log_prob import token_log_prob
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+TeacherMeasure = Literal["bits_per_byte", "entropy", "max_prob"]
+"""Of a text of ``n`` bytes, with ``p_t`` the teacher's prediction at token ``t``:
+
+- ``bits_per_byte``: score ``sum_t log2 p_t(label) / n``, what the text costs it, negated;
+- ``entropy``: score ``-sum_t H(p_t) / n`` in bits, how unsure it is;
+- ``max_prob``: score ``(prod_t max p_t) ^ (1/n)``, the probability of its first choices, as a mean
+  over bytes, geometric so that cutting a certain token in two changes nothing.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherText:
+    """One teacher's predictions of one microbatch, and how many bytes they are of."""
+
+    targets: TeacherTargets
+
+    labels: torch.Tensor
+    """[B, Tt] int64: tokens that are measured; ``IGNORE_INDEX`` where none."""
+
+    byte_counts: torch.Tensor
+    """[S] int64: bytes of those tokens in each sample; of whole samples, also where this rank has a
+    slice of them."""
+
+    cu_seqlens: torch.Tensor | None = None
+    """[S + 1] int32 where packed samples begin in this rank's row; None: a sample is a row."""
+
+    context_group: ProcessGroup | None = None
+    """Ranks that have the other slices of the samples; None: this rank has all of them."""
+
+
+def sample_scores(text: TeacherText, measure: TeacherMeasure) -> torch.Tensor:
+    """Nats and bytes of each sample [S, 2] fp64, the same on tensor- and context-parallel ranks.
+
+    Nats are ``-log p(label)``, ``H(p)`` or ``-log max p``, summed over the labels.
+
+    Collectives: for ``bits_per_byte`` of logits those of ``token_log_prob``; for the others three
+    all-reduces of [B Tt]; and one of [S] over ``context_group``. None of a vocabulary.
+
+    Raises:
+        LossError: Targets that do not know the measure, or labels of other positions.
+    """
+    if text.labels.shape != text.targets.positions:
+        raise LossError(
+            "the labels of a teacher's text are not those of its targets",
+            got=tuple(text.labels.shape),
+            expected=tuple(text.targets.positions),
+        )
+    nats = _row_nats(text.targets, text.labels.flatten(), measure)
+    is_measured = text.labels.flatten() != IGNORE_INDEX
+    kept = torch.where(is_measured, nats, 0.0).to(torch.float64)
+    sums = kept.new_zeros(len(text.byte_counts)).index_add_(0, _row_samples(text), kept)
+    sums = all_reduce_sum(sums, text.context_group)
+    return torch.stack([sums, text.byte_counts.to(torch.float64)], dim=-1)
+
+
+def reduce_scores(totals: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """Nats and bytes [P, 2] over data-parallel ranks, not context-parallel ones. One all-reduce."""
+    return all_reduce_sum(totals, group)
+
+
+def score(totals: torch.Tensor, measure: TeacherMeasure) -> torch.Tensor:
+    """Scores [...] fp64 from nats and bytes [..., 2]; larger is better, -inf without a byte."""
+    nats, count = totals.unbind(dim=-1)
+    per_byte = nats / count
+    value = torch.exp(-per_byte) if measure == "max_prob" else -per_byte / math.log(2)
+    return torch.where(count > 0, value, -torch.inf)
+
+
+def dynamic_weights(totals: torch.Tensor, measure: TeacherMeasure, *, alpha: float) -> torch.Tensor:
+    """``softmax(alpha * score)`` [P] fp32 of nats and bytes [P, 2]; a teacher without text has 0.
+
+    With no text at all, teachers weigh the same.
+    """
+    # -inf stays -inf also at alpha 0.
+    value = score(totals, measure)
+    has_text = totals[:, 1] > 0
+    scaled = torch.where(has_text, alpha * value, -torch.inf)
+    weights = torch.softmax(torch.where(has_text.any(), scaled, 0.0), dim=0)
+    return weights.to(torch.float32)
+
+
+def best_teacher(scores: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Number [S] of the teacher with the fewest bits per byte; the first of equals.
+
+    Args:
+        scores: P times nats and bytes [S, 2].
+    """
+    return torch.stack([score(part, "bits_per_byte") for part in scores]).argmax(dim=0)
+
+
+def _row_samples(text: TeacherText) -> torch.Tensor:
+    """Sample [B Tt] of each row."""
+    rows = torch.arange(text.labels.numel(), device=text.labels.device)
+    if text.cu_seqlens is None:
+        return rows // max(text.labels.shape[1], 1)
+    ends = text.cu_seqlens[1:].to(torch.int64)
+    return torch.bucketize(rows, ends, right=True).clamp(max=len(ends) - 1)
+
+
+def _row_nats(
+    targets: TeacherTargets, labels: torch.Tensor, measure: TeacherMeasure
+) -> torch.Tensor:
+    """[B Tt]"""
+    if measure == "bits_per_byte" and targets.label_log_probs is not None:
+        return -targets.label_log_probs.flatten()
+    if measure == "max_prob" and targets.kind == "topk":
+        assert targets.topk_logits is not None
+        assert targets.log_normaliser is not None
+        return (targets.log_normaliser - targets.topk_logits.amax(dim=-1)).flatten()
+    if targets.kind not in ("logits", "hidden"):
+        raise LossError(
+            f"teachers cannot be compared by {measure} from these targets",
+            got=f"kind {targets.kind!r}",
+            expected="kind 'logits' or 'hidden'"
+            + (", or label_log_probs" if measure == "bits_per_byte" else ""),
+        )
+    logits = targets.to_logits().detach().flatten(0, 1)
+    if measure == "bits_per_byte":
+        return -token_log_prob(logits, labels, targets.shard)
+    return _confidence_nats(logits, targets.shard, is_entropy=measure == "entropy")
+
+
+def _confidence_nats(logits: torch.Tensor, shard: VocabShard, *, is_entropy: bool) -> torch.Tensor:
+    """Entropy or ``-log max p`` [T] of logits [T, Vp]."""
+    excluded = shard.excluded_columns(logits.device)
+    peak, total = local_log_sum_exp(logits, 1.0, excluded)
+    lse = merge_log_sum_exp(peak, total, shard.group)
+    if not is_entropy:
+        peak = peak.masked_fill(total == 0, -torch.inf)
+        return lse.log_sum - (all_reduce_max(peak, shard.group) - lse.peak)
+    part_of = torch.empty_like(peak)
+    for part in row_slices(*logits.shape, device=logits.device):
+        log_p = lse.normalise_(scaled_logits(logits[part], 1.0, excluded), part)
+        p = log_p.exp()
+        part_of[part] = -(p * log_p.masked_fill_(p == 0, 0.0)).sum(dim=-1)
+    return all_reduce_sum(part_of, shard.group)

@@ -1,0 +1,1 @@
+"""What objectives compare: forms of teacher targets, vocabularies, completions."""

@@ -1,0 +1,86 @@
+"""A vocabulary match, cut to one rank's columns. Vp local columns, N common tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import DistillationInputs
+from megatron_ext.losses.inputs.targets import TeacherTargets
+
+
+class MatchedColumns(NamedTuple):
+    """This rank's columns of both sides and what they match."""
+
+    student_common: torch.Tensor
+    """bool [Vps]: columns with a match; False in padding."""
+
+    teacher_common: torch.Tensor
+    """bool [Vpt]"""
+
+    student_column: torch.Tensor
+    """int64 [Vpt]: the global student column that each teacher column matches, -1 for none."""
+
+    student_rest: int
+    """Tokens of the student's whole vocabulary without a match."""
+
+    teacher_rest: int
+
+    def student_matched(self, shard: VocabShard) -> torch.Tensor:
+        """bool [Vps]: columns that are matched or padding."""
+        return _or_padding(self.student_common, shard)
+
+    def teacher_matched(self, shard: VocabShard) -> torch.Tensor:
+        """bool [Vpt]"""
+        return _or_padding(self.teacher_common, shard)
+
+
+def matched_columns(
+    inputs: DistillationInputs, teacher: TeacherTargets, *, objective: str
+) -> MatchedColumns:
+    """The inputs' match in this rank's columns. No collectives, and no wait for the device.
+
+    Raises:
+        LossError: There is none, its sides differ in number, or it has more tokens than a
+            vocabulary.
+    """
+    match, shards = inputs.match, (inputs.student_shard, teacher.shard)
+    if match is None:
+        raise LossError(
+            f"the objective {objective} needs to know which tokens both vocabularies have",
+            got="no match",
+            fix="make a VocabularyMatch of the projection's partition",
+        )
+    count = len(match.common_student)
+    smaller = min(shard.vocab_size for shard in shards)
+    if len(match.common_teacher) != count or count > smaller:
+        raise LossError(
+            f"the vocabulary match of the objective {objective} does not pair tokens one to one",
+            got=f"{count} student and {len(match.common_teacher)} teacher tokens",
+            expected=f"equally many, at most {smaller}",
+        )
+    partner = _partners(match.common_student, match.common_teacher, shards[0])
+    student_column = _partners(match.common_teacher, match.common_student, shards[1])
+    return MatchedColumns(
+        student_common=partner >= 0,
+        teacher_common=student_column >= 0,
+        student_column=student_column,
+        student_rest=shards[0].vocab_size - count,
+        teacher_rest=shards[1].vocab_size - count,
+    )
+
+
+def _partners(own: torch.Tensor, other: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """int64 [Vp]: the other side's token that each of this shard's columns matches, -1 for none."""
+    size = max(shard.vocab_size, shard.stop)
+    everywhere = torch.full((size,), -1, dtype=torch.int64, device=own.device)
+    everywhere[own] = other
+    return everywhere[shard.start : shard.stop]
+
+
+def _or_padding(common: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    padding = shard.excluded_columns(common.device)
+    return common if padding is None else common | padding

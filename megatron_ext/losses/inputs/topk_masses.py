@@ -1,0 +1,105 @@
+"""What a teacher's top-k says of the rows of chains. Tt tokens, K top-k, S steps, E completions."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
+from megatron_ext.ops.divergence import log1mexp
+from megatron_ext.ops.partition_kl import ChainRows, Chains, RowMasses, SingleRows
+from megatron_ext.ops.partition_kl.event_divergence import IMPOSSIBLE
+
+
+def singles_as_chains(
+    singles: SingleRows, chains: Chains, teacher: TeacherTargets, match: VocabularyMatch
+) -> tuple[SingleRows, Chains]:
+    """No singles, and chains of which the first are the singles.
+
+    Such a chain has no step, and the K completions are the shared ones of the teacher's top-k.
+    """
+    assert teacher.topk_ids is not None
+    count, width = len(singles.student), teacher.topk_ids.shape[-1]
+    ids = teacher.topk_ids.flatten(0, 1)[singles.teacher]
+    student_ids = match.student_of(teacher.shard.vocab_size)[ids]
+    shared = torch.where(student_ids < 0, -1, ids)
+
+    def joined(rows: ChainRows, row: torch.Tensor, completion: torch.Tensor) -> ChainRows:
+        return rows._replace(
+            step_chain=rows.step_chain + count,
+            last_row=torch.cat([row, rows.last_row]),
+            completion=torch.cat([completion.flatten(), rows.completion]),
+        )
+
+    own = torch.arange(count, device=ids.device).repeat_interleave(width)
+    none = singles.student[:0]
+    return SingleRows(none, none), Chains(
+        student=joined(chains.student, singles.student, student_ids),
+        teacher=joined(chains.teacher, singles.teacher, shared),
+        completion_chain=torch.cat([own, chains.completion_chain + count]),
+        completion_pointers=(
+            *range(0, count * width, width),
+            *(count * width + pointer for pointer in chains.completion_pointers),
+        ),
+        longest=chains.longest,
+    )
+
+
+def topk_masses(chains: Chains, teacher: TeacherTargets) -> tuple[Chains, RowMasses, torch.Tensor]:
+    """The teacher's log-masses at the rows of the chains, replicated as its top-k is.
+
+    Returns:
+        The chains without the completions outside the top-k, which are part of both sides' rest;
+        the masses; and bool [H], chains all of whose observed tokens have a known probability.
+    """
+    assert teacher.log_normaliser is not None
+    rows = chains.teacher
+    normaliser = teacher.log_normaliser.flatten()
+    index = _TopkIndex(teacher)
+    step, step_known = index.log_prob(rows.step_row, rows.step_label, normaliser)
+    if teacher.label_log_probs is not None:
+        step = teacher.label_log_probs.flatten()[rows.step_row].to(step.dtype)
+        step_known = torch.ones_like(step_known)
+    last_row = rows.last_row[chains.completion_chain]
+    completion, known = index.log_prob(last_row, rows.completion, normaliser)
+    known &= chains.student.completion >= 0
+    completion = completion.masked_fill(~known, IMPOSSIBLE)
+
+    count = chains.chain_count
+    inside = completion.new_zeros(count)
+    inside.index_add_(0, chains.completion_chain, completion.exp())
+    unknown = torch.zeros(count, dtype=torch.int64, device=step.device)
+    unknown.index_add_(0, rows.step_chain, (~step_known).to(torch.int64))
+    masses = RowMasses(
+        step.clamp(min=IMPOSSIBLE),
+        log1mexp(step).clamp(min=IMPOSSIBLE),
+        completion,
+        torch.log1p(-inside.clamp(max=1)).clamp(min=IMPOSSIBLE),
+    )
+    kept = chains.student.completion.masked_fill(~known, -1)
+    return chains._replace(student=chains.student._replace(completion=kept)), masses, unknown == 0
+
+
+class _TopkIndex:
+    """Where a token is in the top-k of its row, found by bisection."""
+
+    def __init__(self, teacher: TeacherTargets) -> None:
+        assert teacher.topk_ids is not None
+        assert teacher.topk_logits is not None
+        ids = teacher.topk_ids.flatten(0, 1)
+        self._vocab = teacher.shard.vocab_size
+        row = torch.arange(len(ids), device=ids.device)[:, None]
+        self._keys, order = (row * self._vocab + ids).flatten().sort()
+        self._logits = teacher.topk_logits.flatten()[order]
+
+    def log_prob(
+        self, row: torch.Tensor, token: torch.Tensor, normaliser: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability [N] of each token, -inf where it is not known, and where it is."""
+        key = row * self._vocab + token
+        if not len(self._keys):
+            return normaliser.new_zeros(len(key)), torch.zeros_like(key, dtype=torch.bool)
+        place = torch.searchsorted(self._keys, key).clamp_(max=len(self._keys) - 1)
+        known = (self._keys[place] == key) & (token >= 0)
+        log_prob = self._logits[place].to(normaliser.dtype) - normaliser[row]
+        return log_prob.masked_fill(~known, -torch.inf), known

@@ -1,0 +1,1 @@
+"""The objectives, each under its paper's name."""

@@ -1,0 +1,204 @@
+"""ALM: the likelihood of each chunk, as two models give it. T rows, Vp local columns, C chunks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+
+from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.distributed.shard_collectives import all_reduce_sum
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.checks.input_check import check_alignment, check_student
+from megatron_ext.losses.diagnostics import chunk_output, over_chunks
+from megatron_ext.losses.inputs.targets import TargetKind
+from megatron_ext.losses.objectives.chunk_groups import ChunkGroups, chunk_groups
+from megatron_ext.losses.objectives.chunk_likelihood import ChunkLikelihoods, chunk_likelihoods
+from megatron_ext.ops.binary_divergence import (
+    Difference,
+    binary_divergence,
+    check_binary_divergence,
+)
+
+Merge = Literal["none", "words", "likely_boundaries"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlmLoss:
+    """``sum_c D(P_c, Q_c)`` over chunks: how likely the chunk's bytes are to either model.
+
+    ``log P_c`` is the sum of the teacher's log-probabilities of the chunk's tokens, ``log Q_c``
+    the student's, in nats; D compares "the chunk comes" with "it does not" at the temperature
+    tau (``ops/binary_divergence``). With ``debias`` each has the log-probability added that a
+    boundary token follows, ``inputs.boundary``. The output counts groups of chunks: with ``merge``
+    "none" the chunks themselves.
+
+    Zero, with a zero gradient, for models that give every chunk the same likelihood; but for the
+    difference ``binary_ce``, which keeps the teacher's entropy. The gradient of a logit is at most
+    ``max(1, 1 / tau)`` a chunk for ``binary_kl`` and ``binary_ce``.
+
+    Left out: chunks with a position that has no label on either side, and groups that a model
+    gives the probability 0 (a masked token), which have no finite likelihood. What follows a chunk
+    is not known at the end of a sample and where the next position has no label; there no boundary
+    is added to either side.
+
+    Metrics, a group: ``student_nats`` and ``teacher_nats`` (of what is compared), ``chunks``,
+    ``impossible`` (groups of probability 0, of all); and those of ``losses/diagnostics``, where a
+    group has the class of its last chunk.
+
+    Teacher targets: ``logits``, ``hidden`` (both with ``inputs.teacher_labels``) and ``label`` (two
+    numbers a token; the boundary's with ``debias`` or ``likely_boundaries``). Collectives on the
+    tensor-parallel group, forward: three all-reduces of at most [2 (Ts + Tt)] numbers; one of [Ts]
+    more for ``merge`` "words". Backward: none.
+
+    Source: Minixhofer et al. 2025, arXiv 2503.20083, and tokenkit.
+
+    Raises:
+        LossError: Options that mean nothing; calling it without teacher, alignment, teacher labels
+            or boundaries that it needs, or with ones that do not fit. NaN logits make ``loss_sum``
+            NaN.
+    """
+
+    name: ClassVar[str] = "alm"
+
+    difference: Difference = "binary_kl"
+    """D. tokenkit's default is ``binary_ce``, which has the same gradient."""
+
+    temperature: float = 5.0
+    """tau, the best of the paper's ablation; not multiplied back."""
+
+    coin: float = 0.01
+    """Nats taken off both likelihoods, so that none is certain; see ``ops/binary_divergence``.
+    ``1e-6 * temperature`` is tokenkit's."""
+
+    renyi_alpha: float = 0.5
+    """Order of the difference ``renyi``."""
+
+    debias: bool = True
+    """Multiply each likelihood with that of a boundary after the chunk."""
+
+    merge: Merge = "none"
+    """``none``: minimal chunks. ``words``: merged until a boundary token follows in the text.
+    ``likely_boundaries``: until the teacher gives a boundary more than ``boundary_threshold``."""
+
+    boundary_threshold: float = 0.1
+    """gamma, a probability."""
+
+    def __post_init__(self) -> None:
+        check_binary_divergence(
+            self.name,
+            difference=self.difference,
+            temperature=self.temperature,
+            coin=self.coin,
+            renyi_alpha=self.renyi_alpha,
+        )
+        if self.merge not in get_args(Merge):
+            raise LossError(
+                f"unknown merge of the objective {self.name}",
+                got=repr(self.merge),
+                expected=f"one of {', '.join(get_args(Merge))}",
+            )
+        if not 0 < self.boundary_threshold < 1:
+            raise LossError(
+                f"boundary_threshold of the objective {self.name} is no probability",
+                got=self.boundary_threshold,
+                expected="above 0 and below 1",
+            )
+
+    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+        check_student(inputs)
+        kinds: tuple[TargetKind, ...] = ("logits", "hidden", "label")
+        alignment, teacher = check_alignment(inputs, objective=self.name, kinds=kinds)
+        chunks = chunk_likelihoods(
+            inputs,
+            teacher,
+            objective=self.name,
+            with_boundary=self.debias or self.merge == "likely_boundaries",
+        )
+        groups = self._groups(inputs, alignment, chunks)
+        student, teacher_nats = (
+            self._log_likelihood(own, boundary, chunks.usable, groups)
+            for own, boundary in (
+                (chunks.student, chunks.student_boundary),
+                (chunks.teacher, chunks.teacher_boundary),
+            )
+        )
+        # NaN is not impossible: it has to show.
+        impossible = (student == -torch.inf) | (teacher_nats == -torch.inf)
+        compared = chunks.usable & groups.is_last
+        kept = compared & ~impossible
+        # What is left out becomes an ordinary number first: the gradient of a where() is 0 only
+        # where both sides are finite. Rounding can put a certain chunk above 0.
+        student, teacher_nats = (
+            torch.where(kept, nats, -1.0).clamp(max=0.0) for nats in (student, teacher_nats)
+        )
+        loss = binary_divergence(
+            teacher_nats,
+            student,
+            difference=self.difference,
+            temperature=self.temperature,
+            coin=self.coin,
+            renyi_alpha=self.renyi_alpha,
+        )
+        members = groups.sum(chunks.usable.to(loss.dtype))
+        return chunk_output(
+            inputs,
+            loss,
+            usable=kept,
+            means={"student_nats": -student, "teacher_nats": -teacher_nats, "chunks": members},
+            metrics={"impossible": over_chunks(impossible.to(loss.dtype), compared)},
+        )
+
+    def _groups(
+        self, inputs: DistillationInputs, alignment: AlignmentBatch, chunks: ChunkLikelihoods
+    ) -> ChunkGroups:
+        """Which chunks count as one. ``words``: one all-reduce."""
+        if self.merge == "none":
+            return ChunkGroups.single(alignment.chunk_count, inputs.labels.device)
+        if self.merge == "words":
+            closes = _before_boundary(inputs, alignment, self.name)
+        else:
+            closes = chunks.teacher_boundary > math.log(self.boundary_threshold)
+        # Where nothing is known of what follows, nothing follows that could be merged.
+        return chunk_groups(alignment, usable=chunks.usable, closes=closes | ~chunks.follows)
+
+    def _log_likelihood(
+        self,
+        chunk: torch.Tensor,
+        boundary: torch.Tensor,
+        usable: torch.Tensor,
+        groups: ChunkGroups,
+    ) -> torch.Tensor:
+        """[C] at every chunk its group's, debiased at the group's end."""
+        if self.debias:
+            chunk = chunk + torch.where(groups.is_last, boundary, 0.0)
+        return groups.sum(torch.where(usable, chunk, 0.0))
+
+
+def _before_boundary(
+    inputs: DistillationInputs, alignment: AlignmentBatch, objective: str
+) -> torch.Tensor:
+    """bool [C]: the student token after the chunk is a boundary. One all-reduce of [Ts].
+
+    The teacher's begins with the same byte.
+    """
+    if inputs.boundary is None:
+        raise LossError(
+            f"the objective {objective} merges up to words and needs to know where they begin",
+            got="no boundary columns",
+            fix="make BoundaryColumns of the tokenizers' bytes, or set merge to none",
+        )
+    labels, shard = inputs.labels.flatten(), inputs.student_shard
+    column = labels - shard.start
+    here = (column >= 0) & (column < shard.valid_width)
+    found = here & inputs.boundary.student[torch.where(here, column, 0)]
+    is_boundary = all_reduce_sum(found.to(torch.int32), shard.group) > 0
+    # Past the last row of a sequence nothing follows; the caller knows.
+    row = alignment.student_spans[:, 1].clamp(max=len(labels) - 1)
+    return is_boundary[row]
+
+
+LOSS_REGISTRY.register("alm", AlmLoss)

@@ -1,0 +1,197 @@
+"""What two models say of the tokens of each chunk. T rows, Vp local columns, C chunks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatron_ext.constants import NO_CHUNK
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import DistillationInputs
+from megatron_ext.losses.diagnostics import used_chunks
+from megatron_ext.losses.inputs.boundary_columns import BoundaryColumns
+from megatron_ext.losses.inputs.counted_ids import counted_ids
+from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.ops.chunk_reduce import chunk_slots
+from megatron_ext.ops.token_likelihood import ModelRows, TokenLikelihood, token_likelihood
+
+
+class ChunkLikelihoods(NamedTuple):
+    """[C] each, the same on every rank; those of the student have a graph."""
+
+    student: torch.Tensor
+    """Sum of the log-probabilities of the student's tokens in the chunk."""
+
+    teacher: torch.Tensor
+
+    student_boundary: torch.Tensor
+    """Log-probability that a boundary token follows, 0 where ``follows`` is False."""
+
+    teacher_boundary: torch.Tensor
+
+    follows: torch.Tensor
+    """bool: both models' predictions of what follows the chunk are known."""
+
+    usable: torch.Tensor
+    """bool: the chunk counts, and each of its positions has a label."""
+
+
+def chunk_likelihoods(
+    inputs: DistillationInputs,
+    teacher: TeacherTargets,
+    *,
+    objective: str,
+    with_boundary: bool,
+) -> ChunkLikelihoods:
+    """Likelihoods of the inputs' chunks.
+
+    Args:
+        inputs: With an alignment that fits.
+        teacher: Targets of the kind ``logits``, ``hidden`` or ``label``.
+        objective: Its name, for errors.
+        with_boundary: Look for boundaries; otherwise they are 0.
+
+    Three all-reduces of at most [2 (Ts + Tt)]. Numbers of chunks that are not usable mean nothing,
+    but nothing of what they look at reaches another chunk, NaN included.
+
+    Raises:
+        LossError: No teacher labels, no boundaries, or ones that do not fit.
+    """
+    alignment = inputs.alignment
+    assert alignment is not None
+    teacher_labels = _teacher_labels(inputs, teacher, objective)
+    labels = inputs.labels.flatten(), teacher_labels.flatten()
+    chunk_ids = counted_ids(inputs)
+    asked = tuple(
+        torch.where(ids == NO_CHUNK, -1, own) for ids, own in zip(chunk_ids, labels, strict=True)
+    )
+    columns = _columns(inputs, teacher, objective) if with_boundary else None
+    rows = _rows(inputs, teacher, asked, columns, objective, with_boundary)
+
+    count = alignment.chunk_count
+    unlabelled = [
+        _sum_rows((own < 0).to(torch.int64), ids, count)
+        for ids, own in zip(chunk_ids, labels, strict=True)
+    ]
+    usable = used_chunks(inputs, (unlabelled[0] + unlabelled[1]) == 0)
+    spans = alignment.student_spans, alignment.teacher_spans
+    lengths = inputs.labels.shape[1], teacher_labels.shape[1]
+    places = [_place_after(*side) for side in zip(spans, labels, lengths, strict=True)]
+    follows = usable & places[0].exists & places[1].exists
+    boundaries = [
+        torch.where(follows, side.log_mass[place.row], 0.0)
+        for side, place in zip(rows, places, strict=True)
+    ]
+    sums = [_sum_rows(side.log_prob, ids, count) for side, ids in zip(rows, chunk_ids, strict=True)]
+    return ChunkLikelihoods(sums[0], sums[1], boundaries[0], boundaries[1], follows, usable)
+
+
+class _Place(NamedTuple):
+    """The row after each chunk [C], some row where there is none."""
+
+    row: torch.Tensor
+    exists: torch.Tensor
+
+
+def _place_after(spans: torch.Tensor, labels: torch.Tensor, length: int) -> _Place:
+    """A row follows where it is of the same sequence and predicts a token that is there."""
+    within = spans[:, 1] % length != 0
+    row = torch.where(within, spans[:, 1], 0)
+    return _Place(row, within & (labels[row] >= 0))
+
+
+def _sum_rows(values: torch.Tensor, chunk_id: torch.Tensor, count: int) -> torch.Tensor:
+    sums = values.new_zeros(count + 1)
+    return sums.index_add(0, chunk_slots(chunk_id, count), values)[:-1]
+
+
+def _rows(
+    inputs: DistillationInputs,
+    teacher: TeacherTargets,
+    asked: tuple[torch.Tensor, ...],
+    columns: BoundaryColumns | None,
+    objective: str,
+    with_boundary: bool,
+) -> tuple[TokenLikelihood, TokenLikelihood]:
+    """Likelihoods of both models' rows."""
+    student = ModelRows(
+        inputs.student_logits.flatten(0, 1),
+        asked[0],
+        None if columns is None else columns.student,
+        inputs.student_shard,
+    )
+    if teacher.kind == "label":
+        own, _ = token_likelihood(student)
+        return own, _given(teacher, asked[1], own.log_prob.dtype, objective, with_boundary)
+    other = ModelRows(
+        teacher.to_logits().flatten(0, 1),
+        asked[1],
+        None if columns is None else columns.teacher,
+        teacher.shard,
+    )
+    own, known = token_likelihood(student, other)
+    assert known is not None
+    return own, known
+
+
+def _given(
+    teacher: TeacherTargets,
+    asked: torch.Tensor,
+    dtype: torch.dtype,
+    objective: str,
+    with_boundary: bool,
+) -> TokenLikelihood:
+    """The numbers that targets of the kind ``label`` hold."""
+    log_probs, boundary = teacher.label_log_probs, teacher.boundary_log_probs
+    assert log_probs is not None
+    if boundary is None:
+        if with_boundary:
+            raise LossError(
+                f"the objective {objective} needs the teacher's boundary log-probabilities",
+                got="targets of kind 'label' without boundary_log_probs",
+                fix="record them with the labels', or set debias to false and merge to none",
+            )
+        boundary = torch.zeros_like(log_probs)
+    if boundary.shape != log_probs.shape:
+        raise LossError(
+            "the teacher's boundary log-probabilities do not fit its labels'",
+            got=tuple(boundary.shape),
+            expected=tuple(log_probs.shape),
+        )
+    own = log_probs.flatten().to(dtype).masked_fill(asked < 0, 0.0)
+    return TokenLikelihood(own, boundary.flatten().to(dtype))
+
+
+def _teacher_labels(
+    inputs: DistillationInputs, teacher: TeacherTargets, objective: str
+) -> torch.Tensor:
+    labels = inputs.teacher_labels
+    if labels is None or labels.shape != teacher.positions:
+        raise LossError(
+            f"the objective {objective} needs the labels of the teacher's positions",
+            got="none" if labels is None else tuple(labels.shape),
+            expected=tuple(teacher.positions),
+        )
+    return labels
+
+
+def _columns(
+    inputs: DistillationInputs, teacher: TeacherTargets, objective: str
+) -> BoundaryColumns:
+    columns = inputs.boundary
+    if columns is None:
+        raise LossError(
+            f"the objective {objective} needs to know which tokens begin a word",
+            got="no boundary columns",
+            fix="make BoundaryColumns of the tokenizers' bytes, or set debias to false",
+        )
+    got = columns.student.shape[0], columns.teacher.shape[0]
+    expected = inputs.student_shard.width, teacher.shard.width
+    if got != expected:
+        raise LossError(
+            "the boundary columns are cut for other shards (student, teacher)",
+            got=got,
+            expected=expected,
+        )
+    return columns

@@ -1,0 +1,276 @@
+"""DSKD: each model's hidden states under the other's head. C chunks, Ds Dt hidden."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+import torch
+
+from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.alignment.chunk_class import ChunkClass
+from megatron_ext.distributed.shard_collectives import copy_to_shards
+from megatron_ext.distributed.vocab_parallel import VocabShard, accumulation_dtype, vocab_argmax
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.checks.input_check import check_alignment, check_student
+from megatron_ext.losses.checks.option_check import check_choice
+from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
+from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.objectives.dskd_projectors import DskdProjectors
+from megatron_ext.ops.divergence import Divergence, check_divergence
+from megatron_ext.ops.token_log_prob import token_log_prob
+from megatron_ext.ops.vocab_kl import vocab_kl
+
+Positions = Literal["one_to_one", "chunk_starts"]
+Target = Literal["label", "teacher"]
+Gate = Literal["target", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DskdLoss:
+    """Distillation in both models' spaces, summed over aligned positions c.
+
+    ``A`` carries a teacher's hidden state to the student's width, ``B`` a student's to the
+    teacher's. With ``s_c = softmax(E_s A h_t)``, ``t_c = softmax(E_t B h_s)``, the student's Q and
+    the teacher's P, each at the temperature tau but in the cross-entropy:
+
+        w CE(s_c, target) + g_c tau^2 D(s_c || Q_c) + u tau^2 KL(P_c || t_c)
+
+    The first term trains A, the second the student, the third B and the student's hidden states.
+    ``s_c`` is constant in the second, ``E_s`` in the first, and ``E_t`` always; ``g_c`` is 1 where
+    the largest of ``s_c`` is the target. In nats; the output counts positions. Where A and B carry
+    over exactly, the last two terms vanish, with their gradients, for a student that predicts what
+    its teacher does; the first is the teacher's own cross-entropy, which does not.
+
+    Not here of the paper: cross-model attention with embeddings (positions come from the alignment,
+    as in DSKDv2), scaling by the standard deviation of a batch (it would depend on the
+    microbatch), gating by the share of agreeing positions (for the same reason), adaptive and
+    skewed divergences, student generations.
+
+    Metrics, a position: ``projected_ce``, ``projected_accuracy`` (of ``s_c``), ``kd_student``,
+    ``kd_teacher``, ``gated`` (positions with ``g_c = 1``); and those of ``losses/diagnostics``.
+
+    Teacher targets: ``hidden``; ``inputs.student_hidden`` and ``student_head_weight`` too. Hidden
+    states are replicated over the tensor-parallel group, and the gradient of the student's is
+    complete on every rank. Collectives, forward: fifteen all-reduces of [C] to [3, C], two more
+    with ``target`` "teacher", one of [Dt, Ds] with projectors from heads; backward an all-reduce of
+    [C, Ds] and of [C, Dt]. Keeps logits [C, Vp] of both models and of both projections.
+
+    Source: Zhang et al. 2024, arXiv 2406.17328, and the code of DSKDv2.
+
+    Raises:
+        LossError: Options that mean nothing; calling it without hidden states, heads or an
+            alignment, or with ones that do not fit. NaN logits make ``loss_sum`` NaN.
+    """
+
+    name: ClassVar[str] = "dskd"
+
+    projectors: DskdProjectors
+    """A and B, which a trainer registers as parameters of its own."""
+
+    temperature: float = 2.0
+    """tau of the two divergences."""
+
+    direction: Divergence = "forward"
+    """D: ``forward``: KL(s_c || Q_c). ``reverse``: the other. ``jensen_shannon``: between them."""
+
+    mixture: float = 0.5
+    """Weight of s_c in the mixture of ``jensen_shannon``."""
+
+    positions: Positions = "one_to_one"
+    """``one_to_one``: chunks of one token on either side, as DSKDv2. ``chunk_starts``: the first
+    position of every chunk, where both models have read the same bytes too."""
+
+    target: Target = "label"
+    """Of the cross-entropy. ``label``: the student's next token. ``teacher``: the teacher's most
+    probable token where ``inputs.match`` has it, as DSKDv2; elsewhere the first term is 0."""
+
+    gate: Gate = "target"
+    """``target``: g_c as above. ``none``: 1 everywhere."""
+
+    label_weight: float = 1.0
+    """w"""
+
+    teacher_space_weight: float = 1.0
+    """u"""
+
+    def __post_init__(self) -> None:
+        check_divergence(
+            self.name,
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+        )
+        check_choice(self.name, "positions", self.positions, get_args(Positions))
+        check_choice(self.name, "target", self.target, get_args(Target))
+        check_choice(self.name, "gate", self.gate, get_args(Gate))
+        for option in ("label_weight", "teacher_space_weight"):
+            weight = getattr(self, option)
+            if not (math.isfinite(weight) and weight >= 0):
+                raise LossError(
+                    f"{option} of the objective {self.name} must not be negative",
+                    got=weight,
+                    expected="0 or above",
+                )
+
+    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+        check_student(inputs)
+        alignment, teacher = check_alignment(inputs, objective=self.name, kinds=("hidden",))
+        usable = self._usable(inputs.labels, alignment)
+        used = used_chunks(inputs, usable)
+        spaces = self._spaces(inputs, alignment, teacher, used)
+        shard = inputs.student_shard
+        target = torch.where(used, self._target(inputs, alignment, teacher, spaces), -1)
+        cross_entropy = -token_log_prob(spaces.student_projected, target, shard)
+        kd_student = vocab_kl(
+            spaces.student,
+            spaces.student_projected,
+            student_shard=shard,
+            teacher_shard=shard,
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+        ).row_loss
+        kd_teacher = vocab_kl(
+            spaces.teacher_projected,
+            spaces.teacher,
+            student_shard=teacher.shard,
+            teacher_shard=teacher.shard,
+            temperature=self.temperature,
+        ).row_loss
+        hits = vocab_argmax(spaces.student_projected, shard) == target
+        gate = hits if self.gate == "target" else torch.ones_like(hits)
+        loss = torch.where(gate, kd_student, 0.0)
+        loss = loss + self.label_weight * cross_entropy + self.teacher_space_weight * kd_teacher
+        has_target = target >= 0
+        return chunk_output(
+            inputs,
+            loss,
+            usable=usable,
+            means={"kd_student": kd_student, "kd_teacher": kd_teacher, "gated": gate},
+            metrics={
+                "projected_ce": over_chunks(cross_entropy, has_target),
+                "projected_accuracy": over_chunks(hits, has_target),
+            },
+        )
+
+    def _spaces(
+        self,
+        inputs: DistillationInputs,
+        alignment: AlignmentBatch,
+        teacher: TeacherTargets,
+        used: torch.Tensor,
+    ) -> _Spaces:
+        student_hidden, head = _check_hidden(inputs, teacher, self.projectors)
+        assert teacher.hidden is not None
+        assert teacher.head_weight is not None
+        own, other = alignment.student_spans[:, 0], alignment.teacher_spans[:, 0]
+        # What is left out must not reach the projectors, not even as 0 times NaN.
+        hidden = torch.where(used[:, None], teacher.hidden.flatten(0, 1)[other], 0.0)
+        student_hidden = torch.where(used[:, None], student_hidden.flatten(0, 1)[own], 0.0)
+        to_teacher = self.projectors.to_teacher_weight(head, inputs.student_shard)
+        onto_student = _linear(hidden, self.projectors.teacher_to_student)
+        onto_teacher = _linear(student_hidden, to_teacher)
+        return _Spaces(
+            student=inputs.student_logits.flatten(0, 1)[own],
+            student_projected=_under_head(onto_student, head, inputs.student_shard),
+            teacher=hidden @ teacher.head_weight.t(),
+            teacher_projected=_under_head(onto_teacher, teacher.head_weight, teacher.shard),
+        )
+
+    def _target(
+        self,
+        inputs: DistillationInputs,
+        alignment: AlignmentBatch,
+        teacher: TeacherTargets,
+        spaces: _Spaces,
+    ) -> torch.Tensor:
+        """int64 [C]: student token of the cross-entropy, negative for none."""
+        if self.target == "label":
+            return inputs.labels.flatten()[alignment.student_spans[:, 0]]
+        if inputs.match is None:
+            raise LossError(
+                f"the objective {self.name} needs to know which tokens both vocabularies have",
+                got="no match",
+                fix="make a VocabularyMatch of the projection's partition, or set target to label",
+            )
+        table = torch.full((teacher.shard.vocab_size,), -1, device=inputs.labels.device)
+        table[inputs.match.common_teacher] = inputs.match.common_student
+        # A row of NaN has no maximum, which clamp() keeps inside the table.
+        best = vocab_argmax(spaces.teacher, teacher.shard)
+        return table[best.clamp(max=teacher.shard.vocab_size - 1)]
+
+    def count_ahead(self, known: KnownAhead) -> torch.Tensor:
+        """Positions that are of ``positions`` and have a label."""
+        return known.chunks(self._usable(known.labels, known.aligned))
+
+    def _usable(self, labels: torch.Tensor, alignment: AlignmentBatch) -> torch.Tensor:
+        """bool [C]"""
+        usable = labels.flatten()[alignment.student_spans[:, 0]] >= 0
+        if self.positions == "one_to_one":
+            usable = usable & (alignment.chunk_class == ChunkClass.ONE_TO_ONE)
+        return usable
+
+
+class _Spaces(NamedTuple):
+    """Logits of each position, this rank's columns."""
+
+    student: torch.Tensor
+    """[C, Vps], with the graph of the student's logits."""
+
+    student_projected: torch.Tensor
+    """[C, Vps] of the teacher's hidden states, with a graph to A."""
+
+    teacher: torch.Tensor
+    """[C, Vpt]"""
+
+    teacher_projected: torch.Tensor
+    """[C, Vpt] of the student's hidden states, with a graph to them and to B."""
+
+
+def _linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``hidden weight^T``, accumulated in at least fp32."""
+    dtype = accumulation_dtype(hidden.dtype)
+    return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype))
+
+
+def _under_head(hidden: torch.Tensor, head: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """This rank's logits of replicated hidden states, under a head that gets no gradient."""
+    copied = copy_to_shards(hidden, shard.group)
+    return copied.to(head.dtype) @ head.detach().t()
+
+
+def _check_hidden(
+    inputs: DistillationInputs, teacher: TeacherTargets, projectors: DskdProjectors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden, head = inputs.student_hidden, inputs.student_head_weight
+    if hidden is None or head is None:
+        raise LossError(
+            "the objective dskd needs the student's hidden states and head",
+            got=f"no {'student_hidden' if hidden is None else 'student_head_weight'}",
+        )
+    assert teacher.hidden is not None
+    assert teacher.head_weight is not None
+    shapes = {
+        "student_hidden": (hidden, (*inputs.labels.shape, projectors.student_hidden)),
+        "student_head_weight": (head, (inputs.student_shard.width, projectors.student_hidden)),
+        "teacher hidden": (teacher.hidden, (*teacher.positions, projectors.teacher_hidden)),
+        "teacher head_weight": (
+            teacher.head_weight,
+            (teacher.shard.width, projectors.teacher_hidden),
+        ),
+    }
+    for name, (tensor, expected) in shapes.items():
+        if tuple(tensor.shape) != expected:
+            raise LossError(
+                f"the {name} of the objective dskd does not fit its logits and projectors",
+                got=tuple(tensor.shape),
+                expected=expected,
+            )
+    return hidden, head
+
+
+LOSS_REGISTRY.register("dskd", DskdLoss)

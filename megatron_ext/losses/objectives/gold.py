@@ -1,0 +1,166 @@
+"""GOLD: a divergence over common tokens, sorted L1 over the rest. C chunks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, get_args
+
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.checks.input_check import check_alignment, check_student
+from megatron_ext.losses.checks.option_check import (
+    Numerics,
+    check_choice,
+    check_count,
+)
+from megatron_ext.losses.diagnostics import chunk_output
+from megatron_ext.losses.inputs.counted_ids import counted_ids
+from megatron_ext.losses.inputs.matched_columns import MatchedColumns, matched_columns
+from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.nemo import nemo_gold
+from megatron_ext.ops.chunk_distributions import chunk_distributions
+from megatron_ext.ops.divergence import Divergence, check_divergence
+from megatron_ext.ops.matched_divergence import matched_divergence
+from megatron_ext.ops.sorted_l1 import sorted_l1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldLoss:
+    """``tau^2 * sum_c ( D(P_c, Q_c) + w * L1(P_c, Q_c) )`` over chunks.
+
+    ``Q_c`` and ``P_c`` are the means of the student's and the teacher's distributions over the rows
+    of chunk ``c`` at temperature ``tau``. ``D`` (nats) compares them over ``inputs.match`` with one
+    bucket for all other tokens (``ops/matched_divergence``); ``L1`` compares the sorted
+    probabilities of those other tokens (``ops/sorted_l1``). The output counts chunks. Zero, with a
+    zero gradient, for a student that equals its teacher under one chunking of one tokenization.
+
+    Metrics, a chunk: ``kl_common`` and ``l1_uncommon`` (before ``tau^2`` and ``w``), the
+    ``student_uncommon_mass`` and ``teacher_uncommon_mass``, ``l1_left_out`` (at most so much is
+    missing in ``l1_uncommon``), ``top1_agreement`` over common tokens, and those of
+    ``losses/diagnostics``.
+
+    Teacher targets: ``logits``, ``hidden``. Collectives on the tensor-parallel group: those of
+    ``ops/chunk_distributions``, ``ops/matched_divergence`` and ``ops/sorted_l1``: forward six
+    all-reduces of vectors, one reduce-scatter of [C', Vs] and one all-gather of
+    [C', 2 ``uncommon_topk`` + 2] a slice of C' chunks; backward an all-reduce of [T'] a slice of T'
+    student rows.
+
+    ``numerics="nemo"``: ``losses/nemo``.
+
+    Source: GOLD (TRL, 2025) and X-Token (arXiv 2605.21699), from which this form differs as
+    ``docs/losses.md`` says.
+
+    Raises:
+        LossError: Options that mean nothing; calling it without teacher, alignment or match, or
+            with ones that do not fit the logits. NaN logits make ``loss_sum`` NaN.
+    """
+
+    name: ClassVar[str] = "gold"
+
+    temperature: float = 1.0
+    """tau, at which both models are compared."""
+
+    direction: Divergence = "forward"
+    """``forward``: KL(teacher || student). ``reverse``: KL(student || teacher).
+    ``jensen_shannon``: of both to their mixture."""
+
+    mixture: float = 0.5
+    """Weight of the teacher in the mixture of ``jensen_shannon``."""
+
+    uncommon_weight: float = 1.0
+    """w of the sorted L1; 0 leaves the divergence alone."""
+
+    uncommon_topk: int | None = 8192
+    """Largest probabilities of uncommon tokens that are compared; None: all."""
+
+    numerics: Numerics = "proper"
+    """``proper`` or ``nemo``."""
+
+    def __post_init__(self) -> None:
+        check_divergence(
+            self.name,
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+        )
+        check_choice(self.name, "numerics", self.numerics, get_args(Numerics))
+        check_count(self.name, "uncommon_topk", self.uncommon_topk)
+        if not (math.isfinite(self.uncommon_weight) and self.uncommon_weight >= 0):
+            raise LossError(
+                f"uncommon_weight of the objective {self.name} must not be negative",
+                got=self.uncommon_weight,
+                expected="0 or above",
+            )
+        if self.numerics == "nemo" and self.direction == "jensen_shannon":
+            raise LossError(
+                f"the nemo numerics of the objective {self.name} have no such direction",
+                got=repr(self.direction),
+                expected="'forward' or 'reverse'",
+            )
+
+    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+        check_student(inputs)
+        _, teacher = check_alignment(inputs, objective=self.name)
+        columns = matched_columns(inputs, teacher, objective=self.name)
+        if self.numerics == "proper":
+            return self._proper(inputs, teacher, columns)
+        return nemo_gold(
+            inputs,
+            teacher,
+            columns,
+            temperature=self.temperature,
+            is_reverse=self.direction == "reverse",
+            uncommon_weight=self.uncommon_weight,
+            uncommon_topk=self.uncommon_topk,
+        )
+
+    def _proper(
+        self, inputs: DistillationInputs, teacher: TeacherTargets, columns: MatchedColumns
+    ) -> LossOutput:
+        assert inputs.alignment is not None
+        student_ids, teacher_ids = counted_ids(inputs)
+        q, p = chunk_distributions(
+            inputs.student_logits.flatten(0, 1),
+            teacher.to_logits().flatten(0, 1),
+            student_chunk_id=student_ids,
+            teacher_chunk_id=teacher_ids,
+            chunk_count=inputs.alignment.chunk_count,
+            student_shard=inputs.student_shard,
+            teacher_shard=teacher.shard,
+            temperature=self.temperature,
+        )
+        common = matched_divergence(
+            q,
+            p,
+            student_column=columns.student_column,
+            is_common=columns.student_common,
+            with_rest=min(columns.student_rest, columns.teacher_rest) > 0,
+            student_shard=inputs.student_shard,
+            direction=self.direction,
+            mixture=self.mixture,
+        )
+        uncommon = sorted_l1(
+            q,
+            p,
+            student_excluded=columns.student_matched(inputs.student_shard),
+            teacher_excluded=columns.teacher_matched(teacher.shard),
+            largest=self.uncommon_topk,
+            group=inputs.student_shard.group,
+        )
+        loss = self.temperature**2 * (common.value + self.uncommon_weight * uncommon.value)
+        return chunk_output(
+            inputs,
+            loss,
+            means={
+                "kl_common": common.value,
+                "l1_uncommon": uncommon.value,
+                "student_uncommon_mass": common.student_rest,
+                "teacher_uncommon_mass": common.teacher_rest,
+                "l1_left_out": uncommon.left_out,
+                "top1_agreement": common.agreement,
+            },
+        )
+
+
+LOSS_REGISTRY.register("gold", GoldLoss)

@@ -1,0 +1,112 @@
+"""MinED: a teacher's tokens, each at the student tokens nearest in spelling. C chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, get_args
+
+import torch
+
+from megatron_ext.alignment.chunk_class import ChunkClass
+from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.checks.input_check import check_alignment, check_projection, check_student
+from megatron_ext.losses.checks.option_check import check_choice
+from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.diagnostics import chunk_output
+from megatron_ext.losses.inputs.carried_targets import Sharing, carried_targets
+from megatron_ext.ops.divergence import Divergence, check_divergence
+from megatron_ext.ops.vocab_kl import vocab_kl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinedLoss:
+    """``tau^2 * sum_c D(P_c || Q_c)`` over chunks of one student and one teacher token.
+
+    ``Q_c`` is the student's distribution at the position that predicts the chunk, at the
+    temperature tau, over the tokens that map to one of the teacher's. ``P_c[v]`` is the teacher's
+    probability of the token that v maps to, shared among all the student tokens that map to it and
+    normalised; ``inputs.projection`` says what maps to what, and is meant to have one entry a row
+    (the builder method ``mined``). The output counts one-to-one chunks. In nats; zero, with a zero
+    gradient, where ``Q_c = P_c``: for one tokenizer and a projection that is the identity.
+
+    Metrics, a chunk: ``teacher_entropy`` of ``P_c``, ``top1_agreement``, ``offsupport_mass`` (the
+    teacher's, on tokens that nothing maps to), and those of ``losses/diagnostics``.
+
+    Teacher targets: ``logits``, ``hidden``. Collectives on the tensor-parallel group, forward:
+    those of ``carried_targets`` and of ``ops/vocab_kl``, nine all-reduces and one all-gather of
+    [C', Vt] a slice of C' chunks; backward none. Keeps [C, Vps] of each model.
+
+    Source: FuseLLM (Wan et al. 2024, arXiv 2401.10491), in the form that tokenkit gives it, from
+    which this differs as ``docs/losses.md`` says.
+
+    Raises:
+        LossError: Options that mean nothing; calling it without teacher, alignment or projection,
+            or with ones that do not fit. NaN logits make ``loss_sum`` NaN.
+    """
+
+    name: ClassVar[str] = "mined"
+
+    temperature: float = 1.0
+    """tau, at which both distributions are compared."""
+
+    direction: Divergence = "forward"
+    """``forward``: KL(teacher || student). ``reverse``: KL(student || teacher).
+    ``jensen_shannon``: of both to their mixture."""
+
+    mixture: float = 0.5
+    """Weight of the teacher in the mixture of ``jensen_shannon``."""
+
+    sharing: Sharing = "split"
+    """What several student tokens get that map to one teacher token: equal parts of its
+    probability (``split``), or all of it each, before ``P_c`` is normalised (``copy``, as
+    published)."""
+
+    def __post_init__(self) -> None:
+        check_divergence(
+            self.name,
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+        )
+        check_choice(self.name, "sharing", self.sharing, get_args(Sharing))
+
+    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+        check_student(inputs)
+        alignment, teacher = check_alignment(inputs, objective=self.name)
+        projection = check_projection(inputs, objective=self.name)
+        # Chunks of other classes take part, since to select would be to wait for the device.
+        targets = carried_targets(
+            teacher.to_logits().flatten(0, 1)[alignment.teacher_spans[:, 0]],
+            projection,
+            teacher_shard=teacher.shard,
+            temperature=self.temperature,
+            sharing=self.sharing,
+        )
+        student = inputs.student_logits.flatten(0, 1)[alignment.student_spans[:, 0]]
+        out = vocab_kl(
+            student.masked_fill(projection.row_mass == 0, -torch.inf),
+            # At the temperature already.
+            targets.log_probs.mul_(self.temperature),
+            student_shard=inputs.student_shard,
+            teacher_shard=inputs.student_shard,
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+        )
+        return chunk_output(
+            inputs,
+            out.row_loss,
+            usable=alignment.chunk_class == ChunkClass.ONE_TO_ONE,
+            means={
+                "teacher_entropy": out.teacher_entropy,
+                "top1_agreement": out.top1_agreement,
+                "offsupport_mass": targets.offsupport_mass,
+            },
+        )
+
+    def count_ahead(self, known: KnownAhead) -> torch.Tensor:
+        """See ``CountsAhead``."""
+        return known.chunks(known.aligned.chunk_class == ChunkClass.ONE_TO_ONE)
+
+
+LOSS_REGISTRY.register("mined", MinedLoss)

@@ -1,0 +1,166 @@
+"""Partition KL: both models' next texts, over the continuations that both can name.
+
+B batch, Ts Tt tokens, Vps Vpt local columns, C chunks, H chains, K top-k.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.checks.input_check import check_alignment, check_student
+from megatron_ext.losses.diagnostics import chunk_output
+from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
+from megatron_ext.losses.inputs.topk_masses import singles_as_chains, topk_masses
+from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
+from megatron_ext.ops.divergence import Divergence, check_divergence
+from megatron_ext.ops.partition_kl import Comparison, partition_kl, shared_columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionKLLoss:
+    """``tau^2 * sum_c w_c D(P_c || Q_c)`` over chunks, ``w_c`` 1 or ``chain_weight``.
+
+    P_c and Q_c are the teacher's and the student's distributions over a partition of what may come
+    next (``ops/partition_kl``): the shared vocabulary for one token a side; the completions of the
+    observed prefix for one token against several; the observed tokens for several against several;
+    and in each case a rest. Nats, no reduction but the sum; the output counts chunks.
+
+    Metrics: ``teacher_rest`` and ``student_rest`` (probability of the rest, at the temperature),
+    ``top1_agreement`` (of the most probable event) and those of ``losses/diagnostics.py``.
+    Collectives: those of ``ops.partition_kl``.
+
+    Teacher targets: ``logits``, ``hidden`` and ``topk``. With ``topk`` an event outside the
+    teacher's top-k is part of the rest, on both sides. A chunk with an observed token outside it is
+    left out of sum and count, unless the targets have ``label_log_probs`` too.
+
+    A chunk of several tokens, one of which has no label, is left out as well.
+
+    Raises:
+        LossError: Calling it without teacher, alignment, match or completions, or with ones that do
+            not fit the logits. NaN logits are not looked for: they make ``loss_sum`` NaN.
+
+    Source: Common-Support Distillation (arXiv 2610.28895).
+    """
+
+    temperature: float = 1.0
+    """tau: masses of the events to the power of 1 / tau, normalised again. It acts on the events
+    and not on the tokens, since a product of tempered conditionals depends on the tokenization."""
+
+    direction: Divergence = "forward"
+    """``forward``: KL(teacher || student). ``reverse``: KL(student || teacher).
+    ``jensen_shannon``: of both to their mixture."""
+
+    mixture: float = 0.5
+    """Weight of the teacher in the mixture of ``jensen_shannon``."""
+
+    chain_weight: float = 1.0
+    """Weight of a chunk that has several tokens on a side (beta of the paper); it counts as one
+    chunk whatever its weight."""
+
+    def __post_init__(self) -> None:
+        check_divergence(
+            "partition_kl",
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+        )
+        if not (math.isfinite(self.chain_weight) and self.chain_weight >= 0):
+            raise LossError(
+                "the chain_weight of partition_kl cannot be used",
+                got=self.chain_weight,
+                expected="a finite number, at least 0",
+            )
+
+    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+        check_student(inputs)
+        alignment, teacher = check_alignment(
+            inputs, objective="partition_kl", kinds=("logits", "hidden", "topk")
+        )
+        match, completions = _check_completions(inputs, alignment)
+        counted = torch.ones_like(completions.chain_chunk, dtype=torch.bool)
+        if inputs.chunk_mask is not None:
+            counted = inputs.chunk_mask[completions.chain_chunk]
+        singles, chains = completions.singles, completions.chains
+        chunk = torch.cat([completions.single_chunk, completions.chain_chunk])
+        if teacher.kind == "topk":
+            # The rows of singles become chains without a step, whose completions are the top-k.
+            singles, chains = singles_as_chains(singles, chains, teacher, match)
+            chains, masses, is_known = topk_masses(chains, teacher)
+            ones = torch.ones_like(completions.single_chunk, dtype=torch.bool)
+            counted = torch.cat([ones, counted]) & is_known
+        compared = partition_kl(
+            inputs.student_logits.flatten(0, 1),
+            masses if teacher.kind == "topk" else teacher.to_logits().flatten(0, 1),
+            singles=singles,
+            shared=shared_columns(
+                match.common_student, match.common_teacher, inputs.student_shard, teacher.shard
+            ),
+            chains=chains,
+            counted=counted,
+            student_shard=inputs.student_shard,
+            teacher_shard=teacher.shard,
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+        )
+        usable = torch.cat([torch.ones_like(singles.student, dtype=torch.bool), counted])
+        return self._output(inputs, _joined(compared), chunk, usable, alignment.chunk_count)
+
+    def _output(
+        self,
+        inputs: DistillationInputs,
+        compared: Comparison,
+        chunk: torch.Tensor,
+        usable: torch.Tensor,
+        chunk_count: int,
+    ) -> LossOutput:
+        """From singles and chains in a row to chunks by number."""
+        assert inputs.alignment is not None
+
+        def by_chunk(values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(chunk_count).index_copy(0, chunk, values)
+
+        weight = torch.where(inputs.alignment.chunk_class == 0, 1.0, self.chain_weight)
+        divergence = by_chunk(compared.divergence)
+        return chunk_output(
+            inputs,
+            self.temperature**2 * weight.to(divergence.dtype) * divergence,
+            usable=by_chunk(usable),
+            means={
+                "teacher_rest": by_chunk(compared.teacher_rest),
+                "student_rest": by_chunk(compared.student_rest),
+                "top1_agreement": by_chunk(compared.agreement),
+            },
+        )
+
+
+def _joined(parts: tuple[Comparison, Comparison]) -> Comparison:
+    return Comparison(*(torch.cat(pair) for pair in zip(*parts, strict=True)))
+
+
+def _check_completions(
+    inputs: DistillationInputs, alignment: AlignmentBatch
+) -> tuple[VocabularyMatch, ChunkCompletions]:
+    match, completions = inputs.match, inputs.completions
+    if match is None or completions is None:
+        raise LossError(
+            "the objective partition_kl needs the common vocabulary and the chunks' completions",
+            got="no match" if match is None else "no completions",
+            fix="make ChunkCompletions.of each batch where it is loaded",
+        )
+    if completions.chunk_count != alignment.chunk_count:
+        raise LossError(
+            "the completions are of another alignment",
+            got=f"{completions.chunk_count} chunks",
+            expected=f"{alignment.chunk_count}",
+        )
+    return match, completions
+
+
+LOSS_REGISTRY.register("partition_kl", PartitionKLLoss)

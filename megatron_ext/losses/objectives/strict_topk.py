@@ -1,0 +1,183 @@
+"""Strict top-k: chunks of one token on both sides, on the teacher's best shared tokens.
+
+B batch, Ts Tt tokens, Vp local columns, C chunks, K top-k, N shared tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.alignment.chunk_class import ChunkClass
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.checks.input_check import check_alignment, check_match, check_student
+from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.diagnostics import chunk_output
+from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.inputs.teacher_tail import check_tail_temperature, topk_log_probs
+from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
+from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
+from megatron_ext.ops.selected_log_prob import selected_log_prob, sort_keys, top_columns
+
+Tail = Literal["renormalise", "bucket"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrictTopKLoss:
+    """``tau^2 * sum_c D(P_c || Q_c)`` over the chunks of one student and one teacher token.
+
+    There both models predict the same bytes after the same bytes, so their distributions compare
+    token by token where the vocabularies share one. The tokens of a chunk are the ``top_k`` shared
+    ones that the teacher finds most probable, of equals the lowest teacher ids. P and Q are the
+    models' probabilities of these, renormalised or with all other tokens of either model as one
+    more (``tail``). Counts these chunks alone. D in nats, see ``ops/divergence``. Zero, with zero
+    gradient, where the models agree on these tokens.
+
+    It cannot say anything of chunks of several tokens, digits among them where the tokenizers cut
+    numbers differently; ``used/...`` of the metrics shows how many that leaves out.
+
+    Teacher targets: ``logits``, ``hidden`` and ``topk``. Of a ``topk`` teacher's K tokens the
+    shared ones are used, at most ``top_k``; ``bucket`` then needs temperature 1. ``label`` is
+    refused. Collectives forward: two all-reduces of [Ts] and one of [Ts, K] for the student; for a
+    teacher's logits one all-gather of [Tt, K] int64 and the same three of [Tt]: with K = 64 and TP
+    = 8 some 5 kB a position, whatever the vocabularies are. Backward none.
+
+    Metrics: ``top1_agreement`` (the same largest of the top tokens), ``rest_mass`` (teacher's
+    probability outside them, at tau; with ``renormalise`` and ``topk`` targets at temperature 1)
+    and those of ``losses/diagnostics.py``.
+
+    Raises:
+        LossError: Calling it without teacher, alignment or vocabulary match, or with ones that do
+            not fit. NaN logits are not looked for: they make ``loss_sum`` NaN.
+    """
+
+    temperature: float = 1.0
+    """tau, at which both distributions are compared."""
+
+    direction: Divergence = "forward"
+    """``forward``: KL(teacher || student). ``reverse``: KL(student || teacher).
+    ``jensen_shannon``: of both to their mixture."""
+
+    mixture: float = 0.5
+    """Weight of the teacher in the mixture of ``jensen_shannon``."""
+
+    top_k: int = 64
+    """Shared tokens that are compared in a chunk."""
+
+    tail: Tail = "bucket"
+    """``bucket``: what is left of either model is one more token, so that the student also learns
+    how much to put on the top tokens. ``renormalise``: only their proportions count."""
+
+    def __post_init__(self) -> None:
+        check_divergence(
+            "strict_topk",
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+        )
+        if self.top_k < 1:
+            raise LossError("strict_topk compares no token", got=self.top_k, expected="at least 1")
+        if self.tail not in get_args(Tail):
+            raise LossError(
+                "unknown tail of strict_topk",
+                got=repr(self.tail),
+                expected=f"one of {', '.join(get_args(Tail))}",
+            )
+
+    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+        check_student(inputs)
+        alignment, teacher = check_alignment(
+            inputs, objective="strict_topk", kinds=("logits", "hidden", "topk")
+        )
+        match = check_match(inputs, objective="strict_topk")
+        top = self._top_tokens(teacher, match)
+        teacher_row = alignment.teacher_spans[:, 0]
+        ids, log_p = top.student_id[teacher_row], top.log_prob[teacher_row]
+        log_q = self._student(inputs, alignment, ids)
+        log_p = log_p.to(log_q.dtype)
+        rest_mass = log_p[:, -1].exp()
+        if self.tail == "renormalise":
+            log_p, log_q = _renormalised(log_p[:, :-1]), _renormalised(log_q[:, :-1])
+        chunk_loss = self.temperature**2 * divergence(log_p, log_q, self.direction, self.mixture)
+        named = slice(0, ids.shape[1])
+        agreement = log_p[:, named].argmax(dim=-1) == log_q[:, named].argmax(dim=-1)
+        return chunk_output(
+            inputs,
+            chunk_loss,
+            usable=alignment.chunk_class == ChunkClass.ONE_TO_ONE,
+            means={"top1_agreement": agreement, "rest_mass": rest_mass},
+        )
+
+    def count_ahead(self, known: KnownAhead) -> torch.Tensor:
+        """See ``CountsAhead``."""
+        return known.chunks(known.aligned.chunk_class == ChunkClass.ONE_TO_ONE)
+
+    def _top_tokens(self, teacher: TeacherTargets, match: VocabularyMatch) -> _TopTokens:
+        """The top tokens of every teacher row."""
+        student_of = match.student_of(teacher.shard.vocab_size)
+        if teacher.kind == "topk":
+            return self._top_of_topk(teacher, student_of)
+        logits, shard = teacher.to_logits().flatten(0, 1), teacher.shard
+        allowed = torch.zeros(shard.width, dtype=torch.bool, device=logits.device)
+        allowed[: shard.valid_width] = (
+            student_of[shard.start : shard.start + shard.valid_width] >= 0
+        )
+        ids = top_columns(logits, self.top_k, shard, allowed)
+        log_prob = selected_log_prob(logits.detach(), ids, shard, temperature=self.temperature)
+        student_id = torch.where(ids >= 0, student_of[ids.clamp(min=0)], -1)
+        return _TopTokens(student_id, log_prob)
+
+    def _top_of_topk(self, teacher: TeacherTargets, student_of: torch.Tensor) -> _TopTokens:
+        """Of what a ``topk`` teacher names, all [Tt, K]; what is not taken has no student token."""
+        if self.tail == "bucket":
+            check_tail_temperature(self.temperature, objective="strict_topk")
+        assert teacher.topk_ids is not None
+        assert teacher.topk_logits is not None
+        ids, logits = teacher.topk_ids.flatten(0, 1), teacher.topk_logits.flatten(0, 1)
+        student_id = student_of[ids]
+        keys = sort_keys(logits, ids).masked_fill_(student_id < 0, torch.iinfo(torch.int64).min)
+        last = keys.topk(min(self.top_k, keys.shape[-1]), dim=-1).values[:, -1:]
+        taken = (keys >= last) & (student_id >= 0)
+        log_prob = topk_log_probs(teacher, taken)
+        if self.temperature != 1.0:
+            # Only proportions are used; the rest stays that of temperature 1.
+            log_prob[:, :-1] /= self.temperature
+        return _TopTokens(torch.where(taken, student_id, -1), log_prob)
+
+    def _student(
+        self, inputs: DistillationInputs, alignment: AlignmentBatch, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Log-probabilities [C, K + 1] of the student at ``ids`` [C, K].
+
+        Computed at the rows where they are: to gather rows would copy the logits.
+        """
+        logits = inputs.student_logits.flatten(0, 1)
+        rows = alignment.student_spans[:, 0]
+        of_row = ids.new_full((logits.shape[0], ids.shape[1]), -1).index_copy_(0, rows, ids)
+        log_q = selected_log_prob(
+            logits, of_row, inputs.student_shard, temperature=self.temperature
+        )
+        return log_q[rows]
+
+
+class _TopTokens(NamedTuple):
+    """The tokens that a teacher row is compared on, the same on every rank."""
+
+    student_id: torch.Tensor
+    """int64 [Tt, K], -1 where there are fewer."""
+
+    log_prob: torch.Tensor
+    """[Tt, K + 1] the teacher's, with the rest last."""
+
+
+def _renormalised(log_prob: torch.Tensor) -> torch.Tensor:
+    """``log_prob`` [C, K] over what it names; uniform, without a gradient, if that has no mass."""
+    is_nothing = (log_prob == -torch.inf).all(dim=-1, keepdim=True)
+    return torch.log_softmax(log_prob.masked_fill(is_nothing, 0.0), dim=-1)
+
+
+LOSS_REGISTRY.register("strict_topk", StrictTopKLoss)

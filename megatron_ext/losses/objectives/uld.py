@@ -1,0 +1,169 @@
+"""ULD: sorted probabilities of both models, chunk by chunk or position by position.
+
+B batch, Ts Tt tokens, C chunks, P pairs of positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput, SumCount
+from megatron_ext.losses.checks.input_check import (
+    check_alignment,
+    check_student,
+    check_teacher_columns,
+)
+from megatron_ext.losses.checks.option_check import check_choice, check_count, check_temperature
+from megatron_ext.losses.diagnostics import chunk_output
+from megatron_ext.losses.inputs.counted_ids import counted_ids
+from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.ops.chunk_distributions import chunk_distributions
+from megatron_ext.ops.sorted_l1 import SortedL1, sorted_l1
+
+PairedBy = Literal["chunks", "position"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ULDLoss:
+    """``tau^2 * sum_c sum_i |sort(Q_c)_i - sort(P_c)_i|`` over the ``top_u`` largest places.
+
+    ``Q_c`` and ``P_c`` are the means of the student's and the teacher's distributions over the rows
+    of chunk ``c``; the smaller vocabulary is filled up with zeros. Between 0 and 2 a chunk, before
+    ``tau^2``. It needs no map of the vocabularies, and does not know which token has a probability:
+    it is 0, with a zero gradient, where both models agree, and also where they spread probability
+    alike over different tokens.
+
+    ``alignment="position"`` is the original: the k-th trained token of a sample's student side is
+    compared with the k-th of its teacher side, up to the shorter, whatever texts they cover. It
+    uses ``labels`` and ``teacher_labels``, no alignment, and counts pairs.
+
+    Metrics: ``left_out``, at most so much a chunk is missing in the sum, before ``tau^2``; over
+    chunks also those of ``losses/diagnostics``. Teacher targets: ``logits``, ``hidden``.
+    Collectives: forward two all-reduces of [Ts + Tt] and one all-gather of [C', 2 ``top_u`` + 2] a
+    slice of C' chunks; backward one all-reduce of [T'] a slice of T' student rows.
+
+    Source: Boizard et al., ULD (arXiv 2402.12030), there over full vocabularies and positions.
+
+    Raises:
+        LossError: Options that mean nothing; calling it without teacher, or without the alignment
+            or labels that it pairs by, or with ones that do not fit the logits. NaN logits make
+            ``loss_sum`` NaN.
+    """
+
+    temperature: float = 1.0
+    """tau, at which both models are compared."""
+
+    top_u: int | None = 1024
+    """Largest probabilities that are compared; None: all, which is exact."""
+
+    alignment: PairedBy = "chunks"
+    """What is compared with what: ``chunks`` or ``position``."""
+
+    def __post_init__(self) -> None:
+        check_temperature("uld", self.temperature)
+        check_count("uld", "top_u", self.top_u)
+        check_choice("uld", "alignment", self.alignment, get_args(PairedBy))
+
+    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+        check_student(inputs)
+        if self.alignment == "position":
+            return self._over_positions(inputs)
+        alignment, teacher = check_alignment(inputs, objective="uld")
+        l1 = self._compare(inputs, teacher, counted_ids(inputs), alignment.chunk_count)
+        return chunk_output(inputs, self.temperature**2 * l1.value, means={"left_out": l1.left_out})
+
+    def _over_positions(self, inputs: DistillationInputs) -> LossOutput:
+        teacher, labels = _check_positions(inputs)
+        *ids, count, pair_count = _pairs(inputs.labels, labels)
+        l1 = self._compare(inputs, teacher, (ids[0], ids[1]), pair_count)
+        left_out: SumCount = (l1.left_out.sum(), count)
+        return LossOutput(
+            loss_sum=self.temperature**2 * l1.value.sum(),
+            count=count,
+            metrics={"left_out": left_out},
+        )
+
+    def _compare(
+        self,
+        inputs: DistillationInputs,
+        teacher: TeacherTargets,
+        ids: tuple[torch.Tensor, torch.Tensor],
+        count: int,
+    ) -> SortedL1:
+        student_shard, teacher_shard = inputs.student_shard, teacher.shard
+        device = inputs.student_logits.device
+        q, p = chunk_distributions(
+            inputs.student_logits.flatten(0, 1),
+            teacher.to_logits().flatten(0, 1),
+            student_chunk_id=ids[0],
+            teacher_chunk_id=ids[1],
+            chunk_count=count,
+            student_shard=student_shard,
+            teacher_shard=teacher_shard,
+            temperature=self.temperature,
+        )
+        return sorted_l1(
+            q,
+            p,
+            student_excluded=student_shard.excluded_columns(device),
+            teacher_excluded=teacher_shard.excluded_columns(device),
+            largest=self.top_u,
+            group=student_shard.group,
+        )
+
+
+def _pairs(
+    labels: torch.Tensor, teacher_labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Pair of each student and teacher row, flat; how many pairs there are, and could be.
+
+    The k-th trained token of sample ``b`` is in pair ``b * min(Ts, Tt) + k``. Pairs that a sample
+    is too short for have no row on either side, and so cost nothing.
+    """
+    trained = [side != IGNORE_INDEX for side in (labels, teacher_labels)]
+    counts = torch.minimum(*(side.sum(dim=-1) for side in trained))
+    longest = min(labels.shape[-1], teacher_labels.shape[-1])
+    first = longest * torch.arange(len(labels), device=labels.device)[:, None]
+    ids = []
+    for side in trained:
+        rank = side.cumsum(dim=-1) - 1
+        paired = side & (rank < counts[:, None])
+        ids.append(torch.where(paired, first + rank, NO_CHUNK).flatten())
+    return ids[0], ids[1], counts.sum(), longest * len(labels)
+
+
+def _check_positions(inputs: DistillationInputs) -> tuple[TeacherTargets, torch.Tensor]:
+    teacher, labels = inputs.teacher, inputs.teacher_labels
+    if teacher is None or labels is None:
+        raise LossError(
+            "the objective uld by position needs a teacher and the teacher's labels",
+            got="no teacher" if teacher is None else "no teacher_labels",
+        )
+    if teacher.kind not in ("logits", "hidden"):
+        raise LossError(
+            "the objective uld cannot use these teacher targets",
+            got=f"kind {teacher.kind!r}",
+            expected="kind 'logits' or 'hidden'",
+        )
+    if labels.shape != teacher.positions or len(labels) != len(inputs.labels):
+        raise LossError(
+            "the teacher's labels do not fit its positions [B, Tt]",
+            got=tuple(labels.shape),
+            expected=(len(inputs.labels), teacher.positions[1]),
+        )
+    if inputs.chunk_mask is not None:
+        raise LossError(
+            "the objective uld by position has no chunks to leave out",
+            got="a chunk_mask",
+            fix="leave samples out by their labels, or use alignment='chunks'",
+        )
+    check_teacher_columns(teacher)
+    return teacher, labels
+
+
+LOSS_REGISTRY.register("uld", ULDLoss)

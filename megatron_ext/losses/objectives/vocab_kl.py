@@ -1,0 +1,122 @@
+"""Divergence from a teacher with the student's own tokenizer, position by position.
+
+B batch, T tokens, Vp local columns, K top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.distributed.vocab_parallel import vocab_argmax
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.checks.input_check import check_same_tokenizer, check_student
+from megatron_ext.losses.diagnostics import over_chunks
+from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.inputs.teacher_tail import check_tail_temperature, topk_log_probs
+from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
+from megatron_ext.ops.selected_log_prob import selected_log_prob
+from megatron_ext.ops.vocab_kl import vocab_kl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabKLLoss:
+    """``tau^2 * sum_t D(P_t || Q_t)`` over positions with a label, in nats, counting them.
+
+    P is the teacher's and Q the student's softmax over their one vocabulary at the temperature tau;
+    D is a KL in one direction or the Jensen-Shannon divergence (``ops/divergence``). No alignment
+    and no projection: both models read the same tokens. Zero, with zero gradient, where they agree.
+
+    Teacher targets: ``logits`` and ``hidden`` are compared on every token (``ops/vocab_kl``: five
+    all-reduces, 52 T bytes a rank). ``topk`` is compared on its K tokens and all others as one,
+    which never exceeds the divergence on every token (``ops/selected_log_prob``: three all-reduces,
+    4 T (K + 2) bytes, and two of the metrics); at temperature 1 only, since nothing tells the mass
+    of a tail at another. ``label`` is refused.
+
+    Metrics: ``teacher_entropy`` (nats a token; with ``topk``, of the K + 1 entries),
+    ``top1_agreement`` and with ``topk`` ``rest_mass``, the teacher's outside its K tokens. Masks by
+    chunk mean nothing to it: leave labels out instead.
+
+    Raises:
+        LossError: Calling it without a teacher, with one of other positions or another vocabulary,
+            or with a chunk mask. NaN logits are not looked for: they make ``loss_sum`` NaN.
+    """
+
+    temperature: float = 1.0
+    """tau, at which both distributions are compared."""
+
+    direction: Divergence = "forward"
+    """``forward``: KL(teacher || student). ``reverse``: KL(student || teacher).
+    ``jensen_shannon``: of both to their mixture."""
+
+    mixture: float = 0.5
+    """Weight of the teacher in the mixture of ``jensen_shannon``."""
+
+    def __post_init__(self) -> None:
+        check_divergence(
+            "vocab_kl",
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+        )
+
+    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+        check_student(inputs)
+        teacher = check_same_tokenizer(
+            inputs, objective="vocab_kl", kinds=("logits", "hidden", "topk")
+        )
+        if inputs.chunk_mask is not None:
+            raise LossError(
+                "the objective vocab_kl has positions, not chunks",
+                got="a chunk mask",
+                fix="set the labels that do not count to IGNORE_INDEX",
+            )
+        compare = self._on_top_tokens if teacher.kind == "topk" else self._on_every_token
+        row_loss, means = compare(inputs, teacher)
+        used = inputs.labels.flatten() != IGNORE_INDEX
+        return LossOutput(
+            loss_sum=torch.where(used, row_loss, 0.0).sum(),
+            count=used.sum(),
+            metrics={name: over_chunks(values, used) for name, values in means.items()},
+        )
+
+    def _on_every_token(
+        self, inputs: DistillationInputs, teacher: TeacherTargets
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        out = vocab_kl(
+            inputs.student_logits.flatten(0, 1),
+            teacher.to_logits().flatten(0, 1),
+            student_shard=inputs.student_shard,
+            teacher_shard=teacher.shard,
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+        )
+        means = {"teacher_entropy": out.teacher_entropy, "top1_agreement": out.top1_agreement}
+        return out.row_loss, means
+
+    def _on_top_tokens(
+        self, inputs: DistillationInputs, teacher: TeacherTargets
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        check_tail_temperature(self.temperature, objective="vocab_kl")
+        logits, shard = inputs.student_logits.flatten(0, 1), inputs.student_shard
+        assert teacher.topk_ids is not None
+        ids = teacher.topk_ids.flatten(0, 1)
+        log_q = selected_log_prob(logits, ids, shard)
+        log_p = topk_log_probs(teacher).to(log_q.dtype)
+        row_loss = divergence(log_p, log_q, self.direction, self.mixture)
+        p = log_p.exp()
+        entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(dim=-1)
+        teacher_top = ids.gather(-1, log_p[:, :-1].argmax(dim=-1, keepdim=True))[:, 0]
+        agreement = vocab_argmax(logits, shard) == teacher_top
+        return row_loss, {
+            "teacher_entropy": entropy,
+            "top1_agreement": agreement,
+            "rest_mass": p[:, -1],
+        }
+
+
+LOSS_REGISTRY.register("vocab_kl", VocabKLLoss)

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.alignment.chunk_class import ChunkClass
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import LossError
+from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, ProjectedKLLoss, TeacherTargets
+from megatron_ext.ops.projected_kl import projected_kl_reference
+from tests.losses.microbatch import Microbatch, projection_shard
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jensen_shannon"])
+def test_the_registered_objective_is_the_reference_over_the_flattened_batch(direction: str) -> None:
+    batch = Microbatch.random()
+    output = LOSS_REGISTRY["projected_kl"](temperature=1.5, direction=direction)(
+        batch.inputs(padding=(3, 1))
+    )
+    alignment = batch.alignment()
+    truth = projected_kl_reference(
+        batch.student_logits.double().flatten(0, 1),
+        batch.teacher_logits.double().flatten(0, 1),
+        student_chunk_id=alignment.student_chunk_id.flatten(),
+        teacher_chunk_id=alignment.teacher_chunk_id.flatten(),
+        chunk_count=12,
+        projection=batch.projection.double(),
+        temperature=1.5,
+        direction=direction,
+    )
+    assert output.loss_sum.dtype == torch.float32
+    assert output.loss_sum.item() == pytest.approx(truth.item(), rel=1e-6)
+    assert output.count.dtype == torch.int64
+    assert int(output.count) == 12
+    used_rows = int((alignment.teacher_chunk_id >= 0).sum())
+    counts = {name: int(count) for name, (_, count) in output.metrics.items()}
+    shared = {"teacher_entropy": 12, "top1_agreement": 12, "offsupport_mass": used_rows}
+    assert counts.items() >= shared.items()
+    assert sum(counts[f"loss/{kind.name.lower()}"] for kind in ChunkClass) == 12
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jensen_shannon"])
+def test_sums_counts_and_gradients_do_not_change_with_the_split_into_microbatches(
+    direction: str,
+) -> None:
+    batch = Microbatch.random(batch=4)
+    objective = ProjectedKLLoss(direction=direction)  # type: ignore[arg-type]
+
+    def run(rows: slice) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        inputs = batch.samples(rows).inputs()
+        output = objective(inputs)
+        (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
+        sums = {"loss": output.loss_sum.detach(), "count": output.count}
+        for name, (total, count) in output.metrics.items():
+            sums |= {name: total, f"{name} count": count}
+        return sums, grad
+
+    whole, whole_grad = run(slice(0, 4))
+    parts = [run(slice(0, 1)), run(slice(1, 4))]
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[0][0][name] + parts[1][0][name], value, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        torch.cat([grad for _, grad in parts]), whole_grad, rtol=0, atol=1e-7
+    )
+
+
+def test_hidden_states_of_the_teacher_serve_as_its_logits_do() -> None:
+    batch = Microbatch.random()
+    inputs = batch.inputs()
+    head = torch.randn(23, 16, generator=torch.Generator().manual_seed(1))
+    hidden = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2))
+    assert inputs.teacher is not None
+    targets = [
+        TeacherTargets(kind="hidden", shard=inputs.teacher.shard, hidden=hidden, head_weight=head),
+        TeacherTargets(kind="logits", shard=inputs.teacher.shard, logits=hidden @ head.t()),
+    ]
+    sums = [ProjectedKLLoss()(replace(inputs, teacher=target)).loss_sum for target in targets]
+    assert sums[0].item() == pytest.approx(sums[1].item(), rel=1e-6)
+
+
+def test_no_chunk_gives_zero_with_a_graph() -> None:
+    inputs = Microbatch.random(chunks=0).inputs(padding=(3, 1))
+    output = ProjectedKLLoss()(inputs)
+    assert output.loss_sum.item() == 0.0
+    assert int(output.count) == 0
+    output.loss_sum.backward()
+    assert inputs.student_logits.grad is not None
+    assert not inputs.student_logits.grad.any()
+
+
+def test_the_inputs_are_left_as_they_were() -> None:
+    inputs = Microbatch.random().inputs()
+    assert inputs.teacher is not None
+    assert inputs.teacher.logits is not None
+    before = [inputs.student_logits.detach().clone(), inputs.teacher.logits.clone()]
+    ProjectedKLLoss(temperature=2.0)(inputs).loss_sum.backward()
+    assert torch.equal(inputs.student_logits, before[0])
+    assert torch.equal(inputs.teacher.logits, before[1])
+
+
+def _without(**parts: Any) -> DistillationInputs:
+    return replace(Microbatch.random().inputs(), **parts)
+
+
+def _alignment(student: tuple[int, int], teacher: tuple[int, int]) -> AlignmentBatch:
+    return AlignmentBatch.from_chunk_ids(torch.full(student, -1), torch.full(teacher, -1))
+
+
+SHARD = VocabShard(start=0, stop=23, vocab_size=23)
+
+BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no teacher": ({"teacher": None}, "needs a teacher and an alignment; got no teacher"),
+    "no alignment": ({"alignment": None}, "got no alignment"),
+    "no projection": ({"projection": None}, "needs a vocabulary projection; got none"),
+    "student ids": (
+        {"alignment": _alignment((3, 7), (3, 6))},
+        r"student chunk ids .* got \(3, 7\); expected \(3, 8\)",
+    ),
+    "teacher ids": (
+        {"alignment": _alignment((3, 8), (2, 6))},
+        r"teacher chunk ids .* got \(2, 6\); expected \(3, 6\)",
+    ),
+    "labels": (
+        {"labels": torch.zeros(3, 7, dtype=torch.int64)},
+        r"student logits do not fit labels .* got \(3, 8, 37\); expected \(3, 7, 37\)",
+    ),
+    "teacher columns": (
+        {"teacher": TeacherTargets(kind="logits", shard=SHARD, logits=torch.zeros(3, 6, 24))},
+        "teacher's vocabulary shard; got 24 columns; expected 23",
+    ),
+    "top-k targets": (
+        {
+            "teacher": TeacherTargets(
+                kind="topk",
+                shard=SHARD,
+                topk_ids=torch.zeros(3, 6, 2, dtype=torch.int64),
+                topk_logits=torch.zeros(3, 6, 2),
+                log_normaliser=torch.zeros(3, 6),
+            )
+        },
+        "projected_kl cannot use these teacher targets; got kind 'topk'.*neither a tail",
+    ),
+    "chunk mask": (
+        {"chunk_mask": torch.ones(11, dtype=torch.bool)},
+        r"chunk mask does not fit .* got torch.bool \(11,\); expected torch.bool \(12,\)",
+    ),
+    "text classes": (
+        {"chunk_text_class": torch.zeros(11, dtype=torch.int8)},
+        r"chunks' text classes do not fit the alignment; got \(11,\); expected \(12,\)",
+    ),
+    "projection of other shards": (
+        {
+            "projection": projection_shard(
+                Microbatch.random().projection,
+                VocabShard(start=0, stop=40, vocab_size=37),
+                SHARD,
+            )
+        },
+        r"cut for other shards .* got \(40, 23, 23\); expected \(37, 23, 23\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_inputs_that_do_not_fit_are_named_with_what_was_expected(name: str) -> None:
+    parts, message = BAD_INPUTS[name]
+    with pytest.raises(LossError, match=message):
+        ProjectedKLLoss()(_without(**parts))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_that_is_no_positive_number_is_refused(temperature: float) -> None:
+    with pytest.raises(LossError, match="temperature of projected_kl must be positive"):
+        ProjectedKLLoss(temperature=temperature)
+
+
+def test_an_unknown_direction_is_refused_with_the_choices() -> None:
+    with pytest.raises(LossError, match="got 'both'; expected one of forward, reverse"):
+        ProjectedKLLoss(direction="both")  # type: ignore[arg-type]
