@@ -50,6 +50,6 @@ def without_chunks(marks: Marks, dropped: NDArray[np.bool_]) -> Marks:
 
 
 def _marks(chunk_id: NDArray[np.int32], spans: NDArray[np.int32]) -> Marks:
-    marks = (chunk_id != NO_CHUNK).astype(np.uint8)
+    marks: Marks = (chunk_id != NO_CHUNK).astype(np.uint8)
     marks[spans[:, 0]] = BEGINS
     return marks
