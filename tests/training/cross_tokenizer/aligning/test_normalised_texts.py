@@ -1,4 +1,4 @@
-"""Batches of texts that a published tokenizer changes (lower case, accents) beside texts they do not."""
+"""Texts that a published tokenizer changes (lower case, accents), in a batch with others."""
 
 from __future__ import annotations
 
