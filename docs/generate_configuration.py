@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import types
 import typing
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,7 @@ Every key of `megatron-ext distill`. The [quickstart](quickstart.md) shows a who
 - Every key is also a flag. A flag wins over the file, and a run needs no file at all.
 - A Boolean key has two flags: `--swiglu` and `--no-swiglu`.
 - A list takes one or more values: `--data-train a.jsonl b.jsonl`.
+- A mapping is JSON: `--loss-options '{"top_k": 32}'`.
 - Paths are relative to the folder that the command is started in.
 - A key without a default is required. Keys of `teacher` are required only where there is a teacher.
 - A run reads texts: a tokenizer's `mode` is `text`, and its `prompt_format` stays unset.
@@ -94,14 +96,19 @@ def _value(hint: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint) if choice != "")
     if origin is tuple:
         return f"list of {_value(typing.get_args(hint)[0])}"
+    if origin is Mapping:
+        return "mapping"
     return {str: "text", int: "integer", float: "number", bool: "Boolean"}[hint]
 
 
 def _default(owner: Any, name: str) -> str:
-    default = next(field.default for field in dataclasses.fields(owner) if field.name == name)
+    field = next(field for field in dataclasses.fields(owner) if field.name == name)
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
     if default is dataclasses.MISSING:
         return "required"
-    if default is None or default in ((), ""):
+    if default is None or default in ((), "", {}):
         return "none"
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
 

@@ -6,8 +6,9 @@ also has a flag (``training.arguments``). The string under a field is its help t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
@@ -186,16 +187,21 @@ class DataConfig:
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class LossConfig:
-    """What is minimised: ``kd_weight * KD / chunks + ce_weight * CE / tokens``, counts global."""
+    """What is minimised: ``kd_weight * KD / count + ce_weight * CE / tokens``, counts global."""
 
     objective: str = "projected_kl"
-    """Distillation objective, or ``next_token`` to train without a teacher."""
+    """Distillation objective, a name of docs/losses.md, or ``next_token`` to train without a
+    teacher."""
 
-    temperature: float = 1.0
-    """Temperature of both models in the distillation term."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the objective, see docs/losses.md; as a flag ``'{"top_k": 32}'``, which takes the
+    place of all that the file has here."""
+
+    temperature: float | None = None
+    """Temperature of both models in the distillation term; the objective's own when not given."""
 
     kd_weight: float = 1.0
-    """Weight of the distillation term, per chunk."""
+    """Weight of the distillation term, a mean over what the objective counts."""
 
     ce_weight: float = 1.0
     """Weight of the next-token cross-entropy, per token."""

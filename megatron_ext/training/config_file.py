@@ -123,6 +123,10 @@ def _convert(hint: Any, value: Any, keys: tuple[str, ...], where: Where) -> Any:
         if isinstance(items, (list, tuple)) and all(isinstance(i, arguments[0]) for i in items):
             return tuple(items)
         expected = f"a list of {arguments[0].__name__}"
+    elif origin is Mapping:
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return dict(value)
+        expected = "a mapping of names to values"
     elif hint is float and _is_number(value):
         return float(value)
     elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):

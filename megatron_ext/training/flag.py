@@ -9,10 +9,11 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import json
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +47,8 @@ def argparse_type(hint: Any) -> dict[str, Any]:
         return {"choices": typing.get_args(hint)}
     if origin is tuple:
         return {"nargs": "+", "metavar": "VALUE"}
+    if origin is Mapping:
+        return {"type": _json_object, "metavar": "JSON"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     return {"type": hint, "metavar": hint.__name__.upper()}
@@ -83,6 +86,16 @@ def _field_docs(config_type: type) -> dict[str, str]:
         ):
             docs[statement.target.id] = inspect.cleandoc(str(following.value.value))
     return docs
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {text!r}; {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text!r}; expected '{{\"key\": 1}}'")
+    return value
 
 
 def _without_none(hint: Any) -> Any:

@@ -46,7 +46,7 @@ def test_without_flags_the_file_speaks(file: Path) -> None:
     read = config("--config", str(file))
     assert read.optimizer.lr == 0.5
     assert read.student.num_layers == 2
-    assert read.loss.temperature == 1.0
+    assert read.loss.temperature is None
 
 
 def test_a_flag_wins_over_the_file_and_leaves_its_neighbours(file: Path) -> None:
