@@ -50,19 +50,20 @@ class MegatronTeacher:
             )
         return [
             TeacherTargets(
-                kind="hidden", shard=self._shard, hidden=hidden, head_weight=self._head_weight()
+                kind="hidden", shard=self._shard, hidden=hidden, head_weight=head_weight(self._gpt)
             )
             for hidden in hidden_states
         ]
 
-    def _head_weight(self) -> torch.Tensor:
-        """[Vp, D]"""
-        weight: torch.Tensor = (
-            self._gpt.shared_embedding_or_output_weight()
-            if self._gpt.share_embeddings_and_output_weights
-            else self._gpt.output_layer.weight
-        )
-        return weight
+
+def head_weight(gpt: GPTModel) -> torch.Tensor:
+    """[Vp, D] of a last stage."""
+    weight: torch.Tensor = (
+        gpt.shared_embedding_or_output_weight()
+        if gpt.share_embeddings_and_output_weights
+        else gpt.output_layer.weight
+    )
+    return weight
 
 
 def _hidden_states_step(inputs: Iterator[TokenInputs], gpt: GPTModel) -> tuple[torch.Tensor, Any]:

@@ -11,6 +11,7 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch, pad_alignments
 from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
+from megatron_ext.losses import ChunkCompletions, CompletionTable
 from megatron_ext.training.datasets import TokenSequence, Window
 
 
@@ -54,6 +55,9 @@ class Batch:
     chunk_counts: ChunkCounts
     """Chunks by size, and labels in none; on the host."""
 
+    completions: ChunkCompletions | None = None
+    """For ``partition_kl``, where the collator has a table of them."""
+
     @property
     def chunk_count(self) -> int:
         """Chunks that the distillation loss sums over; on the host."""
@@ -66,6 +70,7 @@ class Batch:
             student=self.student.to(device),
             teacher=self.teacher.to(device) if self.teacher else None,
             alignment=self.alignment.to(device) if self.alignment else None,
+            completions=self.completions.to(device) if self.completions else None,
         )
 
 
@@ -75,6 +80,7 @@ def collate(
     student_length: int,
     teacher_length: int | None = None,
     text_only: bool = False,
+    completion_table: CompletionTable | None = None,
 ) -> Batch:
     """Pad windows on the right to the models' sequence lengths.
 
@@ -83,9 +89,10 @@ def collate(
         student_length: Ts.
         teacher_length: Tt; None leaves the teacher out.
         text_only: Train no control token, so that a sum over labels is a sum over the text.
+        completion_table: Looks up the completions of each chunk.
     """
     student = _pad([window.student for window in windows], student_length, text_only)
-    teacher = alignment = None
+    teacher = alignment = completions = None
     if teacher_length is not None:
         teacher_sides = [window.teacher for window in windows if window.teacher is not None]
         teacher = _pad(teacher_sides, teacher_length, text_only)
@@ -97,12 +104,17 @@ def collate(
             student_length=student_length,
             teacher_length=teacher_length,
         )
+        if completion_table is not None:
+            completions = ChunkCompletions.of(
+                alignment, student.labels, teacher.labels, completion_table
+            )
     return Batch(
         student=student,
         teacher=teacher,
         alignment=alignment,
         token_count=int((student.labels != IGNORE_INDEX).sum()),
         chunk_counts=_chunk_counts(student, teacher, alignment),
+        completions=completions,
     )
 
 

@@ -8,25 +8,26 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from megatron.core.models.gpt import GPTModel
 
-from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.losses import LOSS_REGISTRY, ProjectionShard
-from megatron_ext.projection import SparseProjection
-from megatron_ext.teachers import MegatronTeacher, Teacher
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.losses import LOSS_REGISTRY
+from megatron_ext.losses.checks.shard_check import check_shards_agree
+from megatron_ext.teachers import MegatronTeacher
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig, ModelConfig, TeacherConfig
-from megatron_ext.training.forward_step import GlobalCounts, StudentStep
+from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
+from megatron_ext.training.learning_step import learning_step
 from megatron_ext.training.models import build_gpt_model, freeze
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
-    PROJECTION_FILE,
     TOKENIZER_FOLDER,
     config_values,
     record_run,
@@ -65,34 +66,37 @@ def distill(config: DistillConfig, inputs: Inputs) -> Path:
 def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) -> Trainer:
     """Build and load everything a run needs; what it is goes to its folder once that has worked.
 
-    Collectives: those of ``ProcessGroups.on_main`` and those that build and load models.
+    Collectives: those of ``ProcessGroups.on_main``, of ``check_shards_agree`` and those that build
+    and load models.
     """
     _seed(config.training.seed)
     tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
-    student_size = _vocab_sizes(tokenizer, config.student, config)
-    step = StudentStep(
-        shard=groups.vocab_shard(vocab_size=student_size[0], padded_vocab_size=student_size[1]),
-        next_token=LOSS_REGISTRY["next_token"](),
-        distillation=None,
-        projection=None,
-        config=config.loss,
-        counts=GlobalCounts(tokens=0, chunk_counts=ChunkCounts()),
-    )
-    teacher = None
-    if config.distils and config.teacher and inputs.teacher_tokenizer:
-        teacher, step = _with_teacher(
-            config, config.teacher, inputs, inputs.teacher_tokenizer, step, groups
-        )
-    gpt = build_gpt_model(
-        config.student,
-        padded_vocab_size=student_size[1],
-        parallel=config.parallel,
-        training=config.training,
-        groups=groups,
-    )
+    gpt, shard = _model("student", config.student, tokenizer, config, groups)
     if config.initial_checkpoint and latest_checkpoint(run_dir / CHECKPOINTS) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         load_weights(start, gpt, fingerprint=tokenizer.fingerprint())
+    teacher = None
+    step = StudentStep(
+        shard=shard,
+        next_token=LOSS_REGISTRY["next_token"](),
+        distillation=None,
+        config=config.loss,
+    )
+    if config.distils and config.teacher and inputs.teacher_tokenizer:
+        teacher_gpt, teacher_shard = _teacher(
+            config, config.teacher, inputs.teacher_tokenizer, groups
+        )
+        teacher = MegatronTeacher(teacher_gpt, shard=teacher_shard)
+        step = learning_step(
+            step,
+            student=gpt,
+            teacher=teacher_gpt,
+            teacher_shard=teacher_shard,
+            config=config,
+            inputs=inputs,
+            groups=groups,
+        )
+    # Behind the step: an objective may have parameters of its own, which are trained with these.
     student = Student(gpt, config=config, groups=groups)
     groups.on_main(lambda: record_run(config, inputs.data_summary()))
     groups.on_main(lambda: tokenizer.save_pretrained(run_dir / TOKENIZER_FOLDER, overwrite=True))
@@ -112,74 +116,42 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     )
 
 
-def _with_teacher(
+def _teacher(
     config: DistillConfig,
-    teacher_config: TeacherConfig,
-    inputs: Inputs,
+    teacher: TeacherConfig,
     tokenizer: MegatronTokenizerText,
-    step: StudentStep,
     groups: ProcessGroups,
-) -> tuple[Teacher, StudentStep]:
-    """The loaded teacher, and the forward step that learns from it."""
-    vocab_size, padded_size = _vocab_sizes(tokenizer, teacher_config.model, config)
-    shard = groups.vocab_shard(vocab_size=vocab_size, padded_vocab_size=padded_size)
+) -> tuple[GPTModel, VocabShard]:
+    """The loaded teacher, frozen."""
+    gpt, shard = _model("teacher", teacher.model, tokenizer, config, groups)
+    checkpoint = find_checkpoint(teacher.checkpoint, where="teacher.checkpoint")
+    load_weights(checkpoint, gpt, fingerprint=tokenizer.fingerprint())
+    return freeze(gpt), shard
+
+
+def _model(
+    side: str,
+    model: ModelConfig,
+    tokenizer: MegatronTokenizerText,
+    config: DistillConfig,
+    groups: ProcessGroups,
+) -> tuple[GPTModel, VocabShard]:
+    """This rank's stage with its first weights, and its columns of the vocabulary."""
+    padded_size = padded_vocab_size(
+        tokenizer.vocab_size,
+        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+    )
+    shard = groups.vocab_shard(vocab_size=tokenizer.vocab_size, padded_vocab_size=padded_size)
+    check_shards_agree(shard, side=side, device=groups.device)
     gpt = build_gpt_model(
-        teacher_config.model,
+        model,
         padded_vocab_size=padded_size,
         parallel=config.parallel,
         training=config.training,
         groups=groups,
     )
-    checkpoint = find_checkpoint(teacher_config.checkpoint, where="teacher.checkpoint")
-    load_weights(checkpoint, gpt, fingerprint=tokenizer.fingerprint())
-    projection = inputs.projection or _own_projection(
-        Path(config.run_dir), inputs.tokenizer, tokenizer, groups
-    )
-    return MegatronTeacher(freeze(gpt), shard=shard), StudentStep(
-        shard=step.shard,
-        next_token=step.next_token,
-        distillation=LOSS_REGISTRY[config.loss.objective](temperature=config.loss.temperature),
-        projection=ProjectionShard.from_projection(
-            projection, student_shard=step.shard, teacher_shard=shard, device=groups.device
-        )
-        if groups.is_last_stage
-        else None,
-        config=config.loss,
-        counts=step.counts,
-    )
-
-
-def _own_projection(
-    run_dir: Path,
-    tokenizer: MegatronTokenizerText,
-    teacher_tokenizer: MegatronTokenizerText,
-    groups: ProcessGroups,
-) -> SparseProjection:
-    """The run's own projection, built once by the main rank.
-
-    One that a start without a checkpoint left is built again: it may be of another pair.
-    """
-    path = run_dir / PROJECTION_FILE
-
-    def build() -> None:
-        is_resumed = latest_checkpoint(run_dir / CHECKPOINTS) is not None
-        if not (is_resumed and path.exists()):
-            run_dir.mkdir(parents=True, exist_ok=True)
-            SparseProjection.from_tokenizers(tokenizer, teacher_tokenizer).save(path)
-
-    groups.on_main(build)
-    return SparseProjection.load(path, student=tokenizer, teacher=teacher_tokenizer)
-
-
-def _vocab_sizes(
-    tokenizer: MegatronTokenizerText, model: ModelConfig, config: DistillConfig
-) -> tuple[int, int]:
-    """Vocabulary size, and the same padded for the layout."""
-    return tokenizer.vocab_size, padded_vocab_size(
-        tokenizer.vocab_size,
-        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-    )
+    return gpt, shard
 
 
 def _seed(seed: int) -> None:

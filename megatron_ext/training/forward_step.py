@@ -7,10 +7,10 @@ batch is cut into microbatches and replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,22 @@ from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import (
+    CombinedOutput,
     DistillationInputs,
+    KnownAhead,
     LossOutput,
+    LossPart,
     Objective,
-    ProjectionShard,
     SumCount,
     TeacherTargets,
 )
+from megatron_ext.losses.checks.finite_check import FiniteCheck, check_finite
+from megatron_ext.losses.count_ahead import count_ahead
 from megatron_ext.training.collator import Batch
 from megatron_ext.training.config import LossConfig
+from megatron_ext.training.objective import sums_over
+from megatron_ext.training.run_constants import RunConstants
+from megatron_ext.training.student_hidden import StudentHidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,11 @@ class GlobalCounts:
     """What the terms of the loss are divided by."""
 
     tokens: int
+    """Trained labels of the student."""
+
+    compared: int
+    """What the distillation objective counts: chunks, some of them, or labels."""
+
     chunk_counts: ChunkCounts
     """Chunks by size, and labels in none."""
 
@@ -44,20 +56,39 @@ class GlobalCounts:
         return self.chunk_counts.chunks
 
     @classmethod
-    def of(cls, batches: list[Batch], groups: ProcessGroups) -> GlobalCounts:
-        """Counts over all microbatches and replicas; one all-reduce over ``dp``."""
+    def of(
+        cls,
+        batches: Sequence[Batch],
+        groups: ProcessGroups,
+        *,
+        compared: Callable[[Batch], torch.Tensor],
+    ) -> GlobalCounts:
+        """Counts over all microbatches and replicas; one all-reduce over ``dp``.
+
+        Args:
+            compared: int64 scalar, what the distillation objective counts in a batch.
+        """
         chunk_counts = astuple(sum((b.chunk_counts for b in batches), ChunkCounts()))
-        counts = torch.tensor(
-            [sum(b.token_count for b in batches), *chunk_counts],
-            dtype=torch.int64,
-            device=groups.device,
+        on_host = torch.tensor(
+            [sum(b.token_count for b in batches), *chunk_counts], device=groups.device
         )
+        of_objective = torch.stack([compared(batch) for batch in batches]).sum()
+        counts = torch.cat([of_objective[None], on_host])
         dist.all_reduce(counts, group=groups.dp)
-        tokens, *of_chunks = counts.tolist()
-        names = (field.name for field in fields(ChunkCounts))
+        of_objective, tokens, *of_chunks = counts.tolist()
+        names = (item.name for item in fields(ChunkCounts))
         return cls(
-            tokens=tokens, chunk_counts=ChunkCounts(**dict(zip(names, of_chunks, strict=True)))
+            tokens=tokens,
+            compared=of_objective,
+            chunk_counts=ChunkCounts(**dict(zip(names, of_chunks, strict=True))),
         )
+
+
+class StepReport(NamedTuple):
+    """What one microbatch has to say, on the device."""
+
+    metrics: dict[str, SumCount]
+    finite: FiniteCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +102,13 @@ class StudentStep:
     shard: VocabShard
     next_token: Objective
     distillation: Objective | None
-    projection: ProjectionShard | None
     config: LossConfig
-    counts: GlobalCounts
+    constants: RunConstants = field(default_factory=RunConstants)
+
+    hidden: StudentHidden | None = None
+    """On the last stage, for an objective that reads hidden states."""
+
+    counts: GlobalCounts = GlobalCounts(tokens=0, compared=0, chunk_counts=ChunkCounts())
 
     def __call__(
         self, microbatches: Iterator[tuple[Batch, TeacherTargets | None]], model: Any
@@ -81,60 +116,91 @@ class StudentStep:
         """The stage's output and the function that turns it into a loss."""
         batch, targets = next(microbatches)
         output = model(batch.student.tokens, batch.student.position_ids, None)
-        return output, partial(self._loss, batch, targets)
+        # Now: under a pipeline, other microbatches go forward before this one has its loss.
+        hidden = self.hidden.take() if self.hidden else None
+        return output, partial(self._loss, batch, targets, hidden)
+
+    def compared(self, batch: Batch) -> torch.Tensor:
+        """int64 scalar: what the distillation objective counts in a batch; 0 without one."""
+        if self.distillation is None:
+            return torch.zeros((), dtype=torch.int64, device=batch.student.labels.device)
+        known = KnownAhead(labels=batch.student.labels, alignment=batch.alignment)
+        return count_ahead(self.distillation, known, over=sums_over(self.config))
 
     def _loss(
-        self, batch: Batch, targets: TeacherTargets | None, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, SumCount]]:
-        """megatron-core's triple: this microbatch's part of the loss, 0 tokens, sums to report."""
-        inputs = DistillationInputs(
+        self,
+        batch: Batch,
+        targets: TeacherTargets | None,
+        hidden: torch.Tensor | None,
+        logits: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
+        """megatron-core's triple: this microbatch's part of the loss, 0 tokens, what to report."""
+        inputs = self._inputs(batch, targets, hidden, logits)
+        terms = {"ce": self.next_token(inputs)}
+        if self.distillation is not None:
+            terms["kd"] = self.distillation(inputs)
+        combined = CombinedOutput(
+            parts={
+                name: LossPart(output=output, term=name, count_name=name)
+                for name, output in terms.items()
+            },
+            term_weights={"ce": self.config.ce_weight, "kd": self.config.kd_weight},
+        )
+        loss = combined.total({"ce": self.counts.tokens, "kd": self.counts.compared})
+        no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)
+        metrics = {"loss": (loss.detach(), torch.ones_like(no_tokens))}
+        for name, output in terms.items():
+            metrics |= _metrics(name, output)
+        return loss, no_tokens, StepReport(metrics, check_finite(inputs))
+
+    def _inputs(
+        self,
+        batch: Batch,
+        targets: TeacherTargets | None,
+        hidden: torch.Tensor | None,
+        logits: torch.Tensor,
+    ) -> DistillationInputs:
+        return DistillationInputs(
             student_logits=logits,
             student_shard=self.shard,
             labels=batch.student.labels,
             teacher=targets,
             alignment=batch.alignment,
-            projection=self.projection,
+            projection=self.constants.projection,
+            match=self.constants.match,
+            teacher_labels=batch.teacher.labels if batch.teacher else None,
+            student_hidden=hidden,
+            student_head_weight=self.hidden.head_weight if self.hidden else None,
+            boundary=self.constants.boundary,
+            completions=batch.completions,
         )
-        cross_entropy = self.next_token(inputs)
-        loss = self.config.ce_weight * _mean(cross_entropy, self.counts.tokens)
-        report = _report("ce", cross_entropy)
-        if self.distillation is not None:
-            distillation = self.distillation(inputs)
-            loss = loss + self.config.kd_weight * _mean(distillation, self.counts.chunks)
-            report |= _report("kd", distillation)
-        no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)
-        report["loss"] = (loss.detach(), torch.ones_like(no_tokens))
-        return loss, no_tokens, report
 
 
-def _mean(output: LossOutput, count: int) -> torch.Tensor:
-    """The sum over the global count; a batch that has nothing to sum over contributes 0."""
-    return output.loss_sum / max(count, 1)
-
-
-def _report(name: str, output: LossOutput) -> dict[str, SumCount]:
+def _metrics(name: str, output: LossOutput) -> dict[str, SumCount]:
     metrics = {f"{name}/{metric}": value for metric, value in output.metrics.items()}
     return {name: (output.loss_sum.detach(), output.count), **metrics}
 
 
-def reduce_reports(reports: list[dict[str, SumCount]], groups: ProcessGroups) -> dict[str, float]:
-    """Means over the global batch on the last stage, empty elsewhere; one all-reduce over ``dp``.
+def reduce_reports(
+    reports: Sequence[StepReport], groups: ProcessGroups
+) -> tuple[dict[str, float], FiniteCheck]:
+    """Means over the global batch on the last stage, none elsewhere, and whether numbers were bad.
 
-    ``loss`` is the sum of the microbatches' parts, which are divided already.
+    One all-reduce over ``dp``. ``loss`` is the sum of the microbatches' parts, which are divided
+    already. Nothing of the same name is missing in another microbatch.
     """
     if not reports:
-        return {}
-    names = list(reports[0])
-    totals = torch.stack(
-        [
-            torch.stack(
-                [torch.stack([r[name][0].double(), r[name][1].double()]) for r in reports]
-            ).sum(dim=0)
-            for name in names
-        ]
-    )
+        return {}, FiniteCheck(torch.zeros(2, dtype=torch.int32, device=groups.device))
+    names = list(reports[0].metrics)
+    sums = [
+        torch.stack([torch.stack([part.double() for part in r.metrics[name]]) for r in reports])
+        for name in names
+    ]
+    bad = torch.stack([report.finite.bad for report in reports])
+    totals = torch.stack([*(part.sum(dim=0) for part in sums), bad.double().sum(dim=0)])
     dist.all_reduce(totals, group=groups.dp)
-    return {
+    means = {
         name: total if name == "loss" or count == 0 else total / count
-        for name, (total, count) in zip(names, totals.tolist(), strict=True)
+        for name, (total, count) in zip(names, totals[:-1].tolist(), strict=True)
     }
+    return means, FiniteCheck((totals[-1] > 0).to(torch.int32))

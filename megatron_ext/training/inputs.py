@@ -65,7 +65,7 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
         if config.data.validation
         else None
     )
-    _check_objective(config)
+    _check_objective(config, tokenizer, teacher_tokenizer)
     inputs = Inputs(
         tokenizer=tokenizer,
         teacher_tokenizer=teacher_tokenizer,
@@ -107,11 +107,40 @@ def _check_checkpoints(config: DistillConfig) -> None:
         find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
 
 
-def _check_objective(config: DistillConfig) -> None:
-    # The rows of the registry bring torch with them: seconds that the checks above do without.
-    from megatron_ext.losses import LOSS_REGISTRY
+def _check_objective(
+    config: DistillConfig,
+    tokenizer: MegatronTokenizerText,
+    teacher_tokenizer: MegatronTokenizerText | None,
+) -> None:
+    # Objectives bring torch with them: seconds that the checks above do without.
+    from megatron_ext.training.objective import make_objective, needs_of
 
-    LOSS_REGISTRY[config.loss.objective]
+    objective = make_objective(config.loss)
+    if teacher_tokenizer is not None and config.distils and needs_of(objective).same_tokenizer:
+        _check_same_tokenizer(config, tokenizer, teacher_tokenizer)
+
+
+def _check_same_tokenizer(
+    config: DistillConfig, tokenizer: MegatronTokenizerText, teacher: MegatronTokenizerText
+) -> None:
+    assert config.teacher is not None
+    if tokenizer.fingerprint() != teacher.fingerprint():
+        raise ConfigError(
+            f"the objective {config.loss.objective} needs a teacher with the student's tokenizer",
+            where="teacher.tokenizer",
+            got="another vocabulary",
+            fix="take another loss.objective, see docs/losses.md",
+        )
+    for name in ("seq_length", "make_vocab_size_divisible_by"):
+        own, other = getattr(config.student, name), getattr(config.teacher.model, name)
+        if own != other:
+            raise ConfigError(
+                f"the objective {config.loss.objective} compares both models position by position "
+                "and token by token",
+                where=f"teacher.model.{name}",
+                got=other,
+                expected=f"{own}, as the student's",
+            )
 
 
 def _tokenizer(config: TokenizerConfig, section: str) -> MegatronTokenizerText:

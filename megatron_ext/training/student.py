@@ -13,10 +13,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.losses import SumCount, TeacherTargets
+from megatron_ext.losses import TeacherTargets
 from megatron_ext.training.collator import Batch
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.forward_step import StudentStep
+from megatron_ext.training.forward_step import StepReport, StudentStep
 from megatron_ext.training.models import wrap_in_ddp
 from megatron_ext.training.sharded_optimizer import CHECKPOINT_FORMAT, prepare_to_load
 
@@ -38,7 +38,7 @@ class Student:
 
     def forward_backward(
         self, step: StudentStep, microbatches: list[tuple[Batch, TeacherTargets | None]]
-    ) -> list[dict[str, SumCount]]:
+    ) -> list[StepReport]:
         """Accumulate the gradient of one global batch; reports on the last stage, [] elsewhere."""
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -14,6 +14,7 @@ import torch
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.losses import TeacherTargets
+from megatron_ext.losses.checks.finite_check import FiniteCheck
 from megatron_ext.teachers import Teacher
 from megatron_ext.training.checkpoint import check_tokenizer, load_checkpoint, save_checkpoint
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
@@ -53,7 +54,8 @@ class Trainer:
         """Resume where the run stands, train to ``train_iters``, leave a checkpoint and a plot.
 
         Raises:
-            DivergedError: On every rank, before anything is saved.
+            LossError: A model predicts NaN or infinity; on every rank, before anything is saved.
+            DivergedError: The loss or its gradient is not finite; likewise.
         """
         done = self._resume()
         total = self.config.training.train_iters
@@ -94,14 +96,14 @@ class Trainer:
     def _iterate(self, iteration: int) -> dict[str, Any]:
         """One optimizer step; the last stage returns what it measured, the others only a little."""
         batches = self._batches(iteration)
-        counts = GlobalCounts.of(batches, self.groups)
+        counts = GlobalCounts.of(batches, self.groups, compared=self.step.compared)
         learning_rate = self.student.learning_rate
         reports = self.student.forward_backward(
             dataclasses.replace(self.step, counts=counts),
             list(zip(batches, self._targets(batches), strict=True)),
         )
-        metrics: dict[str, Any] = reduce_reports(reports, self.groups)
-        self._check_finite("loss", metrics.get("loss", 0.0), iteration)
+        metrics, finite = reduce_reports(reports, self.groups)
+        self._check_finite("loss", metrics.get("loss", 0.0), iteration, finite)
         grad_norm = self.student.update()
         self._check_finite("gradient norm", grad_norm, iteration)
         return metrics | {
@@ -109,6 +111,7 @@ class Trainer:
             "learning_rate": learning_rate,
             "tokens": counts.tokens,
             "chunks": counts.chunks,
+            **({"compared": counts.compared} if self.teacher else {}),
             **(dataclasses.asdict(counts.chunk_counts) if self.teacher else {}),
         }
 
@@ -134,6 +137,7 @@ class Trainer:
             student_length=self.config.student.seq_length,
             teacher_length=teacher.model.seq_length if teacher and self.teacher else None,
             text_only=text_only,
+            completion_table=None if text_only else self.step.constants.completion_table,
         ).to(self.groups.device)
 
     def _targets(self, batches: list[Batch]) -> list[TeacherTargets | None]:
@@ -163,14 +167,19 @@ class Trainer:
             groups=self.groups,
         )
 
-    def _check_finite(self, what: str, value: float, iteration: int) -> None:
-        """Raise on every rank when the last stage's ``value`` is not finite; one broadcast."""
-        shared = torch.tensor([value], dtype=torch.float64, device=self.groups.device)
+    def _check_finite(
+        self, what: str, value: float, iteration: int, predictions: FiniteCheck | None = None
+    ) -> None:
+        """Raise on every rank when something of the last stage is not finite; one broadcast."""
+        shared = torch.tensor([value, 0.0, 0.0], dtype=torch.float64, device=self.groups.device)
+        if predictions is not None:
+            shared[1:] = predictions.bad
         self.groups.broadcast_from_last_stage(shared)
-        if not math.isfinite(shared.item()):
+        FiniteCheck(shared[1:]).raise_if_bad(where=f"iteration {iteration}")
+        if not math.isfinite(shared[0].item()):
             raise DivergedError(
                 f"the {what} is not finite at iteration {iteration}",
-                got=shared.item(),
+                got=shared[0].item(),
                 fix="start another run with a lower optimizer.lr; initial_checkpoint may name a "
                 "checkpoint of this one",
             )

@@ -11,19 +11,27 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.teachers import MegatronTeacher
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.trainer import Trainer
-from tests.training.tiny_run import ITERATIONS, student_run, teacher_run
+from tests.training.tiny_run import ITERATIONS, objective_run, student_run, teacher_run
 
 
 def train_alone(rank: int, folder: Path) -> None:
     """A teacher, the student's first weights, and the unsharded run that others are compared to."""
+    _train_teacher(folder)
+    train_layouts(rank, folder, [("alone", {})])
+
+
+def _train_teacher(folder: Path) -> None:
+    """A teacher, and the student's first weights as a checkpoint."""
     _trainer(teacher_run(folder)).train()
     start = _trainer(student_run(folder, "start"))
     save_checkpoint(
@@ -33,7 +41,6 @@ def train_alone(rank: int, folder: Path) -> None:
         groups=start.groups,
         keep=1,
     )
-    train_layouts(rank, folder, [("alone", {})])
 
 
 def train_layouts(rank: int, folder: Path, layouts: list[tuple[str, dict[str, Any]]]) -> None:
@@ -42,6 +49,37 @@ def train_layouts(rank: int, folder: Path, layouts: list[tuple[str, dict[str, An
         config = student_run(folder, name, **parallel)
         start = str(folder / "start" / "checkpoints")
         _trainer(dataclasses.replace(config, initial_checkpoint=start)).train()
+
+
+def train_objectives(
+    rank: int,
+    folder: Path,
+    objectives: dict[str, tuple[str, dict[str, Any]]],
+    layouts: list[tuple[str, dict[str, Any]]],
+) -> None:
+    """Two steps by each objective under each layout, from the same first weights and teacher."""
+    if not (folder / "teacher").exists():
+        _train_teacher(folder)
+    for layout, parallel in layouts:
+        for name, (objective, options) in objectives.items():
+            loss = LossConfig(objective=objective, options=options, ce_weight=0.5)
+            config = objective_run(folder, f"{name}-{layout}", loss, **parallel)
+            _trainer(config).train()
+
+
+def train_with_broken_teacher(rank: int, folder: Path, parallel: dict[str, Any]) -> str:
+    """The error of a run whose teacher predicts NaN."""
+    config = objective_run(folder, "broken", LossConfig(objective="strict_topk"), **parallel)
+    trainer = _trainer(config)
+    if trainer.groups.is_last_stage:
+        assert isinstance(trainer.teacher, MegatronTeacher)
+        with torch.no_grad():
+            trainer.teacher._gpt.decoder.final_layernorm.weight[0] = torch.nan
+    try:
+        trainer.train()
+    except MegatronExtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def repeat_last_iteration(rank: int, folder: Path, name: str, parallel: dict[str, Any]) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from megatron_ext.alignment import ChunkCounts
 from megatron_ext.training.metrics import read_metrics
 from tests.process_group import run_ranks
+from tests.training.checkpoint_tensors import weights_of
 from tests.training.rank_functions import repeat_last_iteration, train_alone, train_layouts
 from tests.training.tiny_run import ITERATIONS, write_corpus, write_rank_list
 
@@ -110,17 +107,4 @@ def test_the_loss_goes_down(runs: Path) -> None:
 
 
 def _weights(run: Path, iteration: int = ITERATIONS) -> dict[str, torch.Tensor]:
-    """The model's tensors in a checkpoint, whole, read without any process group."""
-    folder = run / "checkpoints" / f"iter_{iteration:07d}"
-    state: dict[str, Any] = {}
-    _load_state_dict(
-        state,
-        storage_reader=FileSystemReader(str(folder)),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    return {
-        name: tensor
-        for name, tensor in state.items()
-        if isinstance(tensor, torch.Tensor) and not name.startswith("optimizer")
-    }
+    return weights_of(run / "checkpoints" / f"iter_{iteration:07d}")

@@ -97,6 +97,31 @@ def student_run(folder: Path, name: str, **parallel: Any) -> DistillConfig:
     )
 
 
+def objective_run(folder: Path, name: str, loss: LossConfig, **parallel: Any) -> DistillConfig:
+    """Two steps of ``student_run`` by another objective, from its first weights.
+
+    ``vocab_kl`` learns from a model with the student's tokenizer, the run ``next_token-alone``.
+    """
+    config = student_run(folder, name, **parallel)
+    teacher = config.teacher
+    if loss.objective == "vocab_kl":
+        teacher = TeacherConfig(
+            tokenizer=config.tokenizer,
+            model=config.student,
+            checkpoint=str(folder / "next_token-alone" / "checkpoints"),
+        )
+    return dataclasses.replace(
+        config,
+        teacher=teacher,
+        loss=loss,
+        data=DataConfig(train=config.data.train),
+        training=TrainingConfig(
+            train_iters=2, micro_batch_size=2, global_batch_size=8, save_interval=1
+        ),
+        initial_checkpoint=str(folder / "start" / "checkpoints"),
+    )
+
+
 def _teacher() -> TeacherConfig:
     return TeacherConfig(
         tokenizer=TokenizerConfig(

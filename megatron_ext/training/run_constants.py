@@ -1,0 +1,72 @@
+"""What an objective reads that stays the same over a whole run; made once on the last stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.losses import (
+    BoundaryColumns,
+    CompletionTable,
+    ProjectionShard,
+    VocabularyMatch,
+)
+from megatron_ext.projection import SparseProjection
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.token_bytes import TokenBytes
+from megatron_ext.training.objective import Needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConstants:
+    """Each None where the objective does not read it; see ``DistillationInputs``."""
+
+    projection: ProjectionShard | None = None
+
+    match: VocabularyMatch | None = None
+
+    boundary: BoundaryColumns | None = None
+
+    completion_table: CompletionTable | None = None
+    """From which each batch's completions are looked up, on the host."""
+
+    @classmethod
+    def of(
+        cls,
+        needs: Needs,
+        *,
+        tokenizers: tuple[MegatronTokenizerText, MegatronTokenizerText],
+        shards: tuple[VocabShard, VocabShard],
+        projection: SparseProjection | None,
+        device: torch.device,
+    ) -> RunConstants:
+        """What ``needs`` names, of the student and the teacher.
+
+        Args:
+            projection: Of the pair; None where nothing of it is needed.
+
+        Raises:
+            MegatronExtError: The pair has not what the objective needs.
+        """
+        student_shard, teacher_shard = shards
+        shard = match = boundary = table = None
+        if projection is not None and needs.shard:
+            shard = ProjectionShard.from_projection(
+                projection, student_shard=student_shard, teacher_shard=teacher_shard, device=device
+            )
+        if projection is not None and needs.match:
+            match = VocabularyMatch.from_partition(projection.partition(needs.min_share), device)
+        if needs.boundary:
+            student, teacher = map(TokenBytes.of, tokenizers)
+            boundary = BoundaryColumns.at_word_starts(
+                student,
+                teacher,
+                student_shard=student_shard,
+                teacher_shard=teacher_shard,
+                device=device,
+            )
+        if needs.completions:
+            table = CompletionTable.from_tokenizers(*tokenizers)
+        return cls(projection=shard, match=match, boundary=boundary, completion_table=table)

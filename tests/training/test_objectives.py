@@ -1,0 +1,121 @@
+"""A run learns by every objective, and by the same numbers under every layout."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.losses import LOSS_REGISTRY
+from megatron_ext.training.metrics import read_metrics
+from tests.process_group import run_ranks
+from tests.training.checkpoint_tensors import weights_of
+from tests.training.rank_functions import train_objectives, train_with_broken_teacher
+from tests.training.tiny_run import write_corpus, write_rank_list
+
+OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "next_token": ("next_token", {}),
+    "projected_kl": ("projected_kl", {"vocab_topk": 16, "direction": "jensen_shannon"}),
+    "gold": ("gold", {"uncommon_topk": 64}),
+    "hybrid_kl": ("hybrid_kl", {"uncommon_topk": 64, "min_share": 0.5}),
+    "uld": ("uld", {}),
+    "uld-position": ("uld", {"alignment": "position"}),
+    "strict_topk": ("strict_topk", {"top_k": 8}),
+    "alm": ("alm", {"merge": "words"}),
+    "mined": ("mined", {}),
+    "dskd": ("dskd", {"target": "teacher"}),
+    "dskd-heads": ("dskd", {"projectors": "heads"}),
+    "partition_kl": ("partition_kl", {}),
+    "vocab_kl": ("vocab_kl", {}),
+}
+"""Folder -> objective and options; ``vocab_kl`` learns from the first."""
+
+LAYOUTS = [
+    ("tp2", {"tensor_model_parallel_size": 2}),
+    ("pp2", {"pipeline_model_parallel_size": 2}),
+    ("dp2", {}),
+]
+SHARDED = ("partition_kl", "hybrid_kl", "dskd-heads")
+
+# fp32 sums in another order, as in test_layouts.
+TOLERANCE = 1e-5
+GRADIENT_NORM_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("objectives")
+    write_corpus(folder)
+    write_rank_list(folder)
+    run_ranks(1, train_objectives, folder, OBJECTIVES, [("alone", {})], timeout_s=240)
+    sharded = {name: OBJECTIVES[name] for name in SHARDED}
+    run_ranks(2, train_objectives, folder, sharded, LAYOUTS, timeout_s=240)
+    return folder
+
+
+def test_every_objective_is_run() -> None:
+    assert {name for name, _ in OBJECTIVES.values()} == set(LOSS_REGISTRY)
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "next_token"])
+def test_an_objective_has_a_finite_loss_over_what_it_counts(runs: Path, name: str) -> None:
+    rows = read_metrics(runs / f"{name}-alone")
+    assert len(rows) == 2
+    for row in rows:
+        assert math.isfinite(row["kd"])
+        assert row["kd"] > 0
+        assert row["grad_norm"] > 0
+    classes = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")
+    is_one_to_one = name in ("strict_topk", "mined", "dskd", "dskd-heads")
+    for row in rows:
+        chunks = row["one_to_one"] if is_one_to_one else sum(row[kind] for kind in classes)
+        over_labels = name in ("vocab_kl", "uld-position")
+        assert row["compared"] == (row["tokens"] if over_labels else chunks)
+
+
+@pytest.mark.parametrize("name", ["partition_kl", "strict_topk", "mined", "gold"])
+def test_the_loss_is_the_weighted_sum_of_its_terms(runs: Path, name: str) -> None:
+    for row in read_metrics(runs / f"{name}-alone"):
+        assert row["loss"] == pytest.approx(row["kd"] + 0.5 * row["ce"], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [name for name, _ in LAYOUTS])
+@pytest.mark.parametrize("name", SHARDED)
+def test_an_objective_measures_under_a_layout_what_it_does_on_one_rank(
+    runs: Path, name: str, layout: str
+) -> None:
+    alone, sharded = read_metrics(runs / f"{name}-alone"), read_metrics(runs / f"{name}-{layout}")
+    assert len(sharded) == len(alone) == 2
+    for row, expected in zip(sharded, alone, strict=True):
+        assert row.keys() == expected.keys()
+        assert row["compared"] == expected["compared"]
+        for key in ("loss", "kd", "ce"):
+            assert row[key] == pytest.approx(expected[key], rel=TOLERANCE)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENT_NORM_TOLERANCE)
+
+
+def test_projectors_are_trained_and_saved_with_the_student(runs: Path) -> None:
+    before, after = (_weights(runs / "dskd-alone", iteration) for iteration in (1, 2))
+    for name in ("teacher_to_student", "student_to_teacher"):
+        key = f"distillation_projectors.{name}"
+        assert (after[key] - before[key]).abs().max() > 1e-6
+    assert "distillation_projectors.student_to_teacher" not in _weights(
+        runs / "dskd-heads-alone", 2
+    )
+    assert not any("projectors" in key for key in _weights(runs / "gold-alone", 2))
+
+
+def test_nan_predictions_end_the_run_on_every_rank_before_anything_is_saved(runs: Path) -> None:
+    errors = run_ranks(2, train_with_broken_teacher, runs, {"pipeline_model_parallel_size": 2})
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(
+        "LossError: iteration 1: the teacher's predictions hold NaN or infinity"
+    )
+    assert not (runs / "broken" / "checkpoints").exists()
+
+
+def _weights(run: Path, iteration: int) -> dict[str, torch.Tensor]:
+    return weights_of(run / "checkpoints" / f"iter_{iteration:07d}")
