@@ -64,6 +64,20 @@ def test_an_untrained_row_is_not_looked_at_and_a_foreign_token_shows() -> None:
     assert token_log_prob(logits, token_id, shard)[0].isnan()
 
 
+def test_a_row_without_a_gradient_gets_none_whatever_it_holds() -> None:
+    logits, token_id, shard = _inputs(9, 37, 0)
+    token_id[2] = 5
+    logits[2] = torch.nan
+    logits.requires_grad_()
+    value = token_log_prob(logits, token_id, shard)
+    assert value[2].isnan()
+    kept = torch.arange(9) != 2
+    (grad,) = torch.autograd.grad(torch.where(kept, value, 0.0).sum(), logits)
+    assert not grad[2].any()
+    assert grad[kept].isfinite().all()
+    assert grad[kept].any()
+
+
 def test_bf16_logits_lose_no_more_than_their_own_rounding() -> None:
     logits, token_id, shard = _inputs(9, 37, 0)
     rounded = logits.bfloat16()

@@ -26,7 +26,8 @@ def token_log_prob(
     Args:
         logits: [T, Vp], any float dtype; neither copied whole nor overwritten.
         token_id: int64 [T]. A negative id gives 0 without a gradient; an id at or beyond the
-            vocabulary gives NaN, since to raise the host would have to wait for the device.
+            vocabulary gives NaN, since to raise the host would have to wait for the device. A row
+            that gets no gradient gives none, whatever it holds.
 
     Returns:
         [T] fp32 (fp64 for fp64 logits). Forward: three all-reduces of [T]. Backward: none; keeps
@@ -64,13 +65,12 @@ class _TokenLogProb(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, *lse, token_id, here, column = ctx.saved_tensors
-        trained = token_id >= 0
-        scale = grad.masked_fill(~trained, 0.0).div(ctx.temperature)[:, None]
+        scale = grad.masked_fill(token_id < 0, 0.0).div(ctx.temperature)[:, None]
         picked = torch.where(here[:, None], scale, 0.0)
         out = torch.empty_like(logits)
         for rows in row_slices(*logits.shape, device=logits.device):
             scaled = scaled_logits(logits[rows], ctx.temperature, ctx.excluded)
             probs = LogSumExp(*lse).normalise_(scaled, rows).exp_().mul_(-scale[rows])
             probs.scatter_add_(-1, column[rows, None], picked[rows])
-            out[rows] = probs.masked_fill_(~trained[rows, None], 0.0)
+            out[rows] = probs.masked_fill_(scale[rows] == 0, 0.0)
         return out, None, None, None
