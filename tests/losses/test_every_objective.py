@@ -144,6 +144,19 @@ def test_logits_of_ten_thousand_and_masked_columns_stay_finite(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_models_that_are_certain_of_one_token_whichever_stay_finite(name: str) -> None:
+    case = CASES[name]
+    # Among them are tokens that the projection does not reach and that are not shared.
+    for column in range(23):
+        batch = case.batch()
+        batch.teacher_logits[..., column] = 1e4
+        batch.student_logits[..., -1 - column] = 1e4
+        output, grad = run(case, case.build(batch, (3, 1)))
+        assert all(value.isfinite() for value in sums_of(output).values())
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_bf16_logits_are_summed_in_fp32(name: str) -> None:
     case = CASES[name]
     batch = case.batch()

@@ -8,7 +8,13 @@ import torch
 
 from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, gather_columns, group_size
-from megatron_ext.distributed.vocab_parallel import VocabShard, log_softmax
+from megatron_ext.distributed.vocab_parallel import (
+    LogSumExp,
+    VocabShard,
+    local_log_sum_exp,
+    merge_log_sum_exp,
+    scaled_logits,
+)
 from megatron_ext.losses.inputs.projection_shard import ProjectionShard
 
 Sharing = Literal["split", "copy"]
@@ -42,21 +48,34 @@ def carried_targets(
         teacher_logits: [C, Vpt], any float dtype.
         projection: This rank's rows of W.
 
-    Collectives: four all-reduces, of [C, 1] twice, [Vt] and [C], and one all-gather of [C', Vt] a
+    p is over the tokens that something maps to: a teacher that is certain of another token still
+    has a distribution over these.
+
+    Collectives: three all-reduces, of [2, C] twice and of [Vt], and one all-gather of [C', Vt] a
     slice of C' rows.
     """
     group = teacher_shard.group
-    probs = log_softmax(teacher_logits, teacher_shard, temperature=temperature).exp_()
-    onto_student = projection.weight.to(probs.dtype).t()
-    vocab = projection.weight.shape[1]
-    ones = torch.ones(projection.weight.shape[0], 1, dtype=probs.dtype, device=probs.device)
-    shares = (projection.weight_transposed.to(probs.dtype) @ ones)[:, 0]
+    device = teacher_logits.device
+    excluded = (
+        teacher_shard.excluded_columns(device),
+        teacher_shard.excluded_columns(device, projection.reachable),
+    )
+    local = [local_log_sum_exp(teacher_logits, temperature, columns) for columns in excluded]
+    peaks, totals = (torch.stack(parts) for parts in zip(*local, strict=True))
+    merged = merge_log_sum_exp(peaks, totals, group)
+    whole, lse = (LogSumExp(*parts) for parts in zip(*merged, strict=True))
+    left_out = -torch.expm1((lse.peak - whole.peak).add_(lse.log_sum).sub_(whole.log_sum))
+    onto_student = projection.weight.to(left_out.dtype).t()
+    width, vocab = projection.weight.shape
+    ones = left_out.new_ones(width, 1)
+    shares = (projection.weight_transposed.to(left_out.dtype) @ ones)[:, 0]
     shares = all_reduce_sum(shares, group)
     divisor = torch.where(shares > 0, shares, 1.0) if sharing == "split" else None
-    reached = probs[:, : len(projection.reachable)].masked_fill(~projection.reachable, 0.0)
-    mass = all_reduce_sum(reached.sum(dim=-1), group)
-    out = probs.new_empty(probs.shape[0], projection.weight.shape[0])
-    for rows in row_slices(probs.shape[0], probs.shape[1] * group_size(group), device=probs.device):
-        whole = gather_columns(probs[rows], group)[:, :vocab]
-        out[rows] = (whole if divisor is None else whole / divisor) @ onto_student
-    return CarriedTargets(out.log_(), 1 - mass)
+    out = left_out.new_empty(len(left_out), width)
+    gathered = teacher_shard.width * group_size(group)
+    for rows in row_slices(len(left_out), gathered, device=left_out.device):
+        scaled = scaled_logits(teacher_logits[rows], temperature, excluded[1])
+        probs = lse.normalise_(scaled, rows).exp_()
+        everywhere = gather_columns(probs, group)[:, :vocab]
+        out[rows] = (everywhere if divisor is None else everywhere / divisor) @ onto_student
+    return CarriedTargets(out.log_(), left_out)

@@ -33,7 +33,7 @@ class MinedLoss:
     teacher's, on tokens that nothing maps to), and those of ``losses/diagnostics``.
 
     Teacher targets: ``logits``, ``hidden``. Collectives on the tensor-parallel group, forward:
-    those of ``carried_targets`` and of ``ops/vocab_kl``, nine all-reduces and one all-gather of
+    those of ``carried_targets`` and of ``ops/vocab_kl``, eight all-reduces and one all-gather of
     [C', Vt] a slice of C' chunks; backward none. Keeps [C, Vps] of each model.
 
     Source: FuseLLM (Wan et al. 2024, arXiv 2401.10491), in the form that tokenkit gives it, from
