@@ -100,14 +100,16 @@ def projected_kl(
 
     A chunk whose ``chunk_loss`` gets no gradient gives none to its rows, whatever they hold.
     Everything is accumulated in fp32 (fp64 for fp64 logits). Collectives on the shards' group,
-    equally many on every rank and independent of the data: forward 8 all-reduces of [T] or [C] and
-    one reduce-scatter of [C', Vt] a slice of C' chunks; backward one all-gather a slice of chunks
-    and one all-reduce of [T'] a slice of student rows. ``vocab_topk`` adds to the forward one
-    all-gather of [C, vocab_topk] and one all-reduce of [2, C'] a slice.
+    equally many on every rank and independent of the data: forward 2 all-reduces of [Ts + 2 Tt], 4
+    of [C] to [3, C] and one reduce-scatter of [C', Vt] a slice of C' chunks; backward one
+    all-gather a slice of chunks and one all-reduce of [T'] a slice of student rows. ``vocab_topk``
+    adds to the forward one all-gather of [C, vocab_topk] and one all-reduce of [2, C'] a slice.
     """
     student = _Side.build(student_logits, student_chunk_id, chunk_count, student_shard)
     teacher = _Side.build(teacher_logits, teacher_chunk_id, chunk_count, teacher_shard)
-    teacher_probs, offsupport_mass = _teacher_chunks(teacher, reachable, temperature)
+    unreached = teacher_shard.excluded_columns(teacher_logits.device, reachable)
+    lse, *teacher_lse = _log_sum_exps(student, teacher, unreached, temperature)
+    teacher_probs, offsupport_mass = _teacher_chunks(teacher, teacher_lse, unreached, temperature)
     threshold = None
     if vocab_topk is not None:
         group = teacher_shard.group
@@ -115,6 +117,7 @@ def projected_kl(
     chunk_loss, entropy, agreement, rest_mass = _ProjectedKL.apply(
         student_logits,
         student,
+        lse,
         teacher_probs,
         threshold,
         teacher_shard,
@@ -157,19 +160,35 @@ class _Side(NamedTuple):
         )
 
 
+def _log_sum_exps(
+    student: _Side, teacher: _Side, unreached: torch.Tensor | None, temperature: float
+) -> list[LogSumExp]:
+    """Of the student [Ts], and of the teacher [Tt] over all columns and over those reached.
+
+    Two all-reduces.
+    """
+    local = [
+        local_log_sum_exp(side.logits, temperature, excluded)
+        for side, excluded in (
+            (student, student.excluded),
+            (teacher, teacher.excluded),
+            (teacher, unreached),
+        )
+    ]
+    peaks, totals = (torch.cat(parts) for parts in zip(*local, strict=True))
+    merged = merge_log_sum_exp(peaks, totals, student.shard.group)
+    rows = [len(peak) for peak, _ in local]
+    return [LogSumExp(*parts) for parts in zip(*(x.split(rows) for x in merged), strict=True)]
+
+
 @torch.no_grad()
 def _teacher_chunks(
-    teacher: _Side, reachable: torch.Tensor, temperature: float
+    teacher: _Side, lse: list[LogSumExp], unreached: torch.Tensor | None, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """P_c [C, Vpt] over the reachable columns, and the mass they leave out. Two all-reduces."""
-    unreached = teacher.shard.excluded_columns(teacher.logits.device, reachable)
-    columns = (teacher.excluded, unreached)
-    local = [local_log_sum_exp(teacher.logits, temperature, excluded) for excluded in columns]
-    # Both in one pair of all-reduces.
-    peaks, totals = (torch.stack(parts) for parts in zip(*local, strict=True))
-    merged = merge_log_sum_exp(peaks, totals, teacher.shard.group)
-    whole, reached = (LogSumExp(*parts) for parts in zip(*merged, strict=True))
+    """P_c [C, Vpt] over the reachable columns, and the mass they leave out. No collectives."""
+    whole, reached = lse
     left_out = -torch.expm1((reached.peak - whole.peak).add_(reached.log_sum).sub_(whole.log_sum))
+    left_out = left_out.to(teacher.sizes.dtype)
     offsupport = torch.zeros_like(teacher.sizes).index_add_(0, teacher.slots, left_out)
     return teacher.chunk_means(reached, temperature, unreached), offsupport[:-1]
 
@@ -182,6 +201,7 @@ class _ProjectedKL(torch.autograd.Function):
         ctx: Any,
         student_logits: torch.Tensor,
         student: _Side,
+        lse: LogSumExp,
         teacher_probs: torch.Tensor,
         threshold: torch.Tensor | None,
         teacher_shard: VocabShard,
@@ -195,8 +215,6 @@ class _ProjectedKL(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         weight, weight_transposed, row_mass = projection
         group = student.shard.group
-        local = local_log_sum_exp(student.logits, temperature, student.excluded)
-        lse = merge_log_sum_exp(*local, group)
         means = student.chunk_means(lse, temperature, student.excluded)
         # The projection follows the logits: fp64 in a gradient check, else fp32.
         onto_teacher = weight_transposed.to(means.dtype).t()
@@ -253,7 +271,7 @@ class _ProjectedKL(torch.autograd.Function):
         group, temperature = ctx.student.group, ctx.temperature
         excluded = ctx.student.excluded_columns(logits.device)
         entries = None
-        if entry_row is not None and ctx.needs_input_grad[9]:
+        if entry_row is not None and ctx.needs_input_grad[10]:
             means = chunk_mean_softmax(
                 logits, lse, slots, sizes, temperature=temperature, excluded=excluded
             )
@@ -269,7 +287,7 @@ class _ProjectedKL(torch.autograd.Function):
             centre = all_reduce_sum((probs * row_grad).sum(dim=-1, keepdim=True), group)
             probs.mul_(row_grad.sub_(centre)).mul_(scale[rows])
             out[rows] = probs.masked_fill_(scale[rows] == 0, 0.0)
-        return out, *[None] * 8, entry_grad, None, None
+        return out, *[None] * 9, entry_grad, None, None
 
 
 def _onto_student(
