@@ -133,7 +133,7 @@ def test_texts_and_conversations_share_a_batch() -> None:
 
 def test_a_conversation_that_is_too_long_is_its_beginning() -> None:
     whole = tokenizer("tiktoken", BRACKETS).encode_conversation(TURNS)
-    for length in range(5, len(whole.ids) - 1):
+    for length in range(5, len(whole.ids) - 1, 5):
         batch = collator(length)([{"messages": TURNS}])
         count = int(batch.student.lengths[0])
         assert batch.student.input_ids[0, :count].tolist() == whole.ids[:count].tolist()
