@@ -26,16 +26,17 @@ def diagnose(entries: LooseEntries, pair: TokenizerPair | None = None) -> list[D
 
     Args:
         entries: What the file holds.
-        pair: The tokenizers that it is for. Without them nothing is known of the padding, of exact
-            tokens and of what a row's token is spelled with.
+        pair: The tokenizers that it is for. Without them nothing is known of exact tokens and of
+            what a row's token is spelled with, and of the padding only what the file says.
     """
     filler = find_filler(entries)
     checks: list[Callable[[], Defect | None]] = []
-    if pair is not None:
+    vocab_sizes = entries.vocab_sizes if pair is None else pair.shape
+    if vocab_sizes is not None:
         checks += [
-            lambda: _padding_rows(entries, pair),
-            lambda: _missing_rows(entries, pair),
-            lambda: _padding_columns(entries, pair),
+            lambda: _padding_rows(entries, vocab_sizes[0]),
+            lambda: _missing_rows(entries, vocab_sizes[0]),
+            lambda: _padding_columns(entries, vocab_sizes[1]),
         ]
     checks += [
         lambda: _filler(entries, filler, pair),
@@ -80,14 +81,12 @@ def _of_entries(
     )
 
 
-def _padding_rows(entries: LooseEntries, pair: TokenizerPair) -> Defect | None:
-    height = pair.shape[0]
+def _padding_rows(entries: LooseEntries, height: int) -> Defect | None:
     detail = f"{entries.height:,} rows, {height:,} student tokens"
     return _of_entries("padding_rows", entries, entries.rows >= height, detail)
 
 
-def _missing_rows(entries: LooseEntries, pair: TokenizerPair) -> Defect | None:
-    height = pair.shape[0]
+def _missing_rows(entries: LooseEntries, height: int) -> Defect | None:
     if entries.height >= height:
         return None
     detail = f"{entries.height:,} rows, {height:,} student tokens"
@@ -96,8 +95,7 @@ def _missing_rows(entries: LooseEntries, pair: TokenizerPair) -> Defect | None:
     )
 
 
-def _padding_columns(entries: LooseEntries, pair: TokenizerPair) -> Defect | None:
-    width = pair.shape[1]
+def _padding_columns(entries: LooseEntries, width: int) -> Defect | None:
     detail = f"up to {int(entries.columns.max(initial=0)):,}, {width:,} teacher tokens"
     return _of_entries("padding_columns", entries, entries.columns >= width, detail)
 

@@ -6,6 +6,7 @@ No code of a file is run, and torch is imported where such a file is read or wri
 from __future__ import annotations
 
 import io
+import zipfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,6 +102,7 @@ def _load(path: Path) -> Any:
     import pickle
 
     try:
+        _check_sums(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ProjectionError("there is no projection file", where=path) from None
@@ -121,6 +123,20 @@ def _load(path: Path) -> Any:
             expected=LEGACY_CONTENT,
             fix="copy it again, or build it again from the two tokenizers",
         ) from error
+
+
+def _check_sums(path: Path) -> None:
+    """Hold each record of a zip archive against its checksum, which torch does not look at.
+
+    Raises:
+        OSError, zipfile.BadZipFile: The file cannot be read, or a record is not as it was written.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"{damaged} is not as it was written, by its checksum")
 
 
 def _first_line(error: Exception) -> str:

@@ -99,7 +99,7 @@ def _of_table(content: Mapping[str, Any]) -> LooseEntries:
         slots=slots,
         height=columns.shape[0],
         width=None if shape is None else shape[1],
-        vocab_sizes=_sizes(content, "vocab_sizes", len(columns)),
+        vocab_sizes=_vocab_sizes(content, len(columns), shape),
         slot_count=columns.shape[1],
         absent_slots=int(is_absent.sum()),
         zero_slots=int(is_zero.sum()),
@@ -120,11 +120,16 @@ def _strict_rows(columns: NDArray[np.int64], weights: NDArray[np.float64]) -> ND
 def _tensor(content: Mapping[str, Any], name: str) -> Any:
     value = content[name]
     torch = import_torch()
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+    if not isinstance(value, torch.Tensor) or not _is_dense(value):
         raise ProjectionError(
             f"the {name} are no dense tensor", got=type(value).__name__, expected=LEGACY_CONTENT
         )
     return value.detach()
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Whether a tensor has its numbers, one for each place; one on ``meta`` has a shape alone."""
+    return bool(tensor.layout == import_torch().strided and not tensor.is_meta)
 
 
 def _float64(tensor: Any) -> NDArray[np.float64]:
@@ -141,15 +146,26 @@ def _sizes(content: Mapping[str, Any], name: str, height: int) -> tuple[int, int
     sizes = content.get(name)
     if not isinstance(sizes, list) or len(sizes) != 2:
         return None
-    if not all(isinstance(size, int) and size >= 0 for size in sizes) or sizes[0] > height:
+    if not all(type(size) is int and size >= 0 for size in sizes) or sizes[0] > height:
         return None
     return sizes[0], sizes[1]
+
+
+def _vocab_sizes(
+    content: Mapping[str, Any], height: int, shape: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    sizes = _sizes(content, "vocab_sizes", height)
+    if sizes is None or shape is None or sizes[1] > shape[1]:
+        return None
+    return sizes
 
 
 def _exact_rows(content: Mapping[str, Any], height: int) -> NDArray[np.bool_] | None:
     torch = import_torch()
     flags = content.get("is_exact_row")
-    if not isinstance(flags, torch.Tensor) or flags.dtype != torch.bool or len(flags) != height:
+    if not isinstance(flags, torch.Tensor) or flags.dtype != torch.bool or not _is_dense(flags):
+        return None
+    if flags.shape != (height,):
         return None
     array: NDArray[np.bool_] = flags.numpy()
     return array
@@ -167,18 +183,21 @@ def _metadata(content: Mapping[Any, Any]) -> dict[str, str]:
 
 def _of_matrix(matrix: Any, metadata: dict[str, str]) -> LooseEntries:
     torch = import_torch()
-    if matrix.ndim != 2 or not matrix.is_floating_point():
+    is_dense = matrix.layout == torch.strided
+    is_matrix = matrix.ndim == 2 and matrix.is_floating_point() and not matrix.is_meta
+    # A sparse tensor of dense rows says nothing of columns.
+    if not is_matrix or (matrix.layout == torch.sparse_coo and matrix.sparse_dim() != 2):
         raise ProjectionError(
             "the tensor is no projection",
             got=f"shape {list(matrix.shape)} of {matrix.dtype}",
             expected="real numbers of shape [student ids, teacher ids]",
         )
-    pairs = matrix.detach().to_sparse_coo() if matrix.layout != torch.strided else None
-    if pairs is None:
+    if is_dense:
         positions = matrix.detach().nonzero().T
         rows, columns = positions.numpy()
         weights = _float64(matrix.detach()[tuple(positions)])
     else:
+        pairs = matrix.detach().to_sparse_coo()
         # Left uncoalesced: a repeated pair is to be seen.
         rows, columns = pairs._indices().numpy()
         weights = _float64(pairs._values())

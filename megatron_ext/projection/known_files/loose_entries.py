@@ -19,7 +19,9 @@ from megatron_ext.projection.validation import ROW_SUM_TOLERANCE
 Mask = NDArray[np.bool_]
 
 FLOAT32_ROUNDING = 2.0**-24
-_LARGEST_ID = int(np.iinfo(np.int32).max)
+MOST_IDS = 2**24
+"""Rows or columns of a file that are believed: no vocabulary comes near, and what has one number
+for each of so many stays small."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True, eq=False)
@@ -27,7 +29,8 @@ class LooseEntries:
     """Weighted (row, column) pairs, ordered by row and slot.
 
     Raises:
-        ProjectionError: A row or column that is no id, or a weight that is negative or no number.
+        ProjectionError: A row or column that is no id, more rows or columns than ``MOST_IDS``, or a
+            weight that is negative or no number.
     """
 
     rows: NDArray[np.int64]
@@ -76,15 +79,21 @@ class LooseEntries:
     def __post_init__(self) -> None:
         for name, ids, stop in (
             ("row", self.rows, self.height),
-            ("column", self.columns, _LARGEST_ID if self.width is None else self.width),
+            ("column", self.columns, MOST_IDS if self.width is None else self.width),
         ):
+            if stop > MOST_IDS:
+                raise ProjectionError(
+                    f"the projection has more {name}s than a vocabulary has ids",
+                    got=stop,
+                    expected=f"at most {MOST_IDS}",
+                )
             outside = (ids < 0) | (ids >= stop)
             if outside.any():
                 at = int(np.argmax(outside))
                 raise ProjectionError(
                     f"row {self.rows[at]} of the projection has a {name} that is no id",
                     got=int(ids[at]),
-                    expected=f"0 to {stop - 1}",
+                    expected=f"0 to {stop - 1}" if stop > 0 else "0 or more",
                 )
         unusable = ~(np.isfinite(self.weights) & (self.weights > 0))
         if unusable.any():

@@ -1,5 +1,7 @@
 """What is wrong with a file, which rows it is in, and how much mass it concerns."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.known_files.diagnosis import diagnose
 from megatron_ext.projection.known_files.legacy_file import read_legacy_file
 from megatron_ext.projection.known_files.loose_entries import LooseEntries
+from megatron_ext.projection.known_files.repair import repair
 from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 
@@ -220,3 +223,15 @@ def test_a_table_without_the_scale_trick_has_no_filler(trained):
     ):
         rows[row].append((int(column), float(weight)))
     assert found(rows, trained[2]) == {}
+
+
+def test_what_a_file_says_of_its_own_padding_is_held_against_it():
+    """Without the tokenizers, too: our files say how many tokens the vocabularies have."""
+    entries = replace(entries_of([{0: 1.0}, {4: 1.0}, {1: 1.0}]), vocab_sizes=(2, 3))
+    assert [(defect.kind, defect.rows.tolist(), defect.mass) for defect in diagnose(entries)] == [
+        ("padding_rows", [2], 1.0),
+        ("padding_columns", [1], 1.0),
+    ]
+    mended = repair(replace(entries, width=5)).projection
+    assert mended.vocab_sizes == (2, 3)
+    assert mended.indices.tolist() == [0]

@@ -205,6 +205,17 @@ def test_a_part_of_a_file_is_refused(path, kept):
         read_legacy_file(path)
 
 
+def test_a_file_with_one_wrong_bit_is_refused(path):
+    indices = torch.arange(4096)[:, None]
+    torch.save({**TABLE, "indices": indices, "likelihoods": torch.ones(4096, 1)}, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(indices.numpy().tobytes()) + 8 * 1000] ^= 1
+    path.write_bytes(bytes(content))
+    assert torch.load(path, weights_only=True)["indices"][1000].item() == 1001, "torch reads it"
+    with pytest.raises(ProjectionError, match=r"whole torch file; got .* by its checksum"):
+        read_legacy_file(path)
+
+
 @pytest.mark.parametrize("content", [b"{}", b"\xff" * 64, b"PK\x03\x04" * 20], ids=repr)
 def test_a_file_that_is_not_torchs_is_refused(path, content):
     path.write_bytes(content)
@@ -250,7 +261,14 @@ def changed(name, value):
         pytest.param(torch.ones(3), r"got shape \[3\]", id="vector"),
         pytest.param({(0, 1): "much"}, "no ids and weights", id="text weight"),
         pytest.param({(0, 1): 1.0, (0, 1, 2): 1.0}, "no projection", id="triple"),
-        pytest.param({(-5, 1): 1.0}, "no id; got -5", id="negative row"),
+        pytest.param({(-5, 1): 1.0}, "no id; got -5; expected 0 or more", id="negative row"),
+        pytest.param({(10**12, 1): 1.0}, "more rows than a vocabulary", id="row of no vocabulary"),
+        pytest.param(changed("shape", [3, 10**15]), "more columns than", id="boundless width"),
+        pytest.param(
+            changed("indices", TABLE["indices"].to("meta")), "no dense tensor", id="no numbers"
+        ),
+        pytest.param(DENSE.to("meta"), "no projection", id="matrix without numbers"),
+        pytest.param(DENSE.to_sparse(1), "no projection", id="sparse dense rows"),
     ],
 )
 def test_content_that_is_no_projection_is_refused(path, content, message):
@@ -258,3 +276,20 @@ def test_content_that_is_no_projection_is_refused(path, content, message):
     with pytest.raises(ProjectionError, match=message) as refusal:
         read_legacy_file(path)
     assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        pytest.param({"is_exact_row": torch.tensor(True)}, id="one flag"),
+        pytest.param({"is_exact_row": torch.ones(3, 2, dtype=torch.bool)}, id="table of flags"),
+        pytest.param({"is_exact_row": torch.ones(2, dtype=torch.bool)}, id="too few flags"),
+        pytest.param({"vocab_sizes": [3, 10**15], "shape": [3, 5]}, id="tokens without columns"),
+        pytest.param(
+            {"vocab_sizes": [True, True], "shape": [3, 5]}, id="sizes that are no numbers"
+        ),
+    ],
+)
+def test_what_we_add_to_a_file_is_passed_over_where_it_is_not_of_the_table(path, added):
+    entries = read(path, {**TABLE, **added})
+    assert (entries.is_exact_row, entries.vocab_sizes) == (None, None)
