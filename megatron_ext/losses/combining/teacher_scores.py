@@ -24,6 +24,7 @@ from megatron_ext.distributed.vocab_parallel import (
     scaled_logits,
 )
 from megatron_ext.errors import LossError
+from megatron_ext.losses.inputs.row_samples import row_samples
 from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.ops.token_log_prob import token_log_prob
 
@@ -80,7 +81,8 @@ def sample_scores(text: TeacherText, measure: TeacherMeasure) -> torch.Tensor:
     nats = _row_nats(text.targets, text.labels.flatten(), measure)
     is_measured = text.labels.flatten() != IGNORE_INDEX
     kept = torch.where(is_measured, nats, 0.0).to(torch.float64)
-    sums = kept.new_zeros(len(text.byte_counts)).index_add_(0, _row_samples(text), kept)
+    samples = row_samples(text.labels, text.cu_seqlens)
+    sums = kept.new_zeros(len(text.byte_counts)).index_add_(0, samples, kept)
     sums = all_reduce_sum(sums, text.context_group)
     return torch.stack([sums, text.byte_counts.to(torch.float64)], dim=-1)
 
@@ -118,15 +120,6 @@ def best_teacher(scores: Sequence[torch.Tensor]) -> torch.Tensor:
         scores: P times nats and bytes [S, 2].
     """
     return torch.stack([score(part, "bits_per_byte") for part in scores]).argmax(dim=0)
-
-
-def _row_samples(text: TeacherText) -> torch.Tensor:
-    """Sample [B Tt] of each row."""
-    rows = torch.arange(text.labels.numel(), device=text.labels.device)
-    if text.cu_seqlens is None:
-        return rows // max(text.labels.shape[1], 1)
-    ends = text.cu_seqlens[1:].to(torch.int64)
-    return torch.bucketize(rows, ends, right=True).clamp(max=len(ends) - 1)
 
 
 def _row_nats(

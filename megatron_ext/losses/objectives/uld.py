@@ -6,7 +6,7 @@ B batch, Ts Tt tokens, C chunks, P pairs of positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -21,6 +21,7 @@ from megatron_ext.losses.checks.input_check import (
 from megatron_ext.losses.checks.option_check import check_choice, check_count, check_temperature
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.inputs.counted_ids import counted_ids
+from megatron_ext.losses.inputs.row_samples import row_samples
 from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.ops.chunk_distributions import chunk_distributions
 from megatron_ext.ops.sorted_l1 import SortedL1, sorted_l1
@@ -40,7 +41,8 @@ class ULDLoss:
 
     ``alignment="position"`` is the original: the k-th trained token of a sample's student side is
     compared with the k-th of its teacher side, up to the shorter, whatever texts they cover. It
-    uses ``labels`` and ``teacher_labels``, no alignment, and counts pairs.
+    uses ``labels`` and ``teacher_labels``, of an alignment only where packed samples begin, and
+    counts pairs. Samples must be whole: not for sequences cut over context-parallel ranks.
 
     Metrics: ``left_out``, at most so much a chunk is missing in the sum, before ``tau^2``; over
     chunks also those of ``losses/diagnostics``. Teacher targets: ``logits``, ``hidden``.
@@ -79,8 +81,9 @@ class ULDLoss:
 
     def _over_positions(self, inputs: DistillationInputs) -> LossOutput:
         teacher, labels = _check_positions(inputs)
-        *ids, count, pair_count = _pairs(inputs.labels, labels)
-        l1 = self._compare(inputs, teacher, (ids[0], ids[1]), pair_count)
+        ids, count = _pairs(inputs, labels)
+        pair_count = min(inputs.labels.numel(), labels.numel())
+        l1 = self._compare(inputs, teacher, ids, pair_count)
         left_out: SumCount = (l1.left_out.sum(), count)
         return LossOutput(
             loss_sum=self.temperature**2 * l1.value.sum(),
@@ -118,23 +121,48 @@ class ULDLoss:
 
 
 def _pairs(
-    labels: torch.Tensor, teacher_labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Pair of each student and teacher row, flat; how many pairs there are, and could be.
+    inputs: DistillationInputs, teacher_labels: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Pair of each student and teacher row, flat, and int64 scalar: how many pairs there are.
 
-    The k-th trained token of sample ``b`` is in pair ``b * min(Ts, Tt) + k``. Pairs that a sample
-    is too short for have no row on either side, and so cost nothing.
+    Both sides of a sample have as many paired rows, so a pair is the number of paired rows before.
     """
-    trained = [side != IGNORE_INDEX for side in (labels, teacher_labels)]
-    counts = torch.minimum(*(side.sum(dim=-1) for side in trained))
-    longest = min(labels.shape[-1], teacher_labels.shape[-1])
-    first = longest * torch.arange(len(labels), device=labels.device)[:, None]
-    ids = []
-    for side in trained:
-        rank = side.cumsum(dim=-1) - 1
-        paired = side & (rank < counts[:, None])
-        ids.append(torch.where(paired, first + rank, NO_CHUNK).flatten())
-    return ids[0], ids[1], counts.sum(), longest * len(labels)
+    alignment = inputs.alignment
+    sides = []
+    for labels, cu_seqlens in (
+        (inputs.labels, alignment.student_cu_seqlens if alignment else None),
+        (teacher_labels, alignment.teacher_cu_seqlens if alignment else None),
+    ):
+        count = len(labels) if cu_seqlens is None else len(cu_seqlens) - 1
+        sides.append(_TrainedRows.of(labels, row_samples(labels, cu_seqlens), count))
+    counts = torch.minimum(sides[0].counts, sides[1].counts)
+    paired = [side.trained & (side.place < counts[side.sample]) for side in sides]
+    ids = [torch.where(side, side.cumsum(dim=0) - 1, NO_CHUNK) for side in paired]
+    return (ids[0], ids[1]), counts.sum()
+
+
+class _TrainedRows(NamedTuple):
+    """One side's rows [B * T], in order, and its samples [S]."""
+
+    trained: torch.Tensor
+    """bool: the row has a label."""
+
+    sample: torch.Tensor
+    """int64"""
+
+    place: torch.Tensor
+    """int64: trained rows of the same sample before it."""
+
+    counts: torch.Tensor
+    """int64 [S]: trained rows of each sample."""
+
+    @classmethod
+    def of(cls, labels: torch.Tensor, sample: torch.Tensor, samples: int) -> _TrainedRows:
+        trained = labels.flatten() != IGNORE_INDEX
+        one = trained.to(torch.int64)
+        counts = one.new_zeros(samples).index_add_(0, sample, one)
+        before = counts.cumsum(dim=0) - counts
+        return cls(trained, sample, one.cumsum(dim=0) - one - before[sample], counts)
 
 
 def _check_positions(inputs: DistillationInputs) -> tuple[TeacherTargets, torch.Tensor]:
