@@ -29,10 +29,13 @@ from tests.losses.objective_cases import AnyCompletions
 LENGTHS = (32, 16)
 PADDING = (7, 1)
 
-Chunks = Literal["scattered", "in order", "of the first rank", "none"]
-"""``in order``: spans that follow one another, some over several cuts of either side."""
+Chunks = Literal["scattered", "in order", "of the first rank", "of one token", "none"]
+"""``in order``: spans that follow one another, some over several cuts of either side. ``of one
+token``: on either side, most on different ranks."""
 
-ObjectiveName = Literal["projected_kl", "alm", "partition_kl"]
+ObjectiveName = Literal[
+    "projected_kl", "alm", "partition_kl", "gold", "hybrid_kl", "uld", "mined", "strict_topk"
+]
 
 COMPLETIONS = AnyCompletions.from_token_bytes([b""] * 37, [b""] * 23)
 
@@ -62,11 +65,15 @@ def microbatch(chunks: Chunks) -> Microbatch:
     spans = ([0, 1, 7, 9, 20, 32], [0, 3, 4, 5, 9, 16])
     if chunks == "of the first rank":
         spans = ([0, 1, 3, 5, 6, 7], [9, 11, 12, 13, 14, 15])
+    places = tuple(list(pairwise(bounds)) for bounds in spans)
+    if chunks == "of one token":
+        rows = ([0, 9, 17, 25, 29], [4, 5, 7, 9, 14])
+        places = tuple([(row, row + 1) for row in side] for side in rows)
     pairs = []
     for _ in range(2):
         ids = [torch.full((length,), -1) for length in LENGTHS]
-        for side, bounds in zip(ids, spans, strict=True):
-            for chunk, (start, stop) in enumerate(pairwise(bounds)):
+        for side, own in zip(ids, places, strict=True):
+            for chunk, (start, stop) in enumerate(own):
                 side[start:stop] = chunk
         pairs.append((ids[0], ids[1]))
     return replace(batch, chunk_ids=pairs)
@@ -174,6 +181,12 @@ CASES: tuple[Case, ...] = (
     ("in order", "zigzag", "logits", "alm"),
     ("in order", "contiguous", "hidden", "alm"),
     ("in order", "zigzag", "hidden", "partition_kl"),
+    ("in order", "zigzag", "logits", "gold"),
+    ("in order", "contiguous", "hidden", "hybrid_kl"),
+    ("in order", "zigzag", "hidden", "uld"),
+    ("of one token", "zigzag", "logits", "mined"),
+    ("of one token", "contiguous", "hidden", "strict_topk"),
+    ("of one token", "zigzag", "logits", "partition_kl"),
 )
 
 

@@ -43,6 +43,7 @@ def test_sums_and_gradients_over_the_ranks_are_those_of_whole_sequences(
     whole = whole_inputs(chunks)
     assert whole.alignment is not None
     truth = LOSS_REGISTRY[objective](temperature=1.3)(whole)
+    assert (int(truth.count) > 0) == (chunks != "none")
     (true_grad,) = torch.autograd.grad(truth.loss_sum, whole.student_logits)
     scale = max(true_grad.abs().max().item(), 1e-30)
 
