@@ -78,7 +78,7 @@ def load_projection(
     _check_whole(path, metadata, arrays)
     for role, tokenizer in (("student", student), ("teacher", teacher)):
         if tokenizer is not None:
-            _check_built_for(path, metadata, role, tokenizer)
+            check_built_for(path, metadata, role, tokenizer)
     shape = _sizes(path, metadata, "shape")
     vocab_sizes = shape
     if metadata["format_version"] != "1":
@@ -174,9 +174,14 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         ) from error
 
 
-def _check_built_for(
-    path: Path, metadata: dict[str, str], role: str, tokenizer: ByteTokenizer
+def check_built_for(
+    path: Path, metadata: Mapping[str, str], role: str, tokenizer: ByteTokenizer
 ) -> None:
+    """Refuse a file whose metadata does not name the vocabulary of ``tokenizer``.
+
+    Raises:
+        ProjectionError: It names another, or none.
+    """
     built_for, given = metadata.get(f"{role}_fingerprint"), tokenizer.fingerprint()
     if built_for != given:
         raise ProjectionError(

@@ -120,11 +120,28 @@ def test_a_file_with_mass_in_wrong_places_is_not_converted(files, tmp_path, caps
     assert not path.exists()
 
 
-def test_a_file_for_another_pair_is_refused(files, tmp_path, capsys):
-    path = tmp_path / "pair.safetensors"
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_file_for_another_pair_is_refused(files, tmp_path, capsys, suffix):
+    path = tmp_path / f"pair{suffix}"
     projection("build", *files.names, "-o", path)
     swapped = ("--student", files.teacher, "--teacher", files.student)
-    assert "built for another student" in refused(capsys, "inspect", path, *swapped)
+    output = tmp_path / "out.safetensors"
+    for words in (
+        ("inspect", path),
+        ("convert", path, "-o", output),
+        ("repair", path, "-o", output),
+        ("reapply-exact-map", "--initial-projection-path", path),
+        ("minimal-projection-via-multitoken", "--initial-projection-path", path),
+    ):
+        assert "built for another student" in refused(capsys, *words, *swapped)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_folder_is_no_output(files, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = refused(capsys, "build", *files.names, "-o", ".")
+    assert "cannot be written; got Is a directory" in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_tokenizer_alone_is_not_enough(files, capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.projection.file import check_built_for
 from megatron_ext.projection.known_files.defect import Defect
 from megatron_ext.projection.known_files.legacy_file import (
     LegacyDtype,
@@ -66,10 +67,15 @@ def read_entries(path: Path, pair: TokenizerPair | None = None) -> LooseEntries:
     Raises:
         ProjectionError: It is none, or one of ours that is for other tokenizers.
     """
-    if path.suffix in LEGACY_SUFFIXES:
-        return read_legacy_file(path)
     tokenizers = (None, None) if pair is None else (pair.student, pair.teacher)
-    return LooseEntries.of(SparseProjection.load(path, *tokenizers))
+    if path.suffix not in LEGACY_SUFFIXES:
+        return LooseEntries.of(SparseProjection.load(path, *tokenizers))
+    entries = read_legacy_file(path)
+    for role, tokenizer in zip(("student", "teacher"), tokenizers, strict=True):
+        # A file of the original tools does not say.
+        if tokenizer is not None and f"{role}_fingerprint" in entries.metadata:
+            check_built_for(path, entries.metadata, role, tokenizer)
+    return entries
 
 
 def write_projection(

@@ -46,8 +46,8 @@ def build(arguments: argparse.Namespace) -> Path:
     """The file that is written."""
     options = options_of(arguments)
     initial = arguments.initial_projection_path
-    entries = None if initial is None else read_entries(initial)
     pair = required_pair(arguments)
+    entries = None if initial is None else read_entries(initial, pair)
     projection = multitoken_projection(pair, options, entries)
     sys.stdout.writelines(_examples(projection, pair, arguments.num_examples))
     stem = arguments.output_filename or prepared_name(

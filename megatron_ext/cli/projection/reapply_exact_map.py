@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> None:
 def reapply(arguments: argparse.Namespace) -> Path:
     """The file that is written."""
     note_inert(arguments, _INERT, "does nothing here")
-    entries = read_entries(arguments.initial_projection_path)
-    projection = reapply_exact_map(entries, required_pair(arguments))
+    pair = required_pair(arguments)
+    projection = reapply_exact_map(read_entries(arguments.initial_projection_path, pair), pair)
     path = with_suffix(arguments.initial_projection_path, "_exact_map_remapped")
     write_projection(with_model_names(projection, arguments), path)
     return path
