@@ -148,11 +148,13 @@ class TokenAligner:
             teacher_length: The same for the teacher.
 
         Raises:
-            AlignmentError: A length below 1, or ids that ``align_ids`` refuses.
+            AlignmentError: One text in place of several, a sample that is neither a text nor a
+                pair of ids, a length below 1, or ids that ``align_ids`` refuses.
             TokenizerError: A text that a tokenizer cannot take.
         """
         from megatron_ext.alignment.batch import pad_alignments
 
+        _check_samples(samples)
         texts = [sample for sample in samples if isinstance(sample, str)]
         if len(texts) == len(samples):
             aligned = self.align_each(
@@ -219,6 +221,23 @@ class TokenAligner:
     @cached_property
     def _teacher_table(self) -> TokenBytes:
         return _table_of(self.teacher_tokenizer)
+
+
+def _check_samples(samples: Sequence[str] | Sequence[IdPair]) -> None:
+    """Refuse what would be taken for samples and is none, such as the characters of one text."""
+    if isinstance(samples, str):
+        raise AlignmentError(
+            "a batch is one text", expected="a list of texts", fix="align_batch([text])"
+        )
+    for number, sample in enumerate(samples):
+        if not isinstance(sample, str) and not (
+            isinstance(sample, tuple | list) and len(sample) == 2
+        ):
+            raise AlignmentError(
+                f"sample {number} of the batch cannot be aligned",
+                got=type(sample).__name__,
+                expected="a text, or a pair of student and teacher ids",
+            )
 
 
 def _row_length(length: int | None, rows: Sequence[Tokens]) -> int:

@@ -230,6 +230,10 @@ def test_other_bad_input_is_refused(aligner):
         aligner.align_encoded(([5], np.array([1, 2])), ([5], np.array([1])))
     with pytest.raises(AlignmentError, match="student_length holds no token"):
         aligner.align_batch(["a"], student_length=0)
+    with pytest.raises(AlignmentError, match="a batch is one text"):
+        aligner.align_batch("abc")
+    with pytest.raises(AlignmentError, match="sample 1 of the batch cannot be aligned; got tuple"):
+        aligner.align_batch([([1], [1]), ([1], [1], [1])])
     with pytest.raises(AlignmentError, match="texts and ids are mixed"):
         aligner.align_batch(["a", ([5], [5])])
 

@@ -130,9 +130,11 @@ class CrossTokenizerCollator:
         """The batch of B records.
 
         Raises:
-            DataError: A record has no text.
+            DataError: A record has no text, or the batch is one text.
             TokenizerError: A text that a tokenizer cannot take.
         """
+        if isinstance(records, str):
+            raise DataError("a batch is one text", expected="a list of records", fix="[text]")
         rows, dropped_bytes = self._rows(records)
         pieces = list(chain.from_iterable(rows))
         byte_count = byte_count_of(pieces)

@@ -174,6 +174,12 @@ def test_a_record_without_a_text_is_refused() -> None:
     assert collator(text_key="body")([{"body": "x"}]).student.byte_count == 1
 
 
+def test_one_text_is_not_a_batch_of_its_characters() -> None:
+    with pytest.raises(DataError, match="a batch is one text"):
+        collator()("text")
+    assert collator()(["text"]).student.byte_count == 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
