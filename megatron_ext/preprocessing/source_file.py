@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import BinaryIO, Final, Literal
 
 from megatron_ext.errors import DataError
 
@@ -35,6 +35,8 @@ _KIND_OF_SUFFIX: dict[str, SourceKind] = {
 _HEAD_BYTES: Final = 1 << 12
 _LIST_OVER_LINES: Final = re.compile(rb"(\xef\xbb\xbf)?\s*\[[ \t\r]*\n")
 """How a JSON document begins that is a list; no line of JSON lines is a bracket alone."""
+_LIST_OF_RECORDS: Final = re.compile(rb"(\xef\xbb\xbf)?\s*\[[ \t\r]*\{")
+"""How one begins that is a list on a line of its own; so may JSON lines whose records are lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,8 @@ def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 def source_file(path: Path, kind: SourceKind) -> SourceFile:
     """One file, which is there and can be read.
 
-    JSON lines that turn out to be one document, a list written over several lines, become that.
+    JSON lines that turn out to be one document, a list of records over several lines or on a single
+    one, become that.
 
     Raises:
         DataError: It is not, or is a pipe or the like, which cannot be read twice.
@@ -146,11 +149,23 @@ def source_file(path: Path, kind: SourceKind) -> SourceFile:
         # Opened, because a file may be listed and still not be ours to read.
         with path.open("rb") as stream:
             status = os.fstat(stream.fileno())
-            if kind == "json-lines" and _LIST_OVER_LINES.match(stream.read(_HEAD_BYTES)):
+            if kind == "json-lines" and _is_list(stream):
                 kind = "json-document"
     except OSError as error:
         raise DataError("the input cannot be read", where=path, got=error.strerror) from error
     return SourceFile(os.path.abspath(path), kind, status.st_size, status.st_mtime_ns)
+
+
+def _is_list(stream: BinaryIO) -> bool:
+    """Whether a file of JSON is one list of records, and not a record a line."""
+    head = stream.read(_HEAD_BYTES)
+    if _LIST_OVER_LINES.match(head):
+        return True
+    if not _LIST_OF_RECORDS.match(head):
+        return False
+    stream.seek(len(head) - len(head.lstrip(b"\xef\xbb\xbf \t\r\n")))
+    stream.readline()
+    return not any(line.strip() for line in iter(lambda: stream.readline(_HEAD_BYTES), b""))
 
 
 def _check(

@@ -88,7 +88,19 @@ def test_a_document_that_is_not_utf_8_is_one_bad_record(tmp_path: Path) -> None:
     assert read(tmp_path / "a.json")[2][0][0] is None
 
 
-@pytest.mark.parametrize("text", ['{"text": "a"}\n', '[{"text": "a"}]\n', "[]\n", "\n"])
+@pytest.mark.parametrize("end", ["", "\n", "\n \n"])
+@pytest.mark.parametrize("begin", ["", "\ufeff", "\n "])
+def test_a_list_on_one_line_gives_its_records(tmp_path: Path, begin: str, end: str) -> None:
+    (tmp_path / "a.json").write_text(begin + json.dumps(RECORDS) + end, encoding="utf-8")
+    texts, lines, bad = read(tmp_path / "a.json")
+    assert texts == [record["text"] for record in RECORDS]
+    assert lines == [1 + begin.count("\n")] * 3
+    assert bad == []
+
+
+@pytest.mark.parametrize(
+    "text", ['{"text": "a"}\n', '[{"text": "a"}]\n[{"text": "b"}]\n', "[]\n", "\n"]
+)
 def test_lines_stay_lines(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text, encoding="utf-8")
     assert find_sources([str(tmp_path / "a.json")]).files[0].kind == "json-lines"
