@@ -75,7 +75,7 @@ def cached_arrays(
             raise DataError(
                 "the cache of the data set cannot be written",
                 got=error.strerror,
-                fix="set path_to_cache to a folder that can",
+                fix="name a folder that can: path_to_cache, or cache_dir of a data set of texts",
                 where=folder,
             ) from error
     return CachedArrays(place)

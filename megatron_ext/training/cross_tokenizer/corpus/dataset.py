@@ -51,7 +51,7 @@ class ArrowTextDataset(Dataset[dict[str, Any]]):
         strict: bool = False,
     ) -> None:
         names = [data_files] if isinstance(data_files, str | Path) else data_files
-        files = find_sources([str(name) for name in names]).files
+        files = find_sources([str(name) for name in names], fix="check data_files").files
         fields = RecordFields((text_key,), "text", "text_key")
         check_fields(files, fields)
         beside = Path(files[0].path).parent / ".text_cache"

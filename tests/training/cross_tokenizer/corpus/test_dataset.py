@@ -129,3 +129,11 @@ def test_workers_read_what_the_main_process_reads(tmp_path: Path) -> None:
     loader = DataLoader(dataset, batch_size=None, num_workers=2)
 
     assert [item["text"] for item in loader] == texts_of(dataset)
+
+
+def test_what_to_mend_is_named_as_the_data_set_names_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no such file; check data_files"):
+        ArrowTextDataset(tmp_path / "none.jsonl")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match=r"data set cannot be written.*cache_dir"):
+        ArrowTextDataset(tmp_path / "a.txt", cache_dir=tmp_path / "a.txt")
