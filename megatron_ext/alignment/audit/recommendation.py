@@ -103,8 +103,8 @@ def _by_numbers(classes: Sequence[CoverageRow], one_to_one: str) -> Recommendati
     if chunks < LEAST_NUMBER_CHUNKS:
         return Recommendation(
             "hybrid_kl",
-            "Hybrid KL, unless numbers matter: tokens meet 1:1 nearly everywhere, but the text "
-            "holds too few numbers to tell how these are cut.",
+            "Hybrid KL, unless numbers matter: most of the text is in 1:1 chunks, but it holds too "
+            "few numbers to tell how these are cut.",
             (
                 one_to_one,
                 f"Only {chunks:,} chunks lie in numbers of several digits; audit a text with "
@@ -124,7 +124,7 @@ def _by_numbers(classes: Sequence[CoverageRow], one_to_one: str) -> Recommendati
         )
     return Recommendation(
         "hybrid_kl",
-        "Hybrid KL: numbers and nearly all else are cut alike, so that the common vocabulary is "
-        "compared exactly.",
+        "Hybrid KL: numbers are cut alike and most of the text is in 1:1 chunks, where the "
+        "common vocabulary is compared exactly.",
         (numbers_cut, one_to_one),
     )
