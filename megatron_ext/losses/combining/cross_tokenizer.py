@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, Final
 
 import torch
 
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs
+from megatron_ext.losses.checks.keyword_check import check_keywords
 from megatron_ext.losses.combined import CombinedOutput, LossPart
 from megatron_ext.losses.combining.cross_tokenizer_config import (
     CrossTokenizerLossConfig,
@@ -61,8 +63,8 @@ class CrossTokenizerDistillationLossFn:
         weighting: Of KD against cross-entropy; None: as ``config`` says.
 
     Raises:
-        LossError: A key that there is not, options that contradict one another, teachers of one
-            name, no teacher.
+        LossError: A key that there is not, a value of another type, options that contradict one
+            another, teachers of one name, no teacher.
         UnknownNameError: An objective that there is not.
     """
 
@@ -74,6 +76,8 @@ class CrossTokenizerDistillationLossFn:
         weighting: LossWeighting | None = None,
     ) -> None:
         self.config = from_mapping(CrossTokenizerLossConfig, config)
+        if not isinstance(teachers, Sequence) or isinstance(teachers, str):
+            raise LossError("teachers are no list", got=repr(teachers), fix="give one a teacher")
         self.teachers = _named([from_mapping(TeacherLossConfig, teacher) for teacher in teachers])
         self.aggregator = MultiTeacherLossAggregator(
             teachers={
@@ -181,8 +185,11 @@ def _teacher_objective(
     config: CrossTokenizerLossConfig, teacher: TeacherLossConfig
 ) -> TeacherObjective:
     name, options = objective_of(config, teacher)
+    constructor = LOSS_REGISTRY[name]
+    if isinstance(constructor, type) and is_dataclass(constructor):
+        check_keywords(constructor, options, of=f"the objective {name}")
     return TeacherObjective(
-        objective=LOSS_REGISTRY[name](**options),
+        objective=constructor(**options),
         weight=teacher.weight,
         over=what_it_sums_over(name, options),
     )

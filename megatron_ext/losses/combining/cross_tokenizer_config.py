@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from megatron_ext.errors import LossError
+from megatron_ext.losses.checks.keyword_check import check_keywords
 from megatron_ext.losses.checks.option_check import Numerics
 from megatron_ext.losses.combining.multi_teacher import TeacherMode
-from megatron_ext.registry import did_you_mean
 
 SumWeightsMetric = Literal["ce", "entropy", "max_prob"]
 
@@ -181,18 +181,10 @@ def from_mapping(kind: type[Config], values: Config | Mapping[str, Any]) -> Conf
     """A configuration of ``kind`` from its keys.
 
     Raises:
-        LossError: A key that it does not have.
+        LossError: A key that it does not have, or a value of another type.
     """
     if isinstance(values, kind):
         return values
-    assert isinstance(values, Mapping)
-    names = [item.name for item in fields(kind)]
-    for key in values:
-        if key not in names:
-            raise LossError(
-                f"unknown key of {kind.__name__}",
-                got=repr(key),
-                expected=f"one of {', '.join(names)}",
-                fix=did_you_mean(key, names),
-            )
+    assert not isinstance(values, (CrossTokenizerLossConfig, TeacherLossConfig))
+    check_keywords(kind, values, of=kind.__name__)
     return kind(**values)

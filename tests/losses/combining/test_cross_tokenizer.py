@@ -233,11 +233,41 @@ def test_what_an_objective_counts_is_known_ahead(name: str) -> None:
     assert int(count) == int(case.objective()(inputs).count) > 0
 
 
-BAD: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str]] = {
+BAD: dict[str, tuple[Any, Any, str]] = {
     "an unknown key": (
         {"temprature": 1.0},
         TEACHERS,
         r"unknown key .* got 'temprature'; .* did you mean 'temperature'\?",
+    ),
+    "a text for true or false": (
+        {"reverse_kl": "no"},
+        TEACHERS,
+        "reverse_kl of .* another type; got 'no'; expected true or false",
+    ),
+    "a text for a number": ({"temperature": "1"}, TEACHERS, "got '1'; expected a number"),
+    "true for a number": ({"alpha": True}, TEACHERS, "alpha of .* got True; expected a number"),
+    "half a token": (
+        {"vocab_topk": 1.5},
+        TEACHERS,
+        "vocab_topk of .* got 1.5; expected a whole number or nothing",
+    ),
+    "no configuration": (None, TEACHERS, "is no mapping of keys to values; got None"),
+    "a teacher that is a name": ({}, ["qwen"], "is no mapping of keys to values; got 'qwen'"),
+    "teachers by name": ({}, {"qwen": {}}, "teachers are no list"),
+    "an option that the objective lacks": (
+        {},
+        [{"objective": "alm", "options": {"temprature": 2.0}}],
+        "unknown key of the objective alm; .* did you mean 'temperature'",
+    ),
+    "an option of another type": (
+        {},
+        [{"objective": "uld", "options": {"top_u": "all"}}],
+        "top_u of the objective uld .* expected a whole number or nothing",
+    ),
+    "an objective without what it needs": (
+        {},
+        [{"objective": "dskd"}],
+        "the objective dskd cannot do without projectors",
     ),
     "an unknown key of a teacher": ({}, [{"wieght": 1.0}], "did you mean 'weight'"),
     "H-KL without GOLD": ({"xtoken_loss": True}, TEACHERS, "xtoken_loss: .* GOLD, which is off"),
