@@ -159,6 +159,25 @@ def test_an_unknown_objective_lists_the_known_ones(values, refused) -> None:
     assert "did you mean 'projected_kl'?" in line
 
 
+def test_a_wrong_option_of_the_objective_names_the_nearest(values, refused) -> None:
+    values["loss"]["options"] = {"vocab_topkk": 8}
+    line = refused()
+    assert line.startswith("loss.options.vocab_topkk: unknown configuration key; expected one of ")
+    assert line.endswith("did you mean 'vocab_topk'?")
+
+
+def test_options_on_the_command_line_take_the_place_of_those_in_the_file(values, refused) -> None:
+    values["loss"]["options"] = {"vocab_topkk": 8}
+    line = refused("--loss-options", '{"vocab_topk": "few"}')
+    assert line.startswith("loss.options.vocab_topk: a value has the wrong type; got 'few'")
+
+
+def test_vocab_kl_is_refused_for_a_teacher_with_another_tokenizer(values, refused) -> None:
+    values["loss"]["objective"] = "vocab_kl"
+    line = refused()
+    assert line.startswith("teacher.tokenizer: the objective vocab_kl needs a teacher with the")
+
+
 def test_a_projection_of_another_pair_is_refused(values, refused, tmp_path) -> None:
     other = TokenizerConfig(model=values["tokenizer"]["model"], vocab_size=1400)
     teacher = TokenizerConfig(model=values["teacher"]["tokenizer"]["model"])

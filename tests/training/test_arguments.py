@@ -86,6 +86,17 @@ def test_a_list_takes_several_values(file: Path) -> None:
     assert read.data.train == ("a.txt", "b.jsonl")
 
 
+def test_a_mapping_is_json(file: Path) -> None:
+    read = config("--config", str(file), "--loss-options", '{"top_k": 8, "tail": "bucket"}')
+    assert read.loss.options == {"top_k": 8, "tail": "bucket"}
+
+
+@pytest.mark.parametrize("text", ["top_k=8", "[8]"])
+def test_what_is_no_json_object_names_the_flag(file: Path, text: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match=r"argument --loss-options: not"):
+        config("--config", str(file), "--loss-options", text)
+
+
 def test_flags_alone_describe_a_run() -> None:
     read = config(
         *("--run-dir", "r", "--tokenizer-model", "a", "--num-layers", "1", "--hidden-size", "8"),
