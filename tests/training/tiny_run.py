@@ -116,7 +116,7 @@ def objective_run(folder: Path, name: str, loss: LossConfig, **parallel: Any) ->
         loss=loss,
         data=DataConfig(train=config.data.train),
         training=TrainingConfig(
-            train_iters=2, micro_batch_size=2, global_batch_size=8, save_interval=1
+            train_iters=2, micro_batch_size=2, global_batch_size=4, save_interval=2
         ),
         initial_checkpoint=str(folder / "start" / "checkpoints"),
     )
