@@ -11,7 +11,7 @@ import torch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, LossOutput, TargetKind
-from tests.losses import microbatch as microbatch_module
+from tests.losses import microbatch
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import CASES, ObjectiveCase, as_kind
 
@@ -113,7 +113,7 @@ def test_padded_columns_with_huge_logits_take_no_mass_and_no_gradient(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    monkeypatch.setattr(microbatch_module, "PAD_LOGIT", 1e30)
+    monkeypatch.setattr(microbatch, "PAD_LOGIT", 1e30)
     batch = case.batch()
     plain, plain_grad = run(case, case.build(batch, (0, 0)))
     padded, padded_grad = run(case, case.build(batch, (11, 5)))
