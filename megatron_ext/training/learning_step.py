@@ -17,6 +17,7 @@ from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
+from megatron_ext.training.models import DTYPES
 from megatron_ext.training.objective import make_objective, needs_of, projector_start
 from megatron_ext.training.run_constants import RunConstants
 from megatron_ext.training.run_folder import CHECKPOINTS, PROJECTION_FILE
@@ -60,7 +61,10 @@ def learning_step(
     projectors = None
     if needs.hidden:
         projectors = _projectors(config, student, teacher, (step.shard, teacher_shard), constants)
-        student.add_module(PROJECTORS, projectors.to(groups.device))
+        # In the student's own precision: megatron-core's optimizers keep fp32 copies, and cannot
+        # save parameters of two dtypes.
+        dtype = DTYPES[config.training.precision]
+        student.add_module(PROJECTORS, projectors.to(device=groups.device, dtype=dtype))
     return dataclasses.replace(
         step,
         distillation=make_objective(config.loss, projectors),

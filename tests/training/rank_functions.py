@@ -19,6 +19,7 @@ from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_
 from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
+from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.trainer import Trainer
 from tests.training.tiny_run import ITERATIONS, objective_run, student_run, teacher_run
@@ -80,6 +81,19 @@ def train_with_broken_teacher(rank: int, folder: Path, parallel: dict[str, Any])
     except MegatronExtError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def resume_dskd_in_bf16(rank: int, folder: Path) -> tuple[list[Any], list[Any]]:
+    """Metrics of a run by ``dskd``, whole and with its last step done again."""
+    loss = LossConfig(objective="dskd")
+    config = objective_run(folder, "dskd-bf16", loss, use_distributed_optimizer=True)
+    training = dataclasses.replace(config.training, precision="bf16", save_interval=1)
+    config = dataclasses.replace(config, training=training)
+    _trainer(config).train()
+    whole = read_metrics(Path(config.run_dir))
+    set_latest_checkpoint(checkpoint_path(Path(config.run_dir) / "checkpoints", 1), keep=2)
+    _trainer(config).train()
+    return whole, read_metrics(Path(config.run_dir))
 
 
 def repeat_last_iteration(rank: int, folder: Path, name: str, parallel: dict[str, Any]) -> None:

@@ -13,7 +13,11 @@ from megatron_ext.losses import LOSS_REGISTRY, DskdProjectors
 from megatron_ext.training.metrics import read_metrics
 from tests.process_group import run_ranks
 from tests.training.checkpoint_tensors import weights_of
-from tests.training.rank_functions import train_objectives, train_with_broken_teacher
+from tests.training.rank_functions import (
+    resume_dskd_in_bf16,
+    train_objectives,
+    train_with_broken_teacher,
+)
 from tests.training.tiny_run import student_run, write_corpus, write_rank_list
 
 OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -110,6 +114,14 @@ def test_projectors_are_trained_and_saved_with_the_student(runs: Path) -> None:
         assert 1e-5 < float(moved.max()) < 3 * config.optimizer.lr
     assert "distillation_projectors.student_to_teacher" not in _weights(runs / "dskd-heads-alone")
     assert not any("projectors" in key for key in _weights(runs / "gold-alone"))
+
+
+def test_projectors_go_on_exactly_from_a_checkpoint_in_bf16(runs: Path) -> None:
+    [(whole, resumed)] = run_ranks(1, resume_dskd_in_bf16, runs)
+    for row in whole + resumed:
+        del row["seconds"]
+    assert resumed == whole
+    assert len(whole) == 2
 
 
 def test_nan_predictions_end_the_run_on_every_rank_before_anything_is_saved(runs: Path) -> None:
