@@ -15,7 +15,7 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	@echo "==> test: the whole suite, on all cores"
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
