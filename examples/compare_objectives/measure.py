@@ -8,9 +8,12 @@ Prints one JSON object, by run:
 - ``bits_per_digit``: of numerals, which are runs of two digits or more in a window: ``-log2 p`` of
   the tokens that cover them, over their digits.
 - ``numeral_probability``: mean over numerals of the probability of all of their tokens.
-- ``agreement``: share of chunks for which student and teacher put most mass on the same token of
-  the teacher's, the student's prediction being carried over by the projection; see
-  ``top1_agreement`` of ``projected_kl``.
+- ``agreement``: share of chunks of one token a side for which both models find the same token most
+  probable, of those that both vocabularies have.
+- ``projected_agreement``: share of all chunks for which student and teacher put most mass on the
+  same token of the teacher's, the student's prediction being carried over by the projection; see
+  ``top1_agreement`` of ``projected_kl``. For a student that has learnt little this is 0: the space
+  begins the spelling of so many of its tokens that it gets the most of any even distribution.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import launched_processes
@@ -36,6 +41,7 @@ from megatron_ext.losses import (
     ProjectedKLLoss,
     ProjectionShard,
     TeacherTargets,
+    VocabularyMatch,
 )
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText
@@ -73,12 +79,14 @@ class Comparison:
         self.teacher_shard = _shard(teacher, config.teacher.model)
         self.teacher = self.model(config.teacher.model, teacher, config.teacher.checkpoint)
         self.student_shard = _shard(self.inputs.tokenizer, config.student)
+        projection = SparseProjection.from_tokenizers(self.inputs.tokenizer, teacher)
+        self.match = VocabularyMatch.from_partition(projection.partition())
         self.projection = ProjectionShard.from_projection(
-            SparseProjection.from_tokenizers(self.inputs.tokenizer, teacher),
+            projection,
             student_shard=self.student_shard,
             teacher_shard=self.teacher_shard,
         )
-        self.agreement = ProjectedKLLoss()
+        self.projected_kl = ProjectedKLLoss()
 
     def model(self, model: ModelConfig, tokenizer: MegatronTokenizerText, checkpoint: str) -> Any:
         """A trained model."""
@@ -121,7 +129,8 @@ class Comparison:
     def of_student(self, run: Path) -> dict[str, Any]:
         """A student's, and how far it agrees with the teacher."""
         student = self.model(self.config.student, self.inputs.tokenizer, str(run / "checkpoints"))
-        scores, agreed, chunks = Scores(self.inputs.tokenizer), 0.0, 0
+        scores = Scores(self.inputs.tokenizer)
+        agreed, projected = Share(), Share()
         for windows, batch in self.batches():
             assert batch.teacher is not None
             logits = student(batch.student.tokens, batch.student.position_ids, None)
@@ -131,7 +140,8 @@ class Comparison:
                 shard=self.teacher_shard,
                 logits=self.teacher(batch.teacher.tokens, batch.teacher.position_ids, None),
             )
-            output = self.agreement(
+            agreed.add(*self._same_choice(batch.alignment, logits, targets.to_logits()))
+            output = self.projected_kl(
                 DistillationInputs(
                     student_logits=logits,
                     student_shard=self.student_shard,
@@ -141,9 +151,46 @@ class Comparison:
                     projection=self.projection,
                 )
             )
-            total, count = output.metrics["top1_agreement"]
-            agreed, chunks = agreed + float(total), chunks + int(count)
-        return scores.summary() | {"agreement": agreed / chunks, "chunks": chunks}
+            projected.add(*output.metrics["top1_agreement"])
+        return scores.summary() | {
+            "agreement": agreed.value,
+            "one_to_one_chunks": agreed.count,
+            "projected_agreement": projected.value,
+            "chunks": projected.count,
+        }
+
+    def _same_choice(
+        self, alignment: AlignmentBatch | None, student: torch.Tensor, teacher: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chunks of one token a side on whose best common token both agree, and all of them."""
+        assert alignment is not None
+        singles = alignment.chunk_class == ChunkClass.ONE_TO_ONE
+        choices = [
+            logits.flatten(0, 1)[spans[singles, 0]][:, common].argmax(dim=-1)
+            for logits, spans, common in (
+                (student, alignment.student_spans, self.match.common_student),
+                (teacher, alignment.teacher_spans, self.match.common_teacher),
+            )
+        ]
+        return (choices[0] == choices[1]).sum(), singles.sum()
+
+
+class Share:
+    """So many of so many."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self.count = 0
+
+    def add(self, part: torch.Tensor, of: torch.Tensor) -> None:
+        """One batch's."""
+        self._sum += float(part)
+        self.count += int(of)
+
+    @property
+    def value(self) -> float:
+        """Of everything that was added; 0 of nothing."""
+        return self._sum / max(self.count, 1)
 
 
 class Scores:

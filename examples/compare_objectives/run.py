@@ -178,7 +178,7 @@ def _print_table(results: dict[str, Any]) -> None:
         agreement = run.get("agreement")
         print(
             f"{name:<14}{run['bits_per_byte']:>11.3f}{run['bits_per_digit']:>12.3f}"
-            f"{run['numeral_probability']:>10.4f}"
+            f"{run['numeral_probability']:>10.1e}"
             f"{'' if agreement is None else f'{agreement:.1%}':>11}{run.get('seconds', 0):>7.0f}"
         )
 
