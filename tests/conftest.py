@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 
+import torch
 from hypothesis import settings
+
+# Triton decides as it is imported whether kernels are compiled for a GPU or run in Python.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Enough for each run of the suite; all of them where everything is run.
 settings.register_profile("suite", max_examples=40, deadline=None)

@@ -1,0 +1,40 @@
+"""Which rows a chunk has, as lists that a kernel can walk. T rows, C chunks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class ChunkRows(NamedTuple):
+    """Rows of chunk c: ``order[offsets[c]:offsets[c + 1]]``, ascending. Made without a sync."""
+
+    order: torch.Tensor
+    """int32 [T]: rows sorted by chunk, those of no chunk last."""
+
+    offsets: torch.Tensor
+    """int32 [C + 1]."""
+
+    slots: torch.Tensor
+    """int64 [T]: each row's chunk, C for none."""
+
+    @classmethod
+    def of(cls, chunk_id: torch.Tensor, chunk_count: int) -> ChunkRows:
+        """From int64 [T], negative for rows of no chunk."""
+        slots = torch.where(chunk_id < 0, chunk_count, chunk_id)
+        order = torch.argsort(slots, stable=True).int()
+        sizes = torch.zeros(chunk_count + 1, dtype=torch.int32, device=chunk_id.device)
+        sizes.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
+        offsets = torch.zeros_like(sizes)
+        offsets[1:] = sizes[:-1].cumsum(0)
+        return cls(order, offsets, slots)
+
+    @property
+    def chunk_count(self) -> int:
+        """C"""
+        return len(self.offsets) - 1
+
+    def sizes(self) -> torch.Tensor:
+        """int32 [C]: rows of each chunk."""
+        return self.offsets.diff()

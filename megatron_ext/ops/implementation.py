@@ -1,0 +1,63 @@
+"""Which code runs an operation: the Triton kernels or the torch that they are compared with."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Final, Literal, get_args
+
+import torch
+
+from megatron_ext.errors import LossError
+
+Implementation = Literal["auto", "triton", "torch"]
+"""``auto``: the kernels for fp32, bf16 and fp16 tensors on a GPU where Triton is installed, else
+torch. ``triton``: the kernels, also on a CPU if ``TRITON_INTERPRET=1``. ``torch``: never."""
+
+KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_implementation(name: str, implementation: str) -> None:
+    """Raise LossError where ``implementation`` of the objective ``name`` is none."""
+    if implementation not in get_args(Implementation):
+        raise LossError(
+            f"no such implementation of {name}",
+            got=repr(implementation),
+            expected=f"one of {', '.join(get_args(Implementation))}",
+        )
+
+
+def uses_triton(implementation: Implementation, *logits: torch.Tensor) -> bool:
+    """Whether the kernels run on these logits of one device.
+
+    Raises:
+        LossError: ``triton`` was asked for and cannot run on them.
+    """
+    fits = all(tensor.dtype in KERNEL_DTYPES for tensor in logits)
+    on_gpu = all(tensor.is_cuda for tensor in logits)
+    installed = importlib.util.find_spec("triton") is not None
+    if implementation == "auto":
+        return fits and on_gpu and installed
+    if implementation == "torch":
+        return False
+    if not installed:
+        raise LossError("the Triton kernels need triton", fix="pip install triton==3.6.0")
+    if not fits:
+        raise LossError(
+            "the Triton kernels do not read these logits",
+            got=", ".join(str(tensor.dtype) for tensor in logits),
+            expected="float32, bfloat16 or float16",
+            fix="take implementation 'torch' or 'auto'",
+        )
+    if not on_gpu and not interpreted():
+        raise LossError(
+            "the Triton kernels run on a GPU",
+            got=f"logits on {', '.join(str(tensor.device) for tensor in logits)}",
+            fix="take implementation 'torch' or 'auto', or set TRITON_INTERPRET=1 to test them",
+        )
+    return True
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in Python on the CPU, which it decides as it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -1,0 +1,51 @@
+"""One read of a row: peak, sum and largest column, over all columns and over a set of them."""
+
+import triton
+import triton.language as tl
+
+from megatron_ext.ops.triton_math import add_exponentials, finite_peak, scaled
+
+
+@triton.jit
+def row_statistics_kernel(
+    logits_ptr,
+    members_ptr,
+    peak_ptr,
+    total_ptr,
+    column_ptr,
+    row_stride,
+    width,
+    rows,
+    temperature,
+    HAS_MEMBERS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a row. ``peak`` and ``total`` are [2, T] (all columns, members), ``column`` [T]."""
+    row = tl.program_id(0).to(tl.int64)
+    start_of_row = logits_ptr + row * row_stride
+    best = -float("inf")
+    column = 0
+    peak = -float("inf")
+    total = 0.0
+    member_peak = -float("inf")
+    member_total = 0.0
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        loaded = tl.load(start_of_row + columns, mask=inside, other=-float("inf"))
+        values = scaled(loaded, temperature, HAS_TEMPERATURE)
+        block_best, block_column = tl.max(values, axis=0, return_indices=True)
+        column = tl.where(block_best > best, start + block_column, column)
+        best = tl.maximum(best, block_best)
+        peak, total = add_exponentials(peak, total, values)
+        if HAS_MEMBERS:
+            is_member = tl.load(members_ptr + columns, mask=inside, other=0) != 0
+            chosen = tl.where(is_member, values, -float("inf"))
+            member_peak, member_total = add_exponentials(member_peak, member_total, chosen)
+    tl.store(peak_ptr + row, finite_peak(peak))
+    tl.store(total_ptr + row, total)
+    tl.store(column_ptr + row, column)
+    if HAS_MEMBERS:
+        tl.store(peak_ptr + rows + row, finite_peak(member_peak))
+        tl.store(total_ptr + rows + row, member_total)

@@ -1,0 +1,32 @@
+"""What several kernels compute: running sums of exponentials, and the arithmetic around them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scaled(logits, temperature, HAS_TEMPERATURE: tl.constexpr):
+    """Logits in fp32, over the temperature."""
+    wide = logits.to(tl.float32)
+    if HAS_TEMPERATURE:
+        wide = wide / temperature
+    return wide
+
+
+@triton.jit
+def add_exponentials(peak, total, values):
+    """``peak`` and ``total = sum(exp(value - peak))`` after a block of values, -inf ones included.
+
+    Both are scalars; before the first value they are -inf and 0.
+    """
+    top = tl.maximum(peak, tl.max(values, axis=0))
+    # -inf - -inf is NaN: as long as there is no value, any finite reference will do.
+    reference = tl.where(top == -float("inf"), 0.0, top)
+    total = total * tl.exp(peak - reference) + tl.sum(tl.exp(values - reference), axis=0)
+    return top, total
+
+
+@triton.jit
+def finite_peak(peak):
+    """``peak``, 0 where there was no value."""
+    return tl.where(peak == -float("inf"), 0.0, peak)

@@ -1,0 +1,53 @@
+"""How a kernel is compared: on a GPU or interpreted, over memory full of NaN, with a fair rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Largest relative error of storing a value: half a unit in the last place.
+
+    Interpreted kernels cut bf16 values off instead of rounding them, so there it is a whole one.
+    """
+    cut_off = dtype == torch.bfloat16 and DEVICE.type == "cpu"
+    return torch.finfo(dtype).eps * (1.0 if cut_off else 0.5)
+
+
+@pytest.fixture
+def nan_filled() -> Iterator[None]:
+    """New memory holds NaN, and the largest integer, until something is written to it."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_as_exact(
+    got: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor, *, slack: float
+) -> None:
+    """``got`` is no further from ``truth`` than torch in the same dtype is, plus a slack.
+
+    Args:
+        got: What the kernel made.
+        same_dtype: What plain torch makes of the same inputs in their dtype.
+        truth: The reference in fp64.
+        slack: Share of the truth's largest entry.
+    """
+    assert got.shape == truth.shape
+    assert got.isfinite().all() == truth.isfinite().all()
+    error = _worst(got, truth)
+    allowed = _worst(same_dtype, truth) + slack * float(truth.abs().max() if truth.numel() else 0)
+    assert error <= allowed, f"{error:.3e} from the truth, {allowed:.3e} allowed"
+
+
+def _worst(values: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((values.double() - truth.double()).abs().max()) if truth.numel() else 0.0

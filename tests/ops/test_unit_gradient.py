@@ -1,0 +1,34 @@
+"""Rows times what arrives for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_case import DEVICE, DTYPES, rounding
+
+from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.unit_gradient import scale_rows_
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_scaled_and_rounded_once(
+    implementation: Implementation, dtype: torch.dtype
+) -> None:
+    gradient = torch.randn(4, 9001, device=DEVICE).to(dtype)
+    gradient[2] = torch.nan
+    scale = torch.tensor([1.0, 0.3, 0.0, -2.0], device=DEVICE)
+    expected = gradient.double() * scale[:, None]
+    untouched = gradient[0].clone()
+
+    out = scale_rows_(gradient, scale, implementation)
+
+    assert out is gradient
+    assert torch.equal(out[0], untouched)
+    assert not out[2].any()
+    scaled = [1, 3]
+    torch.testing.assert_close(
+        out.double()[scaled], expected[scaled], rtol=1.001 * rounding(dtype), atol=1e-7
+    )
