@@ -10,6 +10,7 @@ LOGITS = ("*fp32", "*bf16")
 def test_softmax_statistics() -> None:
     types = {
         "members_ptr": "*i1",
+        "read_ptr": "*i1",
         "peak_ptr": "*fp32",
         "total_ptr": "*fp32",
         "column_ptr": "*i64",
@@ -18,7 +19,7 @@ def test_softmax_statistics() -> None:
         "rows": "i32",
         "temperature": "fp32",
     }
-    flags = {"HAS_MEMBERS": True, "HAS_TEMPERATURE": True, "BLOCK": 4096}
+    flags = {"HAS_MEMBERS": True, "HAS_READ": True, "HAS_TEMPERATURE": True, "BLOCK": 4096}
     compiles(
         "softmax_statistics",
         [("row_statistics_kernel", {"logits_ptr": kind, **types}, flags) for kind in LOGITS],

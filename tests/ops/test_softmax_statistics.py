@@ -70,6 +70,20 @@ def test_extreme_rows(implementation: Implementation) -> None:
     assert out.total[:, 3].isnan().all()
 
 
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+def test_rows_that_are_not_read_have_nothing(implementation: Implementation) -> None:
+    logits = torch.randn(3, 40, device=DEVICE)
+    alone = row_statistics(logits, _shard(40, 40), implementation=implementation)
+    logits[1] = torch.nan
+    read = torch.tensor([True, False, True], device=DEVICE)
+
+    out = row_statistics(logits, _shard(40, 40), read=read, implementation=implementation)
+
+    for got, whole in zip(out, alone, strict=True):
+        assert torch.equal(got, torch.where(read, whole, torch.zeros_like(whole)))
+
+
 def test_without_members_the_second_sum_is_the_first() -> None:
     logits = torch.randn(3, 20, device=DEVICE)
     out = row_statistics(logits, _shard(20, 20), implementation="triton")

@@ -36,6 +36,7 @@ def row_statistics(
     *,
     temperature: float = 1.0,
     members: torch.Tensor | None = None,
+    read: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> RowStatistics:
     """Softmax statistics of each row, in fp32 (fp64 for fp64 logits). No graph, no collectives.
@@ -43,13 +44,17 @@ def row_statistics(
     Args:
         logits: [T, Vp], any float dtype, contiguous in its columns. Padding is not read.
         members: bool [Vp]; a second peak and sum are those of its columns. None: the first again.
+        read: bool [T]; the others are not read and have nothing, whatever they hold. None: all.
     """
     logits = logits.detach()[:, : shard.valid_width]
     if members is not None:
         members = members[: shard.valid_width]
     if logits.shape[1] and uses_triton(implementation, logits):
-        return _by_kernel(logits, temperature, members)
-    return _by_torch(logits, temperature, members)
+        return _by_kernel(logits, temperature, members, read)
+    found = _by_torch(logits, temperature, members)
+    if read is None:
+        return found
+    return RowStatistics(*(torch.where(read, part, torch.zeros_like(part)) for part in found))
 
 
 def _by_torch(
@@ -69,7 +74,10 @@ def _by_torch(
 
 
 def _by_kernel(
-    logits: torch.Tensor, temperature: float, members: torch.Tensor | None
+    logits: torch.Tensor,
+    temperature: float,
+    members: torch.Tensor | None,
+    read: torch.Tensor | None,
 ) -> RowStatistics:
     from megatron_ext.ops.softmax_statistics.triton_kernels import row_statistics_kernel
 
@@ -81,6 +89,7 @@ def _by_kernel(
         row_statistics_kernel[(rows,)](
             logits,
             members,
+            read,
             peak,
             total,
             column,
@@ -89,13 +98,15 @@ def _by_kernel(
             rows,
             temperature,
             HAS_MEMBERS=members is not None,
+            HAS_READ=read is not None,
             HAS_TEMPERATURE=temperature != 1.0,
             BLOCK=small_block(width, config.block),
             num_warps=config.num_warps,
         )
 
     if rows:
-        key = ("row_statistics", logits.dtype, width, members is not None, temperature != 1.0)
+        flags = (members is not None, read is not None, temperature != 1.0)
+        key = ("row_statistics", logits.dtype, width, *flags)
         launch(chosen_config(key, SWEEP_CONFIGS, launch))
     if members is None:
         peak[1], total[1] = peak[0], total[0]

@@ -10,6 +10,7 @@ from megatron_ext.ops.triton_math import add_exponentials, finite_peak, scaled
 def row_statistics_kernel(
     logits_ptr,
     members_ptr,
+    read_ptr,
     peak_ptr,
     total_ptr,
     column_ptr,
@@ -18,6 +19,7 @@ def row_statistics_kernel(
     rows,
     temperature,
     HAS_MEMBERS: tl.constexpr,
+    HAS_READ: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -30,7 +32,10 @@ def row_statistics_kernel(
     total = 0.0
     member_peak = -float("inf")
     member_total = 0.0
-    for start in range(0, width, BLOCK):
+    end = width
+    if HAS_READ:
+        end = tl.where(tl.load(read_ptr + row) != 0, width, 0)
+    for start in range(0, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
         loaded = tl.load(start_of_row + columns, mask=inside, other=-float("inf"))
