@@ -1,0 +1,253 @@
+"""Where two sequences can be cut so that each chunk stays whole. T rows, C chunks, N used rows.
+
+Numpy on the host, where the data loader has the chunk ids: a cut must not wait for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_ext.errors import LossError
+
+Ids = NDArray[np.int64]
+
+
+class Tile(NamedTuple):
+    """Rows of both models and the chunks that they are all rows of; ranges of a plan's order."""
+
+    student: slice
+    """Of ``TilePlan.student_rows``."""
+
+    teacher: slice
+    """Of ``TilePlan.teacher_rows``."""
+
+    chunks: slice
+    """Of ``TilePlan.chunks``."""
+
+    @property
+    def student_count(self) -> int:
+        """Student rows."""
+        return int(self.student.stop - self.student.start)
+
+    @property
+    def teacher_count(self) -> int:
+        """Teacher rows."""
+        return int(self.teacher.stop - self.teacher.start)
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks."""
+        return int(self.chunks.stop - self.chunks.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilePlan:
+    """Tiles of whole chunks, from the first used row to the last; equal on ranks of equal data.
+
+    Rows that nobody uses (padding, prompts) are in no tile: they cost neither memory nor FLOPs.
+    """
+
+    tiles: tuple[Tile, ...]
+
+    student_rows: torch.Tensor
+    """int64 [Ns]: used rows of the flattened student batch, ascending."""
+
+    teacher_rows: torch.Tensor
+    """int64 [Nt]"""
+
+    student_chunk_id: torch.Tensor
+    """int64 [Ns]: place of each used row's chunk in ``chunks``, negative for rows of no chunk."""
+
+    teacher_chunk_id: torch.Tensor
+    """int64 [Nt]"""
+
+    chunks: torch.Tensor
+    """int64 [C]: chunks by their first student row."""
+
+    student_total: int
+    """Ts: rows of the flattened batch, used or not."""
+
+    teacher_total: int
+    """Tt"""
+
+    @classmethod
+    def of(
+        cls,
+        student_chunk_id: torch.Tensor,
+        teacher_chunk_id: torch.Tensor,
+        chunk_count: int,
+        *,
+        rows: int,
+        student_used: torch.Tensor | None = None,
+    ) -> TilePlan:
+        """Cut into tiles of at most ``rows`` rows a side, as few as may be. Linear in the rows.
+
+        A chunk that is longer makes its tile longer. So do chunks that interleave, on one side or
+        in another order on the two: between them there is no cut.
+
+        Args:
+            student_chunk_id: int64 [...] on the CPU, negative for rows of no chunk; batch rows and
+                packed samples are flattened.
+            teacher_chunk_id: The same of the teacher.
+            chunk_count: C; every chunk has a row on each side.
+            student_used: bool, of the shape of ``student_chunk_id``: rows to have besides those of
+                chunks, as those with a label. None: all rows.
+
+        Raises:
+            LossError: ``rows`` below 1, ids on another device, of no chunk or missing on a side.
+        """
+        if rows < 1:
+            raise LossError("tiles hold no row", got=rows, expected="at least 1 row a tile")
+        student, teacher = (
+            _flat(ids, chunk_count, side)
+            for ids, side in ((student_chunk_id, "student"), (teacher_chunk_id, "teacher"))
+        )
+        is_used = np.ones(len(student), dtype=np.bool_)
+        if student_used is not None:
+            is_used = student_used.cpu().numpy().reshape(-1) | (student >= 0)
+        student_rows, teacher_rows = np.flatnonzero(is_used), np.flatnonzero(teacher >= 0)
+        own, other = student[student_rows], teacher[teacher_rows]
+        begins = np.zeros(len(own), dtype=np.bool_)
+        begins[_first_places(own, chunk_count)] = True
+        chunks = own[begins]
+        place = np.empty(chunk_count, dtype=np.int64)
+        place[chunks] = np.arange(chunk_count)
+        own = np.where(own < 0, -1, place[own] if chunk_count else -1)
+        other = place[other]
+        return cls(
+            tiles=tuple(_tiles(_cuts(own, other, chunk_count), rows)),
+            student_rows=torch.from_numpy(student_rows.astype(np.int64)),
+            teacher_rows=torch.from_numpy(teacher_rows.astype(np.int64)),
+            student_chunk_id=torch.from_numpy(own),
+            teacher_chunk_id=torch.from_numpy(other),
+            chunks=torch.from_numpy(chunks),
+            student_total=len(student),
+            teacher_total=len(teacher),
+        )
+
+    @classmethod
+    def paired(cls, used: torch.Tensor, *, rows: int) -> TilePlan:
+        """The plan of two models that read the same tokens: row for row, without chunks.
+
+        Args:
+            used: bool [...] on the CPU: rows to have.
+        """
+        nowhere = torch.full(used.shape, -1)
+        plan = cls.of(nowhere, nowhere[:0], 0, rows=rows, student_used=used)
+        return replace(
+            plan,
+            tiles=tuple(tile._replace(teacher=tile.student) for tile in plan.tiles),
+            teacher_rows=plan.student_rows,
+            teacher_chunk_id=plan.student_chunk_id,
+            teacher_total=plan.student_total,
+        )
+
+    def to(self, device: torch.device | str) -> TilePlan:
+        """The same plan with its tensors on ``device``; where it cuts stays on the host."""
+        names = ("student_rows", "teacher_rows", "student_chunk_id", "teacher_chunk_id", "chunks")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, **moved)
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Student and teacher rows of the largest tile of each."""
+        student = max((tile.student_count for tile in self.tiles), default=0)
+        return student, max((tile.teacher_count for tile in self.tiles), default=0)
+
+    def student_index(self, tile: Tile) -> slice | torch.Tensor:
+        """A tile's rows of the flattened batch; a slice, which views, where all rows are used."""
+        all_used = len(self.student_rows) == self.student_total
+        return tile.student if all_used else self.student_rows[tile.student]
+
+    def teacher_index(self, tile: Tile) -> slice | torch.Tensor:
+        """The same of the teacher."""
+        all_used = len(self.teacher_rows) == self.teacher_total
+        return tile.teacher if all_used else self.teacher_rows[tile.teacher]
+
+
+class _Cuts(NamedTuple):
+    """Where tiles may begin or end: ascending in all three, with the begin and the end."""
+
+    student: Ids
+    teacher: Ids
+    chunks: Ids
+
+
+def _cuts(student: Ids, teacher: Ids, chunk_count: int) -> _Cuts:
+    """Every row at which all chunks before it are whole, on both sides.
+
+    Args:
+        student: [Ns] chunks in the order of their first rows, -1 for none.
+        teacher: [Nt] the same chunks; no row without.
+    """
+    position = np.arange(len(student) + 1)
+    # [Ns + 1]: chunks that begin before a row, and whether they end before it.
+    begun = np.concatenate([[0], np.maximum.accumulate(student) + 1])
+    student_end = _ends(student, chunk_count)
+    teacher_end = _ends(teacher, chunk_count)
+    # [C + 1]: the first teacher row of a chunk that is not among the first so many.
+    following = np.full(chunk_count + 1, len(teacher))
+    following[:chunk_count] = _first_places(teacher, chunk_count)
+    following = np.minimum.accumulate(following[::-1])[::-1]
+    is_whole = (student_end[begun] <= position) & (teacher_end[begun] <= following[begun])
+    chunks = begun[is_whole]
+    return _Cuts(position[is_whole], following[chunks], chunks)
+
+
+def _tiles(cuts: _Cuts, rows: int) -> list[Tile]:
+    """As many rows in each as fit, or those up to the next cut."""
+    tiles, begin = [], 0
+    while begin < len(cuts.student) - 1:
+        end = len(cuts.student)
+        for side in (cuts.student, cuts.teacher):
+            end = min(end, int(np.searchsorted(side, side[begin] + rows, side="right")))
+        end = max(end - 1, begin + 1)
+        tiles.append(Tile(*(slice(int(side[begin]), int(side[end])) for side in cuts)))
+        begin = end
+    return tiles
+
+
+def _first_places(chunk_id: Ids, chunk_count: int) -> Ids:
+    """[C] the first row of each chunk."""
+    first = np.empty(chunk_count, dtype=np.int64)
+    rows = np.flatnonzero(chunk_id >= 0)[::-1]
+    # Of several values for one place the last stays.
+    first[chunk_id[rows]] = rows
+    return first
+
+
+def _ends(chunk_id: Ids, chunk_count: int) -> Ids:
+    """[C + 1] the row behind the first so many chunks."""
+    end = np.zeros(chunk_count + 1, dtype=np.int64)
+    rows = np.flatnonzero(chunk_id >= 0)
+    end[chunk_id[rows] + 1] = rows + 1
+    return np.maximum.accumulate(end)
+
+
+def _flat(chunk_id: torch.Tensor, chunk_count: int, side: str) -> Ids:
+    if chunk_id.device.type != "cpu":
+        raise LossError(
+            "tiles are cut on the host",
+            got=f"the {side}'s chunk ids on {chunk_id.device}",
+            expected="the data loader's, on the CPU",
+        )
+    ids: Ids = chunk_id.numpy().reshape(-1).astype(np.int64, copy=False)
+    if len(ids) and int(ids.max()) >= chunk_count:
+        raise LossError(
+            f"the {side} has a chunk that is not counted",
+            got=int(ids.max()),
+            expected=f"below {chunk_count}",
+        )
+    rows = np.bincount(ids[ids >= 0], minlength=chunk_count)
+    if chunk_count and not rows.all():
+        raise LossError(
+            f"a chunk has no row of the {side}",
+            got=f"chunk {int(rows.argmin())}",
+            expected=f"every chunk below {chunk_count} on both sides",
+        )
+    return ids
