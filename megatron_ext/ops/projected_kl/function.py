@@ -1,66 +1,24 @@
-"""Projected KL over vocabulary shards, gradient by hand. T rows, Vp local columns, C chunks.
-
-Equations and memory are in the README; ``reference.py`` says the same in dense torch.
-"""
+"""Projected KL over vocabulary shards, gradient by hand. T rows, Vp local columns, C chunks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_ext.distributed.row_slices import row_slices
-from megatron_ext.distributed.shard_collectives import (
-    all_reduce_sum,
-    gather_columns,
-    group_size,
-    sum_columns,
-)
-from megatron_ext.distributed.vocab_parallel import (
-    LogSumExp,
-    VocabShard,
-    accumulation_dtype,
-    local_argmax,
-    local_log_sum_exp,
-    merge_argmax,
-    merge_log_sum_exp,
-    scaled_logits,
-)
-from megatron_ext.ops.chunk_reduce import chunk_mean_softmax, chunk_sizes, chunk_slots
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import LossError
+from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.divergence import Divergence
-from megatron_ext.ops.projected_kl.comparison import (
-    compare,
-    kept_threshold,
-    pool_rest,
-    probability_floor,
-)
-from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries, entry_gradient
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-
-class ProjectedKL(NamedTuple):
-    """What is known of each chunk [C], replicated over the group; ``chunk_loss`` has a graph."""
-
-    chunk_loss: torch.Tensor
-    """tau^2 D_c."""
-
-    teacher_entropy: torch.Tensor
-    """Entropy of P_c in nats."""
-
-    top1_agreement: torch.Tensor
-    """bool: Q_c and P_c have the same largest column."""
-
-    offsupport_mass: torch.Tensor
-    """Teacher mass on columns the projection cannot reach, summed over the chunk's rows."""
-
-    teacher_rows: torch.Tensor
-    """int64: teacher rows in the chunk."""
-
-    rest_mass: torch.Tensor
-    """Mass of P_c outside the top ``vocab_topk`` columns; 0 without the option."""
+from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.projected_kl.column_plan import ColumnPlan
+from megatron_ext.ops.projected_kl.evaluation import evaluate_projected_kl
+from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries
+from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
+from megatron_ext.ops.projected_kl.values import Comparing, CrossEntropy, ProjectedKL
+from megatron_ext.ops.unit_gradient import scale_rows_
 
 
 def projected_kl(
@@ -76,11 +34,16 @@ def projected_kl(
     reachable: torch.Tensor,
     student_shard: VocabShard,
     teacher_shard: VocabShard,
+    plan: ColumnPlan | None = None,
     temperature: float = 1.0,
     direction: Divergence = "forward",
     mixture: float = 0.5,
     vocab_topk: int | None = None,
     learned: LearnedEntries | None = None,
+    announced: torch.Tensor | None = None,
+    in_place: bool = False,
+    diagnostics: bool = True,
+    implementation: Implementation = "auto",
 ) -> ProjectedKL:
     """``tau^2 * D(P_c || Q_c)`` of each chunk; D as in ``ops/divergence``.
 
@@ -93,225 +56,238 @@ def projected_kl(
         weight_transposed: CSR [Vt, Vps], the same entries.
         row_mass: [Vps], sum of each row of ``weight``.
         reachable: bool [Vpt], this rank's teacher columns with an entry in any rank's ``weight``.
+        plan: How kernels walk the entries; without one torch does.
         mixture: Weight of P_c in the mixture of ``jensen_shannon``.
         vocab_topk: Compare on so many columns a chunk, those of the largest teacher mass, and on
             the rest as one; of equals at the end all are kept. None: on every column.
         learned: Entries of ``weight`` that have a gradient as well, as if each were free.
+        announced: fp32 [C], the gradient that each chunk's loss is going to get; None: 1. It is
+            written in the forward, and another one costs a pass. Rows announced 0 are exactly 0,
+            and NaN if they get something else.
+        in_place: Overwrite the student's logits with their gradient.
+        diagnostics: Whether to say ``teacher_entropy`` and ``top1_agreement``.
 
     A chunk whose ``chunk_loss`` gets no gradient gives none to its rows, whatever they hold.
-    Everything is accumulated in fp32 (fp64 for fp64 logits). Collectives on the shards' group,
-    equally many on every rank and independent of the data: forward 2 all-reduces of [Ts + 2 Tt], 4
-    of [C] to [3, C] and one reduce-scatter of [C', Vt] a slice of C' chunks; backward one
-    all-gather a slice of chunks and one all-reduce of [T'] a slice of student rows. ``vocab_topk``
-    adds to the forward one all-gather of [C, vocab_topk] and one all-reduce of [2, C'] a slice.
+    Collectives: those of ``evaluate_projected_kl`` in the forward, none in the backward; with
+    ``learned`` entries that have a graph they are in both.
+
+    Raises:
+        LossError: ``triton`` was asked for and cannot run, or ``in_place`` together with
+            ``learned`` entries, whose gradient reads the logits in the backward.
     """
-    student = _Side.build(student_logits, student_chunk_id, chunk_count, student_shard)
-    teacher = _Side.build(teacher_logits, teacher_chunk_id, chunk_count, teacher_shard)
-    unreached = teacher_shard.excluded_columns(teacher_logits.device, reachable)
-    lse, *teacher_lse = _log_sum_exps(student, teacher, unreached, temperature)
-    teacher_probs, offsupport_mass = _teacher_chunks(teacher, teacher_lse, unreached, temperature)
-    threshold = None
-    if vocab_topk is not None:
-        group = teacher_shard.group
-        threshold = kept_threshold(teacher_probs, vocab_topk, teacher_shard.vocab_size, group)
-    chunk_loss, entropy, agreement, rest_mass = _ProjectedKL.apply(
-        student_logits,
-        student,
-        lse,
-        teacher_probs,
-        threshold,
-        teacher_shard,
-        (weight, weight_transposed, row_mass),
-        temperature,
-        direction,
-        mixture,
-        *(learned or (None, None, None)),
+    evaluate = partial(
+        evaluate_projected_kl,
+        teacher_logits=teacher_logits,
+        student_rows=ChunkRows.of(student_chunk_id, chunk_count),
+        teacher_rows=ChunkRows.of(teacher_chunk_id, chunk_count),
+        projection=ShardedProjection(weight, weight_transposed, row_mass, reachable, plan),
+        student_shard=student_shard,
+        teacher_shard=teacher_shard,
+        comparing=Comparing(temperature, direction, mixture, vocab_topk, diagnostics),
+        implementation=implementation,
     )
-    teacher_rows = torch.zeros_like(teacher.sizes, dtype=torch.int64)
-    teacher_rows.index_add_(0, teacher.slots, torch.ones_like(teacher.slots))
+    with_graph = torch.is_grad_enabled()
+    if learned is not None and learned.value.requires_grad and with_graph:
+        if in_place:
+            raise LossError(
+                "projected_kl cannot overwrite logits that learned entries read in the backward",
+                fix="leave out in_place",
+            )
+        return ProjectedKL(*_WithLearned.apply(student_logits, evaluate, *learned))
+    needed = with_graph and student_logits.requires_grad
     return ProjectedKL(
-        chunk_loss, entropy, agreement, offsupport_mass, teacher_rows[:-1], rest_mass
+        *_ProjectedKL.apply(student_logits, evaluate, announced, needed, in_place, implementation)
     )
 
 
-class _Side(NamedTuple):
-    """One model's rows and how they fall into chunks."""
+def projected_kl_with_ce(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    *,
+    student_rows: ChunkRows,
+    teacher_rows: ChunkRows,
+    projection: ShardedProjection,
+    student_shard: VocabShard,
+    teacher_shard: VocabShard,
+    cross_entropy: CrossEntropy,
+    announced: torch.Tensor | None = None,
+    comparing: Comparing = Comparing(),  # noqa: B008 - a tuple of constants
+    learned: LearnedEntries | None = None,
+    in_place: bool = False,
+    implementation: Implementation = "auto",
+) -> tuple[torch.Tensor, ProjectedKL]:
+    """``sum_c announced_c tau^2 D_c + sum_i weight_i CE_i``, from one sweep over the logits.
 
-    logits: torch.Tensor
-    slots: torch.Tensor
-    sizes: torch.Tensor
-    excluded: torch.Tensor | None
-    shard: VocabShard
+    Args:
+        cross_entropy: Labels and weights of the student's rows, those of no chunk included.
+        announced: fp32 [C], weight of each chunk; None: 1. One at 0 counts for nothing, whatever
+            its rows hold.
+        in_place: Overwrite the student's logits with their gradient.
+        learned, comparing: As in ``projected_kl``.
 
-    @classmethod
-    def build(
-        cls, logits: torch.Tensor, chunk_id: torch.Tensor, chunk_count: int, shard: VocabShard
-    ) -> _Side:
-        slots = chunk_slots(chunk_id, chunk_count)
-        sizes = chunk_sizes(slots, chunk_count, accumulation_dtype(logits.dtype))
-        excluded = shard.excluded_columns(logits.device)
-        return cls(logits.detach(), slots, sizes, excluded, shard)
+    Returns:
+        The scalar with a graph, and all values of chunks and tokens without one.
 
-    def chunk_means(
-        self, lse: LogSumExp, temperature: float, excluded: torch.Tensor | None
-    ) -> torch.Tensor:
-        return chunk_mean_softmax(
-            self.logits, lse, self.slots, self.sizes, temperature=temperature, excluded=excluded
-        )
-
-
-def _log_sum_exps(
-    student: _Side, teacher: _Side, unreached: torch.Tensor | None, temperature: float
-) -> list[LogSumExp]:
-    """Of the student [Ts], and of the teacher [Tt] over all columns and over those reached.
-
-    Two all-reduces.
+    Collectives: those of ``evaluate_projected_kl`` in the forward, none in the backward.
     """
-    local = [
-        local_log_sum_exp(side.logits, temperature, excluded)
-        for side, excluded in (
-            (student, student.excluded),
-            (teacher, teacher.excluded),
-            (teacher, unreached),
-        )
-    ]
-    peaks, totals = (torch.cat(parts) for parts in zip(*local, strict=True))
-    merged = merge_log_sum_exp(peaks, totals, student.shard.group)
-    rows = [len(peak) for peak, _ in local]
-    return [LogSumExp(*parts) for parts in zip(*(x.split(rows) for x in merged), strict=True)]
-
-
-@torch.no_grad()
-def _teacher_chunks(
-    teacher: _Side, lse: list[LogSumExp], unreached: torch.Tensor | None, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """P_c [C, Vpt] over the reachable columns, and the mass they leave out. No collectives."""
-    whole, reached = lse
-    left_out = -torch.expm1((reached.peak - whole.peak).add_(reached.log_sum).sub_(whole.log_sum))
-    left_out = left_out.to(teacher.sizes.dtype)
-    offsupport = torch.zeros_like(teacher.sizes).index_add_(0, teacher.slots, left_out)
-    return teacher.chunk_means(reached, temperature, unreached), offsupport[:-1]
+    evaluate = partial(
+        evaluate_projected_kl,
+        teacher_logits=teacher_logits,
+        student_rows=student_rows,
+        teacher_rows=teacher_rows,
+        projection=projection,
+        student_shard=student_shard,
+        teacher_shard=teacher_shard,
+        comparing=comparing,
+        cross_entropy=cross_entropy,
+        learned=learned,
+        implementation=implementation,
+    )
+    with_graph = torch.is_grad_enabled()
+    needed = with_graph and student_logits.requires_grad
+    total, *values = _WithCrossEntropy.apply(
+        student_logits,
+        evaluate,
+        announced,
+        cross_entropy.weight,
+        None if learned is None or not with_graph else learned.value,
+        needed,
+        in_place,
+        implementation,
+    )
+    return total, ProjectedKL(*values)
 
 
 class _ProjectedKL(torch.autograd.Function):
-    """Keeps the student's logits, their lse [Ts] and dD_c/dQ~_c [C, Vpt] for backward."""
+    """Keeps the gradient that the forward wrote, and hands out the same memory at each backward.
+
+    It is weighed in place, through ``data`` since a graph that is retained may come back with other
+    weights: then it is weighed again, by their ratio.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        student_logits: torch.Tensor,
-        student: _Side,
-        lse: LogSumExp,
-        teacher_probs: torch.Tensor,
-        threshold: torch.Tensor | None,
-        teacher_shard: VocabShard,
-        projection: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        temperature: float,
-        direction: Divergence,
-        mixture: float,
-        entry_value: torch.Tensor | None,
-        entry_row: torch.Tensor | None,
-        entry_column: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
-        weight, weight_transposed, row_mass = projection
-        group = student.shard.group
-        means = student.chunk_means(lse, temperature, student.excluded)
-        # The projection follows the logits: fp64 in a gradient check, else fp32.
-        onto_teacher = weight_transposed.to(means.dtype).t()
-        mass = all_reduce_sum(means @ row_mass.to(means.dtype), group)
-        mass.clamp_(min=probability_floor(means))
-
-        grad = torch.empty_like(teacher_probs, dtype=means.dtype)
-        # Value, centre and entropy; this rank's columns, and what is pooled on all ranks alike.
-        sums, pooled = means.new_zeros(2, 3, mass.shape[0])
-        rest_mass = means.new_zeros(mass.shape[0])
-        best, column = means.new_zeros(2, mass.shape[0]), torch.zeros_like(sums[:2]).long()
-        onto_width = teacher_shard.width * group_size(group)
-        for rows in row_slices(mass.shape[0], onto_width, device=mass.device):
-            q = sum_columns(means[rows] @ onto_teacher, teacher_shard.width, group)
-            p = teacher_probs[rows].to(q.dtype)
-            for side, values in enumerate((p, q)):
-                best[side, rows], column[side, rows] = local_argmax(values, teacher_shard)
-            sums[2, rows] = -(p * p.clamp(min=probability_floor(p)).log_()).sum(dim=-1)
-            rest = None
-            if threshold is not None:
-                rest = p < threshold[rows, None]
-                p, q, masses = pool_rest(p, q, rest, group)
-                at_rest = compare(
-                    masses[0, :, None], masses[1, :, None], mass[rows, None], direction, mixture
-                )
-                pooled[0, rows], pooled[1, rows] = at_rest.value[:, 0], at_rest.centre[:, 0]
-                rest_mass[rows] = masses[0]
-            parts = compare(p, q, mass[rows, None], direction, mixture)
-            grad[rows] = parts.slope
-            for index, terms in enumerate((parts.value, parts.centre)):
-                kept = terms if rest is None else terms.masked_fill(rest, 0.0)
-                sums[index, rows] = kept.sum(dim=-1)
-
-        value, centre, entropy = all_reduce_sum(sums, group).add_(pooled)
-        if direction == "forward":
-            # What it is but for rounding and for columns below the floor.
-            centre = torch.full_like(centre, -1.0)
-        grad.sub_(centre[:, None]).div_(mass[:, None])
-        p_top, q_top = merge_argmax(best, column, group)
-
-        ctx.save_for_backward(
-            student_logits, *lse, student.slots, student.sizes, grad, entry_row, entry_column
-        )
-        ctx.student, ctx.weight, ctx.temperature = student.shard, weight, temperature
-        outputs = (temperature**2 * value, entropy, p_top == q_top, rest_mass)
-        ctx.mark_non_differentiable(*outputs[1:])
-        return outputs
+        logits: torch.Tensor,
+        evaluate: partial[ProjectedKL],
+        announced: torch.Tensor | None,
+        needed: bool,
+        in_place: bool,
+        implementation: Implementation,
+    ) -> tuple[torch.Tensor | None, ...]:
+        gradient = _room_for_gradient(logits, needed, in_place)
+        out = evaluate(logits, gradient=gradient, announced=announced)
+        if in_place and needed:
+            # A reader of the logits that comes later is an error of autograd, not a wrong number.
+            torch.autograd.graph.increment_version(logits)
+        ctx.save_for_backward(gradient, evaluate.keywords["student_rows"].slots)
+        ctx.weighted_by = torch.ones_like(out.chunk_loss) if announced is None else announced
+        ctx.implementation = implementation
+        ctx.mark_non_differentiable(*(x for x in out[1:] if x is not None))
+        return tuple(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        logits, peak, log_sum, slots, sizes, slope, entry_row, entry_column = ctx.saved_tensors
-        lse = LogSumExp(peak, log_sum)
-        group, temperature = ctx.student.group, ctx.temperature
-        excluded = ctx.student.excluded_columns(logits.device)
-        entries = None
-        if entry_row is not None and ctx.needs_input_grad[10]:
-            means = chunk_mean_softmax(
-                logits, lse, slots, sizes, temperature=temperature, excluded=excluded
-            )
-            entries = (means, grad_loss * temperature**2, entry_row, entry_column)
-        chunk_grad, entry_grad = _onto_student(slope, ctx.weight, group, sizes, entries)
-        # tau^2 of the loss over the tau that divides the logits; 0 for rows of no chunk.
-        scale = torch.nn.functional.pad(grad_loss * temperature, (0, 1))[slots][:, None]
-        out = torch.empty_like(logits)
-        for rows in row_slices(*logits.shape, device=logits.device):
-            scaled = scaled_logits(logits[rows], temperature, excluded)
-            probs = lse.normalise_(scaled, rows).exp_()
-            row_grad = chunk_grad[slots[rows]]
-            centre = all_reduce_sum((probs * row_grad).sum(dim=-1, keepdim=True), group)
-            probs.mul_(row_grad.sub_(centre)).mul_(scale[rows])
-            out[rows] = probs.masked_fill_(scale[rows] == 0, 0.0)
-        return out, *[None] * 9, entry_grad, None, None
+        gradient, slots = ctx.saved_tensors
+        factor = torch.nn.functional.pad(_over(grad_loss, ctx.weighted_by), (0, 1))[slots]
+        ctx.weighted_by = grad_loss
+        return scale_rows_(gradient.data, factor, ctx.implementation), *[None] * 5
 
 
-def _onto_student(
-    slope: torch.Tensor,
-    weight: torch.Tensor,
-    group: ProcessGroup | None,
-    sizes: torch.Tensor,
-    entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dD/dq_i of a row in each slot, [C + 1, Vps], and the gradient of learned entries.
+class _WithLearned(torch.autograd.Function):
+    """Evaluates again in the backward: what an entry gets is a sum over chunks by their weights."""
 
-    One all-gather a slice of chunks.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        evaluate: partial[ProjectedKL],
+        value: torch.Tensor,
+        row: torch.Tensor,
+        column: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        out = evaluate(logits)
+        ctx.save_for_backward(logits, value, row, column)
+        ctx.evaluate = evaluate
+        ctx.mark_non_differentiable(*(x for x in out[1:] if x is not None))
+        return tuple(out)
 
-    Args:
-        entries: The student's chunk means [C, Vps], their weights [C], rows and columns of entries.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        logits, *learned = ctx.saved_tensors
+        entry_gradient = torch.zeros_like(learned[0], dtype=grad_loss.dtype)
+        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        ctx.evaluate(
+            logits,
+            announced=grad_loss,
+            gradient=gradient,
+            learned=LearnedEntries(*learned),
+            entry_gradient=entry_gradient,
+        )
+        return gradient, None, entry_gradient.to(learned[0].dtype), None, None
+
+
+class _WithCrossEntropy(torch.autograd.Function):
+    """Keeps the gradients of its one scalar."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        evaluate: partial[ProjectedKL],
+        announced: torch.Tensor | None,
+        weight: torch.Tensor,
+        entry_value: torch.Tensor | None,
+        needed: bool,
+        in_place: bool,
+        implementation: Implementation,
+    ) -> tuple[torch.Tensor | None, ...]:
+        gradient = _room_for_gradient(logits, needed, in_place)
+        entry_gradient = None if entry_value is None else torch.zeros_like(entry_value)
+        out = evaluate(
+            logits, gradient=gradient, announced=announced, entry_gradient=entry_gradient
+        )
+        assert out.token_loss is not None
+        total = _weighted(out.chunk_loss, announced) + _weighted(out.token_loss, weight)
+        if in_place and needed:
+            torch.autograd.graph.increment_version(logits)
+        ctx.save_for_backward(gradient, entry_gradient)
+        ctx.weighted_by = torch.ones_like(total)
+        ctx.implementation = implementation
+        ctx.mark_non_differentiable(*(x for x in out if x is not None))
+        return total, *out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        gradient, entry_gradient = ctx.saved_tensors
+        if gradient is not None:
+            factor = _over(grad_total, ctx.weighted_by).expand(gradient.shape[0])
+            ctx.weighted_by = grad_total
+            gradient = scale_rows_(gradient.data, factor, ctx.implementation)
+        if entry_gradient is not None:
+            entry_gradient = entry_gradient * grad_total
+        return gradient, None, None, None, entry_gradient, None, None, None
+
+
+def _room_for_gradient(logits: torch.Tensor, needed: bool, in_place: bool) -> torch.Tensor | None:
+    if not needed:
+        return None
+    return logits.detach() if in_place else torch.empty_like(logits)
+
+
+def _over(grad: torch.Tensor, weighted_by: torch.Tensor) -> torch.Tensor:
+    """What rows that hold the gradient for ``weighted_by`` are multiplied by to get ``grad``'s.
+
+    A row at 0 holds nothing to multiply: NaN, where it was to get something after all.
     """
-    student_width, teacher_vocab = weight.shape
-    onto_student = weight.to(slope.dtype).t()
-    out = slope.new_zeros(slope.shape[0] + 1, student_width)
-    entry_grad = None if entries is None else slope.new_zeros(len(entries[2]))
-    for rows in row_slices(slope.shape[0], slope.shape[1] * group_size(group), device=slope.device):
-        everywhere = gather_columns(slope[rows], group)[:, :teacher_vocab]
-        out[rows] = everywhere @ onto_student
-        if entries is not None and entry_grad is not None:
-            means, scale, row, column = entries
-            entry_grad += entry_gradient(means[rows], everywhere, scale[rows], row, column)
-    return out.div_(sizes[:, None]), entry_grad
+    return torch.where(grad == 0, 0.0, grad / weighted_by)
+
+
+def _weighted(values: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    """Sum of ``values`` times ``weight``; those at weight 0 may hold anything."""
+    if weight is None:
+        return values.sum()
+    return torch.where(weight == 0, 0.0, values * weight).sum()

@@ -1,0 +1,119 @@
+"""Values and gradients of the projected KL, without a graph. T rows, Vp local columns, C chunks.
+
+Equations and memory are in the README; ``reference.py`` says the same in dense torch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import LossError
+from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.projected_kl.chunk_statistics import ChunkStatistics, chunk_statistics
+from megatron_ext.ops.projected_kl.cross_entropy import label_columns, token_losses
+from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries
+from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
+from megatron_ext.ops.projected_kl.torch_evaluation import Side, TorchEvaluation, Wanted
+from megatron_ext.ops.projected_kl.values import Comparing, CrossEntropy, ProjectedKL
+
+
+@torch.no_grad()
+def evaluate_projected_kl(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    *,
+    student_rows: ChunkRows,
+    teacher_rows: ChunkRows,
+    projection: ShardedProjection,
+    student_shard: VocabShard,
+    teacher_shard: VocabShard,
+    comparing: Comparing = Comparing(),  # noqa: B008 - a tuple of constants
+    announced: torch.Tensor | None = None,
+    gradient: torch.Tensor | None = None,
+    cross_entropy: CrossEntropy | None = None,
+    learned: LearnedEntries | None = None,
+    entry_gradient: torch.Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> ProjectedKL:
+    """``tau^2 D(P_c || Q_c)`` of each chunk, and what the student's logits get from them.
+
+    Args:
+        student_logits: [Ts, Vps], any float dtype; rows may be strided.
+        teacher_logits: [Tt, Vpt], any float dtype.
+        announced: fp32 [C], the gradient that each chunk's loss will get; None: 1.
+        gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
+            announced_c chunk_loss_c + sum_i weight_i token_loss_i``, rounded once; it may be
+            ``student_logits`` itself. Rows of no chunk and of chunks announced 0 get exactly 0 from
+            the chunks whatever they hold. None: nothing is computed for it.
+        entry_gradient: [N], to which the gradient of the ``learned`` entries is added.
+
+    Everything is accumulated in fp32 (fp64 for fp64 logits). No tensor over a vocabulary of more
+    rows than a slice of whole chunks has (``distributed/row_slices.py``). In torch the host waits
+    for the device once.
+
+    Collectives on the shards' group, equally many on every rank: 2 all-reduces of [2 Ts + 2 Tt],
+    one of [Ts] unless the projection is known to have unit rows, one of [Ts] for the
+    cross-entropy. In torch a slice of C' chunks with T' student rows adds a reduce-scatter of
+    [C', Vt] and an all-reduce of [3, C'], two of [2, C'] for diagnostics, with ``vocab_topk`` one
+    of [2, C'] and an all-gather of [C', vocab_topk], and for gradients an all-gather of [C', Vt]
+    and an all-reduce of [T'].
+
+    Raises:
+        LossError: ``triton`` was asked for and cannot run.
+    """
+    check_implementation("projected_kl", implementation)
+    by_kernels = _runs_kernels(implementation, student_logits, teacher_logits)
+    student = Side(student_logits.detach(), student_rows, student_shard)
+    teacher = Side(teacher_logits.detach(), teacher_rows, teacher_shard)
+    statistics = chunk_statistics(
+        student.logits,
+        teacher.logits,
+        projection,
+        student_shard,
+        teacher_shard,
+        temperature=comparing.temperature,
+        untempered=cross_entropy is not None,
+        implementation=implementation if by_kernels else "torch",
+    )
+    token_loss = None
+    if cross_entropy is not None:
+        assert statistics.untempered is not None
+        column = label_columns(cross_entropy.label, student_shard)
+        token_loss = token_losses(
+            student.logits, column, cross_entropy.label, statistics.untempered, student_shard
+        )
+    if announced is None:
+        announced = statistics.mapped.new_ones(student_rows.chunk_count)
+    wanted = Wanted(
+        gradient,
+        announced.to(statistics.mapped.dtype),
+        cross_entropy,
+        learned,
+        entry_gradient,
+    )
+    values = TorchEvaluation(student, teacher, projection, statistics, comparing, wanted).run()
+    return ProjectedKL(
+        comparing.temperature**2 * values.value,
+        values.entropy,
+        values.agreement,
+        _left_out_by_chunk(statistics, teacher_rows),
+        teacher_rows.sizes().long(),
+        values.rest_mass,
+        token_loss,
+    )
+
+
+def _runs_kernels(
+    implementation: Implementation, student: torch.Tensor, teacher: torch.Tensor
+) -> bool:
+    if implementation == "triton":
+        raise LossError("projected_kl has no kernels yet", fix="take implementation 'auto'")
+    return False
+
+
+def _left_out_by_chunk(statistics: ChunkStatistics, rows: ChunkRows) -> torch.Tensor:
+    """[C]"""
+    left_out = statistics.left_out
+    return left_out.new_zeros(rows.chunk_count + 1).index_add_(0, rows.slots, left_out)[:-1]

@@ -1,0 +1,240 @@
+"""Projected KL in plain torch, a few whole chunks at a time. README, equations 2 to 11.
+
+T rows, C chunks, Vps Vpt local columns; primes are those of a slice.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatron_ext.distributed.row_slices import row_slices
+from megatron_ext.distributed.shard_collectives import (
+    all_reduce_sum,
+    gather_columns,
+    group_size,
+    sum_columns,
+)
+from megatron_ext.distributed.vocab_parallel import (
+    LogSumExp,
+    VocabShard,
+    local_argmax,
+    merge_argmax,
+    scaled_logits,
+)
+from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.projected_kl.chunk_slices import ChunkSlice, chunk_slices, host_offsets
+from megatron_ext.ops.projected_kl.chunk_statistics import ChunkStatistics
+from megatron_ext.ops.projected_kl.comparison import (
+    Comparison,
+    compare,
+    kept_threshold,
+    pool_rest,
+    probability_floor,
+)
+from megatron_ext.ops.projected_kl.cross_entropy import add_label_gradient_, label_columns
+from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries, entry_gradient
+from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
+from megatron_ext.ops.projected_kl.values import Comparing, CrossEntropy
+
+
+class ChunkValues(NamedTuple):
+    """[C] each, over all shards."""
+
+    value: torch.Tensor
+    """D_c."""
+
+    entropy: torch.Tensor
+    agreement: torch.Tensor
+    rest_mass: torch.Tensor
+
+
+class Side(NamedTuple):
+    """One model's logits, its rows by chunk, and its columns."""
+
+    logits: torch.Tensor
+    rows: ChunkRows
+    shard: VocabShard
+
+
+class Wanted(NamedTuple):
+    """Where gradients go."""
+
+    gradient: torch.Tensor | None
+    announced: torch.Tensor
+    """[C] fp32 or fp64."""
+
+    cross_entropy: CrossEntropy | None
+    learned: LearnedEntries | None
+    entry_gradient: torch.Tensor | None
+
+
+class TorchEvaluation:
+    """One call; ``run`` once."""
+
+    def __init__(
+        self,
+        student: Side,
+        teacher: Side,
+        projection: ShardedProjection,
+        statistics: ChunkStatistics,
+        comparing: Comparing,
+        wanted: Wanted,
+    ) -> None:
+        self.student, self.teacher = student, teacher
+        self.statistics, self.comparing, self.wanted = statistics, comparing, wanted
+        dtype = statistics.mapped.dtype
+        # The projection follows the logits: fp64 in a gradient check, else fp32.
+        self.onto_teacher = projection.weight_transposed.to(dtype).t()
+        self.onto_student = projection.weight.to(dtype).t()
+        device = student.logits.device
+        self.student_excluded = student.shard.excluded_columns(device)
+        self.unreached = teacher.shard.excluded_columns(device, projection.reachable)
+        self.sizes = student.rows.sizes().clamp(min=1).to(dtype)
+        self.mass = mean_mapped_mass(statistics, student.rows)
+        self.labels = None
+        if wanted.cross_entropy is not None:
+            self.labels = label_columns(wanted.cross_entropy.label, student.shard)
+
+    def run(self) -> ChunkValues:
+        """See ``evaluate_projected_kl`` for the collectives."""
+        group = self.student.shard.group
+        floats = self.mass.new_zeros(3, len(self.mass))
+        agreement = torch.zeros(len(self.mass), dtype=torch.bool, device=self.mass.device)
+        onto_width = self.teacher.shard.width * group_size(group)
+        widths = (self.student.shard.width, self.teacher.shard.width, onto_width)
+        ends = host_offsets(self.student.rows, self.teacher.rows)
+        for part in chunk_slices(ends, widths, self.mass.device):
+            floats[:, part.chunks], agreement[part.chunks] = self._slice(part)
+        self._write_outside_chunks(ends[0][-1])
+        return ChunkValues(floats[0], floats[1], agreement, floats[2])
+
+    def _slice(self, part: ChunkSlice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Value, entropy and rest [3, C'], agreement [C']; writes the gradient of the slice."""
+        group, comparing = self.student.shard.group, self.comparing
+        rows = self.student.rows.order[part.student].long()
+        slot = self.student.rows.slots[rows] - part.chunks.start
+        probs = self._probs(self.student, self.statistics.student, rows, self.student_excluded)
+        sizes, mass = self.sizes[part.chunks, None], self.mass[part.chunks, None]
+        means = probs.new_zeros(len(sizes), probs.shape[1]).index_add_(0, slot, probs).div_(sizes)
+        q = sum_columns(means @ self.onto_teacher, self.teacher.shard.width, group)
+        p = self._teacher_chunks(part)
+
+        agreement = torch.zeros(len(p), dtype=torch.bool, device=p.device)
+        entropy = p.new_zeros(len(p))
+        if comparing.diagnostics:
+            entropy = -(p * p.clamp(min=probability_floor(p)).log_()).sum(dim=-1)
+            best = [local_argmax(side, self.teacher.shard) for side in (p, q)]
+            tops, columns = (torch.stack(x) for x in zip(*best, strict=True))
+            p_top, q_top = merge_argmax(tops, columns, group)
+            agreement = p_top == q_top
+        terms, pooled, rest_mass = self._compare(p, q, mass)
+        sums = torch.stack([terms.value.sum(dim=-1), terms.centre.sum(dim=-1), entropy])
+        value, centre, entropy = all_reduce_sum(sums, group)
+        value, centre = value + pooled[0], centre + pooled[1]
+        if comparing.direction == "forward":
+            # What it is but for rounding and for columns below the floor.
+            centre = torch.full_like(centre, -1.0)
+        if self.wanted.gradient is not None or self.wanted.entry_gradient is not None:
+            slope = (terms.slope - centre[:, None]).div_(mass)
+            slope = gather_columns(slope, group)[:, : self.onto_teacher.shape[1]]
+            self._write(part, rows, slot, probs, slope)
+            self._add_entries(part, means, slope)
+        return torch.stack([value, entropy, rest_mass]), agreement
+
+    def _probs(
+        self, side: Side, lse: LogSumExp, rows: torch.Tensor, excluded: torch.Tensor | None
+    ) -> torch.Tensor:
+        scaled = scaled_logits(side.logits[rows], self.comparing.temperature, excluded)
+        return scaled.sub_(lse.peak[rows, None]).sub_(lse.log_sum[rows, None]).exp_()
+
+    def _teacher_chunks(self, part: ChunkSlice) -> torch.Tensor:
+        """P_c [C', Vpt] over the reachable columns."""
+        rows = self.teacher.rows.order[part.teacher].long()
+        slot = self.teacher.rows.slots[rows] - part.chunks.start
+        probs = self._probs(self.teacher, self.statistics.teacher, rows, self.unreached)
+        sizes = self.teacher.rows.sizes()[part.chunks].clamp(min=1)[:, None]
+        return probs.new_zeros(len(sizes), probs.shape[1]).index_add_(0, slot, probs).div_(sizes)
+
+    def _compare(
+        self, p: torch.Tensor, q: torch.Tensor, mass: torch.Tensor
+    ) -> tuple[Comparison, torch.Tensor, torch.Tensor]:
+        """Terms of this rank's columns; those [2, C'] of what counts as one; and its mass [C']."""
+        _, direction, mixture, vocab_topk, _ = self.comparing
+        shard = self.teacher.shard
+        threshold = None
+        if vocab_topk is not None:
+            threshold = kept_threshold(p, vocab_topk, shard.vocab_size, shard.group)
+        if threshold is None:
+            nothing = mass.new_zeros(2, len(mass))
+            return compare(p, q, mass, direction, mixture), nothing, nothing[0]
+        rest = p < threshold[:, None]
+        p, q, masses = pool_rest(p, q, rest, shard.group)
+        at_rest = compare(masses[0, :, None], masses[1, :, None], mass, direction, mixture)
+        terms = compare(p, q, mass, direction, mixture)
+        kept = (part.masked_fill(rest, 0.0) for part in (terms.value, terms.centre))
+        pooled = torch.stack([at_rest.value[:, 0], at_rest.centre[:, 0]])
+        return Comparison(terms.slope, *kept), pooled, masses[0]
+
+    def _write(
+        self,
+        part: ChunkSlice,
+        rows: torch.Tensor,
+        slot: torch.Tensor,
+        probs: torch.Tensor,
+        slope: torch.Tensor,
+    ) -> None:
+        """Equation 10 of the slice's rows, for ``slope`` [C', Vt]; ``probs`` is overwritten."""
+        if self.wanted.gradient is None:
+            return
+        carried = (slope @ self.onto_student)[slot]
+        dots = (probs * carried).sum(dim=-1, keepdim=True)
+        carried.sub_(all_reduce_sum(dots, self.student.shard.group))
+        announced = self.wanted.announced[part.chunks]
+        scale = (self.comparing.temperature * announced / self.sizes[part.chunks])[slot, None]
+        out = probs.mul_(carried).mul_(scale)
+        self._store(rows, out.masked_fill_(scale == 0, 0.0))
+
+    def _write_outside_chunks(self, start: int) -> None:
+        """Cross-entropy, or 0, of the rows from place ``start`` of ``ChunkRows.order`` on."""
+        if self.wanted.gradient is None:
+            return
+        logits = self.student.logits
+        outside = self.student.rows.order[start:].long()
+        for part in row_slices(len(outside), logits.shape[1], device=logits.device):
+            rows = outside[part]
+            self._store(rows, self.mass.new_zeros(len(rows), logits.shape[1]))
+
+    def _store(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the cross-entropy's gradient to ``out`` [T', Vps], and round it once."""
+        gradient, term = self.wanted.gradient, self.wanted.cross_entropy
+        assert gradient is not None
+        if term is not None:
+            assert self.labels is not None
+            assert self.statistics.untempered is not None
+            add_label_gradient_(
+                out,
+                self.student.logits[rows],
+                self.statistics.untempered,
+                self.labels,
+                term,
+                rows,
+                self.student_excluded,
+            )
+        gradient[rows] = out.to(gradient.dtype)
+
+    def _add_entries(self, part: ChunkSlice, means: torch.Tensor, slope: torch.Tensor) -> None:
+        learned, total = self.wanted.learned, self.wanted.entry_gradient
+        if learned is None or total is None:
+            return
+        scale = self.comparing.temperature**2 * self.wanted.announced[part.chunks]
+        total += entry_gradient(means, slope, scale, learned.row, learned.column)
+
+
+def mean_mapped_mass(statistics: ChunkStatistics, rows: ChunkRows) -> torch.Tensor:
+    """M_c [C]: the mean over a chunk's rows of what W carries over, at least the floor."""
+    mapped = statistics.mapped
+    total = mapped.new_zeros(rows.chunk_count + 1).index_add_(0, rows.slots, mapped)[:-1]
+    mean = total / rows.sizes().clamp(min=1)
+    return mean.clamp_(min=probability_floor(mapped))
