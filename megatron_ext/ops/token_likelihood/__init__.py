@@ -1,3 +1,20 @@
-from megatron_ext.ops.token_likelihood.function import ModelRows, TokenLikelihood, token_likelihood
+from megatron_ext.ops.token_likelihood.evaluation import (
+    EvaluatedLikelihood,
+    ModelRows,
+    TokenLikelihood,
+    evaluate_token_likelihood,
+    write_likelihood_gradient,
+)
+from megatron_ext.ops.token_likelihood.function import token_likelihood
+from megatron_ext.ops.token_likelihood.token_gradient import RowGradient, write_token_gradient
 
-__all__ = ["ModelRows", "TokenLikelihood", "token_likelihood"]
+__all__ = [
+    "EvaluatedLikelihood",
+    "ModelRows",
+    "RowGradient",
+    "TokenLikelihood",
+    "evaluate_token_likelihood",
+    "token_likelihood",
+    "write_likelihood_gradient",
+    "write_token_gradient",
+]

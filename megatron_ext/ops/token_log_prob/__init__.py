@@ -1,3 +1,14 @@
-from megatron_ext.ops.token_log_prob.function import token_log_prob
+from megatron_ext.ops.token_log_prob.evaluation import CrossEntropy, evaluate_cross_entropy
+from megatron_ext.ops.token_log_prob.function import (
+    TokenPrediction,
+    token_log_prob,
+    token_prediction,
+)
 
-__all__ = ["token_log_prob"]
+__all__ = [
+    "CrossEntropy",
+    "TokenPrediction",
+    "evaluate_cross_entropy",
+    "token_log_prob",
+    "token_prediction",
+]

@@ -2,39 +2,87 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_ext.distributed.row_slices import row_slices
-from megatron_ext.distributed.shard_collectives import all_reduce_sum
-from megatron_ext.distributed.vocab_parallel import (
-    LogSumExp,
-    VocabShard,
-    local_log_sum_exp,
-    merge_log_sum_exp,
-    scaled_logits,
-)
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.token_log_prob.evaluation import evaluate_cross_entropy
+from megatron_ext.ops.unit_gradient import hand_over
+
+
+class TokenPrediction(NamedTuple):
+    """What is known of each row [T], replicated over the group."""
+
+    log_prob: torch.Tensor
+    """log p of the row's token, with a graph."""
+
+    top_column: torch.Tensor
+    """int64: global column of the largest logit, the first of equals; of no meaning for a row
+    without a token."""
 
 
 def token_log_prob(
-    logits: torch.Tensor, token_id: torch.Tensor, shard: VocabShard, *, temperature: float = 1.0
+    logits: torch.Tensor,
+    token_id: torch.Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float = 1.0,
+    announced: torch.Tensor | None = None,
+    in_place: bool = False,
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """``log_softmax(logits / temperature)[t, token_id[t]]``, replicated over the group.
 
+    As ``token_prediction``, of which it is the first field: [T] fp32 (fp64 for fp64 logits).
+    """
+    return token_prediction(
+        logits,
+        token_id,
+        shard,
+        temperature=temperature,
+        announced=announced,
+        in_place=in_place,
+        implementation=implementation,
+    ).log_prob
+
+
+def token_prediction(
+    logits: torch.Tensor,
+    token_id: torch.Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float = 1.0,
+    announced: torch.Tensor | None = None,
+    in_place: bool = False,
+    implementation: Implementation = "auto",
+) -> TokenPrediction:
+    """Log-probabilities of tokens, and what is most probable instead.
+
     Args:
-        logits: [T, Vp], any float dtype; neither copied whole nor overwritten.
+        logits: [T, Vp], any float dtype.
         token_id: int64 [T]. A negative id gives 0 without a gradient; an id at or beyond the
             vocabulary gives NaN, since to raise the host would have to wait for the device. A row
             that gets no gradient gives none, whatever it holds.
+        announced: [T], the gradient that each log-probability will get; None: 1. Any other is right
+            as well, at the price of a pass over the gradient; but a row announced 0 has the
+            log-probability 0, and no gradient whatever it gets.
+        in_place: Overwrite the logits with their gradient, if they need one.
 
-    Returns:
-        [T] fp32 (fp64 for fp64 logits). Forward: three all-reduces of [T]. Backward: none; keeps
-        ``logits`` and five vectors.
+    Collectives: forward two all-reduces of [2 T] and one of [T], backward none. Keeps the gradient,
+    in the logits' dtype, and no logits.
+
+    Raises:
+        LossError: The implementation is unknown or cannot run here.
     """
-    out: torch.Tensor = _TokenLogProb.apply(logits, token_id, shard, temperature)
-    return out
+    check_implementation("token_log_prob", implementation)
+    wanted = logits.requires_grad and torch.is_grad_enabled()
+    outputs = _TokenLogProb.apply(
+        logits, token_id, shard, temperature, announced, wanted, in_place, implementation
+    )
+    return TokenPrediction(*outputs)
 
 
 class _TokenLogProb(torch.autograd.Function):
@@ -45,32 +93,34 @@ class _TokenLogProb(torch.autograd.Function):
         token_id: torch.Tensor,
         shard: VocabShard,
         temperature: float,
-    ) -> torch.Tensor:
-        excluded = shard.excluded_columns(logits.device)
-        local = local_log_sum_exp(logits, temperature, excluded)
-        lse = merge_log_sum_exp(*local, shard.group)
-        column = token_id - shard.start
-        here = (column >= 0) & (column < shard.valid_width)
-        column = torch.where(here, column, 0)
-        picked = logits.detach().gather(-1, column[:, None])[:, 0].to(lse.peak.dtype) / temperature
-        picked = all_reduce_sum(torch.where(here, picked, 0.0), shard.group)
-        log_prob = (picked - lse.peak).sub_(lse.log_sum)
-        log_prob.masked_fill_(token_id >= shard.vocab_size, torch.nan)
-
-        ctx.save_for_backward(logits, *lse, token_id, here, column)
-        ctx.excluded, ctx.temperature = excluded, temperature
-        return log_prob.masked_fill_(token_id < 0, 0.0)
+        announced: torch.Tensor | None,
+        wanted: bool,
+        in_place: bool,
+        implementation: Implementation,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gradient = None
+        if wanted:
+            gradient = logits.detach() if in_place else torch.empty_like(logits)
+        out = evaluate_cross_entropy(
+            logits,
+            token_id,
+            shard,
+            temperature=temperature,
+            # The loss is the negative of what is asked for.
+            announced=-(torch.ones_like(token_id) if announced is None else announced),
+            gradient=gradient,
+            implementation=implementation,
+        )
+        if in_place and wanted:
+            torch.autograd.graph.increment_version(logits)
+        ctx.save_for_backward(gradient, announced)
+        ctx.implementation = implementation
+        ctx.mark_non_differentiable(out.top_column)
+        return -out.row_loss, out.top_column
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits, *lse, token_id, here, column = ctx.saved_tensors
-        scale = grad.masked_fill(token_id < 0, 0.0).div(ctx.temperature)[:, None]
-        picked = torch.where(here[:, None], scale, 0.0)
-        out = torch.empty_like(logits)
-        for rows in row_slices(*logits.shape, device=logits.device):
-            scaled = scaled_logits(logits[rows], ctx.temperature, ctx.excluded)
-            probs = LogSumExp(*lse).normalise_(scaled, rows).exp_().mul_(-scale[rows])
-            probs.scatter_add_(-1, column[rows, None], picked[rows])
-            out[rows] = probs.masked_fill_(scale[rows] == 0, 0.0)
-        return out, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        gradient, announced = ctx.saved_tensors
+        out = hand_over(gradient, grad, announced, ctx.implementation)
+        return out, None, None, None, None, None, None, None
