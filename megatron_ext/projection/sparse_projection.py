@@ -32,6 +32,7 @@ from megatron_ext.projection.validation import check_projection
 from megatron_ext.projection.vocabulary_partition import VocabularyPartition
 
 if TYPE_CHECKING:
+    from megatron_ext.projection.layout import VocabularyLayout
     from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
 
@@ -245,6 +246,18 @@ class SparseProjection(CompressedRows):
             is_exact_row=is_exact_row,
             vocab_sizes=(real_rows, self.vocab_sizes[1]),
         )
+
+    def permuted(self, layout: VocabularyLayout) -> SparseProjection:
+        """The same projection by places instead of ids, without padding.
+
+        Its metadata names no vocabulary, since tokenizers know nothing of places.
+
+        Raises:
+            ProjectionError: ``layout`` is of vocabularies of other sizes.
+        """
+        from megatron_ext.projection.layout.permutation import permuted_projection
+
+        return permuted_projection(self, layout)
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file; it appears under ``path`` whole or not at all.

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from megatron_ext.errors import ProjectionError
 
 if TYPE_CHECKING:
+    from megatron_ext.projection.layout import VocabularyLayout
     from megatron_ext.projection.sparse_projection import SparseProjection
 
 Ids = NDArray[np.int64]
@@ -75,6 +76,16 @@ class VocabularyPartition:
             uncommon_student=np.setdiff1d(np.arange(real_rows), rows[chosen]),
             uncommon_teacher=np.setdiff1d(np.arange(real_columns), columns[chosen]),
         )
+
+    def permuted(self, layout: VocabularyLayout) -> VocabularyPartition:
+        """The same pairs by places instead of ids, the student's ascending.
+
+        Raises:
+            ProjectionError: ``layout`` is of vocabularies of other sizes.
+        """
+        from megatron_ext.projection.layout.permutation import permuted_partition
+
+        return permuted_partition(self, layout)
 
 
 def _largest_shares(projection: SparseProjection) -> tuple[Ids, Ids, NDArray[np.float32]]:
