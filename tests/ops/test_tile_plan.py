@@ -86,8 +86,15 @@ def test_rows_without_chunks_are_cut_anywhere() -> None:
     plan = TilePlan.of(nowhere, nowhere, 0, rows=4)
     assert [tile.student_count for tile in plan.tiles] == [4, 4, 2]
     assert len(plan.teacher_rows) == 0
-    none_used = torch.zeros(10, dtype=torch.bool)
-    assert TilePlan.of(nowhere, nowhere, 0, rows=4, student_used=none_used).tiles == ()
+
+
+def test_without_a_used_row_there_is_an_empty_tile() -> None:
+    nowhere, none_used = torch.full((10,), -1), torch.zeros(10, dtype=torch.bool)
+    for plan in (
+        TilePlan.of(nowhere, nowhere, 0, rows=4, student_used=none_used),
+        TilePlan.paired(none_used, rows=4),
+    ):
+        assert plan.tiles == ((slice(0, 0), slice(0, 0), slice(0, 0)),)
 
 
 def test_a_plan_of_pairs_has_the_same_rows_on_both_sides() -> None:

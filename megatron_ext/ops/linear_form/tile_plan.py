@@ -49,6 +49,8 @@ class Tile(NamedTuple):
 class TilePlan:
     """Tiles of whole chunks, from the first used row to the last; equal on ranks of equal data.
 
+    There is one tile at least.
+
     Rows that nobody uses (padding, prompts) are in no tile: they cost neither memory nor FLOPs.
     """
 
@@ -200,7 +202,12 @@ def _cuts(student: Ids, teacher: Ids, chunk_count: int) -> _Cuts:
 
 
 def _tiles(cuts: _Cuts, rows: int) -> list[Tile]:
-    """As many rows in each as fit, or those up to the next cut."""
+    """As many rows in each as fit, or those up to the next cut; one tile at least.
+
+    An empty one makes the collectives and names the metrics of any other.
+    """
+    if len(cuts.student) == 1:
+        return [Tile(slice(0, 0), slice(0, 0), slice(0, 0))]
     tiles, begin = [], 0
     while begin < len(cuts.student) - 1:
         end = len(cuts.student)

@@ -1,0 +1,161 @@
+"""Objectives on hidden states and heads, without logits that are whole.
+
+B batch, Ts Tt tokens, Vp local columns, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import LossError
+from megatron_ext.losses.base import DistillationInputs, LossOutput, Objective
+from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
+from megatron_ext.losses.linear.added_outputs import AddedOutputs
+from megatron_ext.losses.linear.microbatch_tiles import MicrobatchTiles
+from megatron_ext.losses.linear.teacher_tiles import TeacherTiles
+from megatron_ext.losses.linear.tile_evaluation import evaluate_tile
+from megatron_ext.losses.linear.tileable import check_tileable, compares_tokens, reads_labels
+from megatron_ext.ops.linear_form import Tile, linear_loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearOutput:
+    """One microbatch's part of a loss."""
+
+    total: torch.Tensor
+    """``sum over parts: scale * loss_sum``, fp32 scalar with a graph; the same on every rank of
+    the shards' group."""
+
+    parts: dict[str, LossOutput]
+    """The sum, count and metrics of every objective, as of whole logits; without a graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearDistillation:
+    """Objectives summed, each with a scale, from the student's hidden states and head.
+
+    The same numbers as from logits, at one tile of them at a time: ``ops/linear_form`` has how, and
+    what it costs. A teacher of kind ``hidden`` is multiplied by its head tile by tile as well.
+
+    The gradient is computed in the forward, so weights and global counts belong into the scales:
+    counts are known ahead (``losses/count_ahead.py``).
+    """
+
+    objectives: Mapping[str, Objective]
+    """Name -> objective, as ``{"kd": ProjectedKLLoss(), "ce": NextTokenLoss()}``."""
+
+    tile_rows: int = 2048
+    """Most rows of a tile, of either model."""
+
+    into_main_grad: bool = False
+    """See ``linear_loss``."""
+
+    def __post_init__(self) -> None:
+        if not self.objectives:
+            raise LossError("a linear form needs an objective", got="none")
+        for name, objective in self.objectives.items():
+            check_tileable(name, objective)
+
+    def tiles(
+        self, known: KnownAhead, completions: ChunkCompletions | None = None
+    ) -> MicrobatchTiles:
+        """Cut a microbatch, on the CPU; a data loader's work.
+
+        Raises:
+            LossError: It cannot be cut, see ``MicrobatchTiles.of``.
+        """
+        objectives = list(self.objectives.values())
+        return MicrobatchTiles.of(
+            known,
+            rows=self.tile_rows,
+            paired=any(compares_tokens(objective) for objective in objectives)
+            or known.alignment is None,
+            with_labels=any(reads_labels(objective) for objective in objectives),
+            completions=completions,
+        )
+
+    def __call__(
+        self,
+        inputs: DistillationInputs,
+        tiles: MicrobatchTiles,
+        scales: Mapping[str, float | torch.Tensor],
+    ) -> LinearOutput:
+        """The loss of a microbatch.
+
+        Args:
+            inputs: With ``student_hidden`` and ``student_head_weight``; ``student_logits`` is
+                ``no_logits(...)``.
+            tiles: Of this microbatch, on the device of the inputs.
+            scales: Of each objective's sum: its weight over its global count. A tensor is a scalar
+                on that device without a graph.
+
+        Collectives: those of the objectives' forwards and backwards, in every tile.
+
+        Raises:
+            LossError: Inputs that do not fit, or scales for other objectives.
+        """
+        hidden, weight = inputs.student_hidden, inputs.student_head_weight
+        if hidden is None or weight is None:
+            raise LossError(
+                "a linear form needs the student's hidden states and head",
+                got=f"no {'student_hidden' if hidden is None else 'student_head_weight'}",
+            )
+        if scales.keys() != self.objectives.keys():
+            raise LossError(
+                "the scales are not those of the objectives",
+                got=", ".join(scales),
+                expected=", ".join(self.objectives),
+            )
+        if inputs.projection is not None and inputs.projection.learned is not None:
+            raise LossError(
+                "a linear form gives no gradient to a learned projection",
+                got="a projection with learned entries",
+                fix="call the objective with logits",
+            )
+        run = _Run(self.objectives, scales, inputs, tiles)
+        total = linear_loss(
+            hidden.flatten(0, 1), weight, run, tiles.plan, into_main_grad=self.into_main_grad
+        )
+        return LinearOutput(total=total, parts=run.added.outputs())
+
+
+class _Run:
+    """One pass over the tiles; keeps what the objectives say of each."""
+
+    def __init__(
+        self,
+        objectives: Mapping[str, Objective],
+        scales: Mapping[str, float | torch.Tensor],
+        inputs: DistillationInputs,
+        tiles: MicrobatchTiles,
+    ) -> None:
+        self._objectives, self._scales = objectives, scales
+        self._inputs = tiles.inputs(inputs)
+        self._teacher = TeacherTiles(inputs.teacher, tiles.plan)
+        self.added = AddedOutputs(tiles.plan)
+
+    def __call__(
+        self, tile: Tile, logits: torch.Tensor, *, needs_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        inputs = replace(
+            next(self._inputs), student_logits=logits[None], teacher=self._teacher.of(tile)
+        )
+        evaluated = evaluate_tile(
+            self._objectives, self._scales, inputs, needs_gradient=needs_gradient
+        )
+        self.added.add(tile, evaluated.outputs)
+        return evaluated.total, evaluated.gradient
+
+
+def no_logits(hidden: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """What stands for logits [B, Ts, Vp] of ``hidden`` [B, Ts, D] that are not made.
+
+    One NaN, seen everywhere: shape, dtype and device are right, and who reads it will notice.
+    """
+    nan = hidden.detach().new_full((), torch.nan)
+    return nan.expand(*hidden.shape[:2], shard.width)
