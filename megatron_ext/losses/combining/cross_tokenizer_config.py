@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -93,6 +94,16 @@ class CrossTokenizerLossConfig:
                     where=option,
                 )
         check_gold(gold_loss=self.gold_loss, xtoken_loss=self.xtoken_loss, where="xtoken_loss")
+        # Also where dynamic scaling makes nothing of them: they are there to be switched to.
+        for option in ("kl_loss_weight", "ce_loss_scale"):
+            weight = getattr(self, option)
+            if not 0 <= weight < math.inf:
+                raise LossError(
+                    "a weight that cannot be used",
+                    got=weight,
+                    expected="a finite number, >= 0",
+                    where=option,
+                )
         if self.kd_loss_mode != "sum":
             for option in ("sum_weights_metric", "normalize_teacher_by_vocab"):
                 if getattr(self, option):

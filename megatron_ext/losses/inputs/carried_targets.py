@@ -29,6 +29,10 @@ class CarriedTargets(NamedTuple):
     offsupport_mass: torch.Tensor
     """[C]: the teacher's mass on tokens that no student token maps to."""
 
+    is_empty: torch.Tensor
+    """bool [C]: the teacher allows (has a logit above -inf at) no token that something maps to,
+    though it does allow others. There is no distribution then."""
+
 
 @torch.no_grad()
 def carried_targets(
@@ -78,4 +82,5 @@ def carried_targets(
         probs = lse.normalise_(scaled, rows).exp_()
         everywhere = gather_columns(probs, group)[:, :vocab]
         out[rows] = (everywhere if divisor is None else everywhere / divisor) @ onto_student
-    return CarriedTargets(out.log_(), left_out)
+    is_empty = lse.log_sum.isneginf() & ~whole.log_sum.isneginf()
+    return CarriedTargets(out.log_(), left_out, is_empty)

@@ -27,7 +27,8 @@ class MinedLoss:
     probability of the token that v maps to, shared among all the student tokens that map to it and
     normalised; ``inputs.projection`` says what maps to what, and is meant to have one entry a row
     (the builder method ``mined``). The output counts one-to-one chunks. In nats; zero, with a zero
-    gradient, where ``Q_c = P_c``: for one tokenizer and a projection that is the identity.
+    gradient, where ``Q_c = P_c``: for one tokenizer and a projection that is the identity. Zero
+    as well, and counted, for a chunk whose teacher masks (-inf) all tokens that something maps to.
 
     Metrics, a chunk: ``teacher_entropy`` of ``P_c``, ``top1_agreement``, ``offsupport_mass`` (the
     teacher's, on tokens that nothing maps to), and those of ``losses/diagnostics``.
@@ -82,11 +83,13 @@ class MinedLoss:
             temperature=self.temperature,
             sharing=self.sharing,
         )
+        # A stand-in that is finite where there is no distribution; its loss is not looked at.
+        log_probs = targets.log_probs.masked_fill_(targets.is_empty[:, None], 0.0)
         student = inputs.student_logits.flatten(0, 1)[alignment.student_spans[:, 0]]
         out = vocab_kl(
             student.masked_fill(projection.row_mass == 0, -torch.inf),
             # At the temperature already.
-            targets.log_probs.mul_(self.temperature),
+            log_probs.mul_(self.temperature),
             student_shard=inputs.student_shard,
             teacher_shard=inputs.student_shard,
             temperature=self.temperature,
@@ -95,11 +98,11 @@ class MinedLoss:
         )
         return chunk_output(
             inputs,
-            out.row_loss,
+            torch.where(targets.is_empty, 0.0, out.row_loss),
             usable=alignment.chunk_class == ChunkClass.ONE_TO_ONE,
             means={
-                "teacher_entropy": out.teacher_entropy,
-                "top1_agreement": out.top1_agreement,
+                "teacher_entropy": out.teacher_entropy.masked_fill(targets.is_empty, 0.0),
+                "top1_agreement": out.top1_agreement & ~targets.is_empty,
                 "offsupport_mass": targets.offsupport_mass,
             },
         )

@@ -291,6 +291,16 @@ BAD: dict[str, tuple[Any, Any, str]] = {
         [{"weight": 0.0}, {"weight": 0.0}],
         "no teacher has a weight above 0",
     ),
+    "a negative weight that dynamic scaling does not read": (
+        {"kl_loss_weight": -1.0},
+        TEACHERS,
+        "kl_loss_weight: a weight that cannot be used; got -1.0; expected a finite number, >= 0",
+    ),
+    "a weight that is no number": (
+        {"ce_loss_scale": float("nan"), "dynamic_loss_scaling": False},
+        TEACHERS,
+        "ce_loss_scale: a weight that cannot be used; got nan",
+    ),
     "an unknown mode": ({"kd_loss_mode": "max"}, TEACHERS, "kd_loss_mode: .* expected one of sum"),
     "one name twice": ({}, [{"name": "a"}, {"name": "a"}], "share a name; got 'a'"),
     "no teacher": ({}, [], "no teacher to learn from"),

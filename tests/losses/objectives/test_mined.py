@@ -92,6 +92,37 @@ def test_splitting_conserves_the_mass_that_is_mapped_and_the_rest_is_told() -> N
     assert int(count) == 2
 
 
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_teacher_that_masks_all_that_something_maps_to_teaches_nothing(direction: Any) -> None:
+    inputs = random_inputs()
+    assert inputs.teacher is not None
+    assert inputs.teacher.logits is not None
+    inputs.teacher.logits[0, 0, [0, 1, 3]] = -torch.inf
+    output = MinedLoss(direction=direction)(inputs)
+    (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
+    assert not grad[0, 0].any()
+    # The other chunk learns as it does alone, and both count.
+    alone = replace(inputs, chunk_mask=torch.tensor([False, True, True, True]))
+    expected = MinedLoss(direction=direction)(alone)
+    (expected_grad,) = torch.autograd.grad(expected.loss_sum, inputs.student_logits)
+    assert output.loss_sum > 0
+    assert torch.equal(output.loss_sum, expected.loss_sum)
+    assert torch.equal(grad, expected_grad)
+    assert int(output.count) == 2
+    for name in ("teacher_entropy", "top1_agreement"):
+        assert torch.equal(output.metrics[name][0], expected.metrics[name][0])
+    missed = output.metrics["offsupport_mass"][0] - expected.metrics["offsupport_mass"][0]
+    assert missed.item() == pytest.approx(1.0)
+
+
+def test_a_teacher_that_masks_everything_is_no_number() -> None:
+    inputs = random_inputs()
+    assert inputs.teacher is not None
+    assert inputs.teacher.logits is not None
+    inputs.teacher.logits[0, 0] = -torch.inf
+    assert MinedLoss()(inputs).loss_sum.isnan()
+
+
 def test_the_count_is_known_ahead() -> None:
     inputs = random_inputs()
     mask = torch.tensor([False, True, True, True])
