@@ -267,7 +267,7 @@ def collectives_of(rank: int, size: int) -> dict[str, list[str]]:
         return call
 
     group, made = dist.new_group(list(range(size))), {}
-    names = ("all_reduce", "all_gather", "reduce_scatter")
+    names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all_single")
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(patch.object(dist, name, counted(name)))

@@ -1,18 +1,27 @@
 from megatron_ext.ops.partition_kl.chain_masses import RowMasses
-from megatron_ext.ops.partition_kl.chains import ChainRows, Chains
-from megatron_ext.ops.partition_kl.function import Comparison, partition_kl
-from megatron_ext.ops.partition_kl.logit_rows import SingleRows
+from megatron_ext.ops.partition_kl.chains import ChainRows, Chains, SingleRows
+from megatron_ext.ops.partition_kl.evaluation import evaluate_partition_kl
+from megatron_ext.ops.partition_kl.function import (
+    PartitionKLWithCE,
+    partition_kl,
+    partition_kl_with_ce,
+)
 from megatron_ext.ops.partition_kl.reference import partition_kl_reference
-from megatron_ext.ops.partition_kl.shared_vocabulary import SharedColumns, shared_columns
+from megatron_ext.ops.partition_kl.shared_columns import SharedColumns, shared_columns
+from megatron_ext.ops.partition_kl.values import Comparison, PartitionValues
 
 __all__ = [
     "ChainRows",
     "Chains",
     "Comparison",
+    "PartitionKLWithCE",
+    "PartitionValues",
     "RowMasses",
     "SharedColumns",
     "SingleRows",
+    "evaluate_partition_kl",
     "partition_kl",
     "partition_kl_reference",
+    "partition_kl_with_ce",
     "shared_columns",
 ]

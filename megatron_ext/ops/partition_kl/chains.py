@@ -1,10 +1,23 @@
-"""Chunks of several tokens as chains of predictions. S steps, H chains, E completions, R rows."""
+"""Rows of chunks: of one token a side, and chains of predictions for several.
+
+S steps, H chains, E completions.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+
+class SingleRows(NamedTuple):
+    """Rows that predict the chunks of one token a side. C chunks."""
+
+    student: torch.Tensor
+    """int64 [C], each once."""
+
+    teacher: torch.Tensor
+    """int64 [C]"""
 
 
 class ChainRows(NamedTuple):
@@ -53,32 +66,11 @@ class Chains(NamedTuple):
         return len(self.completion_pointers) - 1
 
 
-class ChosenColumns(NamedTuple):
-    """Some columns of some rows of a [T, V] tensor."""
-
-    row: torch.Tensor
-    """int64 [R]: rows of the logits."""
-
-    column: torch.Tensor
-    """int64 [N]: chosen columns over all shards, those of a row together; negative for none."""
-
-    place: torch.Tensor
-    """int64 [N] ascending: which of the R rows each belongs to."""
-
-    pointers: tuple[int, ...]
-    """[R + 1] where the columns of each row start, on the host."""
-
-
-def chosen_columns(rows: ChainRows, chains: Chains) -> ChosenColumns:
-    """The label of every step and the completions of every last row, S + H rows in this order."""
-    steps = len(rows.step_row)
-    device = rows.step_row.device
-    return ChosenColumns(
-        row=torch.cat([rows.step_row, rows.last_row]),
-        column=torch.cat([rows.step_label, rows.completion]),
-        place=torch.cat([torch.arange(steps, device=device), chains.completion_chain + steps]),
-        pointers=(
-            *range(steps),
-            *(steps + pointer for pointer in chains.completion_pointers),
-        ),
-    )
+def chunk_slots(single_row: torch.Tensor, chain_rows: ChainRows, rows: int) -> torch.Tensor:
+    """int64 [rows]: each row's chunk, of the C singles and then of the H chains; C + H for none."""
+    singles, chains = len(single_row), len(chain_rows.last_row)
+    slots = torch.full((rows,), singles + chains, dtype=torch.int64, device=single_row.device)
+    number = torch.arange(singles + chains, device=slots.device)
+    slots.index_copy_(0, single_row, number[:singles])
+    slots.index_copy_(0, chain_rows.step_row, chain_rows.step_chain + singles)
+    return slots.index_copy_(0, chain_rows.last_row, number[singles:])

@@ -1,42 +1,35 @@
-"""Partition KL over vocabulary shards. T rows, Vp local columns, C chunks of one token a side,
-H chains, S steps, E completions, R rows of chains.
+"""Partition KL over vocabulary shards. T rows, Vp local columns, C singles, H chains.
 
 Equations and memory are in the README; ``reference.py`` says the same chunk by chunk.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.divergence import Divergence
-from megatron_ext.ops.partition_kl.chain_masses import (
-    RowMasses,
-    chain_masses,
-    event_chains,
-    row_masses,
-)
-from megatron_ext.ops.partition_kl.chains import ChainRows, Chains
-from megatron_ext.ops.partition_kl.event_divergence import event_divergence, segment_top
-from megatron_ext.ops.partition_kl.logit_rows import LogitRows, Plan, SingleRows
-from megatron_ext.ops.partition_kl.shared_vocabulary import SharedColumns
+from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.partition_kl.chain_masses import RowMasses
+from megatron_ext.ops.partition_kl.chains import Chains, SingleRows, chunk_slots
+from megatron_ext.ops.partition_kl.evaluation import evaluate_partition_kl
+from megatron_ext.ops.partition_kl.shared_columns import SharedColumns
+from megatron_ext.ops.partition_kl.values import Comparison, PartitionValues
+from megatron_ext.ops.unit_gradient import scale_rows_
 
 
-class Comparison(NamedTuple):
-    """One number a chunk, replicated over the group; only ``divergence`` has a graph."""
+class PartitionKLWithCE(NamedTuple):
+    """A distillation and a language-model term of the same rows."""
 
-    divergence: torch.Tensor
-    """D, in nats, without tau^2."""
+    loss: torch.Tensor
+    """Scalar ``sum_c announced_c D_c + sum_i ce_weight_i CE_i``, the only one with a graph."""
 
-    student_rest: torch.Tensor
-    """Probability of the rest, at the temperature."""
-
-    teacher_rest: torch.Tensor
-
-    agreement: torch.Tensor
-    """bool: both models have the same most probable event."""
+    values: PartitionValues
 
 
 def partition_kl(
@@ -52,78 +45,196 @@ def partition_kl(
     temperature: float = 1.0,
     direction: Divergence = "forward",
     mixture: float = 0.5,
+    announced: torch.Tensor | None = None,
+    in_place: bool = False,
+    implementation: Implementation = "auto",
 ) -> tuple[Comparison, Comparison]:
     """D(P_c || Q_c) over the events that both models have, by chunk (README, equations 1 to 8).
 
     Args:
-        student_logits: [Ts, Vps], any float dtype; the only argument with a gradient.
+        student_logits: [Ts, Vps], any float dtype, contiguous in its columns; the only argument
+            with a gradient.
         teacher: Logits [Tt, Vpt], any float dtype. Or what the teacher gives the rows of the
             chains, the same on every rank; then there are no ``singles``.
         singles: Rows of chunks of one token a side.
         shared: The tokens over which these are compared.
         chains: Rows and completions of the other chunks. No student row is in two chunks.
         counted: bool [H]: chains to look at; the others have a divergence of 0.
+        announced: [C + H] the gradients that the divergences will get, of the singles and then of
+            the chains. Backward then has next to nothing to do where they do get them. A chunk
+            announced at 0 has no gradient, whatever it gets. None: 1.
+        in_place: Overwrite ``student_logits`` with their gradient, so that no other tensor of their
+            size is made. Whoever has saved them for a backward of its own gets an error.
 
     Returns:
         Comparisons of the C singles and of the H chains.
 
-    Everything is accumulated in fp32 (fp64 for fp64 logits). Collectives on the shards' group,
-    equally many on every rank and independent of the data: forward 3 all-reduces of [R] or [S + E],
-    and where the teacher gives logits 3 more of [C] and one reduce-scatter of [C', V] a slice of
-    C' singles; backward one reduce-scatter a slice of singles.
+    The gradient is made in forward and is all that is kept, [Ts, Vps] in the logits' dtype; none
+    where the logits need none. Collectives: those of ``evaluate_partition_kl``; none in backward.
+
+    Raises:
+        LossError: See ``evaluate_partition_kl``.
     """
-    plan = Plan(
-        singles, shared, chains, student_shard, teacher_shard, temperature, direction, mixture
+    evaluate = partial(
+        evaluate_partition_kl,
+        teacher=teacher,
+        singles=singles,
+        shared=shared,
+        chains=chains,
+        counted=counted,
+        student_shard=student_shard,
+        teacher_shard=teacher_shard,
+        temperature=temperature,
+        direction=direction,
+        mixture=mixture,
+        announced=announced,
+        implementation=implementation,
     )
-    logits, masses = (teacher, None) if isinstance(teacher, torch.Tensor) else (None, teacher)
-    divergence, chosen, rest, others = LogitRows.apply(student_logits, logits, plan)
-    student_masses = _masses(chosen, rest, chains.student, chains, counted)
-    if masses is None:
-        masses = _masses(others.chosen, others.rest, chains.teacher, chains, counted)
-    probs = others.log_rests.exp()
+    room = _room(student_logits, in_place)
+    slots = chunk_slots(singles.student, chains.student, len(student_logits))
+    divergence, values = _PartitionKL.apply(
+        student_logits, evaluate, room, announced, slots, implementation
+    )
+    first, second = divergence.split([len(singles.student), chains.chain_count])
     return (
-        Comparison(divergence, probs[0], probs[1], others.agreement),
-        _compare_chains(student_masses, masses, plan, counted),
+        values.singles._replace(divergence=first),
+        values.chains._replace(divergence=second),
     )
 
 
-def _masses(
-    chosen: torch.Tensor, rest: torch.Tensor, rows: ChainRows, chains: Chains, counted: torch.Tensor
-) -> RowMasses:
-    """Log-probabilities at the rows of the counted chains; the others hold something finite."""
-    of_step = counted[rows.step_chain]
-    of_chosen = torch.cat([of_step, counted[chains.completion_chain]])
-    return row_masses(
-        torch.where(of_chosen, chosen, 0.0),
-        torch.where(torch.cat([of_step, counted]), rest, 0.0),
-        chains,
-        len(of_step),
+def partition_kl_with_ce(
+    student_logits: torch.Tensor,
+    teacher: torch.Tensor | RowMasses,
+    *,
+    labels: torch.Tensor,
+    announced: torch.Tensor,
+    ce_weight: torch.Tensor,
+    singles: SingleRows,
+    shared: SharedColumns,
+    chains: Chains,
+    counted: torch.Tensor,
+    student_shard: VocabShard,
+    teacher_shard: VocabShard,
+    temperature: float = 1.0,
+    direction: Divergence = "forward",
+    mixture: float = 0.5,
+    in_place: bool = False,
+    implementation: Implementation = "auto",
+) -> PartitionKLWithCE:
+    """``sum_c announced_c D_c + sum_i ce_weight_i CE_i`` from one sweep over the logits.
+
+    Args:
+        labels: int64 [Ts], negative for none; a label beyond the vocabulary makes the loss NaN.
+        announced: fp32 [C + H] weights of the divergences, of the singles and then of the chains.
+        ce_weight: fp32 [Ts] weights of the cross-entropies, which are at temperature 1. What has a
+            weight of 0 adds nothing to loss and gradient, whatever its rows hold.
+
+    The other arguments, memory and collectives are those of ``partition_kl``.
+    """
+    evaluate = partial(
+        evaluate_partition_kl,
+        teacher=teacher,
+        singles=singles,
+        shared=shared,
+        chains=chains,
+        counted=counted,
+        student_shard=student_shard,
+        teacher_shard=teacher_shard,
+        temperature=temperature,
+        direction=direction,
+        mixture=mixture,
+        announced=announced,
+        labels=labels,
+        ce_weight=ce_weight,
+        implementation=implementation,
     )
+    room = _room(student_logits, in_place)
+    loss, values = _PartitionKLWithCE.apply(
+        student_logits, evaluate, room, announced, ce_weight, implementation
+    )
+    return PartitionKLWithCE(loss, values)
 
 
-def _compare_chains(
-    student: RowMasses, teacher: RowMasses, plan: Plan, counted: torch.Tensor
-) -> Comparison:
-    chains = plan.chains
-    sides = [
-        torch.cat(chain_masses(masses, rows, chains))
-        for masses, rows in ((student, chains.student), (teacher, chains.teacher))
-    ]
-    segment, count = event_chains(chains), chains.chain_count
-    divergence, log_q, log_p = event_divergence(
-        sides[0],
-        sides[1],
-        segment,
-        count,
-        temperature=plan.temperature,
-        direction=plan.direction,
-        mixture=plan.mixture,
-    )
-    completions = len(chains.completion_chain)
-    return Comparison(
-        torch.where(counted, divergence, 0.0),
-        log_q[completions:].exp(),
-        log_p[completions:].exp(),
-        segment_top(log_q, segment, chains.chain_count)
-        == segment_top(log_p, segment, chains.chain_count),
-    )
+def _room(student_logits: torch.Tensor, in_place: bool) -> torch.Tensor | None:
+    """Where the gradient is written; None if there is no need for it."""
+    if not (torch.is_grad_enabled() and student_logits.requires_grad):
+        return None
+    logits = student_logits.detach()
+    return logits if in_place else torch.empty_like(logits)
+
+
+def _overwritten(logits: torch.Tensor, room: torch.Tensor | None) -> None:
+    # Kernels write behind torch's back, which has to know to refuse a reader of the old values.
+    if room is not None and room.data_ptr() == logits.data_ptr():
+        torch.autograd.graph.increment_version(logits)
+
+
+Evaluate = Callable[..., PartitionValues]
+
+
+class _PartitionKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        evaluate: Evaluate,
+        room: torch.Tensor | None,
+        announced: torch.Tensor | None,
+        slots: torch.Tensor,
+        implementation: Implementation,
+    ) -> tuple[torch.Tensor, PartitionValues]:
+        values = evaluate(logits, gradient=room)
+        _overwritten(logits, room)
+        ctx.save_for_backward(room, announced, slots)
+        ctx.implementation = implementation
+        return values.divergences(), values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        gradient, announced, slots = ctx.saved_tensors
+        if announced is not None:
+            grad = (grad / announced).masked_fill_(announced == 0, 0.0)
+        # Rows of no chunk hold zeros.
+        factors = torch.cat([grad, grad.new_ones(1)])[slots]
+        return _scaled(gradient, factors, ctx.implementation), None, None, None, None, None
+
+
+class _PartitionKLWithCE(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        evaluate: Evaluate,
+        room: torch.Tensor | None,
+        announced: torch.Tensor,
+        ce_weight: torch.Tensor,
+        implementation: Implementation,
+    ) -> tuple[torch.Tensor, PartitionValues]:
+        values = evaluate(logits, gradient=room)
+        _overwritten(logits, room)
+        ctx.save_for_backward(room)
+        ctx.implementation = implementation
+        assert values.token_loss is not None
+        loss = _weighted(values.divergences(), announced) + _weighted(values.token_loss, ce_weight)
+        return loss, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        factors = grad.expand(len(gradient))
+        return _scaled(gradient, factors, ctx.implementation), None, None, None, None, None
+
+
+def _weighted(losses: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (losses * weight.to(losses.dtype)).masked_fill_(weight == 0, 0.0).sum()
+
+
+def _scaled(
+    gradient: torch.Tensor, factors: torch.Tensor, implementation: Implementation
+) -> torch.Tensor:
+    """The gradient times a factor a row, written over it: what is saved can be used once."""
+    scale_rows_(gradient, factors, implementation)
+    torch.autograd.graph.increment_version(gradient)
+    return gradient

@@ -1,0 +1,323 @@
+"""Value and gradient of the partition KL without a graph. T rows, Vp local columns, C singles,
+H chains, R rows and N chosen columns of chains.
+
+``function.py`` puts this under autograd; equations and memory are in the README.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
+from megatron_ext.errors import LossError
+from megatron_ext.ops.divergence import Divergence
+from megatron_ext.ops.implementation import Implementation, uses_triton
+from megatron_ext.ops.partition_kl.chain_chunks import ChosenLogits, compare_chains
+from megatron_ext.ops.partition_kl.chain_gradient import (
+    ChainGradient,
+    sweep_other_rows_,
+    write_other_rows_,
+)
+from megatron_ext.ops.partition_kl.chain_masses import RowMasses
+from megatron_ext.ops.partition_kl.chains import Chains, SingleRows
+from megatron_ext.ops.partition_kl.chosen_columns import ChosenColumns
+from megatron_ext.ops.partition_kl.plan import Plan, TokenTerm
+from megatron_ext.ops.partition_kl.shared_columns import SharedColumns
+from megatron_ext.ops.partition_kl.single_chunks import (
+    PartitionNorm,
+    SingleChunks,
+    partition_norm,
+    single_divergences,
+)
+from megatron_ext.ops.partition_kl.single_sweeps import swept_divergences
+from megatron_ext.ops.partition_kl.split_statistics import (
+    RowSplit,
+    SplitStatistics,
+    split_statistics,
+)
+from megatron_ext.ops.partition_kl.values import Comparison, PartitionValues
+from megatron_ext.ops.row_lanes import (
+    Lane,
+    local_column,
+    merge_lanes,
+    merge_top_columns,
+    token_lane,
+    token_log_probs,
+)
+
+
+@torch.no_grad()
+def evaluate_partition_kl(
+    student_logits: torch.Tensor,
+    teacher: torch.Tensor | RowMasses,
+    *,
+    singles: SingleRows,
+    shared: SharedColumns,
+    chains: Chains,
+    counted: torch.Tensor,
+    student_shard: VocabShard,
+    teacher_shard: VocabShard,
+    temperature: float = 1.0,
+    direction: Divergence = "forward",
+    mixture: float = 0.5,
+    announced: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None,
+    gradient: torch.Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> PartitionValues:
+    """D(P_c || Q_c) of each chunk, and d(sum announced * D + sum ce_weight * CE)/d student_logits.
+
+    Args:
+        student_logits: [Ts, Vps], any float dtype, contiguous in its columns.
+        teacher: As ``partition_kl`` takes it; contiguous in its columns.
+        singles, shared, chains, counted: As ``partition_kl`` takes them.
+        announced: [C + H] gradient of each divergence, of the singles and then of the chains; a
+            chunk at 0 gets none, whatever its rows hold. None: 1.
+        labels: int64 [Ts]: cross-entropy of these tokens is evaluated too, at temperature 1;
+            negative for none. One beyond the vocabulary gives NaN.
+        ce_weight: fp32 [Ts] gradient of each cross-entropy, likewise. None: 1. Without ``labels``
+            it is not looked at.
+        gradient: [Ts, Vps], written in whole, in its dtype; can be ``student_logits`` itself.
+            None: no gradient, and no cost of one.
+        implementation: See ``ops.implementation``.
+
+    Accumulates in fp32 (fp64 for fp64 logits). Makes nothing in it that is as large as the logits.
+    Collectives on the shards' group, as many on every rank: two all-reduces of the statistics of
+    both models' rows and of N chosen logits and Ts labels, side by side; one of [2 C] columns of
+    the most probable events; and for each slice of C' singles one all-reduce of [2, C'] and, where
+    shared tokens cross ranks, an all-to-all of those. By kernel, forward KL with a gradient takes
+    an all-reduce of [C'] more.
+
+    Raises:
+        LossError: Columns are not contiguous, or kernels were asked for and cannot run.
+    """
+    plan = Plan(
+        singles,
+        shared,
+        chains,
+        counted,
+        student_shard,
+        teacher_shard,
+        temperature,
+        direction,
+        mixture,
+    )
+    given = [student_logits.detach()]
+    if isinstance(teacher, torch.Tensor):
+        given.append(teacher.detach())
+    _check_columns(given)
+    by_kernel = uses_triton(implementation, *given)
+    models = [
+        _Model.read(logits, plan, is_student=number == 0, labels=labels, by_kernel=by_kernel)
+        for number, logits in enumerate(given)
+    ]
+    merged = _merge(models, plan)
+    tokens, token_loss = _token_term(models[0], merged[0], labels, ce_weight, student_shard)
+
+    count = len(singles.student)
+    first = second = None
+    if announced is not None:
+        first, second = announced[:count], announced[count:]
+    if len(models) == 2:
+        pair = SingleChunks(
+            given[0],
+            given[1],
+            plan,
+            _norm(merged[0], singles.student, temperature),
+            _norm(merged[1], singles.teacher, temperature),
+            models[0].statistics.is_masked,
+            tokens,
+        )
+        agreement = _agreement(models, merged, pair)
+        divergences = swept_divergences if by_kernel else single_divergences
+        single = Comparison(
+            divergences(pair, first, gradient),
+            pair.student.log_rest.exp(),
+            pair.teacher.log_rest.exp(),
+            agreement,
+        )
+    else:
+        none = merged[0].members.peak[:0]
+        single = Comparison(none, none, none, none.bool())
+
+    chosen = [
+        ChosenLogits.of(lanes.picked, lanes.at_chains(model), model.split.chosen)
+        for lanes, model in zip(merged, models, strict=True)
+    ]
+    chain, grads = compare_chains(
+        chosen[0],
+        teacher if isinstance(teacher, RowMasses) else chosen[1],
+        plan,
+        second,
+        with_gradient=gradient is not None,
+    )
+    if gradient is not None:
+        rows = ChainGradient(
+            models[0].split, merged[0].at_chains(models[0]), grads, merged[0].picked, tokens
+        )
+        write = sweep_other_rows_ if by_kernel else write_other_rows_
+        write(gradient, given[0], rows, student_shard)
+    return PartitionValues(single, chain, token_loss)
+
+
+def _check_columns(given: list[torch.Tensor]) -> None:
+    for side, logits in zip(("student", "teacher"), given, strict=False):
+        if logits.shape[1] > 1 and logits.stride(1) != 1:
+            raise LossError(
+                f"the {side}'s logits [T, Vp] are not contiguous in their columns",
+                got=f"strides {logits.stride()}",
+                expected="a last stride of 1",
+                fix="call contiguous() on them",
+            )
+
+
+class _Model(NamedTuple):
+    """What one model's rows say on this rank."""
+
+    split: RowSplit
+    statistics: SplitStatistics
+    picked: Lane
+    """[N]"""
+    label: Lane | None
+    """[T] the logit of the label; of the student, if there are labels."""
+    label_column: torch.Tensor | None
+    unscaled: Lane | None
+    """[T] where the temperature is not 1 and all columns are needed."""
+
+    @classmethod
+    def read(
+        cls,
+        logits: torch.Tensor,
+        plan: Plan,
+        *,
+        is_student: bool,
+        labels: torch.Tensor | None,
+        by_kernel: bool,
+    ) -> _Model:
+        side = 0 if is_student else 1
+        shard = (plan.student_shard, plan.teacher_shard)[side]
+        rows = (plan.chains.student, plan.chains.teacher)[side]
+        chosen = ChosenColumns.of(rows, plan.chains, shard)
+        shared = (plan.shared.student, plan.shared.teacher)[side]
+        split = RowSplit.of(len(logits), plan.singles[side], shared, chosen)
+        has_labels = is_student and labels is not None
+        statistics = split_statistics(
+            logits,
+            split,
+            shard,
+            temperature=plan.temperature,
+            every_row=has_labels,
+            by_kernel=by_kernel,
+        )
+        here = chosen.local >= 0
+        picked = logits[chosen.at_rows(), chosen.local.clamp(min=0)].to(statistics.members.peak)
+        column = label = None
+        if has_labels:
+            assert labels is not None
+            column = local_column(labels, shard)
+            label = token_lane(logits, column)
+        return cls(
+            split,
+            statistics,
+            Lane(torch.where(here, picked, 0.0), here.to(picked.dtype)),
+            label,
+            column,
+            statistics.unscaled if has_labels and plan.temperature != 1.0 else None,
+        )
+
+
+class _Merged(NamedTuple):
+    """What one model's rows say, over all shards."""
+
+    members: LogSumExp
+    """[T] at the temperature."""
+    others: LogSumExp
+    """[T]"""
+    picked: LogSumExp
+    """[N]"""
+    label: LogSumExp | None
+    unscaled: LogSumExp | None
+
+    def at_chains(self, model: _Model) -> LogSumExp:
+        """The rows of chains [R], without their chosen columns."""
+        row = model.split.chosen.row
+        return LogSumExp(self.others.peak[row], self.others.log_sum[row])
+
+    def whole(self) -> LogSumExp:
+        """[T] over all columns at temperature 1."""
+        members = self.unscaled or self.members
+        first, second = (
+            lane.peak.masked_fill(lane.log_sum == -torch.inf, -torch.inf)
+            for lane in (members, self.others)
+        )
+        top = torch.maximum(first, second)
+        top = top.masked_fill(top == -torch.inf, 0.0)
+        parts = (first - top + members.log_sum, second - top + self.others.log_sum)
+        return LogSumExp(top, torch.logaddexp(*parts))
+
+
+def _merge(models: list[_Model], plan: Plan) -> list[_Merged]:
+    """Two all-reduces for everything."""
+    lanes = [
+        (
+            model.statistics.members,
+            model.statistics.others,
+            model.picked,
+            model.label,
+            model.unscaled,
+        )
+        for model in models
+    ]
+    dtype = models[0].picked.peak.dtype
+    given = [Lane(*(part.to(dtype) for part in lane)) for own in lanes for lane in own if lane]
+    found = iter(merge_lanes(given, plan.student_shard))
+    return [
+        _Merged(next(found), next(found), next(found), *(lane and next(found) for lane in own[3:]))
+        for own in lanes
+    ]
+
+
+def _norm(merged: _Merged, rows: torch.Tensor, temperature: float) -> PartitionNorm:
+    members, others = (
+        LogSumExp(lane.peak[rows], lane.log_sum[rows]) for lane in (merged.members, merged.others)
+    )
+    return partition_norm(members, others, temperature)
+
+
+def _agreement(models: list[_Model], merged: list[_Merged], pair: SingleChunks) -> torch.Tensor:
+    """bool [C]: both models have the same most probable event. One all-reduce."""
+    plan = pair.plan
+    lanes, wholes, columns = [], [], []
+    for model, lane, rows in zip(models, merged, plan.singles, strict=True):
+        own = model.statistics
+        lanes.append(Lane(own.members.peak[rows].to(lane.members.peak), own.members.total[rows]))
+        wholes.append(LogSumExp(lane.members.peak[rows], lane.members.log_sum[rows]))
+        columns.append(own.column[rows])
+    shards = [plan.student_shard, plan.teacher_shard]
+    student, teacher = merge_top_columns(columns, lanes, wholes, shards)
+    # Without a shared token that has any mass, no column of the vocabulary comes back.
+    tokens = plan.shared.student_token
+    teacher = tokens[teacher.clamp(max=len(tokens) - 1)]
+    is_rest = [side.log_rest > side.best for side in (pair.student, pair.teacher)]
+    return torch.where(is_rest[0] | is_rest[1], is_rest[0] & is_rest[1], student == teacher)
+
+
+def _token_term(
+    student: _Model,
+    merged: _Merged,
+    labels: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    shard: VocabShard,
+) -> tuple[TokenTerm | None, torch.Tensor | None]:
+    """What the gradient needs of the labels, and their cross-entropies [T]."""
+    if labels is None:
+        return None, None
+    assert student.label_column is not None
+    assert merged.label is not None
+    whole = merged.whole()
+    weight = torch.ones_like(whole.peak) if weight is None else weight.to(whole.peak.dtype)
+    term = TokenTerm(labels, student.label_column, weight.masked_fill(labels < 0, 0.0), whole)
+    return term, -token_log_probs(merged.label, whole, labels, shard)

@@ -1,0 +1,149 @@
+"""The shared tokens as a rank's columns see them, and the logits of those that it lacks.
+
+Vps Vpt local columns, Vt teacher columns over all shards, N shared tokens, X columns that cross.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_ext.distributed.shard_collectives import group_size
+from megatron_ext.distributed.vocab_parallel import VocabShard
+
+
+class SharedColumns(NamedTuple):
+    """Pairs of a student and a teacher column, cut to this rank's shards."""
+
+    student: torch.Tensor
+    """bool [Vps]"""
+
+    teacher: torch.Tensor
+    """bool [Vpt]"""
+
+    partner: torch.Tensor
+    """int32 [Vps]: this rank's teacher column of each student column, ``-2 - x`` where it is the
+    x-th of those that come from other ranks, -1 where the token is not shared."""
+
+    sent: torch.Tensor
+    """int64: this rank's teacher columns whose partners others hold, by rank and student token."""
+
+    sent_counts: tuple[int, ...]
+    """By rank, on the host; () if no pair of the group crosses."""
+
+    received_counts: tuple[int, ...]
+
+    crossing: int
+    """Most columns that a rank of the group sends or receives, the same on each; on the host."""
+
+    student_token: torch.Tensor
+    """int64 [Vt]: the student token of each teacher token, -1 for none."""
+
+
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Tables of each tensor of student tokens, by teacher tokens and shards."""
+
+
+def shared_columns(
+    common_student: torch.Tensor,
+    common_teacher: torch.Tensor,
+    student_shard: VocabShard,
+    teacher_shard: VocabShard,
+) -> SharedColumns:
+    """Cut pairs of global ids, int64 [N] each, to this rank's columns.
+
+    Made once and kept as long as ``common_student`` is, since a group's counts wait for the device.
+    No collectives: every rank derives them from all pairs.
+    """
+    tables = _KNOWN.setdefault(common_student, {})
+    key = (id(common_teacher), student_shard, teacher_shard)
+    if key not in tables:
+        # With the teacher's tokens, so that no other tensor can have their id.
+        made = _tables(common_student, common_teacher, student_shard, teacher_shard)
+        tables[key] = (common_teacher, made)
+    found: SharedColumns = tables[key][1]
+    return found
+
+
+def _tables(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    student_shard: VocabShard,
+    teacher_shard: VocabShard,
+) -> SharedColumns:
+    ranks = group_size(student_shard.group)
+    token = student.new_full((teacher_shard.width * ranks,), -1).index_copy_(0, teacher, student)
+    partner = student.new_full((student_shard.width + 1,), -1)
+    own_student = _own_columns(student, student_shard)
+    own_teacher = _own_columns(teacher, teacher_shard)
+    masks = _mask(own_student, student_shard.width), _mask(own_teacher, teacher_shard.width)
+    # Columns of other ranks share one slot behind the real ones.
+    partner[own_student] = torch.where(own_teacher < teacher_shard.width, own_teacher, -1)
+    if ranks == 1:
+        return SharedColumns(*masks, partner[:-1].int(), student[:0], (), (), 0, token)
+    owners = student // student_shard.width, teacher // teacher_shard.width
+    rank = student_shard.start // student_shard.width
+    apart = owners[0] != owners[1]
+    traffic = torch.bincount((owners[1] * ranks + owners[0])[apart], minlength=ranks**2)
+    counts = traffic.view(ranks, ranks).tolist()
+    leaving = _in_order(apart & (owners[1] == rank), owners[0], student)
+    arriving = _in_order(apart & (owners[0] == rank), owners[1], student)
+    slots = torch.arange(len(arriving), device=student.device)
+    partner[own_student[arriving]] = -2 - slots
+    received = [row[rank] for row in counts]
+    crossing = max(max(map(sum, counts)), max(map(sum, zip(*counts, strict=True))))
+    return SharedColumns(
+        *masks,
+        partner[:-1].int(),
+        own_teacher[leaving],
+        tuple(counts[rank]) if crossing else (),
+        tuple(received) if crossing else (),
+        crossing,
+        token,
+    )
+
+
+def _own_columns(tokens: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """int64 [N]: this rank's column of each token, the shard's width for another rank's."""
+    local = tokens - shard.start
+    return torch.where((local < 0) | (local >= shard.width), shard.width, local)
+
+
+def _mask(own: torch.Tensor, width: int) -> torch.Tensor:
+    mask = torch.zeros(width + 1, dtype=torch.bool, device=own.device)
+    return mask.index_fill_(0, own, True)[:-1]
+
+
+def _in_order(chosen: torch.Tensor, owner: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+    """Indices of the chosen pairs by owner, and by student token within one."""
+    index = chosen.nonzero()[:, 0]
+    index = index[torch.argsort(student[index], stable=True)]
+    return index[torch.argsort(owner[index], stable=True)]
+
+
+def crossing_logits(
+    teacher_logits: torch.Tensor, rows: torch.Tensor, shared: SharedColumns, shard: VocabShard
+) -> torch.Tensor:
+    """Logits [C', X] of the columns that come from other ranks, in the teacher's dtype.
+
+    One all-to-all of what is shared by columns of different ranks, none where no pair crosses.
+
+    Args:
+        teacher_logits: [Tt, Vpt]
+        rows: int64 [C']
+    """
+    if not shared.crossing:
+        return teacher_logits.new_empty(len(rows), 0)
+    sent = teacher_logits.detach()[rows[None], shared.sent[:, None]]
+    arrived = sent.new_empty(sum(shared.received_counts), len(rows))
+    dist.all_to_all_single(
+        arrived,
+        sent,
+        list(shared.received_counts),
+        list(shared.sent_counts),
+        group=shard.group,
+    )
+    return arrived.t().contiguous()

@@ -1,0 +1,160 @@
+"""Chunks of one token a side, over the shared vocabulary and a rest, value and gradient at once.
+
+T rows, Vps Vpt local columns, C chunks, X columns of other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from megatron_ext.distributed.row_slices import row_slices
+from megatron_ext.distributed.shard_collectives import all_reduce_sum
+from megatron_ext.distributed.vocab_parallel import LogSumExp, scaled_logits
+from megatron_ext.ops.divergence import divergence_terms
+from megatron_ext.ops.partition_kl.plan import Plan, TokenTerm
+from megatron_ext.ops.partition_kl.shared_columns import crossing_logits
+
+
+class PartitionNorm(NamedTuple):
+    """What turns a row's logits into log-probabilities of its events at the temperature."""
+
+    events: LogSumExp
+    """[C] log-sum-exp of the shared tokens' logits over tau and of the rest's over tau."""
+
+    rest: LogSumExp
+    """[C] log-sum-exp of the logits that are not shared, at temperature 1; its ``log_sum`` is 0
+    where there is none, so that their difference to it is."""
+
+    log_rest: torch.Tensor
+    """[C] log-probability of the rest."""
+
+    best: torch.Tensor
+    """[C] log-probability of the most probable shared token."""
+
+
+def partition_norm(shared: LogSumExp, others: LogSumExp, temperature: float) -> PartitionNorm:
+    """From merged statistics [C]: of the shared tokens at tau and of the others at 1."""
+    # A set without a column has no peak of its own.
+    first = shared.peak.masked_fill(shared.log_sum == -torch.inf, -torch.inf)
+    second = others.peak.masked_fill(others.log_sum == -torch.inf, -torch.inf) / temperature
+    top = torch.maximum(first, second)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    rest = (second - top) + others.log_sum / temperature
+    log_total = torch.logaddexp((first - top) + shared.log_sum, rest)
+    return PartitionNorm(
+        LogSumExp(top, log_total),
+        LogSumExp(others.peak, others.log_sum.masked_fill(others.log_sum == -torch.inf, 0.0)),
+        rest - log_total,
+        (first - top) - log_total,
+    )
+
+
+class SingleChunks(NamedTuple):
+    """Both models' logits at the chunks of one token a side."""
+
+    student_logits: torch.Tensor
+    teacher_logits: torch.Tensor
+    plan: Plan
+    student: PartitionNorm
+    teacher: PartitionNorm
+    is_masked: torch.Tensor
+    """bool [Ts]: the student rules out a shared token of this rank."""
+
+    tokens: TokenTerm | None
+
+    def slices(self, width: int = 0) -> Iterator[slice]:
+        """Chunks a slice, by the larger of ``width`` and what crosses; as many on every rank."""
+        widest = max(width, self.plan.shared.crossing)
+        device = self.student_logits.device
+        return row_slices(len(self.plan.singles.student), widest, device=device)
+
+    def arrived(self, part: slice) -> torch.Tensor:
+        """[C', X] of the teacher's logits; one all-to-all where pairs cross."""
+        plan = self.plan
+        row = plan.singles.teacher[part]
+        return crossing_logits(self.teacher_logits, row, plan.shared, plan.teacher_shard)
+
+
+def single_divergences(
+    chunks: SingleChunks, announced: torch.Tensor | None, gradient: torch.Tensor | None
+) -> torch.Tensor:
+    """D [C], and the student's gradient in the rows of these chunks. No graph.
+
+    A slice of chunks costs an all-to-all of the shared tokens that cross ranks, none where none
+    does, and an all-reduce of [2, C'].
+
+    Args:
+        announced: [C] gradient of each D; a chunk at 0 gets none. None: 1.
+        gradient: [Ts, Vps], or None for the value alone.
+    """
+    values = torch.empty_like(chunks.student.log_rest)
+    for part in chunks.slices(chunks.plan.student_shard.width):
+        log_q, log_p = _log_probs(chunks, part)
+        plan = chunks.plan
+        terms = divergence_terms(log_p, log_q, plan.direction, plan.mixture)
+        sums = torch.stack([terms.value.sum(dim=-1), terms.slope.sum(dim=-1)])
+        sums = all_reduce_sum(sums, plan.student_shard.group)
+        rest_value, factors = rest_terms(chunks, part, sums[1], announced)
+        values[part] = sums[0] + rest_value
+        if gradient is not None:
+            grad = _gradient(chunks, part, terms.slope, log_q.exp_(), factors)
+            gradient[plan.singles.student[part]] = grad.to(gradient.dtype)
+    return values
+
+
+def rest_terms(
+    chunks: SingleChunks, part: slice, slope_sum: torch.Tensor, announced: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rest's part of the value [C'], and the gradient's factors [3, C'].
+
+    These are the sum of all slopes, dD / d of the rest's logit at tau, and ``announced`` over tau.
+
+    Args:
+        slope_sum: [C'] sum of the slopes of the shared tokens.
+    """
+    plan = chunks.plan
+    log_q = chunks.student.log_rest[part]
+    log_p = chunks.teacher.log_rest[part].to(log_q.dtype)
+    rest = divergence_terms(log_p, log_q, plan.direction, plan.mixture)
+    total = slope_sum + rest.slope
+    weight = torch.ones_like(total) if announced is None else announced[part].to(total.dtype)
+    factors = torch.stack([total, rest.slope - log_q.exp() * total, weight / plan.temperature])
+    return rest.value, factors
+
+
+def _log_probs(chunks: SingleChunks, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log Q and log P [C', Vps] on this rank's shared student columns, -inf on the others."""
+    plan = chunks.plan
+    partner, tau = plan.shared.partner.long(), plan.temperature
+    own = chunks.teacher_logits[plan.singles.teacher[part]]
+    moved = own.index_select(1, partner.clamp(min=0))
+    arrived = chunks.arrived(part)
+    if arrived.shape[1]:
+        moved = torch.where(partner <= -2, arrived.index_select(1, (-2 - partner).clamp(0)), moved)
+    log_p = chunks.teacher.events.normalise_(scaled_logits(moved, tau, partner == -1), part)
+    logits = chunks.student_logits[plan.singles.student[part]]
+    log_q = chunks.student.events.normalise_(scaled_logits(logits, tau, partner == -1), part)
+    return log_q, log_p.to(log_q.dtype)
+
+
+def _gradient(
+    chunks: SingleChunks, part: slice, slope: torch.Tensor, q: torch.Tensor, factors: torch.Tensor
+) -> torch.Tensor:
+    """[C', Vps] in the accumulation dtype; overwrites ``slope`` and ``q``."""
+    plan = chunks.plan
+    slope_sum, rest_slope, weight = factors[:, :, None]
+    rows = plan.singles.student[part]
+    logits = chunks.student_logits[rows]
+    grad = slope.sub_(q.mul_(slope_sum))
+    # The rest's logit over tau has the softmax of its own columns, over tau, as derivative.
+    excluded = plan.student_shard.excluded_columns(logits.device, ~plan.shared.student)
+    others = chunks.student.rest.normalise_(scaled_logits(logits, 1.0, excluded), part).exp_()
+    grad.add_(others.mul_(rest_slope))
+    grad.mul_(weight).masked_fill_(weight == 0, 0.0)
+    if chunks.tokens is not None:
+        padding = plan.student_shard.excluded_columns(logits.device)
+        grad.add_(chunks.tokens.gradient(scaled_logits(logits, 1.0, padding), rows))
+    return grad

@@ -1,0 +1,196 @@
+"""Softmax statistics of rows whose columns are parted in two. T rows, Vp local columns.
+
+R rows of chains, C rows of singles, W words of 32 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from megatron_ext.distributed.row_slices import row_slices
+from megatron_ext.distributed.vocab_parallel import VocabShard, accumulation_dtype, scaled_logits
+from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.partition_kl.chosen_columns import ChosenColumns
+from megatron_ext.ops.row_lanes import Lane
+
+
+class RowGroup(NamedTuple):
+    """Rows whose members are found in one way."""
+
+    rows: torch.Tensor
+    """int64 [n]"""
+
+    members: Callable[[slice], torch.Tensor]
+    """bool [n' or 1, Vp] of some of them."""
+
+    def slices(self, width: int) -> Iterator[slice]:
+        return row_slices(len(self.rows), width, device=self.rows.device)
+
+
+class RowSplit(NamedTuple):
+    """Which columns of a row are its members: shared tokens, chosen columns or none."""
+
+    single_row: torch.Tensor
+    """int64 [C]: rows whose members are the shared tokens."""
+
+    shared: torch.Tensor
+    """bool [Vp]"""
+
+    chosen: ChosenColumns
+    """Members of the rows of chains."""
+
+    of_row: torch.Tensor
+    """int32 [T]: 0 for a row of a single, r + 1 for the r-th of chains, -1 for a row of neither."""
+
+    @classmethod
+    def of(
+        cls, rows: int, single_row: torch.Tensor, shared: torch.Tensor, chosen: ChosenColumns
+    ) -> RowSplit:
+        of_row = torch.full((rows,), -1, dtype=torch.int32, device=shared.device)
+        number = torch.arange(1, len(chosen.row) + 1, dtype=torch.int32, device=shared.device)
+        of_row.index_fill_(0, single_row, 0).index_copy_(0, chosen.row, number)
+        return cls(single_row, shared, chosen, of_row)
+
+    def singles(self) -> RowGroup:
+        return RowGroup(self.single_row, lambda part: self.shared[None])
+
+    def chains(self) -> RowGroup:
+        width = len(self.shared)
+        return RowGroup(self.chosen.row, lambda part: self.chosen.mask(part, width))
+
+    def unused(self) -> RowGroup:
+        """Rows of neither; waits for the device."""
+        none = torch.zeros_like(self.shared)[None]
+        return RowGroup(torch.nonzero(self.of_row < 0)[:, 0], lambda part: none)
+
+    def bits(self) -> torch.Tensor:
+        """int32 [1 + R, W]: bit v % 32 of word v // 32 says whether column v is a member.
+
+        Row 0 are the shared tokens, the others those of the rows of chains.
+        """
+        words = -(-len(self.shared) // 32)
+        places = torch.arange(32, dtype=torch.int32, device=self.shared.device)
+        power = torch.ones_like(places).bitwise_left_shift_(places)
+        padded = torch.nn.functional.pad(self.shared.int(), (0, 32 * words - len(self.shared)))
+        bits = power.new_zeros(1 + len(self.chosen.row), words)
+        bits[0] = (padded.view(words, 32) * power).sum(dim=1, dtype=torch.int32)
+        local = self.chosen.local
+        one = power[local.clamp(min=0) % 32].masked_fill_(local < 0, 0)
+        # A column comes once in a row, so that the sum sets bits.
+        word = (self.chosen.place + 1) * words + local.clamp(min=0) // 32
+        bits.view(-1).index_add_(0, word, one)
+        return bits
+
+
+class SplitStatistics(NamedTuple):
+    """Of this rank's real columns, not merged over shards."""
+
+    members: Lane
+    """[T] at the temperature."""
+
+    others: Lane
+    """[T] at temperature 1."""
+
+    unscaled: Lane
+    """[T] members at temperature 1."""
+
+    column: torch.Tensor
+    """int64 [T]: this rank's column of the largest member, the first of equals."""
+
+    is_masked: torch.Tensor
+    """bool [T]: a member's logit is -inf."""
+
+
+def split_statistics(
+    logits: torch.Tensor,
+    split: RowSplit,
+    shard: VocabShard,
+    *,
+    temperature: float,
+    every_row: bool,
+    by_kernel: bool,
+) -> SplitStatistics:
+    """Peaks and sums of each row's members and others, from one read. No graph, no collectives.
+
+    Args:
+        logits: [T, Vp], any float dtype, contiguous in its columns. Padding is not read.
+        temperature: Of the members; nothing else has one.
+        every_row: Read rows of neither singles nor chains too; they have no members. Else they
+            have nothing, whatever they hold.
+    """
+    run = _by_kernel if by_kernel and shard.valid_width else _by_torch
+    return run(logits.detach(), split, shard, temperature, every_row)
+
+
+def _by_torch(
+    logits: torch.Tensor, split: RowSplit, shard: VocabShard, temperature: float, every_row: bool
+) -> SplitStatistics:
+    rows = len(logits)
+    dtype = accumulation_dtype(logits.dtype)
+    lanes = torch.zeros(3, 2, rows, dtype=dtype, device=logits.device)
+    column = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    is_masked = torch.zeros(rows, dtype=torch.bool, device=logits.device)
+    padding = torch.arange(shard.width, device=logits.device) >= shard.valid_width
+    groups = [split.singles(), split.chains(), *([split.unused()] if every_row else [])]
+    for group in groups:
+        for part in group.slices(shard.width):
+            row = group.rows[part]
+            own, members = logits[row], group.members(part)
+            inside = scaled_logits(own, temperature, ~members | padding)
+            column[row] = inside.argmax(dim=-1)
+            is_masked[row] = ((own == -torch.inf) & members & ~padding).any(dim=-1)
+            _store(lanes[0], row, inside)
+            _store(lanes[1], row, scaled_logits(own, 1.0, members | padding))
+            if temperature != 1.0:
+                _store(lanes[2], row, scaled_logits(own, 1.0, ~members | padding))
+    unscaled = lanes[0] if temperature == 1.0 else lanes[2]
+    return SplitStatistics(Lane(*lanes[0]), Lane(*lanes[1]), Lane(*unscaled), column, is_masked)
+
+
+def _store(lane: torch.Tensor, rows: torch.Tensor, scaled: torch.Tensor) -> None:
+    top = scaled.amax(dim=-1)
+    top.masked_fill_(top == -torch.inf, 0.0)
+    lane[0, rows] = top
+    lane[1, rows] = scaled.sub_(top[:, None]).exp_().sum(dim=-1)
+
+
+def _by_kernel(
+    logits: torch.Tensor, split: RowSplit, shard: VocabShard, temperature: float, every_row: bool
+) -> SplitStatistics:
+    from megatron_ext.ops.partition_kl.triton_kernels import split_statistics_kernel
+
+    rows, width = len(logits), shard.valid_width
+    lanes = torch.empty(3, 2, rows, dtype=torch.float32, device=logits.device)
+    column = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    is_masked = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    bits = split.bits()
+    has_unscaled = temperature != 1.0 and every_row
+
+    def launch(config: LaunchConfig) -> None:
+        split_statistics_kernel[(rows,)](
+            logits,
+            split.of_row,
+            bits,
+            lanes,
+            column,
+            is_masked,
+            logits.stride(0),
+            width,
+            rows,
+            bits.shape[1],
+            temperature,
+            HAS_TEMPERATURE=temperature != 1.0,
+            HAS_UNSCALED=has_unscaled,
+            EVERY_ROW=every_row,
+            BLOCK=small_block(width, config.block),
+            num_warps=config.num_warps,
+        )
+
+    if rows:
+        key = ("split_statistics", logits.dtype, width, temperature != 1.0, has_unscaled)
+        launch(chosen_config(key, SWEEP_CONFIGS, launch))
+    unscaled = lanes[2] if has_unscaled else lanes[0]
+    return SplitStatistics(Lane(*lanes[0]), Lane(*lanes[1]), Lane(*unscaled), column, is_masked)
