@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import vocab_argmax
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
@@ -28,13 +30,24 @@ class NextTokenLoss:
         check_student(inputs)
         logits, labels = inputs.student_logits.flatten(0, 1), inputs.labels.flatten()
         log_prob = token_log_prob(logits, labels, inputs.student_shard)
+        return self.output(inputs, -log_prob, vocab_argmax(logits, inputs.student_shard))
+
+    def output(
+        self, inputs: DistillationInputs, row_loss: torch.Tensor, top_column: torch.Tensor
+    ) -> LossOutput:
+        """The output of a loss at every position, 0 at those without a label, [B Ts].
+
+        Args:
+            top_column: int64 [B Ts], the token of the largest logit.
+        """
+        labels = inputs.labels.flatten()
         trained = labels != IGNORE_INDEX
         count = trained.sum()
-        hits = trained & (vocab_argmax(logits, inputs.student_shard) == labels)
+        hits = trained & (top_column == labels)
         return LossOutput(
-            loss_sum=-log_prob.sum(),
+            loss_sum=row_loss.sum(),
             count=count,
-            metrics={"accuracy": (hits.sum().to(log_prob.dtype), count)},
+            metrics={"accuracy": (hits.sum().to(row_loss.dtype), count)},
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +20,21 @@ from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
 from megatron_ext.losses.inputs.topk_masses import singles_as_chains, topk_masses
 from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.divergence import Divergence, check_divergence
+from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.partition_kl import Comparison, partition_kl, shared_columns
+
+
+class ComparedEvents(NamedTuple):
+    """The chunks of one microbatch, those of one token a side first."""
+
+    arguments: dict[str, Any]
+    """Of ``partition_kl`` and ``evaluate_partition_kl``, but for the student's logits."""
+
+    chunk: torch.Tensor
+    """int64: the number of each chunk."""
+
+    usable: torch.Tensor
+    """bool: those that can be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +78,9 @@ class PartitionKLLoss:
     """Weight of a chunk that has several tokens on a side (beta of the paper); it counts as one
     chunk whatever its weight."""
 
+    implementation: Implementation = "auto"
+    """Which code runs: ``auto``, ``triton`` or ``torch``, see ``ops.implementation``."""
+
     def __post_init__(self) -> None:
         check_divergence(
             "partition_kl",
@@ -70,6 +88,7 @@ class PartitionKLLoss:
             direction=self.direction,
             mixture=self.mixture,
         )
+        check_implementation("partition_kl", self.implementation)
         if not (math.isfinite(self.chain_weight) and self.chain_weight >= 0):
             raise LossError(
                 "the chain_weight of partition_kl cannot be used",
@@ -78,6 +97,16 @@ class PartitionKLLoss:
             )
 
     def __call__(self, inputs: DistillationInputs) -> LossOutput:
+        events = self.events(inputs)
+        compared = partition_kl(inputs.student_logits.flatten(0, 1), **events.arguments)
+        return self.output(inputs, compared, events)
+
+    def events(self, inputs: DistillationInputs) -> ComparedEvents:
+        """What is compared in each chunk.
+
+        Raises:
+            LossError: See the class.
+        """
         check_student(inputs)
         alignment, teacher = check_alignment(
             inputs, objective="partition_kl", kinds=("logits", "hidden", "topk")
@@ -87,51 +116,56 @@ class PartitionKLLoss:
         if inputs.chunk_mask is not None:
             counted = inputs.chunk_mask[completions.chain_chunk]
         singles, chains = completions.singles, completions.chains
-        chunk = torch.cat([completions.single_chunk, completions.chain_chunk])
+        masses = None
         if teacher.kind == "topk":
             # The rows of singles become chains without a step, whose completions are the top-k.
             singles, chains = singles_as_chains(singles, chains, teacher, match)
             chains, masses, is_known = topk_masses(chains, teacher)
             ones = torch.ones_like(completions.single_chunk, dtype=torch.bool)
             counted = torch.cat([ones, counted]) & is_known
-        compared = partition_kl(
-            inputs.student_logits.flatten(0, 1),
-            masses if teacher.kind == "topk" else teacher.to_logits().flatten(0, 1),
-            singles=singles,
-            shared=shared_columns(
-                match.common_student, match.common_teacher, inputs.student_shard, teacher.shard
-            ),
-            chains=chains,
-            counted=counted,
-            student_shard=inputs.student_shard,
-            teacher_shard=teacher.shard,
-            temperature=self.temperature,
-            direction=self.direction,
-            mixture=self.mixture,
-        )
         usable = torch.cat([torch.ones_like(singles.student, dtype=torch.bool), counted])
-        return self._output(inputs, _joined(compared), chunk, usable, alignment.chunk_count)
+        return ComparedEvents(
+            arguments={
+                "teacher": teacher.to_logits().flatten(0, 1) if masses is None else masses,
+                "singles": singles,
+                "shared": shared_columns(
+                    match.common_student, match.common_teacher, inputs.student_shard, teacher.shard
+                ),
+                "chains": chains,
+                "counted": counted,
+                "student_shard": inputs.student_shard,
+                "teacher_shard": teacher.shard,
+                "temperature": self.temperature,
+                "direction": self.direction,
+                "mixture": self.mixture,
+            },
+            chunk=torch.cat([completions.single_chunk, completions.chain_chunk]),
+            usable=torch.cat([torch.ones_like(singles.student, dtype=torch.bool), counted]),
+        )
 
-    def _output(
+    def chunk_weight(self, alignment: AlignmentBatch, dtype: torch.dtype) -> torch.Tensor:
+        """[C]: what multiplies the divergence of each chunk."""
+        weight = torch.where(alignment.chunk_class == 0, 1.0, self.chain_weight)
+        return self.temperature**2 * weight.to(dtype)
+
+    def output(
         self,
         inputs: DistillationInputs,
-        compared: Comparison,
-        chunk: torch.Tensor,
-        usable: torch.Tensor,
-        chunk_count: int,
+        parts: tuple[Comparison, Comparison],
+        events: ComparedEvents,
     ) -> LossOutput:
-        """From singles and chains in a row to chunks by number."""
+        """From singles and chains to chunks by number."""
         assert inputs.alignment is not None
+        compared, count = _joined(parts), inputs.alignment.chunk_count
 
         def by_chunk(values: torch.Tensor) -> torch.Tensor:
-            return values.new_zeros(chunk_count).index_copy(0, chunk, values)
+            return values.new_zeros(count).index_copy(0, events.chunk, values)
 
-        weight = torch.where(inputs.alignment.chunk_class == 0, 1.0, self.chain_weight)
         divergence = by_chunk(compared.divergence)
         return chunk_output(
             inputs,
-            self.temperature**2 * weight.to(divergence.dtype) * divergence,
-            usable=by_chunk(usable),
+            self.chunk_weight(inputs.alignment, divergence.dtype) * divergence,
+            usable=by_chunk(events.usable),
             means={
                 "teacher_rest": by_chunk(compared.teacher_rest),
                 "student_rest": by_chunk(compared.student_rest),

@@ -18,7 +18,7 @@ from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
 from megatron_ext.losses.nemo import nemo_projected_kl
 from megatron_ext.ops.divergence import Divergence, check_divergence
-from megatron_ext.ops.projected_kl import projected_kl
+from megatron_ext.ops.projected_kl import ProjectedKL, projected_kl
 
 _WHY_NOT: Final = (
     "a teacher is normalised over the columns that the projection reaches, and neither a tail nor "
@@ -120,15 +120,24 @@ class ProjectedKLLoss:
             vocab_topk=self.vocab_topk,
             learned=projection.learned,
         )
+        return self.output(inputs, out, usable)
+
+    def output(
+        self, inputs: DistillationInputs, values: ProjectedKL, usable: torch.Tensor | None
+    ) -> LossOutput:
+        """What the operation's values say of the microbatch; ``usable`` [C] bool, None: all."""
         used = used_chunks(inputs, usable)
-        means = {"teacher_entropy": out.teacher_entropy, "top1_agreement": out.top1_agreement}
+        means = {
+            "teacher_entropy": values.teacher_entropy,
+            "top1_agreement": values.top1_agreement,
+        }
         if self.vocab_topk is not None:
-            means["rest_mass"] = out.rest_mass
-        offsupport, _ = over_chunks(out.offsupport_mass, used)
-        teacher_rows = torch.where(used, out.teacher_rows, 0).sum()
+            means["rest_mass"] = values.rest_mass
+        offsupport, _ = over_chunks(values.offsupport_mass, used)
+        teacher_rows = torch.where(used, values.teacher_rows, 0).sum()
         return chunk_output(
             inputs,
-            out.chunk_loss,
+            values.chunk_loss,
             usable=usable,
             means=means,
             metrics={"offsupport_mass": (offsupport, teacher_rows)},

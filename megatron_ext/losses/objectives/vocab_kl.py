@@ -75,7 +75,12 @@ class VocabKLLoss:
                 fix="set the labels that do not count to IGNORE_INDEX",
             )
         compare = self._on_top_tokens if teacher.kind == "topk" else self._on_every_token
-        row_loss, means = compare(inputs, teacher)
+        return self.output(inputs, *compare(inputs, teacher))
+
+    def output(
+        self, inputs: DistillationInputs, row_loss: torch.Tensor, means: dict[str, torch.Tensor]
+    ) -> LossOutput:
+        """The output of a loss and other values of every position, [B Ts] each."""
         used = inputs.labels.flatten() != IGNORE_INDEX
         return LossOutput(
             loss_sum=torch.where(used, row_loss, 0.0).sum(),
