@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from compile_kernel import compiles
 
 LOGITS = ("*fp32", "*bf16")
@@ -35,3 +37,107 @@ def test_unit_gradient() -> None:
             for kind in LOGITS
         ],
     )
+
+
+def _mean_rows(*more: str) -> dict[str, str]:
+    """Types of what a kernel needs of a model's rows, and of ``more`` integers."""
+    pointers = {"order_ptr": "*i32", "offsets_ptr": "*i32"}
+    pointers |= {"peak_ptr": "*fp32", "log_sum_ptr": "*fp32"}
+    return pointers | {"temperature": "fp32"} | dict.fromkeys(more, "i32")
+
+
+def test_chunk_distributions() -> None:
+    types = _mean_rows("first_chunk", "row_stride", "width", "valid_width") | {"out_ptr": "*fp32"}
+    flags = {"HAS_TEMPERATURE": True, "BLOCK": 4096}
+    compiles(
+        "chunk_distributions",
+        [("chunk_means_kernel", {"logits_ptr": kind, **types}, flags) for kind in LOGITS],
+    )
+
+
+def test_sorted_l1() -> None:
+    candidates = {"columns_ptr": "*i32", "signs_ptr": "*i8", "centre_ptr": "*fp32"}
+    flags = {"HAS_TEMPERATURE": True, "BLOCK": 1024}
+    variants: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+    for kind in LOGITS:
+        select = _mean_rows("first_chunk", "row_stride", "width", "places", "capacity") | {
+            "logits_ptr": kind,
+            "excluded_ptr": "*i1",
+            "values_ptr": "*fp32",
+            "columns_ptr": "*i32",
+            "rest_ptr": "*fp32",
+        }
+        variants.append(("select_kernel", select, flags | {"HAS_EXCLUDED": True, "BLOCK": 4096}))
+        keep = _mean_rows("first_chunk", "row_stride", "capacity") | candidates
+        keep |= {"logits_ptr": kind, "kept_ptr": kind}
+        variants.append(("keep_chosen_kernel", keep, flags))
+        spread = _mean_rows("first_chunk", "row_stride", "gradient_stride", "width", "valid_width")
+        spread |= {"logits_ptr": kind, "gradient_ptr": kind}
+        spread |= {"centre_ptr": "*fp32", "scale_ptr": "*fp32"}
+        variants.append(("spread_kernel", spread, flags | {"BLOCK": 4096}))
+        write = _mean_rows("first_chunk", "gradient_stride", "capacity") | candidates
+        write |= {"kept_ptr": kind, "gradient_ptr": kind, "weight": "fp32"}
+        write |= {"base_ptr": "*fp32", "scale_ptr": "*fp32"}
+        variants.append(("write_chosen_kernel", write, flags | {"HAS_BASE": True}))
+    compiles("sorted_l1", variants)
+
+
+def test_token_likelihood() -> None:
+    types = {
+        "members_ptr": "*i1",
+        "vectors_ptr": "*fp32",
+        "column_ptr": "*i64",
+        "logits_stride": "i32",
+        "gradient_stride": "i32",
+        "width": "i32",
+        "padded_width": "i32",
+        "rows": "i32",
+        "temperature": "fp32",
+    }
+    flags = {"HAS_MEMBERS": True, "HAS_TEMPERATURE": True, "BLOCK": 4096}
+    variants = []
+    for kind in LOGITS:
+        pointers = {"logits_ptr": kind, "gradient_ptr": kind}
+        variants += [("token_gradient_kernel", {**pointers, **types}, flags)]
+    alone = {"members_ptr": None, "HAS_MEMBERS": False, "HAS_TEMPERATURE": False, "BLOCK": 4096}
+    del types["members_ptr"]
+    variants += [("token_gradient_kernel", {**pointers, **types}, alone)]
+    compiles("token_likelihood", variants)
+
+
+def test_vocab_kl() -> None:
+    numbers = {
+        "student_stride": "i32",
+        "teacher_stride": "i32",
+        "width": "i32",
+        "rows": "i32",
+        "temperature": "fp32",
+    }
+    statistics = {
+        **numbers,
+        "read_ptr": "*i1",
+        "peak_ptr": "*fp32",
+        "total_ptr": "*fp32",
+        "column_ptr": "*i64",
+    }
+    sweep = {
+        **numbers,
+        "vectors_ptr": "*fp32",
+        "column_ptr": "*i64",
+        "sums_ptr": "*fp32",
+        "gradient_stride": "i32",
+        "padded_width": "i32",
+        "mixture": "fp32",
+    }
+    both = {"HAS_READ": True, "HAS_PLAIN": True, "HAS_TEMPERATURE": True, "BLOCK": 4096}
+    flags = {"HAS_LABELS": True, "HAS_TEMPERATURE": True, "BLOCK": 4096}
+    passes = [(0, True, True), (1, True, False), (1, False, True), (2, False, True)]
+    variants = []
+    for kind in LOGITS:
+        pair = {"student_ptr": kind, "teacher_ptr": kind}
+        variants += [("pair_statistics_kernel", {**pair, **statistics}, both)]
+        pair["gradient_ptr"] = kind
+        for direction, sums, gradient in passes:
+            parts = {"DIRECTION": direction, "HAS_SUMS": sums, "HAS_GRADIENT": gradient}
+            variants += [("vocab_kl_kernel", {**pair, **sweep}, {**parts, **flags})]
+    compiles("vocab_kl", variants)

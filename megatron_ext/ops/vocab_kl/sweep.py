@@ -1,0 +1,179 @@
+"""Value and gradient from logits and what normalises them. T rows, Vp columns, V real ones."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+
+from megatron_ext.distributed.row_slices import row_slices
+from megatron_ext.distributed.vocab_parallel import LogSumExp, accumulation_dtype, scaled_logits
+from megatron_ext.ops.divergence import Divergence, divergence_terms
+from megatron_ext.ops.launch import LaunchConfig
+from megatron_ext.ops.row_launch import launch_rows
+
+DIRECTIONS: Final[tuple[Divergence, ...]] = ("forward", "reverse", "jensen_shannon")
+"""By their number in the kernels."""
+
+
+class Comparing(NamedTuple):
+    """How rows are compared."""
+
+    temperature: float = 1.0
+    """tau of both models."""
+
+    direction: Divergence = "forward"
+
+    mixture: float = 0.5
+    """Weight of the teacher in the mixture of ``jensen_shannon``."""
+
+
+class LabelTerm(NamedTuple):
+    """The cross-entropy of the same rows, [T] each."""
+
+    column: torch.Tensor
+    """int64: this rank's column of the label, -1 where it is not here."""
+
+    weight: torch.Tensor
+    """What the cross-entropy of the row gets, 0 where there is none."""
+
+    plain: LogSumExp
+    """The student's at temperature 1."""
+
+
+class PairSweep(NamedTuple):
+    """Two models' rows and all that is known of them before the sweep, over all shards."""
+
+    student: torch.Tensor
+    """[T, V], without padding."""
+
+    teacher: torch.Tensor
+    """[T, V]"""
+
+    own: LogSumExp
+    """The student's, at the temperature."""
+
+    other: LogSumExp
+    """The teacher's."""
+
+    weight: torch.Tensor
+    """[T]: what D of the row gets."""
+
+    label: LabelTerm | None
+    comparing: Comparing
+
+    def run(
+        self,
+        *,
+        centre: torch.Tensor | None = None,
+        gradient: torch.Tensor | None = None,
+        with_sums: bool = True,
+        by_kernel: bool,
+    ) -> torch.Tensor:
+        """Sums of D, of its slope and of the teacher's entropy [3, T], of this rank's columns.
+
+        Args:
+            centre: [T], the sum of slopes over all shards; with a gradient.
+            gradient: [T, Vp], where equation (3) and the cross-entropy's are written, with 0 in
+                padding and in rows without a weight. May be where ``student`` is.
+            with_sums: False: the sums mean nothing.
+        """
+        assert gradient is None or centre is not None
+        dtype = accumulation_dtype(self.student.dtype)
+        sums = torch.zeros(3, len(self.weight), dtype=dtype, device=self.student.device)
+        if not self.student.shape[1]:
+            if gradient is not None:
+                gradient.zero_()
+        elif by_kernel:
+            self._by_kernel(sums, centre, gradient, with_sums)
+        else:
+            self._by_torch(sums, centre, gradient)
+        return sums
+
+    def _by_torch(
+        self, sums: torch.Tensor, centre: torch.Tensor | None, gradient: torch.Tensor | None
+    ) -> None:
+        width = self.student.shape[1]
+        for rows in row_slices(*self.student.shape, device=self.student.device):
+            log_q = self.own.normalise_(self._scaled(self.student, rows), rows)
+            log_p = self.other.normalise_(self._scaled(self.teacher, rows), rows)
+            value, slope = _terms(log_p, log_q, self.comparing)
+            sums[0, rows], sums[1, rows] = value.sum(dim=-1), slope.sum(dim=-1)
+            p = log_p.exp()
+            sums[2, rows] = -(p * log_p.masked_fill_(p == 0, 0.0)).sum(dim=-1)
+            if gradient is None or centre is None:
+                continue
+            # tau^2 of the loss over the tau that divides the logits.
+            scale = self.weight[rows, None] * self.comparing.temperature
+            part = slope.sub_(log_q.exp_().mul_(centre[rows, None])).mul_(scale)
+            part.masked_fill_(scale == 0, 0.0)
+            if self.label is not None:
+                self._add_label_gradient(part, rows, self.label)
+            gradient[rows, :width] = part
+            gradient[rows, width:] = 0.0
+
+    def _scaled(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
+        scaled = scaled_logits(logits[rows], self.comparing.temperature, None)
+        return scaled.to(self.own.peak.dtype)
+
+    def _add_label_gradient(self, out: torch.Tensor, rows: slice, label: LabelTerm) -> None:
+        weight, column = label.weight[rows, None], label.column[rows, None]
+        plain = label.plain.normalise_(scaled_logits(self.student[rows], 1.0, None), rows)
+        out.add_(plain.exp_().mul_(weight).masked_fill_(weight == 0, 0.0))
+        out.scatter_add_(-1, column.clamp(min=0), weight.neg().masked_fill(column < 0, 0.0))
+
+    def _by_kernel(
+        self,
+        sums: torch.Tensor,
+        centre: torch.Tensor | None,
+        gradient: torch.Tensor | None,
+        with_sums: bool,
+    ) -> None:
+        from megatron_ext.ops.vocab_kl.triton_kernels import vocab_kl_kernel
+
+        rows, width = self.student.shape
+        temperature, direction, mixture = self.comparing
+        label = self.label if gradient is not None else None
+        vectors = [*self.own, *self.other, self.weight if centre is None else centre]
+        vectors.append(self.weight * temperature)
+        if label is not None:
+            vectors += [*label.plain, label.weight]
+        packed = torch.stack([vector.float() for vector in vectors])
+
+        def launch(config: LaunchConfig, out: torch.Tensor) -> None:
+            vocab_kl_kernel[(len(out),)](
+                self.student,
+                self.teacher,
+                out,
+                packed,
+                None if label is None else label.column,
+                sums,
+                self.student.stride(0),
+                self.teacher.stride(0),
+                out.stride(0),
+                width,
+                out.shape[1],
+                rows,
+                temperature,
+                mixture,
+                DIRECTION=DIRECTIONS.index(direction),
+                HAS_SUMS=with_sums,
+                HAS_GRADIENT=gradient is not None,
+                HAS_LABELS=label is not None,
+                HAS_TEMPERATURE=temperature != 1.0,
+                BLOCK=config.block,
+                num_warps=config.num_warps,
+            )
+
+        flags = (direction, with_sums, gradient is not None, label is not None, temperature != 1.0)
+        key = ("vocab_kl", self.student.dtype, self.teacher.dtype, *flags)
+        launch_rows(key, launch, self.student if gradient is None else gradient)
+
+
+def _terms(
+    log_p: torch.Tensor, log_q: torch.Tensor, comparing: Comparing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Terms of the value and of the slope, up to a multiple of Q, which (3) takes out again."""
+    value, slope = divergence_terms(log_p, log_q, comparing.direction, comparing.mixture)
+    # What is left out is Q itself: its cancelling would cost digits.
+    return value, value.clone() if comparing.direction == "reverse" else slope

@@ -1,0 +1,202 @@
+"""Divergence of two rows over one vocabulary: their statistics, then value and gradient."""
+
+import triton
+import triton.language as tl
+
+from megatron_ext.ops.triton_math import add_exponentials, finite_peak, scaled
+
+SMALLEST = tl.constexpr(-87.33654475055310898657)
+"""log of the smallest normal number: what counts as the logarithm of no mass."""
+
+
+@triton.jit
+def pair_statistics_kernel(
+    student_ptr,
+    teacher_ptr,
+    read_ptr,
+    peak_ptr,
+    total_ptr,
+    column_ptr,
+    student_stride,
+    teacher_stride,
+    width,
+    rows,
+    temperature,
+    HAS_READ: tl.constexpr,
+    HAS_PLAIN: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a row. ``peak`` and ``total`` are [4, T], ``column`` [2, T].
+
+    Student; teacher; teacher where the student has mass; student at temperature 1, if plain.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    student_row = student_ptr + row * student_stride
+    teacher_row = teacher_ptr + row * teacher_stride
+    student_best = -float("inf")
+    student_column = 0
+    student_peak = -float("inf")
+    student_total = 0.0
+    teacher_best = -float("inf")
+    teacher_column = 0
+    teacher_peak = -float("inf")
+    teacher_total = 0.0
+    shared_total = 0.0
+    plain_peak = -float("inf")
+    plain_total = 0.0
+    end = width
+    if HAS_READ:
+        end = tl.where(tl.load(read_ptr + row) != 0, width, 0)
+    for start in range(0, end, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        student = tl.load(student_row + columns, mask=inside, other=-float("inf"))
+        teacher = tl.load(teacher_row + columns, mask=inside, other=-float("inf"))
+
+        values = scaled(student, temperature, HAS_TEMPERATURE)
+        best, column = tl.max(values, axis=0, return_indices=True)
+        student_column = tl.where(best > student_best, start + column, student_column)
+        student_best = tl.maximum(student_best, best)
+        student_peak, student_total = add_exponentials(student_peak, student_total, values)
+        if HAS_PLAIN:
+            plain = student.to(tl.float32)
+            plain_peak, plain_total = add_exponentials(plain_peak, plain_total, plain)
+
+        others = scaled(teacher, temperature, HAS_TEMPERATURE)
+        best, column = tl.max(others, axis=0, return_indices=True)
+        teacher_column = tl.where(best > teacher_best, start + column, teacher_column)
+        teacher_best = tl.maximum(teacher_best, best)
+        top = tl.maximum(teacher_peak, tl.max(others, axis=0))
+        reference = finite_peak(top)
+        masses = tl.exp(others - reference)
+        kept = tl.exp(teacher_peak - reference)
+        teacher_total = teacher_total * kept + tl.sum(masses, axis=0)
+        shared = tl.where(values == -float("inf"), 0.0, masses)
+        shared_total = shared_total * kept + tl.sum(shared, axis=0)
+        teacher_peak = top
+    tl.store(peak_ptr + row, finite_peak(student_peak))
+    tl.store(peak_ptr + rows + row, finite_peak(teacher_peak))
+    tl.store(peak_ptr + 2 * rows + row, finite_peak(teacher_peak))
+    tl.store(total_ptr + row, student_total)
+    tl.store(total_ptr + rows + row, teacher_total)
+    tl.store(total_ptr + 2 * rows + row, shared_total)
+    tl.store(column_ptr + row, student_column)
+    tl.store(column_ptr + rows + row, teacher_column)
+    if HAS_PLAIN:
+        tl.store(peak_ptr + 3 * rows + row, finite_peak(plain_peak))
+        tl.store(total_ptr + 3 * rows + row, plain_total)
+
+
+@triton.jit
+def divergence_terms(log_p, log_q, mixture, DIRECTION: tl.constexpr):
+    """Terms of D and of its slope as in ``ops/divergence``, and of the teacher's entropy.
+
+    The slope of the reverse KL leaves out Q, which (3) takes out again. Logarithms may be -inf.
+    """
+    p = tl.exp(log_p)
+    q = tl.exp(log_q)
+    masked = log_q == -float("inf")
+    log_p = tl.where(log_p == -float("inf"), SMALLEST, log_p)
+    log_q = tl.where(masked, SMALLEST, log_q)
+    if DIRECTION == 0:
+        value = p * (log_p - log_q)
+        slope = tl.where(masked, 0.0, -p)
+    elif DIRECTION == 1:
+        value = q * (log_q - log_p)
+        slope = value
+    else:
+        # log(P / M) and log(Q / M) from the smaller of the two ratios, which cannot overflow.
+        ratio = log_q - log_p
+        of_larger = tl.where(ratio <= 0.0, mixture, 1.0 - mixture)
+        log_share = tl.log(of_larger + (1.0 - of_larger) * tl.exp(-tl.abs(ratio)))
+        slope = q * (tl.minimum(ratio, 0.0) - log_share) * (1.0 - mixture)
+        value = mixture * p * (-log_share - tl.maximum(ratio, 0.0)) + slope
+    return value, slope, q, -p * log_p
+
+
+@triton.jit
+def vocab_kl_kernel(
+    student_ptr,
+    teacher_ptr,
+    gradient_ptr,
+    vectors_ptr,
+    column_ptr,
+    sums_ptr,
+    student_stride,
+    teacher_stride,
+    gradient_stride,
+    width,
+    padded_width,
+    rows,
+    temperature,
+    mixture,
+    DIRECTION: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    HAS_LABELS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a row. ``gradient`` may be ``student``.
+
+    ``vectors`` is fp32 [9, T]: the student's peak and log-sum, the teacher's, the sum S of slopes,
+    what D gets times the temperature, the student's peak and log-sum at temperature 1, and what the
+    cross-entropy gets. ``column`` is int64 [T]: the label's, -1 where it is not among these.
+    ``sums`` is fp32 [3, T]: of D, of its slope and of the teacher's entropy.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    vectors = vectors_ptr + row
+    student_peak = tl.load(vectors)
+    student_log_sum = tl.load(vectors + rows)
+    teacher_peak = tl.load(vectors + 2 * rows)
+    teacher_log_sum = tl.load(vectors + 3 * rows)
+    centre = tl.load(vectors + 4 * rows)
+    weight = tl.load(vectors + 5 * rows)
+    label_weight = 0.0
+    if HAS_LABELS:
+        plain_peak = tl.load(vectors + 6 * rows)
+        plain_log_sum = tl.load(vectors + 7 * rows)
+        label_weight = tl.load(vectors + 8 * rows)
+        label_column = tl.load(column_ptr + row).to(tl.int32)
+    student_row = student_ptr + row * student_stride
+    teacher_row = teacher_ptr + row * teacher_stride
+    value_sum = 0.0
+    slope_sum = 0.0
+    entropy = 0.0
+    if HAS_GRADIENT:
+        place = gradient_ptr + row * gradient_stride
+    # A row without a weight is not looked at.
+    used = tl.where((weight != 0.0) | (label_weight != 0.0), padded_width, 0)
+    for start in range(0, used, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        student = tl.load(student_row + columns, mask=inside, other=-float("inf"))
+        teacher = tl.load(teacher_row + columns, mask=inside, other=-float("inf"))
+        log_q = (scaled(student, temperature, HAS_TEMPERATURE) - student_peak) - student_log_sum
+        log_p = (scaled(teacher, temperature, HAS_TEMPERATURE) - teacher_peak) - teacher_log_sum
+        value, slope, q, uncertainty = divergence_terms(log_p, log_q, mixture, DIRECTION)
+        if HAS_SUMS:
+            value_sum += tl.sum(value, axis=0)
+            slope_sum += tl.sum(slope, axis=0)
+            entropy += tl.sum(uncertainty, axis=0)
+        if HAS_GRADIENT:
+            gradient = tl.where(weight == 0.0, 0.0, (slope - q * centre) * weight)
+            if HAS_LABELS:
+                if HAS_TEMPERATURE:
+                    plain = tl.exp((student.to(tl.float32) - plain_peak) - plain_log_sum)
+                else:
+                    plain = q
+                excess = plain - tl.where(columns == label_column, 1.0, 0.0)
+                gradient += tl.where(label_weight == 0.0, 0.0, excess * label_weight)
+            gradient = tl.where(inside, gradient, 0.0)
+            tl.store(place + columns, gradient.to(student.dtype), mask=columns < padded_width)
+    if HAS_SUMS:
+        tl.store(sums_ptr + row, value_sum)
+        tl.store(sums_ptr + rows + row, slope_sum)
+        tl.store(sums_ptr + 2 * rows + row, entropy)
+    if HAS_GRADIENT:
+        for start in range(used, padded_width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            nothing = tl.zeros((BLOCK,), dtype=place.dtype.element_ty)
+            tl.store(place + columns, nothing, mask=columns < padded_width)

@@ -1,0 +1,332 @@
+"""Divergences over one vocabulary by kernel, and by torch under the same checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_case import DEVICE, DTYPES, assert_as_exact, nan_filled, rounding
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.vocab_kl import (
+    evaluate_vocab_kl,
+    vocab_kl,
+    vocab_kl_reference,
+    vocab_kl_with_ce,
+)
+
+pytest.importorskip("triton")
+__all__ = ["nan_filled"]
+
+DIRECTIONS = ("forward", "reverse", "jensen_shannon")
+BOTH = pytest.mark.parametrize("implementation", ["triton", "torch"])
+
+
+def _shard(width: int, vocab: int) -> VocabShard:
+    return VocabShard(start=0, stop=width, vocab_size=vocab)
+
+
+def _padded(logits: torch.Tensor, padding: int) -> torch.Tensor:
+    """With columns of padding that would win, and with gaps between the rows."""
+    rows, vocab = logits.shape
+    wide = torch.full((rows, vocab + padding + 3), 1e4, dtype=logits.dtype, device=DEVICE)
+    wide[:, :vocab] = logits
+    return wide[:, : vocab + padding]
+
+
+def _reference(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    ce_weight: float,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row losses, cross-entropies and the gradient, in the dtype of the logits."""
+    student = student.clone().requires_grad_()
+    losses = vocab_kl_reference(student, teacher, **options)
+    ce = torch.nn.functional.cross_entropy(student, labels.clamp(min=0), reduction="none") * (
+        labels >= 0
+    )
+    (grad,) = torch.autograd.grad(((losses + ce_weight * ce) * weights).sum(), student)
+    return losses.detach(), ce.detach(), grad
+
+
+@pytest.mark.usefixtures("nan_filled")
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(("rows", "vocab"), [(3, 4133), (1, 7), (0, 9)])
+def test_values_and_the_gradient_are_as_exact_as_torch(
+    implementation: Implementation,
+    dtype: torch.dtype,
+    temperature: float,
+    direction: str,
+    rows: int,
+    vocab: int,
+) -> None:
+    torch.manual_seed(rows)
+    student, teacher = (2 * torch.randn(2, rows, vocab, device=DEVICE)).to(dtype)
+    labels = torch.randint(0, vocab, (rows,), device=DEVICE)
+    labels[1::3] = -100
+    weights = torch.rand(rows, device=DEVICE) + 0.1
+    options = {"temperature": temperature, "direction": direction, "mixture": 0.3}
+    truth = _reference(student.double(), teacher.double(), labels, weights.double(), 0.7, **options)
+    plain = _reference(student.float(), teacher.float(), labels, weights, 0.7, **options)
+
+    given = _padded(student, 5)
+    gradient = torch.empty_like(given)
+    out = evaluate_vocab_kl(
+        given,
+        _padded(teacher, 2),
+        student_shard=_shard(vocab + 5, vocab),
+        teacher_shard=_shard(vocab + 2, vocab),
+        labels=labels,
+        announced=weights,
+        label_announced=0.7 * weights,
+        gradient=gradient,
+        implementation=implementation,
+        **options,  # type: ignore[arg-type]
+    )
+
+    assert out.cross_entropy is not None
+    # Sums of thousands of terms in another order.
+    assert_as_exact(out.row_loss, plain[0], truth[0], slack=3e-6)
+    assert_as_exact(out.cross_entropy, plain[1], truth[1], slack=1e-6)
+    assert_as_exact(gradient[:, :vocab], plain[2].to(dtype), truth[2], slack=rounding(dtype) + 1e-6)
+    assert not gradient[:, vocab:].any()
+    p = torch.softmax(teacher.double() / temperature, dim=-1)
+    entropy = -(p * p.log()).sum(dim=-1)
+    torch.testing.assert_close(out.teacher_entropy.double(), entropy, rtol=1e-6, atol=1e-6)
+    assert torch.equal(out.top1_agreement, student.argmax(dim=-1) == teacher.argmax(dim=-1))
+
+
+@pytest.mark.usefixtures("nan_filled")
+@BOTH
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_gradient_can_take_the_place_of_the_logits(
+    implementation: Implementation, direction: str
+) -> None:
+    student, teacher = torch.randn(2, 4, 4200, device=DEVICE).bfloat16()
+    labels = torch.tensor([3, -1, 4199, 0], device=DEVICE)
+    options: dict[str, Any] = {
+        "student_shard": _shard(4200, 4190),
+        "teacher_shard": _shard(4200, 4190),
+        "temperature": 1.5,
+        "direction": direction,
+        "labels": labels,
+        "implementation": implementation,
+    }
+    apart = torch.empty_like(student)
+    truth = evaluate_vocab_kl(student, teacher, gradient=apart, **options)
+    out = evaluate_vocab_kl(student, teacher, gradient=student, **options)
+    assert torch.equal(student, apart)
+    assert torch.equal(out.row_loss, truth.row_loss)
+
+
+@pytest.mark.usefixtures("nan_filled")
+@BOTH
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_rows_that_are_announced_nothing_are_not_read(
+    implementation: Implementation, direction: str
+) -> None:
+    student, teacher = torch.randn(2, 4, 70, device=DEVICE)
+    alone = torch.empty_like(student)
+    options: dict[str, Any] = {
+        "student_shard": _shard(70, 70),
+        "teacher_shard": _shard(70, 70),
+        "direction": direction,
+        "implementation": implementation,
+    }
+    truth = evaluate_vocab_kl(student, teacher, gradient=alone, **options)
+    student[1], teacher[2] = torch.nan, torch.nan
+    announced = torch.tensor([1.0, 0.0, 0.0, 1.0], device=DEVICE)
+    gradient = torch.empty_like(student)
+    out = evaluate_vocab_kl(student, teacher, gradient=gradient, announced=announced, **options)
+    read = announced != 0
+    assert torch.equal(gradient, alone * read[:, None])
+    for got, whole in zip(out[:3], truth[:3], strict=True):
+        assert isinstance(got, torch.Tensor)
+        assert isinstance(whole, torch.Tensor)
+        assert torch.equal(got, torch.where(read, whole, torch.zeros_like(whole)))
+
+    # A label alone: the teacher's NaN does not get into the gradient.
+    labels = torch.tensor([-1, -1, 5, -1], device=DEVICE)
+    out = evaluate_vocab_kl(
+        student, teacher, labels=labels, announced=announced, gradient=gradient, **options
+    )
+    expected = torch.softmax(student[2], dim=-1)
+    expected[5] -= 1
+    torch.testing.assert_close(gradient[2], expected, rtol=1e-5, atol=1e-7)
+    assert not gradient[1].any()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_huge_and_masked_logits_are_those_of_torch(direction: str) -> None:
+    student, teacher = torch.randn(2, 5, 300, device=DEVICE)
+    student[0], teacher[0] = student[0] + 1e4, teacher[0] - 1e4
+    student[1, 3], teacher[1, 3] = -torch.inf, -torch.inf
+    teacher[2, 10:] = -torch.inf
+    student[3, :290] = -torch.inf
+    student[4, 2], teacher[4, 2] = -torch.inf, 20.0
+    found = []
+    for implementation in ("triton", "torch"):
+        gradient = torch.empty_like(student)
+        out = evaluate_vocab_kl(
+            student,
+            teacher,
+            student_shard=_shard(300, 300),
+            teacher_shard=_shard(300, 300),
+            direction=direction,  # type: ignore[arg-type]
+            gradient=gradient,
+            implementation=implementation,  # type: ignore[arg-type]
+        )
+        found.append((out.row_loss, gradient))
+    (loss, gradient), (true_loss, true_gradient) = found
+    assert gradient.isfinite().all()
+    torch.testing.assert_close(loss, true_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, true_gradient, rtol=1e-4, atol=1e-6)
+    if direction == "forward":
+        # What the teacher says where the student can say nothing moves none of the rest.
+        others = torch.cat([student[4, :2], student[4, 3:]])
+        known = torch.cat([teacher[4, :2], teacher[4, 3:]])
+        mass = 1 - torch.softmax(teacher[4].double(), dim=-1)[2]
+        expected = mass * (torch.softmax(others, dim=-1) - torch.softmax(known, dim=-1))
+        got = torch.cat([gradient[4, :2], gradient[4, 3:]])
+        torch.testing.assert_close(got.double(), expected.double(), rtol=1e-4, atol=1e-11)
+        assert gradient[4, 2] == 0
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_equal_logits_have_no_loss_and_no_gradient_by_kernel(direction: str) -> None:
+    logits = (5 * torch.randn(3, 5000, device=DEVICE)).requires_grad_()
+    out = vocab_kl(
+        logits,
+        logits.detach(),
+        student_shard=_shard(5000, 5000),
+        teacher_shard=_shard(5000, 5000),
+        direction=direction,  # type: ignore[arg-type]
+        implementation="triton",
+    )
+    (grad,) = torch.autograd.grad(out.row_loss.sum(), logits)
+    assert out.row_loss.abs().max() < 1e-6
+    assert grad.abs().max() < 1e-7
+
+
+@BOTH
+def test_what_arrives_may_differ_from_what_was_announced(implementation: Implementation) -> None:
+    student, teacher = torch.randn(2, 4, 60, device=DEVICE)
+    labels = torch.tensor([1, -1, 3, 59], device=DEVICE)
+    announced = torch.tensor([0.5, 1.0, 0.0, 2.0], device=DEVICE)
+    got = torch.tensor([0.5, 3.0, 1.0, -1.0], device=DEVICE)
+    truth = _reference(
+        student.double(), teacher.double(), labels, (got * (announced != 0)).double(), 0.3
+    )
+    for in_place in (False, True):
+        leaf = student.clone().requires_grad_()
+        logits = leaf * 1.0
+        out = vocab_kl_with_ce(
+            logits,
+            teacher,
+            labels,
+            student_shard=_shard(60, 60),
+            teacher_shard=_shard(60, 60),
+            ce_weight=0.3,
+            announced=announced,
+            in_place=in_place,
+            implementation=implementation,
+        )
+        (kept,) = torch.autograd.grad((out.row_loss * got).sum(), leaf, retain_graph=True)
+        (grad,) = torch.autograd.grad((out.row_loss * got).sum(), leaf)
+        assert torch.equal(kept, grad)
+        torch.testing.assert_close(grad.double(), truth[2], rtol=1e-5, atol=1e-6)
+        assert out.cross_entropy is not None
+        expected = (truth[0] + 0.3 * truth[1]) * (announced != 0)
+        torch.testing.assert_close(out.row_loss.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_gradient_the_logits_stay_as_they_are() -> None:
+    student, teacher = torch.randn(2, 4, 60, device=DEVICE)
+    before = student.clone()
+    with torch.no_grad():
+        vocab_kl(
+            student.requires_grad_(),
+            teacher,
+            student_shard=_shard(60, 60),
+            teacher_shard=_shard(60, 60),
+            in_place=True,
+        )
+    assert torch.equal(student, before)
+
+
+def test_a_stale_reader_of_overwritten_logits_is_told() -> None:
+    leaf = torch.randn(2, 30, requires_grad=True)
+    logits = leaf * 1.0
+    other = logits.square().sum()
+    out = vocab_kl(
+        logits,
+        torch.randn(2, 30),
+        student_shard=_shard(30, 30),
+        teacher_shard=_shard(30, 30),
+        in_place=True,
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (other + out.row_loss.sum()).backward()
+
+
+@BOTH
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_shards_give_what_one_rank_does(implementation: Implementation, direction: str) -> None:
+    """Two ranks in one process: what each sums of its columns, merged by hand."""
+    from megatron_ext.distributed.vocab_parallel import LogSumExp
+    from megatron_ext.ops.vocab_kl.statistics import pair_statistics
+    from megatron_ext.ops.vocab_kl.sweep import Comparing, PairSweep
+
+    student, teacher = 3 * torch.randn(2, 3, 90, device=DEVICE)
+    whole = torch.empty_like(student)
+    truth = evaluate_vocab_kl(
+        student,
+        teacher,
+        student_shard=_shard(90, 90),
+        teacher_shard=_shard(90, 90),
+        temperature=1.3,
+        direction=direction,  # type: ignore[arg-type]
+        gradient=whole,
+        implementation=implementation,
+    )
+    by_kernel = implementation == "triton"
+    cuts = [slice(0, 50), slice(50, 90)]
+    local = [
+        pair_statistics(
+            student[:, cut],
+            teacher[:, cut],
+            temperature=1.3,
+            with_plain=False,
+            read=None,
+            by_kernel=by_kernel,
+        )
+        for cut in cuts
+    ]
+
+    def merged(side: int) -> LogSumExp:
+        peaks = torch.stack([part[side].peak for part in local])  # type: ignore[union-attr]
+        totals = torch.stack([part[side].total for part in local])  # type: ignore[union-attr]
+        top = peaks.amax(dim=0)
+        return LogSumExp(top, (totals * (peaks - top).exp()).sum(dim=0).log())
+
+    comparing = Comparing(1.3, direction)  # type: ignore[arg-type]
+    weight = torch.ones(3, device=DEVICE)
+    sweeps = [
+        PairSweep(student[:, cut], teacher[:, cut], merged(0), merged(1), weight, None, comparing)
+        for cut in cuts
+    ]
+    value, centre, entropy = sum(sweep.run(by_kernel=by_kernel) for sweep in sweeps)
+    gradient = torch.empty_like(student)
+    for sweep, cut in zip(sweeps, cuts, strict=True):
+        sweep.run(centre=centre, gradient=gradient[:, cut], by_kernel=by_kernel)
+    torch.testing.assert_close(1.3**2 * value, truth.row_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropy, truth.teacher_entropy, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-6)
