@@ -149,7 +149,8 @@ class _Run:
             self._objectives, self._scales, inputs, needs_gradient=needs_gradient
         )
         self.added.add(tile, evaluated.outputs)
-        return evaluated.total, evaluated.gradient
+        sums = [self._scales[name] * out.loss_sum for name, out in evaluated.outputs.items()]
+        return torch.stack(sums).sum(), evaluated.gradient
 
 
 def no_logits(hidden: torch.Tensor, shard: VocabShard) -> torch.Tensor:
