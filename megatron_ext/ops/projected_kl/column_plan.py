@@ -1,13 +1,186 @@
-"""How kernels walk the entries of a projection that are not simply one token for one."""
+"""How kernels walk the entries of a projection. Vps Vpt local columns, D summed columns.
+
+Most tokens stand for one token alone: their columns are compared as they are read. What the others
+put on teacher columns is summed first, in an order that is always the same.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.projected_kl.segments import Segments
+
+NO_PARTNER: Final = -1
+"""A student column without an entry."""
+
+_UNIT_SLACK: Final = 1e-6
+"""Rows of fp32 shares sum to 1 to a few units of rounding; sums that are known to be 1 are taken
+as such."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnPlan:
-    """Made once on the host from the whole projection and the layout."""
+    """Of this rank; made once on the host, from the whole projection and the layout.
+
+    Summed columns are the reachable ones that are no partner of a direct pair, if this rank holds
+    them or has an entry in them. Their slots: first the ``crossing`` ones, those with an entry on a
+    rank that does not hold them, by number and thus alike on every rank; then this rank's own.
+    """
 
     has_unit_rows: bool
     """Every row on every rank sums to 1, to rounding, or is empty."""
+
+    partner: torch.Tensor
+    """int32 [Vps]: the local teacher column of a direct pair, whose two columns have no other
+    entry, on any rank, and this one is 1; ``NO_PARTNER`` of an empty row; ``-2 - r`` of residual
+    row r, the others in ascending order."""
+
+    crossing: int
+    """X, the same on every rank."""
+
+    home: torch.Tensor
+    """int32 [D]: local teacher column of each slot, -1 where another rank holds it."""
+
+    slot: torch.Tensor
+    """int32 [Vt]: slot of a teacher column over all shards, -1 where it has none here."""
+
+    by_column: Segments
+    """For each slot, the student columns with an entry in it."""
+
+    by_row: Segments
+    """For each residual row, the slots in which it has an entry."""
+
+    direct_pairs: int
+
+    scratch_width: int
+    """The largest ``D + R`` of a rank: fp32 numbers that a chunk needs."""
+
+    @property
+    def residual_rows(self) -> int:
+        """R"""
+        return len(self.by_row.target)
+
+    @classmethod
+    def of(
+        cls,
+        indptr: NDArray[np.int64],
+        indices: NDArray[np.int32],
+        values: NDArray[np.float32],
+        *,
+        student_shard: VocabShard,
+        teacher_shard: VocabShard,
+        device: torch.device | str = "cpu",
+    ) -> ColumnPlan:
+        """From a CSR matrix [Vs, Vt] without padding. No collectives.
+
+        Places of entries are those among this rank's entries by row and column, ``values()`` of
+        its ``weight``.
+        """
+        whole = _Entries.of(indptr, indices, values, student_shard, teacher_shard)
+        crosses = np.zeros(whole.column_count, dtype=np.bool_)
+        crosses[whole.column[~whole.direct & (whole.student_rank != whole.teacher_rank)]] = True
+        crossing = np.flatnonzero(crosses)
+        rank = student_shard.start // student_shard.width
+        own = np.unique(whole.column[~whole.direct & (whole.teacher_rank == rank)])
+        columns = np.concatenate([crossing, own[~crosses[own]]])
+        slot = np.full(whole.column_count, -1, dtype=np.int64)
+        slot[columns] = np.arange(len(columns))
+        home = columns - teacher_shard.start
+        home[(home < 0) | (home >= teacher_shard.width)] = -1
+
+        here = whole.student_rank == rank
+        direct, summed = here & whole.direct, here & ~whole.direct
+        row = whole.row - student_shard.start
+        partner = np.full(student_shard.width, NO_PARTNER, dtype=np.int64)
+        partner[row[direct]] = whole.column[direct] - teacher_shard.start
+        residual, number = np.unique(row[summed], return_inverse=True)
+        partner[residual] = -2 - np.arange(len(residual))
+        entry_slot = slot[whole.column[summed]]
+        return cls(
+            has_unit_rows=_has_unit_rows(indptr, values),
+            partner=_int32(partner, device),
+            crossing=len(crossing),
+            home=_int32(home, device),
+            slot=_int32(slot, device),
+            by_column=Segments.of(
+                entry_slot, row[summed], whole.place[summed], len(columns), device
+            ),
+            by_row=Segments.of(number, entry_slot, whole.place[summed], len(residual), device),
+            direct_pairs=int(direct.sum()),
+            scratch_width=_scratch_width(whole, crosses),
+        )
+
+
+class _Entries(NamedTuple):
+    """Every positive entry of the whole projection, by row and column."""
+
+    row: NDArray[np.int64]
+    column: NDArray[np.int64]
+    place: NDArray[np.int64]
+    """Among all entries of its rank, those of weight 0 included."""
+
+    student_rank: NDArray[np.int64]
+    teacher_rank: NDArray[np.int64]
+    direct: NDArray[np.bool_]
+    column_count: int
+
+    @classmethod
+    def of(
+        cls,
+        indptr: NDArray[np.int64],
+        indices: NDArray[np.int32],
+        values: NDArray[np.float32],
+        student_shard: VocabShard,
+        teacher_shard: VocabShard,
+    ) -> _Entries:
+        row = np.repeat(np.arange(len(indptr) - 1, dtype=np.int64), np.diff(indptr))
+        column = indices.astype(np.int64)
+        order = np.lexsort((column, row))
+        student_rank = row[order] // student_shard.width
+        place = np.arange(len(order)) - np.searchsorted(student_rank, student_rank)
+        kept = values[order] > 0
+        row, column, value, place = (
+            row[order][kept],
+            column[order][kept],
+            values[order][kept],
+            place[kept],
+        )
+        columns = teacher_shard.vocab_size
+        alone = (np.bincount(row)[row] == 1) & (np.bincount(column, minlength=columns)[column] == 1)
+        ranks = row // student_shard.width, column // teacher_shard.width
+        return cls(
+            row, column, place, *ranks, alone & (value == 1) & (ranks[0] == ranks[1]), columns
+        )
+
+
+def _has_unit_rows(indptr: NDArray[np.int64], values: NDArray[np.float32]) -> bool:
+    row = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+    sums = np.bincount(row, values, minlength=len(indptr) - 1)
+    empty = np.diff(indptr) == 0
+    return bool((empty | (np.abs(sums - 1) <= _UNIT_SLACK)).all())
+
+
+def _scratch_width(whole: _Entries, crosses: NDArray[np.bool_]) -> int:
+    """The largest number of summed columns and residual rows of a rank."""
+    summed = ~whole.direct
+    inside = summed & ~crosses[whole.column]
+    own = _distinct_by_rank(whole.teacher_rank[inside], whole.column[inside])
+    rows = _distinct_by_rank(whole.student_rank[summed], whole.row[summed])
+    width = max(len(own), len(rows))
+    totals = np.pad(own, (0, width - len(own))) + np.pad(rows, (0, width - len(rows)))
+    return int(crosses.sum()) + int(totals.max(initial=0))
+
+
+def _distinct_by_rank(rank: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    _, first = np.unique(ids, return_index=True)
+    return np.bincount(rank[first])
+
+
+def _int32(array: NDArray[np.int64], device: torch.device | str) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int32)).to(device)

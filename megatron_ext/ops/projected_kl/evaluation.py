@@ -10,12 +10,14 @@ import torch
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkRows
-from megatron_ext.ops.implementation import Implementation, check_implementation
-from megatron_ext.ops.projected_kl.chunk_statistics import ChunkStatistics, chunk_statistics
+from megatron_ext.ops.implementation import Implementation, check_implementation, uses_triton
+from megatron_ext.ops.projected_kl.chunk_statistics import chunk_statistics
 from megatron_ext.ops.projected_kl.cross_entropy import label_columns, token_losses
+from megatron_ext.ops.projected_kl.evaluation_parts import Side, Wanted
+from megatron_ext.ops.projected_kl.kernel_evaluation import KernelEvaluation, sum_over_rows
 from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries
 from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
-from megatron_ext.ops.projected_kl.torch_evaluation import Side, TorchEvaluation, Wanted
+from megatron_ext.ops.projected_kl.torch_evaluation import TorchEvaluation
 from megatron_ext.ops.projected_kl.values import Comparing, CrossEntropy, ProjectedKL
 
 
@@ -64,7 +66,9 @@ def evaluate_projected_kl(
         LossError: ``triton`` was asked for and cannot run.
     """
     check_implementation("projected_kl", implementation)
-    by_kernels = _runs_kernels(implementation, student_logits, teacher_logits)
+    by_kernels = _runs_kernels(
+        implementation, comparing, projection, student_logits, teacher_logits
+    )
     student = Side(student_logits.detach(), student_rows, student_shard)
     teacher = Side(teacher_logits.detach(), teacher_rows, teacher_shard)
     statistics = chunk_statistics(
@@ -84,21 +88,22 @@ def evaluate_projected_kl(
         token_loss = token_losses(
             student.logits, column, cross_entropy.label, statistics.untempered, student_shard
         )
-    if announced is None:
-        announced = statistics.mapped.new_ones(student_rows.chunk_count)
+    both = (student_rows.sizes() > 0) & (teacher_rows.sizes() > 0)
+    weights = statistics.mapped.new_ones(len(both)) if announced is None else announced
     wanted = Wanted(
         gradient,
-        announced.to(statistics.mapped.dtype),
+        torch.where(both, weights.to(statistics.mapped.dtype), 0.0),
         cross_entropy,
         learned,
         entry_gradient,
     )
-    values = TorchEvaluation(student, teacher, projection, statistics, comparing, wanted).run()
+    by = KernelEvaluation if by_kernels else TorchEvaluation
+    values = by(student, teacher, projection, statistics, comparing, wanted).run()
     return ProjectedKL(
-        comparing.temperature**2 * values.value,
+        torch.where(both, comparing.temperature**2 * values.value, 0.0),
         values.entropy,
         values.agreement,
-        _left_out_by_chunk(statistics, teacher_rows),
+        (sum_over_rows if by_kernels else _by_chunk)(statistics.left_out, teacher_rows),
         teacher_rows.sizes().long(),
         values.rest_mass,
         token_loss,
@@ -106,14 +111,31 @@ def evaluate_projected_kl(
 
 
 def _runs_kernels(
-    implementation: Implementation, student: torch.Tensor, teacher: torch.Tensor
+    implementation: Implementation,
+    comparing: Comparing,
+    projection: ShardedProjection,
+    *logits: torch.Tensor,
 ) -> bool:
-    if implementation == "triton":
-        raise LossError("projected_kl has no kernels yet", fix="take implementation 'auto'")
-    return False
+    """Raise LossError where ``triton`` was asked for and cannot be had."""
+    asked = implementation == "triton"
+    if comparing.vocab_topk is not None:
+        if asked:
+            raise LossError(
+                "the kernels of projected_kl compare on every column",
+                got=f"vocab_topk {comparing.vocab_topk}",
+                fix="leave out vocab_topk, or take implementation 'auto' or 'torch'",
+            )
+        return False
+    if projection.plan is None:
+        if asked:
+            raise LossError(
+                "the kernels of projected_kl need a plan of the projection",
+                fix="pass the plan of a ProjectionShard, or take implementation 'auto' or 'torch'",
+            )
+        return False
+    return uses_triton(implementation, *logits)
 
 
-def _left_out_by_chunk(statistics: ChunkStatistics, rows: ChunkRows) -> torch.Tensor:
-    """[C]"""
-    left_out = statistics.left_out
-    return left_out.new_zeros(rows.chunk_count + 1).index_add_(0, rows.slots, left_out)[:-1]
+def _by_chunk(values: torch.Tensor, rows: ChunkRows) -> torch.Tensor:
+    """Sums [C] of ``values`` [T]."""
+    return values.new_zeros(rows.chunk_count + 1).index_add_(0, rows.slots, values)[:-1]

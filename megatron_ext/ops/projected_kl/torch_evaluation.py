@@ -5,8 +5,6 @@ T rows, C chunks, Vps Vpt local columns; primes are those of a slice.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from megatron_ext.distributed.row_slices import row_slices
@@ -18,7 +16,6 @@ from megatron_ext.distributed.shard_collectives import (
 )
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
-    VocabShard,
     local_argmax,
     merge_argmax,
     scaled_logits,
@@ -34,40 +31,10 @@ from megatron_ext.ops.projected_kl.comparison import (
     probability_floor,
 )
 from megatron_ext.ops.projected_kl.cross_entropy import add_label_gradient_, label_columns
-from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries, entry_gradient
+from megatron_ext.ops.projected_kl.evaluation_parts import ChunkValues, Side, Wanted
+from megatron_ext.ops.projected_kl.learned_entries import entry_gradient
 from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
-from megatron_ext.ops.projected_kl.values import Comparing, CrossEntropy
-
-
-class ChunkValues(NamedTuple):
-    """[C] each, over all shards."""
-
-    value: torch.Tensor
-    """D_c."""
-
-    entropy: torch.Tensor
-    agreement: torch.Tensor
-    rest_mass: torch.Tensor
-
-
-class Side(NamedTuple):
-    """One model's logits, its rows by chunk, and its columns."""
-
-    logits: torch.Tensor
-    rows: ChunkRows
-    shard: VocabShard
-
-
-class Wanted(NamedTuple):
-    """Where gradients go."""
-
-    gradient: torch.Tensor | None
-    announced: torch.Tensor
-    """[C] fp32 or fp64."""
-
-    cross_entropy: CrossEntropy | None
-    learned: LearnedEntries | None
-    entry_gradient: torch.Tensor | None
+from megatron_ext.ops.projected_kl.values import Comparing
 
 
 class TorchEvaluation:

@@ -1,0 +1,395 @@
+"""Projected KL by kernels, a tile of chunks at a time. README, equations 2 to 11.
+
+T rows, C chunks, Vps Vpt local columns, D summed columns, R residual rows, X crossing columns.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+
+from megatron_ext.distributed.shard_collectives import all_reduce_sum
+from megatron_ext.distributed.vocab_parallel import LogSumExp, merge_argmax
+from megatron_ext.errors import LossError
+from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.launch import LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.projected_kl.chunk_statistics import ChunkStatistics
+from megatron_ext.ops.projected_kl.comparison import probability_floor
+from megatron_ext.ops.projected_kl.cross_entropy import label_columns
+from megatron_ext.ops.projected_kl.evaluation_parts import ChunkValues, Side, Wanted
+from megatron_ext.ops.projected_kl.segments import ENTRIES
+from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
+from megatron_ext.ops.projected_kl.values import Comparing
+
+_SCRATCH_BYTES: Final = 1 << 27
+_SLOT_BLOCK: Final = 1024
+_ENTRY_SHARES: Final = 16
+_CONFIGS: Final = (
+    LaunchConfig(2048, 4),
+    LaunchConfig(2048, 8),
+    LaunchConfig(4096, 8),
+    LaunchConfig(4096, 16),
+    LaunchConfig(8192, 16),
+)
+
+
+class _Tile(NamedTuple):
+    """Chunks ``[first, first + chunks)`` and the scratch they share."""
+
+    first: int
+    chunks: int
+    scratch: torch.Tensor
+    """fp32 [C', D]: ``Q~``, then ``dD/dQ`` of summed columns."""
+
+    residual: torch.Tensor
+    """fp32 [C', R]: ``W f`` of residual rows."""
+
+    partial: torch.Tensor
+    """fp32 [4, C', blocks]: terms of D and of the entropy, largest P and Q~."""
+
+    best: torch.Tensor
+    """int32 [2, C', blocks]: their columns."""
+
+
+class KernelEvaluation:
+    """One call; ``run`` once."""
+
+    def __init__(
+        self,
+        student: Side,
+        teacher: Side,
+        projection: ShardedProjection,
+        statistics: ChunkStatistics,
+        comparing: Comparing,
+        wanted: Wanted,
+    ) -> None:
+        if projection.plan is None:
+            raise LossError("the kernels of projected_kl need a plan", fix="pass plan")
+        self.student, self.teacher = student, teacher
+        self.plan = projection.plan
+        self.weight = projection.weight.values()
+        self.row_mass = projection.row_mass
+        self.comparing, self.wanted = comparing, wanted
+        self.student_lse = torch.stack(list(statistics.student))
+        self.teacher_lse = torch.stack(list(statistics.teacher))
+        self.plain_lse = _stacked(statistics.untempered)
+        self.mass = mean_over_rows(statistics.mapped, student.rows)
+        self.mass.clamp_(min=probability_floor(self.mass))
+        self.announced = wanted.announced.float().contiguous()
+        self.label = self.label_weight = None
+        if wanted.cross_entropy is not None:
+            label, weight = wanted.cross_entropy
+            self.label = label_columns(label, student.shard)
+            self.label_weight = weight.float().masked_fill(label < 0, 0.0)
+        self.tempered = comparing.temperature != 1.0
+        self.slot_blocks = -(-len(self.plan.home) // _SLOT_BLOCK)
+        self.config = self._config()
+        self.block = small_block(student.shard.width, self.config.block)
+        self.column_blocks = -(-student.shard.width // self.block)
+
+    def run(self) -> ChunkValues:
+        """See ``evaluate_projected_kl`` for the collectives."""
+        count, group = self.student.rows.chunk_count, self.student.shard.group
+        sums = self.mass.new_empty(2, count)
+        best = self.mass.new_empty(2, count)
+        column = torch.empty(2, count, dtype=torch.int64, device=best.device)
+        step = self._tile_chunks()
+        for first in range(0, count, step):
+            tile = self._tile(first, min(step, count - first), self.slot_blocks)
+            self._summed_columns(tile)
+            self._sweeps(tile)
+            part = slice(first, first + tile.chunks)
+            sums[:, part] = tile.partial[:2].sum(dim=-1)
+            best[:, part], column[:, part] = self._largest(tile)
+        self._outside_chunks()
+        sums = all_reduce_sum(sums, group)
+        agreement = torch.zeros(count, dtype=torch.bool, device=best.device)
+        if self.comparing.diagnostics:
+            p_top, q_top = merge_argmax(best, column, group)
+            agreement = p_top == q_top
+        return ChunkValues(sums[0], sums[1], agreement, torch.zeros_like(sums[0]))
+
+    def _tile_chunks(self) -> int:
+        """C', the same on every rank."""
+        wide = self.plan.scratch_width + 6 * self.plan.crossing
+        return max(1, _SCRATCH_BYTES // (4 * max(wide, 1)))
+
+    def _tile(self, first: int, count: int, slot_blocks: int) -> _Tile:
+        device, blocks = self.mass.device, slot_blocks + self.column_blocks
+        partial = torch.empty(4, count, blocks, dtype=torch.float32, device=device)
+        if not self.comparing.diagnostics:
+            partial[1:].zero_()
+        return _Tile(
+            first,
+            count,
+            torch.empty(count, len(self.plan.home), dtype=torch.float32, device=device),
+            torch.empty(count, self.plan.residual_rows, dtype=torch.float32, device=device),
+            partial,
+            torch.zeros(2, count, blocks, dtype=torch.int32, device=device),
+        )
+
+    def _largest(self, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
+        """Largest P and Q~ [2, C'] of this rank's columns, and which of all shards these are."""
+        values = tile.partial[2:]
+        best = values.amax(dim=-1)
+        beaten = values != best[..., None]
+        column = tile.best.masked_fill(beaten, torch.iinfo(torch.int32).max).amin(dim=-1)
+        return best, column.long() + self.teacher.shard.start
+
+    def _summed_columns(self, tile: _Tile) -> None:
+        """Q~, P and slopes of summed columns, and what residual rows get from these."""
+        if not len(self.plan.home):
+            return
+        from megatron_ext.ops.projected_kl import triton_kernels as kernels
+
+        by_column, by_row = self.plan.by_column, self.plan.by_row
+        blocks = len(by_column.blocks)
+        kernels.column_sums_kernel[(tile.chunks * blocks,)](
+            *self._read(self.student, self.student_lse),
+            tile.first,
+            *by_column[:4],
+            self.weight,
+            by_column.blocks,
+            blocks,
+            tile.scratch,
+            tile.scratch.stride(0),
+            HAS_TEMPERATURE=self.tempered,
+            WIDEST=by_column.widest,
+            ENTRIES=ENTRIES,
+        )
+        crossed = self._cross(tile)
+        kernels.slopes_kernel[(tile.chunks * self.slot_blocks,)](
+            *self._read(self.teacher, self.teacher_lse),
+            tile.first,
+            self.plan.home,
+            len(self.plan.home),
+            self.plan.crossing,
+            crossed,
+            tile.chunks * self.plan.crossing,
+            tile.chunks,
+            tile.scratch,
+            tile.scratch.stride(0),
+            self.mass,
+            self.comparing.mixture,
+            tile.partial,
+            tile.best,
+            tile.partial.shape[-1],
+            self.slot_blocks,
+            DIRECTION=self.comparing.direction,
+            HAS_CROSSING=crossed is not None,
+            HAS_DIAGNOSTICS=self.comparing.diagnostics,
+            HAS_TEMPERATURE=self.tempered,
+            BLOCK=_SLOT_BLOCK,
+        )
+        blocks = len(by_row.blocks)
+        if blocks and self._wants_gradient():
+            kernels.row_sums_kernel[(tile.chunks * blocks,)](
+                tile.scratch,
+                tile.scratch.stride(0),
+                *by_row[:4],
+                self.weight,
+                by_row.blocks,
+                blocks,
+                tile.residual,
+                tile.residual.stride(0),
+                WIDEST=by_row.widest,
+                ENTRIES=ENTRIES,
+            )
+
+    def _cross(self, tile: _Tile) -> torch.Tensor | None:
+        """Q~ and P of the crossing columns over all ranks, [2, C', X]. One all-reduce."""
+        crossing = self.plan.crossing
+        if not crossing:
+            return None
+        from megatron_ext.ops.projected_kl.triton_kernels import crossing_teacher_kernel
+
+        both = tile.scratch.new_empty(2, tile.chunks, crossing)
+        both[0] = tile.scratch[:, :crossing]
+        blocks = -(-crossing // _SLOT_BLOCK)
+        crossing_teacher_kernel[(tile.chunks * blocks,)](
+            *self._read(self.teacher, self.teacher_lse),
+            tile.first,
+            self.plan.home,
+            crossing,
+            blocks,
+            both[1],
+            HAS_TEMPERATURE=self.tempered,
+            BLOCK=_SLOT_BLOCK,
+        )
+        return all_reduce_sum(both, self.student.shard.group)
+
+    def _sweeps(self, tile: _Tile) -> None:
+        """Direct pairs, and the gradient of every student column."""
+        rows = len(self.student.logits)
+        if not self._wants_gradient():
+            self._sweep(tile, self.slot_blocks, "values", None, self.config)
+            return
+        shape = (2, rows, self.column_blocks)
+        dots = torch.zeros(shape, dtype=torch.float32, device=self.mass.device)
+        is_forward = self.comparing.direction == "forward"
+        if is_forward:
+            self._entries(tile, dots)
+        self._sweep(tile, self.slot_blocks, "values", dots, self.config)
+        dots = all_reduce_sum(dots.sum(dim=-1), self.student.shard.group)
+        if not is_forward:
+            self._entries(tile, dots)
+        if self.wanted.gradient is not None:
+            self._sweep(tile, self.slot_blocks, "gradient", dots, self.config)
+
+    def _sweep(
+        self,
+        tile: _Tile,
+        first_block: int,
+        which: str,
+        dots: torch.Tensor | None,
+        config: LaunchConfig,
+    ) -> None:
+        from megatron_ext.ops.projected_kl.triton_kernels import sweep_kernel
+
+        shard, gradient = self.student.shard, self.wanted.gradient
+        block = small_block(shard.width, config.block)
+        blocks = -(-shard.width // block)
+        sweep_kernel[(tile.chunks * blocks,)](
+            *self._read(self.student, self.student_lse)[:-1],
+            shard.valid_width,
+            shard.width,
+            *self._read(self.teacher, self.teacher_lse),
+            tile.first,
+            tile.chunks,
+            self.plan.partner,
+            self.row_mass,
+            tile.residual,
+            tile.residual.stride(0),
+            self.mass,
+            self.comparing.mixture,
+            tile.partial,
+            tile.best,
+            tile.partial.shape[-1],
+            first_block,
+            dots,
+            len(self.student.logits) * blocks,
+            self.announced,
+            gradient,
+            0 if gradient is None else gradient.stride(0),
+            self.plain_lse,
+            self.label,
+            self.label_weight,
+            blocks,
+            DIRECTION=self.comparing.direction,
+            PASS=which,
+            HAS_DOTS=dots is not None,
+            HAS_GRADIENT=gradient is not None and dots is not None,
+            HAS_DIAGNOSTICS=self.comparing.diagnostics,
+            HAS_LABELS=self.label is not None,
+            HAS_TEMPERATURE=self.tempered,
+            BLOCK=block,
+            num_warps=config.num_warps,
+        )
+
+    def _config(self) -> LaunchConfig:
+        """Of the sweep; timed without its gradient, which may overwrite the logits."""
+        count = min(self.student.rows.chunk_count, 1024)
+
+        def run(config: LaunchConfig) -> None:
+            block = small_block(self.student.shard.width, config.block)
+            self.column_blocks = -(-self.student.shard.width // block)
+            self._sweep(self._tile(0, count, 0), 0, "values", None, config)
+
+        if not count:
+            return _CONFIGS[0]
+        widths = self.student.shard.width, self.teacher.shard.width
+        dtypes = self.student.logits.dtype, self.teacher.logits.dtype
+        return chosen_config(("projected_kl", dtypes, widths, self.tempered), _CONFIGS, run)
+
+    def _entries(self, tile: _Tile, dots: torch.Tensor) -> None:
+        """Add what learned entries get from the tile."""
+        learned, total = self.wanted.learned, self.wanted.entry_gradient
+        if learned is None or total is None or not len(total):
+            return
+        from megatron_ext.ops.projected_kl.triton_kernels import entry_gradient_kernel
+
+        entries = len(total)
+        blocks = -(-entries // _SLOT_BLOCK)
+        out = torch.empty(_ENTRY_SHARES, entries, dtype=torch.float32, device=total.device)
+        entry_gradient_kernel[(_ENTRY_SHARES * blocks,)](
+            *self._read(self.student, self.student_lse),
+            tile.first,
+            tile.chunks,
+            learned.row,
+            learned.column,
+            self.plan.slot,
+            entries,
+            tile.scratch,
+            tile.scratch.stride(0),
+            dots,
+            self.mass,
+            self.announced,
+            -(-tile.chunks // _ENTRY_SHARES),
+            blocks,
+            out,
+            DIRECTION=self.comparing.direction,
+            HAS_TEMPERATURE=self.tempered,
+            BLOCK=_SLOT_BLOCK,
+        )
+        total += self.comparing.temperature**2 * out.sum(dim=0)
+
+    def _outside_chunks(self) -> None:
+        gradient, logits = self.wanted.gradient, self.student.logits
+        if gradient is None or not len(logits):
+            return
+        from megatron_ext.ops.projected_kl.triton_kernels import outside_kernel
+
+        shard, rows = self.student.shard, self.student.rows
+        outside_kernel[(len(logits) * self.column_blocks,)](
+            logits,
+            rows.order,
+            rows.offsets,
+            rows.chunk_count,
+            logits.stride(0),
+            len(logits),
+            shard.valid_width,
+            shard.width,
+            gradient,
+            gradient.stride(0),
+            self.plain_lse,
+            self.label,
+            self.label_weight,
+            self.column_blocks,
+            HAS_LABELS=self.label is not None,
+            BLOCK=self.block,
+        )
+
+    def _wants_gradient(self) -> bool:
+        return self.wanted.gradient is not None or self.wanted.entry_gradient is not None
+
+    def _read(
+        self, side: Side, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, int, float]:
+        """How kernels are told of one model's logits."""
+        order, offsets, _ = side.rows
+        logits = side.logits
+        stride, rows = logits.stride(0), len(logits)
+        return logits, order, offsets, stride, lse, rows, self.comparing.temperature
+
+
+def mean_over_rows(values: torch.Tensor, rows: ChunkRows) -> torch.Tensor:
+    """Means [C] of ``values`` fp32 [T] over the rows of each chunk, in a fixed order."""
+    return sum_over_rows(values, rows).div_(rows.sizes().clamp(min=1))
+
+
+def sum_over_rows(values: torch.Tensor, rows: ChunkRows) -> torch.Tensor:
+    """Sums [C] of ``values`` fp32 [T] over the rows of each chunk, in a fixed order."""
+    from megatron_ext.ops.projected_kl.triton_kernels import chunk_sums_kernel
+
+    out = torch.empty(rows.chunk_count, dtype=torch.float32, device=values.device)
+    if len(out):
+        block = small_block(len(out), _SLOT_BLOCK)
+        chunk_sums_kernel[(-(-len(out) // block),)](
+            values, rows.order, rows.offsets, len(out), out, BLOCK=block
+        )
+    return out
+
+
+def _stacked(lse: LogSumExp | None) -> torch.Tensor | None:
+    return None if lse is None else torch.stack(list(lse))

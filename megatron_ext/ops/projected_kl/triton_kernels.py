@@ -1,0 +1,778 @@
+"""Projected KL by kernels: sums over columns of several entries, their slopes, and the sweep.
+
+Rows of chunk c of a side are ``order[offsets[c]:offsets[c + 1]]``. Tiles hold chunks from
+``first_chunk`` on; scratch is indexed by the chunk within the tile. Programs of one chunk are next
+to one another, so that its rows stay in the cache. Equations are those of the README.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from megatron_ext.ops.triton_math import scaled
+
+FLOOR = tl.constexpr(1024 * 1.1754943508222875e-38)
+"""``probability_floor`` of fp32."""
+
+LOG_FLOOR = tl.constexpr(math.log(1024 * 1.1754943508222875e-38))
+
+
+@triton.jit
+def probabilities(
+    logits_ptr,
+    row,
+    row_stride,
+    columns,
+    inside,
+    lse_ptr,
+    rows,
+    temperature,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """Logarithms of a row's probabilities at ``columns``, -inf outside. ``lse`` is [2, T]."""
+    start = logits_ptr + row.to(tl.int64) * row_stride
+    loaded = tl.load(start + columns, mask=inside, other=-float("inf"))
+    peak = tl.load(lse_ptr + row)
+    log_sum = tl.load(lse_ptr + rows + row)
+    return scaled(loaded, temperature, HAS_TEMPERATURE) - peak - log_sum
+
+
+@triton.jit
+def chunk_mean(
+    logits_ptr,
+    order_ptr,
+    begin,
+    end,
+    row_stride,
+    columns,
+    inside,
+    lse_ptr,
+    rows,
+    temperature,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Mean probability of a chunk's rows at ``columns``, 0 outside, and its logarithm.
+
+    Of one row the logarithm is the row's own; both are cut off at the floor.
+    """
+    log_mean = tl.full((BLOCK,), -float("inf"), tl.float32)
+    mean = tl.zeros((BLOCK,), tl.float32)
+    for place in range(begin, end):
+        row = tl.load(order_ptr + place)
+        log_mean = probabilities(
+            logits_ptr,
+            row,
+            row_stride,
+            columns,
+            inside,
+            lse_ptr,
+            rows,
+            temperature,
+            HAS_TEMPERATURE,
+        )
+        mean += tl.exp(log_mean)
+    if end - begin > 1:
+        mean = mean / (end - begin)
+        log_mean = tl.log(tl.where(mean < FLOOR, FLOOR, mean))
+    # A comparison that NaN fails keeps NaN.
+    log_mean = tl.where(log_mean < LOG_FLOOR, LOG_FLOOR, log_mean)
+    return mean, log_mean
+
+
+@triton.jit
+def comparison(p, log_p, projected, log_projected, mass, mixture, DIRECTION: tl.constexpr):
+    """Terms of D and ``dD/dQ``, columns taken as free (equations 5, 7 and 8)."""
+    log_q = log_projected - tl.log(mass)
+    if DIRECTION == "forward":
+        value = p * (log_p - log_q)
+        slope = -(p / tl.where(projected < FLOOR, FLOOR, projected)) * mass
+    else:
+        q = projected / mass
+        if DIRECTION == "reverse":
+            slope = log_q - log_p
+            value = q * slope
+        else:
+            mixed = mixture * p + (1 - mixture) * q
+            log_mix = tl.log(tl.where(mixed < FLOOR, FLOOR, mixed))
+            slope = (log_q - log_mix) * (1 - mixture)
+            value = mixture * p * (log_p - log_mix) + q * slope
+    return value, slope
+
+
+@triton.jit
+def best_of(values, columns):
+    """The largest value and the first of its columns."""
+    best = tl.max(values, axis=0)
+    return best, tl.min(tl.where(values == best, columns, 2147483647), axis=0)
+
+
+@triton.jit
+def sum_columns(
+    logits_ptr,
+    order_ptr,
+    begin,
+    end,
+    row_stride,
+    lse_ptr,
+    rows,
+    temperature,
+    offsets_ptr,
+    target_ptr,
+    source_ptr,
+    entry_ptr,
+    weight_ptr,
+    first,
+    stop,
+    out_ptr,
+    HAS_TEMPERATURE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    sums = first + tl.arange(0, COLUMNS)
+    exists = sums < stop
+    start = tl.load(offsets_ptr + sums, mask=exists, other=0)
+    finish = tl.load(offsets_ptr + sums + 1, mask=exists, other=0)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    longest = tl.max(finish - start, axis=0)
+    for step in range(0, longest, WIDTH):
+        places = start[:, None] + step + tl.arange(0, WIDTH)[None, :]
+        inside = places < finish[:, None]
+        source = tl.load(source_ptr + places, mask=inside, other=0)
+        entry = tl.load(entry_ptr + places, mask=inside, other=0)
+        weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
+        for place in range(begin, end):
+            row = tl.load(order_ptr + place)
+            log_q = probabilities(
+                logits_ptr,
+                row,
+                row_stride,
+                source,
+                inside,
+                lse_ptr,
+                rows,
+                temperature,
+                HAS_TEMPERATURE,
+            )
+            total += tl.sum(weight * tl.exp(log_q), axis=1)
+    target = tl.load(target_ptr + sums, mask=exists, other=0)
+    tl.store(out_ptr + target, total / tl.maximum(end - begin, 1), mask=exists)
+
+
+@triton.jit
+def column_sums_kernel(
+    logits_ptr,
+    order_ptr,
+    chunk_ptr,
+    row_stride,
+    lse_ptr,
+    rows,
+    temperature,
+    first_chunk,
+    offsets_ptr,
+    target_ptr,
+    source_ptr,
+    entry_ptr,
+    weight_ptr,
+    blocks_ptr,
+    block_count,
+    out_ptr,
+    out_stride,
+    HAS_TEMPERATURE: tl.constexpr,
+    WIDEST: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """``Q~`` of summed columns, [C', D]. A program a chunk and block of ``by_column``."""
+    pid = tl.program_id(0)
+    chunk = pid // block_count
+    block = pid % block_count
+    begin = tl.load(chunk_ptr + first_chunk + chunk)
+    end = tl.load(chunk_ptr + first_chunk + chunk + 1)
+    width = tl.load(blocks_ptr + 3 * block)
+    first = tl.load(blocks_ptr + 3 * block + 1)
+    stop = tl.load(blocks_ptr + 3 * block + 2)
+    out_ptr += chunk.to(tl.int64) * out_stride
+    for log_width in tl.static_range(WIDEST + 1):
+        if width == log_width:
+            sum_columns(
+                logits_ptr,
+                order_ptr,
+                begin,
+                end,
+                row_stride,
+                lse_ptr,
+                rows,
+                temperature,
+                offsets_ptr,
+                target_ptr,
+                source_ptr,
+                entry_ptr,
+                weight_ptr,
+                first,
+                stop,
+                out_ptr,
+                HAS_TEMPERATURE,
+                1 << log_width,
+                ENTRIES >> log_width,
+            )
+
+
+@triton.jit
+def sum_slots(
+    slope_ptr,
+    offsets_ptr,
+    target_ptr,
+    source_ptr,
+    entry_ptr,
+    weight_ptr,
+    first,
+    stop,
+    out_ptr,
+    WIDTH: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    sums = first + tl.arange(0, SUMS)
+    exists = sums < stop
+    start = tl.load(offsets_ptr + sums, mask=exists, other=0)
+    finish = tl.load(offsets_ptr + sums + 1, mask=exists, other=0)
+    total = tl.zeros((SUMS,), tl.float32)
+    longest = tl.max(finish - start, axis=0)
+    for step in range(0, longest, WIDTH):
+        places = start[:, None] + step + tl.arange(0, WIDTH)[None, :]
+        inside = places < finish[:, None]
+        source = tl.load(source_ptr + places, mask=inside, other=0)
+        entry = tl.load(entry_ptr + places, mask=inside, other=0)
+        weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
+        slope = tl.load(slope_ptr + source, mask=inside, other=0.0)
+        total += tl.sum(weight * slope, axis=1)
+    target = tl.load(target_ptr + sums, mask=exists, other=0)
+    tl.store(out_ptr + target, total, mask=exists)
+
+
+@triton.jit
+def row_sums_kernel(
+    slope_ptr,
+    slope_stride,
+    offsets_ptr,
+    target_ptr,
+    source_ptr,
+    entry_ptr,
+    weight_ptr,
+    blocks_ptr,
+    block_count,
+    out_ptr,
+    out_stride,
+    WIDEST: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """``W f`` of residual rows, [C', R]. A program a chunk and block of ``by_row``."""
+    pid = tl.program_id(0)
+    chunk = (pid // block_count).to(tl.int64)
+    block = pid % block_count
+    width = tl.load(blocks_ptr + 3 * block)
+    first = tl.load(blocks_ptr + 3 * block + 1)
+    stop = tl.load(blocks_ptr + 3 * block + 2)
+    slope_ptr += chunk * slope_stride
+    out_ptr += chunk * out_stride
+    for log_width in tl.static_range(WIDEST + 1):
+        if width == log_width:
+            sum_slots(
+                slope_ptr,
+                offsets_ptr,
+                target_ptr,
+                source_ptr,
+                entry_ptr,
+                weight_ptr,
+                first,
+                stop,
+                out_ptr,
+                1 << log_width,
+                ENTRIES >> log_width,
+            )
+
+
+@triton.jit
+def crossing_teacher_kernel(
+    logits_ptr,
+    order_ptr,
+    chunk_ptr,
+    row_stride,
+    lse_ptr,
+    rows,
+    temperature,
+    first_chunk,
+    home_ptr,
+    crossing,
+    block_count,
+    out_ptr,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``P`` of the crossing columns that this rank holds, 0 at others: [C', X]."""
+    pid = tl.program_id(0)
+    chunk = pid // block_count
+    slots = (pid % block_count) * BLOCK + tl.arange(0, BLOCK)
+    exists = slots < crossing
+    home = tl.load(home_ptr + slots, mask=exists, other=-1)
+    begin = tl.load(chunk_ptr + first_chunk + chunk)
+    end = tl.load(chunk_ptr + first_chunk + chunk + 1)
+    p, _ = chunk_mean(
+        logits_ptr,
+        order_ptr,
+        begin,
+        end,
+        row_stride,
+        home,
+        home >= 0,
+        lse_ptr,
+        rows,
+        temperature,
+        HAS_TEMPERATURE,
+        BLOCK,
+    )
+    tl.store(out_ptr + chunk.to(tl.int64) * crossing + slots, p, mask=exists)
+
+
+@triton.jit
+def store_partials(
+    partial_ptr,
+    best_ptr,
+    place,
+    stride,
+    value,
+    p,
+    log_p,
+    projected,
+    columns,
+    counted,
+    HAS_DIAGNOSTICS: tl.constexpr,
+):
+    """What a block adds to its chunk: ``partial`` [4, C', blocks] and columns [2, C', blocks]."""
+    tl.store(partial_ptr + place, tl.sum(tl.where(counted, value, 0.0), axis=0))
+    if HAS_DIAGNOSTICS:
+        tl.store(partial_ptr + stride + place, tl.sum(tl.where(counted, -p * log_p, 0.0), axis=0))
+        best_p, column_p = best_of(tl.where(counted, p, -1.0), columns)
+        best_q, column_q = best_of(tl.where(counted, projected, -1.0), columns)
+        tl.store(partial_ptr + 2 * stride + place, best_p)
+        tl.store(partial_ptr + 3 * stride + place, best_q)
+        tl.store(best_ptr + place, column_p)
+        tl.store(best_ptr + stride + place, column_q)
+
+
+@triton.jit
+def slopes_kernel(
+    logits_ptr,
+    order_ptr,
+    chunk_ptr,
+    row_stride,
+    lse_ptr,
+    rows,
+    temperature,
+    first_chunk,
+    home_ptr,
+    slots,
+    crossing,
+    crossed_ptr,
+    crossed_plane,
+    chunks,
+    scratch_ptr,
+    scratch_stride,
+    mass_ptr,
+    mixture,
+    partial_ptr,
+    best_ptr,
+    partial_blocks,
+    block_count,
+    DIRECTION: tl.constexpr,
+    HAS_CROSSING: tl.constexpr,
+    HAS_DIAGNOSTICS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``dD/dQ`` of summed columns in place of their ``Q~``, and what they add to D.
+
+    ``crossed`` [2, C', X] holds ``Q~`` and ``P`` of the crossing ones, over all ranks.
+    """
+    pid = tl.program_id(0)
+    chunk = pid // block_count
+    block = pid % block_count
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    exists = slot < slots
+    home = tl.load(home_ptr + slot, mask=exists, other=-1)
+    begin = tl.load(chunk_ptr + first_chunk + chunk)
+    end = tl.load(chunk_ptr + first_chunk + chunk + 1)
+    p, log_p = chunk_mean(
+        logits_ptr,
+        order_ptr,
+        begin,
+        end,
+        row_stride,
+        home,
+        (home >= 0) & (slot >= crossing),
+        lse_ptr,
+        rows,
+        temperature,
+        HAS_TEMPERATURE,
+        BLOCK,
+    )
+    wide_chunk = chunk.to(tl.int64)
+    place = scratch_ptr + wide_chunk * scratch_stride + slot
+    projected = tl.load(place, mask=exists, other=0.0)
+    if HAS_CROSSING:
+        crosses = slot < crossing
+        crossed = crossed_ptr + wide_chunk * crossing + slot
+        projected = tl.where(crosses, tl.load(crossed, mask=crosses, other=0.0), projected)
+        p = tl.where(crosses, tl.load(crossed + crossed_plane, mask=crosses, other=0.0), p)
+        log_p = tl.where(crosses, tl.log(tl.where(p < FLOOR, FLOOR, p)), log_p)
+    log_projected = tl.log(tl.where(projected < FLOOR, FLOOR, projected))
+    mass = tl.load(mass_ptr + first_chunk + chunk)
+    value, slope = comparison(p, log_p, projected, log_projected, mass, mixture, DIRECTION)
+    tl.store(place, slope, mask=exists)
+    store_partials(
+        partial_ptr,
+        best_ptr,
+        chunk * partial_blocks + block,
+        chunks * partial_blocks,
+        value,
+        p,
+        log_p,
+        projected,
+        home,
+        home >= 0,
+        HAS_DIAGNOSTICS,
+    )
+
+
+@triton.jit
+def with_labels(
+    logit_gradient,
+    loaded,
+    log_q,
+    row,
+    columns,
+    plain_lse_ptr,
+    rows,
+    label_ptr,
+    label_weight_ptr,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """``logit_gradient`` and that of the row's cross-entropy, at temperature 1."""
+    weight = tl.load(label_weight_ptr + row)
+    out = logit_gradient
+    if weight != 0.0:
+        if HAS_TEMPERATURE:
+            peak = tl.load(plain_lse_ptr + row)
+            log_sum = tl.load(plain_lse_ptr + rows + row)
+            log_q = loaded.to(tl.float32) - peak - log_sum
+        label = tl.load(label_ptr + row)
+        out = out + weight * (tl.exp(log_q) - tl.where(columns == label, 1.0, 0.0))
+    return out
+
+
+@triton.jit
+def chunk_centre(dots_ptr, order_ptr, begin, end, mass):
+    """``sum_u Q_c[u] f[u]``, from what each of the chunk's rows has on ``W f``: ``dots`` [T]."""
+    total = 0.0
+    for place in range(begin, end):
+        total += tl.load(dots_ptr + tl.load(order_ptr + place))
+    return total / (tl.maximum(end - begin, 1) * mass)
+
+
+@triton.jit
+def chunk_sums_kernel(values_ptr, order_ptr, chunk_ptr, chunks, out_ptr, BLOCK: tl.constexpr):
+    """Sums [C] of ``values`` [T] over the rows of each chunk, in their order."""
+    chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = chunk < chunks
+    begin = tl.load(chunk_ptr + chunk, mask=exists, other=0)
+    rows = tl.load(chunk_ptr + chunk + 1, mask=exists, other=0) - begin
+    total = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, tl.max(rows, axis=0)):
+        row = tl.load(order_ptr + begin + step, mask=step < rows, other=0)
+        total += tl.load(values_ptr + row, mask=step < rows, other=0.0)
+    tl.store(out_ptr + chunk, total, mask=exists)
+
+
+@triton.jit
+def sweep_kernel(
+    student_ptr,
+    student_order_ptr,
+    student_chunk_ptr,
+    student_stride,
+    student_lse_ptr,
+    student_rows,
+    width,
+    padded_width,
+    teacher_ptr,
+    teacher_order_ptr,
+    teacher_chunk_ptr,
+    teacher_stride,
+    teacher_lse_ptr,
+    teacher_rows,
+    temperature,
+    first_chunk,
+    chunks,
+    partner_ptr,
+    row_mass_ptr,
+    residual_ptr,
+    residual_stride,
+    mass_ptr,
+    mixture,
+    partial_ptr,
+    best_ptr,
+    partial_blocks,
+    first_block,
+    dots_ptr,
+    dots_plane,
+    announced_ptr,
+    gradient_ptr,
+    gradient_stride,
+    plain_lse_ptr,
+    label_ptr,
+    label_weight_ptr,
+    block_count,
+    DIRECTION: tl.constexpr,
+    PASS: tl.constexpr,
+    HAS_DOTS: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    HAS_DIAGNOSTICS: tl.constexpr,
+    HAS_LABELS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every column of the student. A program a chunk and block of columns.
+
+    Pass "values": what direct pairs add to D; for chunks whose gradient is known by then (forward,
+    one student row) the gradient, for others each row's ``sum q W f`` and ``sum q W 1`` of the
+    block, ``dots`` [2, T, blocks]. Pass "gradient": the gradient of these others, from ``dots``
+    [2, T], their sums. Columns between ``width`` and ``padded_width`` are written as 0.
+    """
+    pid = tl.program_id(0)
+    chunk = pid // block_count
+    block = pid % block_count
+    begin = tl.load(student_chunk_ptr + first_chunk + chunk)
+    end = tl.load(student_chunk_ptr + first_chunk + chunk + 1)
+    is_known = (end - begin == 1) & (DIRECTION == "forward")
+    works = True
+    if PASS == "gradient":
+        works = end - begin > 1
+        if DIRECTION != "forward":
+            works = end > begin
+    if works:
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < width
+        partner = tl.load(partner_ptr + columns, mask=inside, other=-1)
+        is_direct = partner >= 0
+        teacher_begin = tl.load(teacher_chunk_ptr + first_chunk + chunk)
+        teacher_end = tl.load(teacher_chunk_ptr + first_chunk + chunk + 1)
+        p, log_p = chunk_mean(
+            teacher_ptr,
+            teacher_order_ptr,
+            teacher_begin,
+            teacher_end,
+            teacher_stride,
+            partner,
+            is_direct,
+            teacher_lse_ptr,
+            teacher_rows,
+            temperature,
+            HAS_TEMPERATURE,
+            BLOCK,
+        )
+        q, log_q = chunk_mean(
+            student_ptr,
+            student_order_ptr,
+            begin,
+            end,
+            student_stride,
+            columns,
+            inside,
+            student_lse_ptr,
+            student_rows,
+            temperature,
+            HAS_TEMPERATURE,
+            BLOCK,
+        )
+        mass = tl.load(mass_ptr + first_chunk + chunk)
+        value, slope = comparison(p, log_p, q, log_q, mass, mixture, DIRECTION)
+        if PASS == "values":
+            store_partials(
+                partial_ptr,
+                best_ptr,
+                chunk * partial_blocks + first_block + block,
+                chunks * partial_blocks,
+                value,
+                p,
+                log_p,
+                q,
+                partner,
+                is_direct,
+                HAS_DIAGNOSTICS,
+            )
+        if HAS_DOTS:
+            is_residual = partner < -1
+            residual = residual_ptr + chunk.to(tl.int64) * residual_stride - 2 - partner
+            carried = tl.where(is_direct, slope, tl.load(residual, mask=is_residual, other=0.0))
+            row_mass = tl.load(row_mass_ptr + columns, mask=inside, other=0.0)
+            announced = tl.load(announced_ptr + first_chunk + chunk)
+            scale = temperature * announced / (tl.maximum(end - begin, 1) * mass)
+            centre = -1.0
+            if (PASS == "gradient") & (DIRECTION != "forward"):
+                centre = chunk_centre(dots_ptr, student_order_ptr, begin, end, mass)
+            for place in range(begin, end):
+                row = tl.load(student_order_ptr + place).to(tl.int64)
+                start = student_ptr + row * student_stride
+                loaded = tl.load(start + columns, mask=inside, other=-float("inf"))
+                peak = tl.load(student_lse_ptr + row)
+                log_sum = tl.load(student_lse_ptr + student_rows + row)
+                row_log_q = scaled(loaded, temperature, HAS_TEMPERATURE) - peak - log_sum
+                row_q = tl.exp(row_log_q)
+                writes = False
+                off_centre = carried - centre * row_mass
+                if (PASS == "values") & HAS_GRADIENT:
+                    writes = is_known
+                if PASS == "gradient":
+                    dot = tl.load(dots_ptr + row)
+                    mapped = tl.load(dots_ptr + student_rows + row)
+                    off_centre = off_centre - (dot - centre * mapped)
+                    writes = True
+                if writes:
+                    out = row_q * off_centre * scale
+                    out = tl.where(announced == 0.0, 0.0, out)
+                    if HAS_LABELS:
+                        out = with_labels(
+                            out,
+                            loaded,
+                            row_log_q,
+                            row,
+                            columns,
+                            plain_lse_ptr,
+                            student_rows,
+                            label_ptr,
+                            label_weight_ptr,
+                            HAS_TEMPERATURE,
+                        )
+                    out = tl.where(inside, out, 0.0).to(gradient_ptr.dtype.element_ty)
+                    written = gradient_ptr + row * gradient_stride + columns
+                    tl.store(written, out, mask=columns < padded_width)
+                else:
+                    summed = dots_ptr + row * block_count + block
+                    tl.store(summed, tl.sum(row_q * carried, axis=0))
+                    tl.store(summed + dots_plane, tl.sum(row_q * row_mass, axis=0))
+
+
+@triton.jit
+def outside_kernel(
+    student_ptr,
+    order_ptr,
+    chunk_ptr,
+    chunk_count,
+    student_stride,
+    rows,
+    width,
+    padded_width,
+    gradient_ptr,
+    gradient_stride,
+    plain_lse_ptr,
+    label_ptr,
+    label_weight_ptr,
+    block_count,
+    HAS_LABELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of no chunk: the gradient of their cross-entropy, or 0. A program a row and block."""
+    pid = tl.program_id(0)
+    place = pid // block_count
+    if place >= tl.load(chunk_ptr + chunk_count):
+        row = tl.load(order_ptr + place).to(tl.int64)
+        columns = (pid % block_count) * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < width
+        out = tl.zeros((BLOCK,), tl.float32)
+        if HAS_LABELS:
+            start = student_ptr + row * student_stride
+            loaded = tl.load(start + columns, mask=inside, other=-float("inf"))
+            out = with_labels(
+                out,
+                loaded,
+                out,
+                row,
+                columns,
+                plain_lse_ptr,
+                rows,
+                label_ptr,
+                label_weight_ptr,
+                True,
+            )
+        out = tl.where(inside, out, 0.0).to(gradient_ptr.dtype.element_ty)
+        written = gradient_ptr + row * gradient_stride + columns
+        tl.store(written, out, mask=columns < padded_width)
+
+
+@triton.jit
+def entry_gradient_kernel(
+    student_ptr,
+    order_ptr,
+    chunk_ptr,
+    student_stride,
+    lse_ptr,
+    rows,
+    temperature,
+    first_chunk,
+    chunks,
+    row_ptr,
+    column_ptr,
+    slot_ptr,
+    entries,
+    slope_ptr,
+    slope_stride,
+    dots_ptr,
+    mass_ptr,
+    announced_ptr,
+    share,
+    block_count,
+    out_ptr,
+    DIRECTION: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Equation 11 without tau^2, of ``share`` chunks a program: [shares, N].
+
+    An entry in a column that has no slot gives NaN.
+    """
+    pid = tl.program_id(0)
+    part = pid // block_count
+    entry = (pid % block_count) * BLOCK + tl.arange(0, BLOCK)
+    exists = entry < entries
+    source = tl.load(row_ptr + entry, mask=exists, other=0)
+    column = tl.load(column_ptr + entry, mask=exists, other=0)
+    slot = tl.load(slot_ptr + column, mask=exists, other=-1)
+    has_slot = exists & (slot >= 0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for chunk in range(part * share, tl.minimum((part + 1) * share, chunks)):
+        announced = tl.load(announced_ptr + first_chunk + chunk)
+        begin = tl.load(chunk_ptr + first_chunk + chunk)
+        end = tl.load(chunk_ptr + first_chunk + chunk + 1)
+        if announced != 0.0:
+            wide_chunk = tl.full((), 0, tl.int64) + chunk
+            place = slope_ptr + wide_chunk * slope_stride + slot
+            slope = tl.load(place, mask=has_slot, other=float("nan"))
+            mass = tl.load(mass_ptr + first_chunk + chunk)
+            centre = -1.0
+            if DIRECTION != "forward":
+                centre = chunk_centre(dots_ptr, order_ptr, begin, end, mass)
+            factor = (slope - centre) * (announced / (tl.maximum(end - begin, 1) * mass))
+            for place_of_row in range(begin, end):
+                row = tl.load(order_ptr + place_of_row)
+                log_q = probabilities(
+                    student_ptr,
+                    row,
+                    student_stride,
+                    source,
+                    exists,
+                    lse_ptr,
+                    rows,
+                    temperature,
+                    HAS_TEMPERATURE,
+                )
+                total += factor * tl.exp(log_q)
+    tl.store(out_ptr + part.to(tl.int64) * entries + entry, total, mask=exists)

@@ -1,0 +1,98 @@
+"""The kernels of the projected KL compile to machine code, in each of their forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from compile_kernel import compiles
+
+triton_kernels = pytest.importorskip("megatron_ext.ops.projected_kl.triton_kernels")
+
+LOGITS = ("*fp32", "*bf16")
+DIRECTIONS = ("forward", "reverse", "jensen_shannon")
+
+FLOATS = {"temperature": "fp32", "mixture": "fp32"}
+POINTERS = {
+    "lse_ptr": "*fp32",
+    "student_lse_ptr": "*fp32",
+    "teacher_lse_ptr": "*fp32",
+    "plain_lse_ptr": "*fp32",
+    "weight_ptr": "*fp32",
+    "out_ptr": "*fp32",
+    "slope_ptr": "*fp32",
+    "values_ptr": "*fp32",
+    "scratch_ptr": "*fp32",
+    "crossed_ptr": "*fp32",
+    "residual_ptr": "*fp32",
+    "mass_ptr": "*fp32",
+    "row_mass_ptr": "*fp32",
+    "partial_ptr": "*fp32",
+    "dots_ptr": "*fp32",
+    "announced_ptr": "*fp32",
+    "label_weight_ptr": "*fp32",
+    "label_ptr": "*i64",
+    "row_ptr": "*i64",
+    "column_ptr": "*i64",
+}
+
+Variant = tuple[str, dict[str, str], dict[str, Any]]
+
+
+def variant(name: str, logits: str, **constants: Any) -> Variant:
+    """Types of every argument of a kernel that ``constants`` does not name."""
+    types = {}
+    for argument in getattr(triton_kernels, name).arg_names:
+        if argument in ("logits_ptr", "student_ptr", "teacher_ptr", "gradient_ptr"):
+            types[argument] = logits
+        elif argument.endswith("_ptr"):
+            types[argument] = POINTERS.get(argument, "*i32")
+        else:
+            types[argument] = FLOATS.get(argument, "i32")
+    return name, {key: kind for key, kind in types.items() if key not in constants}, constants
+
+
+def sums() -> list[Variant]:
+    segments = {"WIDEST": 10, "ENTRIES": 1024}
+    found = []
+    for logits in LOGITS:
+        found.append(variant("column_sums_kernel", logits, HAS_TEMPERATURE=True, **segments))
+        found.append(variant("outside_kernel", logits, HAS_LABELS=True, BLOCK=1024))
+    unlabelled = dict.fromkeys(("plain_lse_ptr", "label_ptr", "label_weight_ptr"), None)
+    block = {"BLOCK": 1024}
+    return [
+        *found,
+        variant("outside_kernel", "*bf16", HAS_LABELS=False, **unlabelled, **block),
+        variant("row_sums_kernel", "*bf16", **segments),
+        variant("chunk_sums_kernel", "*bf16", **block),
+        variant("crossing_teacher_kernel", "*bf16", HAS_TEMPERATURE=True, **block),
+        variant(
+            "entry_gradient_kernel", "*bf16", DIRECTION="reverse", HAS_TEMPERATURE=True, **block
+        ),
+    ]
+
+
+def sweeps() -> list[Variant]:
+    shared = {"HAS_TEMPERATURE": True, "HAS_DIAGNOSTICS": True, "BLOCK": 1024}
+    wanted = shared | {"HAS_DOTS": True, "HAS_GRADIENT": True, "HAS_LABELS": True}
+    found = [
+        variant("sweep_kernel", logits, DIRECTION="forward", PASS="values", **wanted)
+        for logits in LOGITS
+    ]
+    for direction in DIRECTIONS:
+        chosen = {"DIRECTION": direction}
+        found.append(variant("slopes_kernel", "*bf16", HAS_CROSSING=True, **shared, **chosen))
+        found.append(variant("sweep_kernel", "*bf16", PASS="gradient", **wanted, **chosen))
+    nothing = ("dots_ptr", "gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr")
+    alone = dict.fromkeys(("HAS_DOTS", "HAS_GRADIENT", "HAS_LABELS"), False)
+    alone |= dict.fromkeys(nothing, None)
+    found.append(
+        variant("sweep_kernel", "*bf16", DIRECTION="reverse", PASS="values", **shared, **alone)
+    )
+    return found
+
+
+@pytest.mark.parametrize("variants", [sums, sweeps])
+def test_they_compile(variants: Callable[[], list[Variant]]) -> None:
+    compiles("projected_kl", variants())
