@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 TRITON := triton==3.6.0
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench-gpu clean
 
 demo: $(VENV)/.ready
 	@echo "==> demo: three short training runs, about eight minutes on 2 CPU cores; see runs/demo"
@@ -16,6 +16,11 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	@echo "==> test: the whole suite, on all cores"
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+# The GPU's machine may have torch and triton of its own and no network: .venv is used if it is there.
+bench-gpu:
+	@echo "==> bench-gpu: the kernels' tests and what they cost, within ten minutes"
+	@$(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,187 +1,265 @@
-"""What objectives over chunks cost on the CPU, and that it is linear in the chunks.
+"""What every objective costs on a GPU: forward and backward, time, bytes and memory.
 
-    python benchmarks/losses.py --output benchmarks/results/losses.json
+    python benchmarks/losses.py --output benchmarks/results/losses.json        (on a GPU)
+    python benchmarks/losses.py --counted benchmarks/results/losses_counted.json
 
-Forward and backward of one microbatch of random fp32 logits over 8,192 student and 6,144 teacher
-tokens, half of them shared, without shards: 1,024 and 8,192 chunks, of which nine in ten have one
-token a side and the others two or three on one. Each measurement runs in a process of its own, so
-that its peak memory is its own; "peak" is what it takes beyond the inputs. Milliseconds are of
-the wall clock, the least of the repeats.
+``python benchmarks/gpu.py`` does both, after the tests of the kernels. bf16 logits of Llama 3.2
+with Qwen 3 and with Gemma 3, their projections and the chunks of a real text where
+``benchmarks/inputs`` has them (``benchmarks/make_inputs.py``), else pairs of the same structure;
+"inputs" in the results says which. "ranks" is how many ranks would share the vocabulary: one of
+them is run, alone. ``bytes`` are counted from shapes (``loss_cost/counted_bytes.py``,
+``loss_cost/traffic.py``), never measured. Times are of CUDA events, with a cache that holds none of
+the inputs, by the median. What did not fit into the time given is under "not_run".
+
+First every kernel is compared with torch in fp64. If one differs, this prints which, writes nothing
+and exits with 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import resource
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from alignment import write_results
 
-from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import (
-    LOSS_REGISTRY,
-    ChunkCompletions,
-    CompletionTable,
-    DistillationInputs,
-    ProjectionShard,
-    TeacherTargets,
-    VocabularyMatch,
-)
-from megatron_ext.losses.inputs.learned_projection import LearnedProjection
-from megatron_ext.projection import SparseProjection
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-VOCABS = (8192, 6144)
-CHUNKS = (1024, 8192)
-SHARDS = tuple(VocabShard(start=0, stop=vocab, vocab_size=vocab) for vocab in VOCABS)
+from loss_cost.cases import OBJECTIVES, NotThereError, Objective
+from loss_cost.counted_bytes import floors, kernel_bytes
+from loss_cost.counting import counted_rows
+from loss_cost.gate import check_kernels, small_vocabulary
+from loss_cost.heads import ONE_VOCABULARY, Heads, bare_products
+from loss_cost.machine import commit, machine, write_results
+from loss_cost.microbatch import RankVocabulary, same_vocabulary
+from loss_cost.pairs import SIZES, load_pair
+from loss_cost.timing import copy_bandwidth, timed
 
+from megatron_ext.losses import DistillationInputs
 
-def projection() -> SparseProjection:
-    """Every second student token is a teacher's; the others have three candidates."""
-    rows = np.arange(VOCABS[0])
-    exact = (rows % 2 == 0) & (rows < VOCABS[1])
-    candidates = np.random.default_rng(0).integers(0, VOCABS[1], (int((~exact).sum()), 3))
-    return SparseProjection.from_entries(
-        np.concatenate([rows[exact], np.repeat(rows[~exact], 3)]),
-        np.concatenate([rows[exact], candidates.flatten()]),
-        np.ones(int(exact.sum()) + candidates.size),
-        VOCABS,
-    )
+QWEN, GEMMA = SIZES
+LENGTHS = (2048, 4096, 8192, 16384)
+RANKS = (1, 2, 4, 8)
+MAIN_LENGTH = 8192
 
 
-def microbatch(chunks: int) -> DistillationInputs:
-    """One sample of ``chunks`` chunks; every tenth has two or three tokens on one side."""
-    generator = torch.Generator().manual_seed(0)
-    index = torch.arange(chunks)
-    sizes = torch.ones(2, chunks, dtype=torch.int64)
-    sizes[1, index % 20 == 7], sizes[0, index % 20 == 17] = 3, 2
-    ids = [torch.repeat_interleave(index, side)[None] for side in sizes]
-    labels = [
-        torch.randint(0, vocab, side.shape, generator=generator)
-        for vocab, side in zip(VOCABS, ids, strict=True)
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One microbatch and what is run on it."""
+
+    pair: str
+    ranks: int
+    rows: int
+    objectives: tuple[str, ...]
+
+
+def settings() -> list[Setting]:
+    """The most telling first, since the time may end before the list does."""
+    every = tuple(objective.name for objective in OBJECTIVES)
+    main = every[:4]
+    found = [Setting(pair=QWEN, ranks=1, rows=MAIN_LENGTH, objectives=every)]
+    found += [
+        Setting(pair=QWEN, ranks=1, rows=rows, objectives=main)
+        for rows in LENGTHS
+        if rows != MAIN_LENGTH
     ]
-    logits = [
-        torch.randn(1, side.shape[1], vocab, generator=generator).mul_(3)
-        for vocab, side in zip(VOCABS, ids, strict=True)
+    found += [
+        Setting(pair=QWEN, ranks=ranks, rows=MAIN_LENGTH, objectives=main) for ranks in RANKS[1:]
     ]
-    alignment = AlignmentBatch.from_chunk_ids(*ids)
-    common = torch.arange(0, min(VOCABS), 2)
-    table = CompletionTable.from_token_bytes(
-        *([token.to_bytes(3, "big") for token in range(vocab)] for vocab in VOCABS)
+    found.append(Setting(pair=GEMMA, ranks=1, rows=MAIN_LENGTH, objectives=every))
+    found += [
+        Setting(pair=GEMMA, ranks=ranks, rows=MAIN_LENGTH, objectives=main) for ranks in RANKS[1:]
+    ]
+    return found
+
+
+class Vocabularies:
+    """Made when first asked for; one of several pairs at a time."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int], RankVocabulary] = {}
+
+    def __call__(self, pair: str, ranks: int) -> RankVocabulary:
+        if (pair, ranks) not in self._made:
+            self._made = {key: value for key, value in self._made.items() if key[0] == pair}
+            self._made[pair, ranks] = RankVocabulary.of(load_pair(pair), ranks)
+        return self._made[pair, ranks]
+
+
+def measured(
+    inputs: DistillationInputs, objective: Objective, implementation: str, budget_ms: float
+) -> dict[str, Any]:
+    """Time and memory of one implementation; raises NotThereError, or what it failed with."""
+    loss = objective.loss(implementation)
+    leaf = inputs.student_logits
+
+    def clear() -> None:
+        leaf.grad = None
+
+    try:
+        return asdict(timed(lambda: loss(inputs).backward(), clear=clear, budget_ms=budget_ms))
+    finally:
+        clear()
+
+
+def measured_rows(deadline: float, not_run: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Every objective of every setting until the deadline, by ``time.monotonic``."""
+    vocabularies = Vocabularies()
+    for setting in settings():
+        what = {"pair": setting.pair, "ranks": setting.ranks, "rows": setting.rows}
+        if time.monotonic() > deadline:
+            not_run.append(what | {"why": "the time was up"})
+            continue
+        vocabulary = vocabularies(setting.pair, setting.ranks)
+        inputs = vocabulary.microbatch(setting.rows, device="cuda")
+        for objective in OBJECTIVES:
+            if objective.name not in setting.objectives:
+                continue
+            given = same_vocabulary(inputs) if objective.same_vocabulary else inputs
+            for implementation in objective.implementations:
+                row = what | {"objective": objective.name, "implementation": implementation}
+                if time.monotonic() > deadline:
+                    not_run.append(row | {"why": "the time was up"})
+                    continue
+                try:
+                    found = measured(given, objective, implementation, budget_ms=150)
+                except NotThereError as error:
+                    not_run.append(row | {"why": str(error)})
+                except Exception as error:
+                    not_run.append(row | {"why": f"{type(error).__name__}: {str(error)[:300]}"})
+                    torch.cuda.empty_cache()
+                else:
+                    yield (
+                        row | _counted(vocabulary, setting.rows, objective, implementation) | found
+                    )
+            del given
+        del inputs
+        torch.cuda.empty_cache()
+
+
+def _counted(
+    vocabulary: RankVocabulary, rows: int, objective: Objective, implementation: str
+) -> dict[str, Any]:
+    shape = vocabulary.shape(rows)
+    if objective.same_vocabulary:
+        shape = replace(shape, teacher_rows=rows, teacher_columns=shape.student_columns)
+    once, twice = floors(shape, 2, objective.teacher)
+    found = {"inputs": vocabulary.pair.source, "floor_b1": once, "floor_b2": twice}
+    moved = kernel_bytes(objective.name, shape, 2) if implementation == "triton" else None
+    return found if moved is None else found | {"bytes": round(moved)}
+
+
+def head_rows(deadline: float, not_run: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The products with the heads alone, and what others have for one vocabulary."""
+    vocabulary = RankVocabulary.of(load_pair(QWEN), 1)
+    shape = vocabulary.shape(MAIN_LENGTH)
+    columns = (shape.student_columns, shape.teacher_columns)
+    heads = Heads.random((shape.student_rows, shape.teacher_rows), columns, device="cuda")
+    what = {"pair": QWEN, "ranks": 1, "rows": MAIN_LENGTH, "flops": heads.flops}
+    found = timed(lambda: bare_products(heads), clear=heads.clear, budget_ms=500)
+    yield what | {"objective": "none", "implementation": "bare products"} | asdict(found)
+    del heads
+    heads = Heads.random((MAIN_LENGTH,) * 2, (columns[0],) * 2, device="cuda")
+    what = {"pair": "one vocabulary", "ranks": 1, "rows": MAIN_LENGTH, "flops": heads.flops}
+    found = timed(lambda: bare_products(heads), clear=heads.clear, budget_ms=500)
+    yield what | {"objective": "none", "implementation": "bare products"} | asdict(found)
+    for name, make in ONE_VOCABULARY.items():
+        row = what | {"objective": "vocab_kl", "implementation": name}
+        if time.monotonic() > deadline:
+            not_run.append(row | {"why": "the time was up"})
+            continue
+        try:
+            loss = make(heads)
+            found = timed(lambda loss=loss: loss().backward(), clear=heads.clear, budget_ms=500)
+        except NotThereError as error:
+            not_run.append(row | {"why": str(error)})
+        except Exception as error:
+            not_run.append(row | {"why": f"{type(error).__name__}: {str(error)[:300]}"})
+            torch.cuda.empty_cache()
+        else:
+            yield row | asdict(found)
+
+
+def gate(device: str) -> list[dict[str, Any]] | None:
+    """What was compared; None, with a message, where a kernel differs."""
+    if device == "cuda":
+        vocabulary, rows = RankVocabulary.of(load_pair(QWEN), 8), 96
+    else:
+        vocabulary, rows = small_vocabulary(), 24
+    checked = list(check_kernels(vocabulary, rows, device))
+    for one in checked:
+        if not one.passed:
+            print(f"WRONG: {one}", file=sys.stderr)
+    return [asdict(one) for one in checked] if all(one.passed for one in checked) else None
+
+
+def write_counted(path: Path, checked: list[dict[str, Any]]) -> None:
+    """Bytes from shapes, for every pair, length and number of ranks."""
+    rows = []
+    for pair in SIZES:
+        for ranks in RANKS:
+            vocabulary = RankVocabulary.of(load_pair(pair), ranks)
+            rows += list(counted_rows(vocabulary, ranks, LENGTHS))
+            print(f"counted {pair}, {ranks} ranks", flush=True)
+    write_results(
+        path, {"commit": commit(), "torch": torch.__version__, "gate": checked, "rows": rows}
     )
-    return DistillationInputs(
-        student_logits=logits[0].requires_grad_(),
-        student_shard=SHARDS[0],
-        labels=labels[0],
-        teacher=TeacherTargets(kind="logits", shard=SHARDS[1], logits=logits[1]),
-        teacher_labels=labels[1],
-        alignment=alignment,
-        projection=ProjectionShard.from_projection(
-            projection(), student_shard=SHARDS[0], teacher_shard=SHARDS[1]
-        ),
-        match=VocabularyMatch(common_student=common, common_teacher=common),
-        completions=ChunkCompletions.of(alignment, *labels, table),
-    )
 
 
-def learned(inputs: DistillationInputs) -> DistillationInputs:
-    module = LearnedProjection(projection(), student_shard=SHARDS[0], teacher_shard=SHARDS[1])
-    return replace(inputs, projection=module())
-
-
-def unchanged(inputs: DistillationInputs) -> DistillationInputs:
-    return inputs
-
-
-CASES: dict[str, tuple[str, dict[str, Any], Callable[[DistillationInputs], DistillationInputs]]] = {
-    "projected_kl": ("projected_kl", {}, unchanged),
-    "projected_kl, learned projection": ("projected_kl", {}, learned),
-    "partition_kl": ("partition_kl", {}, unchanged),
-    "gold": ("gold", {}, unchanged),
-    "strict_topk": ("strict_topk", {"top_k": 16}, unchanged),
-    "alm": ("alm", {"debias": False}, unchanged),
-}
-"""Label -> objective, its options, and what is done to its inputs."""
-
-
-def measure_here(label: str, chunks: int, repeats: int) -> dict[str, Any]:
-    """Run one objective in this process."""
-    torch.set_num_threads(1)
-    name, options, change = CASES[label]
-    objective = LOSS_REGISTRY[name](**options)
-    inputs = microbatch(chunks)
-    before = peak_mib()
-    forward, backward = [], []
-    for _ in range(repeats):
-        inputs.student_logits.grad = None
-        given = change(inputs)
-        start = time.perf_counter()
-        loss = objective(given).loss_sum
-        middle = time.perf_counter()
-        loss.backward()
-        backward.append(time.perf_counter() - middle)
-        forward.append(middle - start)
-    return {
-        "objective": label,
-        "chunks": chunks,
-        "repeats": repeats,
-        "forward_ms": 1000 * min(forward),
-        "backward_ms": 1000 * min(backward),
-        "peak_mib": peak_mib() - before,
-        "logits_mib": inputs.student_logits.numel() * 4 / 2**20,
+def write_measured(path: Path, checked: list[dict[str, Any]], seconds: float) -> None:
+    """Times and memory on this machine's GPU."""
+    deadline = time.monotonic() + seconds
+    not_run: list[dict[str, Any]] = []
+    rows = []
+    copied = copy_bandwidth()
+    print(f"copy: {copied / 1e12:.2f} TB/s", flush=True)
+    torch.cuda.empty_cache()
+    for found in (measured_rows(deadline - 0.2 * seconds, not_run), head_rows(deadline, not_run)):
+        for row in found:
+            rows.append(row)
+            print(
+                f"{row['pair']}, {row['ranks']} ranks, {row['rows']:,} rows,"
+                f" {row['objective']}, {row['implementation']}: {row['ms_median']:.2f} ms,"
+                f" peak {row['peak_bytes'] / 2**20:,.0f} MiB",
+                flush=True,
+            )
+    results = {
+        "machine": machine(),
+        "commit": commit(),
+        "copy_bytes_per_second": copied,
+        "gate": checked,
+        "rows": rows,
+        "not_run": not_run,
     }
+    write_results(path, results)
 
 
-def peak_mib() -> float:
-    """Most resident memory of this process so far; Linux counts in KiB, macOS in bytes."""
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def measure(label: str, chunks: int, repeats: int) -> dict[str, Any]:
-    """The same in a child process."""
-    command = [sys.executable, __file__, "--child", label, "--chunks", str(chunks)]
-    command += ["--repeats", str(repeats)]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    result: dict[str, Any] = json.loads(output)
-    return result
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each objective")
-    parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
-    parser.add_argument("--chunks", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help="JSON file with what a GPU took")
+    parser.add_argument("--counted", type=Path, help="JSON file with bytes from shapes")
+    parser.add_argument("--seconds", type=float, default=420, help="for all times together")
     arguments = parser.parse_args()
-    if arguments.child is not None:
-        print(json.dumps(measure_here(arguments.child, arguments.chunks, arguments.repeats)))
-        return
-    results = []
-    for label in CASES:
-        for chunks in CHUNKS:
-            result = measure(label, chunks, arguments.repeats)
-            results.append(result)
-            print(
-                f"{label}, {chunks:,} chunks: forward {result['forward_ms']:,.0f} ms,"
-                f" backward {result['backward_ms']:,.0f} ms,"
-                f" peak {result['peak_mib']:,.0f} MiB beside {result['logits_mib']:,.0f} MiB of"
-                " student logits",
-                flush=True,
-            )
-    write_results(arguments.output, results)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.output is not None and device == "cpu":
+        parser.error("--output needs a GPU; --counted does not")
+    checked = gate(device)
+    if checked is None:
+        print("a kernel is wrong: nothing is measured, and nothing was written", file=sys.stderr)
+        return 1
+    print(f"{len(checked)} comparisons of kernels with torch in fp64: all as they should")
+    if arguments.counted is not None:
+        write_counted(arguments.counted, checked)
+    if arguments.output is not None:
+        write_measured(arguments.output, checked, arguments.seconds)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Check the kernels on this machine's GPU, and measure everything, within ten minutes.
+
+    make bench-gpu
+    python benchmarks/gpu.py           the same, without make and its environment
+
+1. imports torch and triton, 2. runs ``tests/ops``, on the GPU, 3. runs ``benchmarks/losses.py``,
+which writes ``benchmarks/results/losses.json``. A test or comparison that fails ends it with
+nothing written. megatron-core is not needed.
+
+Without a GPU it says so, runs the kernels' tests interpreted, and writes the counted bytes alone:
+``benchmarks/results/losses_counted.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SECONDS = 600
+MEASURED_SHARE = 0.75
+"""Of what is left after the tests; the rest is for compiling what is measured last."""
+
+INTERPRETED_TESTS = ("tests/ops/test_softmax_statistics.py", "tests/ops/test_unit_gradient.py")
+"""A few rows of every kernel are compared by ``losses.py`` as well."""
+
+PROBE = "import torch, triton; print(int(torch.cuda.is_available()), torch.__version__)"
+
+
+def run(*command: str, gpu: bool, timeout: float | None = None) -> int:
+    """Exit status of a Python child with this checkout on its path."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    if not gpu:
+        environment["TRITON_INTERPRET"] = "1"
+    try:
+        finished = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=environment, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {timeout:.0f} s: {' '.join(command)}", file=sys.stderr)
+        return 1
+    return finished.returncode
+
+
+def has_gpu() -> bool:
+    """Whether torch sees one; ends the program where torch or triton is missing."""
+    found = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
+    if found.returncode:
+        sys.exit(f"torch and triton are needed:\n{found.stderr.strip()}")
+    return found.stdout.startswith("1")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write into")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    results = arguments.results.resolve()
+    if not has_gpu():
+        print("No GPU here: kernels are interpreted, bytes are counted, nothing is timed.")
+        failed = run("-m", "pytest", "-q", *INTERPRETED_TESTS, gpu=False)
+        counted = str(results / "losses_counted.json")
+        return failed or run("benchmarks/losses.py", "--counted", counted, gpu=False)
+    failed = run("-m", "pytest", "-q", "tests/ops", gpu=True, timeout=0.4 * arguments.seconds)
+    if failed:
+        print("The kernels are not right here: nothing is measured.", file=sys.stderr)
+        return failed
+    left = arguments.seconds - (time.monotonic() - start)
+    return run(
+        "benchmarks/losses.py",
+        "--output",
+        str(results / "losses.json"),
+        "--seconds",
+        f"{MEASURED_SHARE * left:.0f}",
+        gpu=True,
+        timeout=left,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

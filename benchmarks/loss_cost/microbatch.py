@@ -1,0 +1,232 @@
+"""A microbatch of one rank: real vocabularies and chunks, random logits. T rows, V columns.
+
+A rank of several is simulated in one process, without a group: its columns become a vocabulary of
+their own, cut as the vocabulary layout cuts it, so that a student token and its teacher token are
+on one rank. That says what one rank reads, writes and computes, and nothing of communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.losses import (
+    BoundaryColumns,
+    ChunkCompletions,
+    CompletionTable,
+    DistillationInputs,
+    ProjectionShard,
+    TeacherTargets,
+    VocabularyMatch,
+)
+from megatron_ext.projection import SparseProjection
+from megatron_ext.tokenizers.token_bytes import TokenBytes
+
+from .pairs import Ids, Pair
+
+PADDED_TO: Final = 128
+"""Each rank's columns are a multiple of this, as in megatron-core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes that bytes are counted from."""
+
+    student_rows: int
+    teacher_rows: int
+    student_columns: int
+    """Padding included."""
+    teacher_columns: int
+    chunks: int
+    entries: int
+    """Of the projection."""
+    direct_pairs: int
+    """Student tokens that are one teacher token, which is no other's."""
+    summed_columns: int
+    """Reachable teacher columns that are not in a direct pair."""
+
+    def of_rows(self, rows: int) -> Shape:
+        """The same text, longer or shorter."""
+        return Shape(
+            student_rows=rows,
+            teacher_rows=round(self.teacher_rows * rows / self.student_rows),
+            student_columns=self.student_columns,
+            teacher_columns=self.teacher_columns,
+            chunks=round(self.chunks * rows / self.student_rows),
+            entries=self.entries,
+            direct_pairs=self.direct_pairs,
+            summed_columns=self.summed_columns,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankVocabulary:
+    """The columns of one rank as a pair of vocabularies; made once for all lengths."""
+
+    pair: Pair
+    projection: SparseProjection
+    match: VocabularyMatch
+    table: CompletionTable
+    tokens: tuple[TokenBytes, TokenBytes]
+    shards: tuple[VocabShard, VocabShard]
+    columns: tuple[Ids, Ids]
+    """Ids of the pair that this rank has, ascending."""
+
+    @classmethod
+    def of(cls, pair: Pair, ranks: int) -> RankVocabulary:
+        """Every ``ranks``-th common pair, and of the other tokens too."""
+        partition = pair.projection.partition()
+        columns = (
+            _every(partition.common_student, partition.uncommon_student, ranks),
+            _every(partition.common_teacher, partition.uncommon_teacher, ranks),
+        )
+        projection = _cut(pair.projection, columns) if ranks > 1 else pair.projection
+        spellings = [
+            [tokens[column] for column in side.tolist()]
+            for tokens, side in zip(
+                (pair.student_tokens, pair.teacher_tokens), columns, strict=True
+            )
+        ]
+        return cls(
+            pair=pair,
+            projection=projection,
+            match=VocabularyMatch.from_partition(projection.partition()),
+            table=CompletionTable.from_token_bytes(*spellings),
+            tokens=(TokenBytes.from_tokens(spellings[0]), TokenBytes.from_tokens(spellings[1])),
+            shards=(_shard(len(columns[0]), ranks), _shard(len(columns[1]), ranks)),
+            columns=columns,
+        )
+
+    def microbatch(
+        self,
+        rows: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+    ) -> DistillationInputs:
+        """One sample of ``rows`` student tokens; the student's logits are a leaf with a gradient.
+
+        Tokens of other ranks count as one of this rank's: what a loss does with a label costs the
+        same whichever it is.
+        """
+        text = self.pair.of_rows(rows)
+        labels = [
+            torch.from_numpy(_local(ids, columns))[None]
+            for ids, columns in zip((text.student_ids, text.teacher_ids), self.columns, strict=True)
+        ]
+        alignment = AlignmentBatch.from_chunk_ids(
+            torch.from_numpy(text.student_chunk)[None], torch.from_numpy(text.teacher_chunk)[None]
+        )
+        completions = ChunkCompletions.of(alignment, *labels, self.table)
+        logits = [
+            random_logits((1, len(ids), shard.width), device=device, dtype=dtype, seed=seed + side)
+            for side, (ids, shard) in enumerate(
+                zip((text.student_ids, text.teacher_ids), self.shards, strict=True)
+            )
+        ]
+        return DistillationInputs(
+            student_logits=logits[0].requires_grad_(),
+            student_shard=self.shards[0],
+            labels=labels[0].to(device),
+            teacher=TeacherTargets(kind="logits", shard=self.shards[1], logits=logits[1]),
+            teacher_labels=labels[1].to(device),
+            alignment=alignment.to(device),
+            projection=ProjectionShard.from_projection(
+                self.projection,
+                student_shard=self.shards[0],
+                teacher_shard=self.shards[1],
+                device=device,
+            ),
+            match=VocabularyMatch(
+                common_student=self.match.common_student.to(device),
+                common_teacher=self.match.common_teacher.to(device),
+            ),
+            boundary=BoundaryColumns.at_word_starts(
+                *self.tokens,
+                student_shard=self.shards[0],
+                teacher_shard=self.shards[1],
+                device=device,
+            ),
+            completions=completions.to(device),
+        )
+
+    def shape(self, rows: int) -> Shape:
+        """Sizes of ``microbatch(rows)``, without making it."""
+        text = self.pair.of_rows(rows)
+        rows_of = np.diff(self.projection.indptr)
+        degree = np.bincount(self.projection.indices, minlength=self.projection.shape[1])
+        of_one = np.repeat(rows_of == 1, rows_of)
+        direct = int((of_one & (degree[self.projection.indices] == 1)).sum())
+        return Shape(
+            student_rows=rows,
+            teacher_rows=len(text.teacher_ids),
+            student_columns=self.shards[0].width,
+            teacher_columns=self.shards[1].width,
+            chunks=1 + int(text.student_chunk.max()),
+            entries=len(self.projection.values),
+            direct_pairs=direct,
+            summed_columns=int((degree > 0).sum()) - direct,
+        )
+
+
+def random_logits(
+    shape: tuple[int, ...], *, device: torch.device | str, dtype: torch.dtype, seed: int
+) -> torch.Tensor:
+    """Normal numbers of standard deviation 3, made in ``dtype``."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(3)
+
+
+def same_vocabulary(inputs: DistillationInputs, seed: int = 7) -> DistillationInputs:
+    """The student's side with a teacher of its own tokenizer; for ``vocab_kl``."""
+    logits = inputs.student_logits
+    teacher = random_logits(
+        tuple(logits.shape), device=logits.device, dtype=logits.dtype, seed=seed
+    )
+    return DistillationInputs(
+        student_logits=logits,
+        student_shard=inputs.student_shard,
+        labels=inputs.labels,
+        teacher=TeacherTargets(kind="logits", shard=inputs.student_shard, logits=teacher),
+        teacher_labels=inputs.labels,
+    )
+
+
+def _every(common: Ids, others: Ids, ranks: int) -> Ids:
+    return np.sort(np.concatenate([common[::ranks], others[::ranks]]))
+
+
+def _cut(projection: SparseProjection, columns: tuple[Ids, Ids]) -> SparseProjection:
+    """The entries within a rank, rows normalised again."""
+    onto = np.full(projection.shape[1], -1)
+    onto[columns[1]] = np.arange(len(columns[1]))
+    counts = np.diff(projection.indptr)
+    row_of = np.repeat(np.arange(projection.shape[0]), counts)
+    place = np.full(projection.shape[0], -1)
+    place[columns[0]] = np.arange(len(columns[0]))
+    rows, found = place[row_of], onto[projection.indices]
+    inside = (rows >= 0) & (found >= 0)
+    return SparseProjection.from_entries(
+        rows[inside],
+        found[inside],
+        projection.values[inside],
+        (len(columns[0]), len(columns[1])),
+        is_exact_row=projection.is_exact_row[columns[0]],
+    )
+
+
+def _shard(columns: int, ranks: int) -> VocabShard:
+    """All columns of this rank, and its padding."""
+    return VocabShard(start=0, stop=-(-columns // PADDED_TO) * PADDED_TO, vocab_size=columns)
+
+
+def _local(ids: Ids, columns: Ids) -> NDArray[np.int64]:
+    place = np.searchsorted(columns, ids).clip(max=len(columns) - 1)
+    return np.where(columns[place] == ids, place, ids % len(columns))
