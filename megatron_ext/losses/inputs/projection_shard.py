@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ProjectionError
-from megatron_ext.ops.projected_kl import LearnedEntries
+from megatron_ext.ops.projected_kl import ColumnPlan, LearnedEntries, ShardedProjection
 
 if TYPE_CHECKING:
     from megatron_ext.projection.sparse_projection import SparseProjection
@@ -39,8 +39,17 @@ class ProjectionShard:
     reachable: torch.Tensor
     """bool [Vpt]: this rank's teacher columns that any student token projects onto."""
 
+    plan: ColumnPlan | None = None
+    """How kernels walk the entries; None in a shard that was made by hand."""
+
     learned: LearnedEntries | None = None
     """Entries of ``weight`` with a graph, of a ``LearnedProjection``."""
+
+    def operand(self) -> ShardedProjection:
+        """What the operations take of it."""
+        return ShardedProjection(
+            self.weight, self.weight_transposed, self.row_mass, self.reachable, self.plan
+        )
 
     @classmethod
     def from_csr(
@@ -89,6 +98,14 @@ class ProjectionShard:
             weight_transposed=_csr(column, row, value, widths[::-1], device),
             row_mass=_to(np.bincount(row, value, minlength=widths[0]).astype(np.float32), device),
             reachable=_to(reached[teacher_shard.start : teacher_shard.stop].copy(), device),
+            plan=ColumnPlan.of(
+                indptr,
+                indices,
+                values,
+                student_shard=student_shard,
+                teacher_shard=teacher_shard,
+                device=device,
+            ),
         )
 
     @classmethod

@@ -18,6 +18,7 @@ from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
 from megatron_ext.losses.nemo import nemo_projected_kl
 from megatron_ext.ops.divergence import Divergence, check_divergence
+from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.projected_kl import ProjectedKL, projected_kl
 
 _WHY_NOT: Final = (
@@ -66,6 +67,10 @@ class ProjectedKLLoss:
     numerics: Numerics = "proper"
     """``proper``, or ``nemo``: value and gradient of the original, see ``losses/nemo``."""
 
+    implementation: Implementation = "auto"
+    """``triton``, ``torch``, or ``auto``: the kernels on a GPU. They have no ``vocab_topk``, which
+    runs in torch under ``auto``; so do the nemo numerics under each."""
+
     def __post_init__(self) -> None:
         check_divergence(
             "projected_kl",
@@ -73,6 +78,7 @@ class ProjectedKLLoss:
             direction=self.direction,
             mixture=self.mixture,
         )
+        check_implementation("projected_kl", self.implementation)
         check_choice("projected_kl", "numerics", self.numerics, get_args(Numerics))
         if self.numerics == "nemo" and self.direction == "jensen_shannon":
             raise LossError(
@@ -112,6 +118,7 @@ class ProjectedKLLoss:
             weight_transposed=projection.weight_transposed,
             row_mass=projection.row_mass,
             reachable=projection.reachable,
+            plan=projection.plan,
             student_shard=inputs.student_shard,
             teacher_shard=teacher.shard,
             temperature=self.temperature,
@@ -119,6 +126,7 @@ class ProjectedKLLoss:
             mixture=self.mixture,
             vocab_topk=self.vocab_topk,
             learned=projection.learned,
+            implementation=self.implementation,
         )
         return self.output(inputs, out, usable)
 
