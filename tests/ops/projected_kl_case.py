@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.projected_kl import ProjectedKL, projected_kl, projected_kl_reference
+from megatron_ext.ops.projected_kl import (
+    ColumnPlan,
+    ProjectedKL,
+    projected_kl,
+    projected_kl_reference,
+)
 
 
 def random_projection(student_vocab: int, teacher_vocab: int, seed: int = 0) -> torch.Tensor:
@@ -23,6 +29,37 @@ def random_projection(student_vocab: int, teacher_vocab: int, seed: int = 0) -> 
         columns = torch.randperm(reachable, generator=generator)[: 1 + row % 3]
         dense[row, columns] = torch.rand(len(columns), generator=generator).double() + 0.1
     return dense / dense.sum(dim=-1, keepdim=True).clamp(min=1e-9)
+
+
+def paired_projection(student_vocab: int, teacher_vocab: int, seed: int = 0) -> torch.Tensor:
+    """fp64 dense [Vs, Vt]: mostly tokens that stand for one another, as between two real
+    vocabularies. Every fifth student token is in no pair: it has two to four columns, one of which
+    is often the first, or none. The last tenth of the teacher's are unreachable."""
+    generator = torch.Generator().manual_seed(seed)
+    reachable = max(1, teacher_vocab - teacher_vocab // 10)
+    dense = torch.zeros(student_vocab, teacher_vocab, dtype=torch.float64)
+    pairs = torch.randperm(reachable - 1, generator=generator) + 1 if reachable > 1 else []
+    for row in range(student_vocab):
+        if row % 5 != 2 and row < len(pairs):
+            dense[row, pairs[row]] = 1.0
+        elif row % 3:
+            columns = torch.randint(reachable, (2 + row % 3,), generator=generator)
+            columns[0] = 0 if row % 2 else columns[0]
+            dense[row, columns] = torch.rand(len(columns), generator=generator).double() + 0.1
+    return dense / dense.sum(dim=-1, keepdim=True).clamp(min=1e-9)
+
+
+def column_plan(projection: torch.Tensor, student: VocabShard, teacher: VocabShard) -> ColumnPlan:
+    """The plan of a rank for a dense projection [Vs, Vt]."""
+    row, column = projection.nonzero(as_tuple=True)
+    counts = np.bincount(row.numpy(), minlength=len(projection))
+    return ColumnPlan.of(
+        np.concatenate([[0], counts.cumsum()]),
+        column.numpy().astype(np.int32),
+        projection[row, column].float().numpy(),
+        student_shard=student,
+        teacher_shard=teacher,
+    )
 
 
 def random_chunks(lengths: tuple[int, int], chunk_count: int, seed: int = 0) -> list[torch.Tensor]:
@@ -106,12 +143,13 @@ class Case:
         group: Any = None,
         pad_value: float = 50.0,
         weights: torch.Tensor | None = None,
+        planned: bool = False,
         **options: Any,
     ) -> tuple[ProjectedKL, torch.Tensor]:
         """``projected_kl`` on rank ``rank``'s columns, and its gradient [Ts, Vps].
 
         Padded columns hold ``pad_value``, far above the real logits. Chunks count by ``weights``
-        [C] in the gradient.
+        [C] in the gradient. ``planned`` gives it the plan that its kernels need.
         """
         student = _shard(self.student_logits.shape[1], padding[0], rank, ranks, group)
         teacher = _shard(self.teacher_logits.shape[1], padding[1], rank, ranks, group)
@@ -131,6 +169,7 @@ class Case:
             reachable=_columns(reachable, teacher, 0.0)[0] > 0,
             student_shard=student,
             teacher_shard=teacher,
+            plan=column_plan(self.projection, student, teacher) if planned else None,
             **options,
         )
         weights = torch.ones_like(out.chunk_loss) if weights is None else weights
