@@ -28,6 +28,7 @@ from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.inputs.boundary_columns import BoundaryColumns
 from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
 from megatron_ext.losses.inputs.completion_table import CompletionTable
+from megatron_ext.losses.inputs.id_table import IdTable
 from megatron_ext.losses.inputs.learned_projection import LearnedProjection
 from megatron_ext.losses.inputs.projection_shard import ProjectionShard
 from megatron_ext.losses.inputs.targets import TargetKind, TeacherTargets
@@ -62,6 +63,7 @@ __all__ = [
     "GoldLoss",
     "GradientMagnitudeWeighting",
     "HybridKLLoss",
+    "IdTable",
     "KnownAhead",
     "LayerGradients",
     "LearnedProjection",

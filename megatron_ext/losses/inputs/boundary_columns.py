@@ -14,6 +14,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 
 if TYPE_CHECKING:
+    from megatron_ext.projection.layout import VocabularyLayout, VocabularyOrder
     from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 WORD_START_BYTES: Final = b" \t\n"
@@ -45,6 +46,7 @@ class BoundaryColumns:
         teacher_shard: VocabShard,
         first_bytes: bytes = WORD_START_BYTES,
         with_control: bool = True,
+        layout: VocabularyLayout | None = None,
         device: torch.device | str = "cpu",
     ) -> BoundaryColumns:
         """Tokens whose first byte is one of ``first_bytes``, and control tokens.
@@ -53,14 +55,16 @@ class BoundaryColumns:
             student: Bytes of the student's ids.
             teacher: Bytes of the teacher's.
             with_control: Count control tokens, which end a text or a turn.
+            layout: Order of the columns where it is not that of the ids.
 
         Raises:
             LossError: A vocabulary without such a token.
         """
         starts = [_word_starts(side, first_bytes, with_control) for side in (student, teacher)]
+        orders = (layout.student, layout.teacher) if layout else (None, None)
         return cls(
-            student=_local(starts[0], student_shard, "student", device),
-            teacher=_local(starts[1], teacher_shard, "teacher", device),
+            student=_local(starts[0], student_shard, "student", device, orders[0]),
+            teacher=_local(starts[1], teacher_shard, "teacher", device, orders[1]),
         )
 
     @classmethod
@@ -111,7 +115,11 @@ def _members(ids: Collection[int], shard: VocabShard) -> NDArray[np.bool_]:
 
 
 def _local(
-    members: NDArray[np.bool_], shard: VocabShard, side: str, device: torch.device | str
+    members: NDArray[np.bool_],
+    shard: VocabShard,
+    side: str,
+    device: torch.device | str,
+    order: VocabularyOrder | None = None,
 ) -> torch.Tensor:
     """This rank's columns of ``members`` [V]; padding is in no set."""
     if len(members) > shard.vocab_size:
@@ -127,4 +135,6 @@ def _local(
         )
     columns = np.zeros(max(shard.vocab_size, shard.stop), dtype=np.bool_)
     columns[: len(members)] = members
+    if order is not None:
+        columns[: shard.vocab_size] = columns[order.ids[: shard.vocab_size]]
     return torch.from_numpy(columns[shard.start : shard.stop].copy()).to(device)

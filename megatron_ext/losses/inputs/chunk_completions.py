@@ -17,6 +17,7 @@ from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import LossError
 from megatron_ext.losses.inputs.completion_table import CompletionTable
+from megatron_ext.losses.inputs.id_table import IdTable
 from megatron_ext.ops.partition_kl import ChainRows, Chains, SingleRows
 
 Ids = NDArray[np.int64]
@@ -107,6 +108,17 @@ class ChunkCompletions:
         """The same in page-locked memory, from which ``to`` does not wait."""
         return self._each(torch.Tensor.pin_memory)
 
+    def by_place(self, student: IdTable, teacher: IdTable) -> ChunkCompletions:
+        """The same with places of a vocabulary layout instead of ids."""
+        chains = self.chains
+        return replace(
+            self,
+            chains=chains._replace(
+                student=_by_place(chains.student, student),
+                teacher=_by_place(chains.teacher, teacher),
+            ),
+        )
+
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkCompletions:
         chains = self.chains
         return replace(
@@ -165,6 +177,12 @@ class _Side:
             last_row=_tensor(_joined([own[-1:] for own in rows])),
             completion=_tensor(completion),
         )
+
+
+def _by_place(rows: ChainRows, table: IdTable) -> ChainRows:
+    return rows._replace(
+        step_label=table.places_of(rows.step_label), completion=table.places_of(rows.completion)
+    )
 
 
 def _joined(parts: list[Ids]) -> Ids:
