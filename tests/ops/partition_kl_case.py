@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from megatron_ext.ops.partition_kl import (
     ChainRows,
     Chains,
-    Comparison,
     SingleRows,
     partition_kl,
     partition_kl_reference,
@@ -94,51 +93,83 @@ class Case:
         """[chunks] of the singles and then of the chains, so that each counts for itself."""
         return torch.linspace(0.5, 2, len(self.singles) + len(self.chains), dtype=torch.float64)
 
+    def divergences_of(self, logits: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Each chunk's divergence by the reference, of these logits of the student."""
+        chunks = [*self.singles, *self.chains]
+        teacher = self.teacher_logits.to(logits.dtype)
+        return partition_kl_reference(logits, teacher, chunks, **options)
+
     def truth(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Each chunk's divergence, and the gradient of their weighted sum."""
         logits = self.student_logits.detach().requires_grad_()
-        found = partition_kl_reference(
-            logits, self.teacher_logits, [*self.singles, *self.chains], **options
-        )
+        found = self.divergences_of(logits, **options)
         (grad,) = torch.autograd.grad((found * self.weights()).sum(), logits)
         return found.detach(), grad
 
     def run(
         self,
         *,
+        op: Callable[..., Any] = partition_kl,
         dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+        logits: torch.Tensor | None = None,
         padding: tuple[int, int] = (0, 0),
+        strided: bool = False,
+        backward: bool = True,
         rank: int = 0,
         ranks: int = 1,
         group: Any = None,
         **options: Any,
-    ) -> tuple[tuple[Comparison, Comparison], torch.Tensor]:
-        """Both comparisons on one rank's columns, and the gradient of the weighted sum."""
+    ) -> tuple[Any, torch.Tensor]:
+        """What the op says on one rank's columns, and the gradient of the weighted sum.
+
+        Args:
+            logits: The student's columns as they are; None: made of the case.
+            strided: Rows lie further apart than they are wide.
+            backward: Else the gradient is empty.
+        """
         student = vocab_shard(self.student_logits.shape[1], padding[0], rank, ranks, group)
         teacher = vocab_shard(self.teacher_logits.shape[1], padding[1], rank, ranks, group)
-        logits = columns(self.student_logits, student).to(dtype).requires_grad_()
-        common = torch.tensor(self.shared, dtype=torch.int64).reshape(-1, 2)
+        leaf = columns(self.student_logits, student).to(device, dtype).requires_grad_()
+        if logits is None:
+            # A tensor that can be overwritten, unlike a leaf.
+            logits = torch.nn.functional.pad(leaf, (0, 5 if strided else 0))[:, : leaf.shape[1]]
+        common = torch.tensor(self.shared, dtype=torch.int64, device=device).reshape(-1, 2)
         options = {"counted": torch.ones(len(self.chains), dtype=torch.bool)} | options
-        out = partition_kl(
+        options = {
+            name: value.to(device) if torch.is_tensor(value) else value
+            for name, value in options.items()
+        }
+        out = op(
             logits,
-            columns(self.teacher_logits, teacher).to(dtype),
+            columns(self.teacher_logits, teacher).to(device, dtype),
             singles=SingleRows(
-                torch.tensor([c.student_rows[0] for c in self.singles], dtype=torch.int64),
-                torch.tensor([c.teacher_rows[0] for c in self.singles], dtype=torch.int64),
+                *(
+                    torch.tensor([rows[0] for rows in side], dtype=torch.int64, device=device)
+                    for side in (
+                        [chunk.student_rows for chunk in self.singles],
+                        [chunk.teacher_rows for chunk in self.singles],
+                    )
+                )
             ),
             shared=shared_columns(common[:, 0], common[:, 1], student, teacher),
-            chains=chains_of(self.chains),
+            chains=chains_of(self.chains, device),
             student_shard=student,
             teacher_shard=teacher,
             **options,
         )
-        divergence = torch.cat([side.divergence for side in out])
-        weighted = (divergence * self.weights().to(divergence.dtype)).sum()
-        (grad,) = torch.autograd.grad(weighted, logits)
+        if not backward:
+            return out, leaf.new_empty(0)
+        if op is partition_kl:
+            divergence = torch.cat([side.divergence for side in out])
+            total = (divergence * self.weights().to(divergence)).sum()
+        else:
+            total = out.loss
+        (grad,) = torch.autograd.grad(total, leaf)
         return out, grad
 
 
-def chains_of(chunks: Sequence[ReferenceChunk]) -> Chains:
+def chains_of(chunks: Sequence[ReferenceChunk], device: torch.device | str = "cpu") -> Chains:
     """The chunks as the op takes them."""
     counts = [len(chunk.pairs) for chunk in chunks]
     pointers = torch.tensor([0, *counts]).cumsum(0).tolist()
@@ -155,13 +186,16 @@ def chains_of(chunks: Sequence[ReferenceChunk]) -> Chains:
             [side[-1] for side in own],
             pairs,
         )
-        return ChainRows(*(torch.tensor(values, dtype=torch.int64) for values in lists))
+        return ChainRows(
+            *(torch.tensor(values, dtype=torch.int64, device=device) for values in lists)
+        )
 
     return Chains(
         student=rows(True),
         teacher=rows(False),
         completion_chain=torch.repeat_interleave(
-            torch.arange(len(chunks)), torch.tensor(counts, dtype=torch.int64)
+            torch.arange(len(chunks), device=device),
+            torch.tensor(counts, dtype=torch.int64, device=device),
         ),
         completion_pointers=tuple(pointers),
         longest=max((max(len(c.student_prefix), len(c.teacher_prefix)) for c in chunks), default=0),

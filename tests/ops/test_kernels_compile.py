@@ -141,3 +141,55 @@ def test_vocab_kl() -> None:
             parts = {"DIRECTION": direction, "HAS_SUMS": sums, "HAS_GRADIENT": gradient}
             variants += [("vocab_kl_kernel", {**pair, **sweep}, {**parts, **flags})]
     compiles("vocab_kl", variants)
+
+
+def test_partition_kl() -> None:
+    sizes = dict.fromkeys(("row_stride", "width", "rows"), "i32")
+    split = {"set_ptr": "*i32", "bits_ptr": "*i32", "lanes_ptr": "*fp32", "column_ptr": "*i64"}
+    split |= {**sizes, "masked_ptr": "*i1", "words": "i32", "temperature": "fp32"}
+    pair = {
+        "partner_ptr": "*i32",
+        "student_row_ptr": "*i64",
+        "teacher_row_ptr": "*i64",
+        "norms_ptr": "*fp32",
+        "row_stride": "i32",
+        "teacher_stride": "i32",
+        "arrived_stride": "i32",
+        "width": "i32",
+        "chunks": "i32",
+        "temperature": "fp32",
+    }
+    tokens = {"label_ptr": "*i64", "tokens_ptr": "*fp32", "gradient_stride": "i32"}
+    tokens |= {"padded_width": "i32", "rows": "i32"}
+    single = {**pair, **tokens, "factors_ptr": "*fp32", "sums_ptr": "*fp32", "mixture": "fp32"}
+    lost = {**pair, "is_masked_ptr": "*i1", "lost_ptr": "*fp32"}
+    others = {**sizes, **tokens, "set_ptr": "*i32", "rests_ptr": "*fp32"}
+    entries = {"row_ptr": "*i64", "column_ptr": "*i64", "value_ptr": "*fp32", "count": "i32"}
+    entries |= {"gradient_stride": "i32"}
+
+    block = {"BLOCK": 4096}
+    every = {"HAS_TEMPERATURE": True, "HAS_UNSCALED": True, "EVERY_ROW": True, **block}
+    few = {"HAS_TEMPERATURE": False, "HAS_UNSCALED": False, "EVERY_ROW": False, **block}
+    alone = {"HAS_TEMPERATURE": False, "HAS_ARRIVED": False, **block}
+    sent = {"HAS_TEMPERATURE": True, "HAS_ARRIVED": True, **block}
+    variants = []
+    for kind in LOGITS:
+        logits, written = {"logits_ptr": kind}, {"gradient_ptr": kind}
+        both = logits | {"teacher_ptr": kind, "arrived_ptr": kind}
+        variants += [
+            ("split_statistics_kernel", logits | split, every),
+            ("split_statistics_kernel", logits | split, few),
+            ("masked_mass_kernel", both | lost, sent),
+            ("other_rows_kernel", logits | written | others, {"HAS_LABELS": True, **block}),
+            ("store_entries_kernel", written | entries, {"BLOCK": 256}),
+        ]
+        for direction, sums, gradient, labels, flags in (
+            (0, True, True, True, alone),
+            (1, True, False, False, sent),
+            (1, False, True, True, sent),
+            (2, False, True, False, alone),
+        ):
+            passes = {"DIRECTION": direction, "STORES_SUMS": sums, "STORES_GRADIENT": gradient}
+            flags = {**passes, "HAS_LABELS": labels, **flags}
+            variants += [("single_rows_kernel", both | written | single, flags)]
+    compiles("partition_kl", variants)

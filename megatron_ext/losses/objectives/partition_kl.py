@@ -98,7 +98,11 @@ class PartitionKLLoss:
 
     def __call__(self, inputs: DistillationInputs) -> LossOutput:
         events = self.events(inputs)
-        compared = partition_kl(inputs.student_logits.flatten(0, 1), **events.arguments)
+        compared = partition_kl(
+            inputs.student_logits.flatten(0, 1),
+            announced=self._announced(inputs, events),
+            **events.arguments,
+        )
         return self.output(inputs, compared, events)
 
     def events(self, inputs: DistillationInputs) -> ComparedEvents:
@@ -123,7 +127,6 @@ class PartitionKLLoss:
             chains, masses, is_known = topk_masses(chains, teacher)
             ones = torch.ones_like(completions.single_chunk, dtype=torch.bool)
             counted = torch.cat([ones, counted]) & is_known
-        usable = torch.cat([torch.ones_like(singles.student, dtype=torch.bool), counted])
         return ComparedEvents(
             arguments={
                 "teacher": teacher.to_logits().flatten(0, 1) if masses is None else masses,
@@ -138,6 +141,7 @@ class PartitionKLLoss:
                 "temperature": self.temperature,
                 "direction": self.direction,
                 "mixture": self.mixture,
+                "implementation": self.implementation,
             },
             chunk=torch.cat([completions.single_chunk, completions.chain_chunk]),
             usable=torch.cat([torch.ones_like(singles.student, dtype=torch.bool), counted]),
@@ -147,6 +151,14 @@ class PartitionKLLoss:
         """[C]: what multiplies the divergence of each chunk."""
         weight = torch.where(alignment.chunk_class == 0, 1.0, self.chain_weight)
         return self.temperature**2 * weight.to(dtype)
+
+    def _announced(self, inputs: DistillationInputs, events: ComparedEvents) -> torch.Tensor:
+        """What each chunk's divergence gets where the sum of the loss gets 1."""
+        assert inputs.alignment is not None
+        weight = self.chunk_weight(inputs.alignment, torch.float32)
+        if inputs.chunk_mask is not None:
+            weight = torch.where(inputs.chunk_mask, weight, 0.0)
+        return weight[events.chunk]
 
     def output(
         self,

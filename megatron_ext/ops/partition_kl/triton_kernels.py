@@ -216,7 +216,6 @@ def single_rows_kernel(
     start_of_row = logits_ptr + row * row_stride
     start_of_teacher = teacher_ptr + tl.load(teacher_row_ptr + chunk) * teacher_stride
     start_of_arrived = arrived_ptr + chunk * arrived_stride
-    start_of_gradient = gradient_ptr + row * gradient_stride
     norm = norms_ptr + chunk
     q_peak = tl.load(norm)
     q_log_sum = tl.load(norm + chunks)
@@ -225,6 +224,7 @@ def single_rows_kernel(
     rest_peak = tl.load(norm + 4 * chunks)
     rest_log_sum = tl.load(norm + 5 * chunks)
     if STORES_GRADIENT:
+        start_of_gradient = gradient_ptr + row * gradient_stride
         slope_sum = tl.load(factors_ptr + chunk)
         rest_slope = tl.load(factors_ptr + chunks + chunk)
         weight = tl.load(factors_ptr + 2 * chunks + chunk)

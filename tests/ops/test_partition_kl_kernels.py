@@ -1,0 +1,231 @@
+"""The kernels of the partition KL, interpreted or on a GPU, against the reference in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kernel_case import DEVICE, DTYPES, assert_as_exact, nan_filled, rounding
+
+from megatron_ext.errors import LossError
+from megatron_ext.ops.partition_kl import partition_kl_with_ce
+from tests.ops.partition_kl_case import Case
+
+pytest.importorskip("triton")
+__all__ = ["nan_filled"]
+
+DIRECTIONS = ("forward", "reverse", "jensen_shannon")
+
+FEW = ((1, 1), (1, 2), (2, 1), (2, 2))
+
+SIZES: dict[str, dict[str, Any]] = {
+    "chunks of every kind": {},
+    "one token a side": {"sizes": ((1, 1),) * 3},
+    "chains alone": {"sizes": ((1, 2), (4, 1), (5, 5))},
+    "every token shared": {"vocabs": (23, 23), "shared": 23},
+    "no token shared": {"shared": 0},
+    "no completion": {"completions": 0},
+    "no chunk": {"sizes": ()},
+    "a teacher of one token": {"vocabs": (33, 1), "shared": 1, "completions": 1},
+    "several blocks": {"sizes": ((1, 1), (1, 2)), "vocabs": (4101, 8195), "shared": 3000},
+}
+
+
+def run(case: Case, dtype: torch.dtype, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divergences and the gradient of their weighted sum by the kernels."""
+    weights = case.weights()
+    out, grad = case.run(
+        dtype=dtype, device=DEVICE, announced=weights, implementation="triton", **options
+    )
+    return torch.cat([side.divergence for side in out]).detach().cpu(), grad.cpu()
+
+
+def check(case: Case, dtype: torch.dtype, **options: Any) -> None:
+    """Value and gradient of the kernels on logits of ``dtype`` against fp64."""
+    padding = options.pop("padding", (0, 0))
+    same = case.to(dtype).to(torch.float64)
+    truth, true_grad = same.truth(**options)
+    plain, plain_grad = same.to(torch.float32).truth(**options)
+    value, grad = run(same, dtype, padding=padding, **options)
+    assert value.dtype == torch.float32
+    assert grad.dtype == dtype
+    width = true_grad.shape[1]
+    assert (grad[:, width:] == 0).all(), "padding has a gradient"
+    assert_as_exact(value, plain, truth, slack=2e-6)
+    # Stored once, in the dtype of the logits.
+    slack = 2e-6 + rounding(dtype)
+    assert_as_exact(grad[:, :width], plain_grad, true_grad, slack=slack)
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("name", SIZES)
+def test_values_and_gradient_are_the_references(name: str) -> None:
+    check(Case.random(**SIZES[name]), torch.float32, padding=(3, 9))
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("dtype", "temperature"), [*((dtype, 1.0) for dtype in DTYPES), (torch.float32, 2.5)], ids=str
+)
+def test_every_direction_dtype_and_temperature(
+    direction: str, dtype: torch.dtype, temperature: float
+) -> None:
+    case = Case.random(sizes=FEW)
+    check(case, dtype, direction=direction, temperature=temperature, mixture=0.3)
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_kernels_agree_with_torch_on_extreme_logits(direction: str) -> None:
+    # Ruled out by one model and not by the other, where the reference is infinite.
+    case = Case.random(scale=30.0, sizes=FEW)
+    case.student_logits[:, 4:9] = -torch.inf
+    case.teacher_logits[:, 1:4] = -torch.inf
+    case.student_logits[3] += 1e4
+    options = {"direction": direction, "announced": case.weights()}
+    truth, true_grad = case.run(**options)
+    exact = torch.cat([side.divergence for side in truth]).detach()
+    plain, plain_grad = case.run(dtype=torch.float32, **options)
+    value, grad = run(case, torch.float32, direction=direction)
+    assert grad.isfinite().all()
+    assert (grad[:, 4:9] == 0).all()
+    same = torch.cat([side.divergence for side in plain]).detach()
+    assert_as_exact(value, same, exact, slack=2e-6)
+    assert_as_exact(grad, plain_grad, true_grad, slack=2e-6)
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+def test_what_is_announced_at_zero_has_no_gradient_whatever_it_holds(implementation: str) -> None:
+    case = Case.random(sizes=((1, 1), (1, 2), (1, 1), (2, 1)))
+    # A row of no chunk, a single and a step of a chain.
+    rows = [0, case.singles[1].student_rows[0], case.chains[1].student_rows[0]]
+    announced = torch.ones(len(case.singles) + len(case.chains), dtype=torch.float64)
+    announced[[1, len(case.singles) + 1]] = 0.0
+    clean = case.run(device=DEVICE, dtype=torch.float32, announced=announced)[1]
+    case.student_logits[rows] = torch.nan
+    case.teacher_logits[case.singles[1].teacher_rows[0]] = torch.nan
+    _, grad = case.run(
+        device=DEVICE, dtype=torch.float32, announced=announced, implementation=implementation
+    )
+    dead = [*rows, *case.chains[1].student_rows]
+    assert (grad[dead] == 0).all()
+    kept = [row for row in range(len(grad)) if row not in dead]
+    torch.testing.assert_close(grad[kept], clean[kept], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+def test_the_gradient_can_be_written_over_the_logits(implementation: str, strided: bool) -> None:
+    case = Case.random(sizes=FEW)
+    value, grad = run(case, torch.float32)
+    again, overwritten = case.run(
+        device=DEVICE,
+        dtype=torch.float32,
+        in_place=True,
+        strided=strided,
+        announced=case.weights(),
+        implementation=implementation,
+    )
+    found = torch.cat([side.divergence for side in again]).detach().cpu()
+    torch.testing.assert_close(found, value, rtol=0, atol=2e-6)
+    torch.testing.assert_close(overwritten.cpu(), grad, rtol=0, atol=2e-6)
+
+
+def test_a_reader_of_overwritten_logits_gets_an_error() -> None:
+    logits = Case.random().student_logits.float().to(DEVICE).requires_grad_()
+    between = logits * 1.0
+    before = between.square()
+    Case.random().run(
+        device=DEVICE,
+        dtype=torch.float32,
+        logits=between,
+        in_place=True,
+        implementation="triton",
+        backward=False,
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.sum().backward()
+
+
+def test_values_without_a_gradient_are_those_with_one() -> None:
+    case = Case.random(sizes=FEW)
+    for direction in DIRECTIONS:
+        with_gradient, _ = run(case, torch.float32, direction=direction)
+        with torch.no_grad():
+            out, _ = case.run(
+                device=DEVICE,
+                dtype=torch.float32,
+                direction=direction,
+                implementation="triton",
+                backward=False,
+            )
+        found = torch.cat([side.divergence for side in out]).cpu()
+        torch.testing.assert_close(found, with_gradient, rtol=0, atol=1e-6)
+
+
+def test_rests_and_agreement_are_those_of_torch() -> None:
+    case = Case.random(seed=3, sizes=((1, 1),) * 6 + ((1, 2),))
+    by_kernel, _ = case.run(dtype=torch.float32, device=DEVICE, implementation="triton")
+    by_torch, _ = case.run(dtype=torch.float32, device=DEVICE, implementation="torch")
+    for one, other in zip(by_kernel, by_torch, strict=True):
+        torch.testing.assert_close(one.student_rest, other.student_rest, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(one.teacher_rest, other.teacher_rest, rtol=1e-5, atol=1e-7)
+        assert torch.equal(one.agreement, other.agreement)
+    assert 0 < int(by_kernel[0].agreement.sum()) < 6
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_cross_entropy_rides_along(direction: str, temperature: float, implementation: str) -> None:
+    case = Case.random(sizes=((1, 1), (1, 2), (2, 1)))
+    rows, vocab = case.student_logits.shape
+    labels = torch.arange(rows) * 5 % vocab
+    # One label is among the chosen columns of its row.
+    labels[case.chains[1].student_rows[0]] = case.chains[1].student_prefix[0]
+    labels[2] = -100
+    weight = torch.linspace(0.5, 1.5, rows, dtype=torch.float64)
+    weight[4] = 0.0
+    options = {"direction": direction, "temperature": temperature}
+
+    def truth(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = case.student_logits.to(dtype).requires_grad_()
+        taught = case.divergences_of(logits, **options)
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        terms = (taught * case.weights()).sum(), (losses * weight.to(dtype)).sum()
+        total = terms[0] + terms[1]
+        return total.detach(), torch.autograd.grad(total, logits)[0]
+
+    exact, same = truth(torch.float64), truth(torch.float32)
+    out, grad = case.run(
+        op=partition_kl_with_ce,
+        device=DEVICE,
+        dtype=torch.float32,
+        padding=(3, 9),
+        labels=labels,
+        ce_weight=weight.float(),
+        announced=case.weights().float(),
+        implementation=implementation,
+        **options,
+    )
+    assert_as_exact(out.loss.detach().cpu(), same[0], exact[0], slack=2e-6)
+    assert_as_exact(grad[:, :vocab].cpu(), same[1], exact[1], slack=2e-6)
+    assert (grad[:, vocab:] == 0).all()
+    losses = torch.nn.functional.cross_entropy(case.student_logits, labels, reduction="none")
+    torch.testing.assert_close(out.values.token_loss.cpu().double(), losses, rtol=1e-6, atol=1e-6)
+    assert out.values.token_loss[2] == 0
+
+
+def test_logits_that_kernels_do_not_read_are_refused() -> None:
+    case = Case.random()
+    with pytest.raises(LossError, match="do not read these logits"):
+        case.run(implementation="triton")
+    turned = replace(case, student_logits=case.student_logits.t().contiguous().t())
+    with pytest.raises(LossError, match="not contiguous in their columns"):
+        turned.run(logits=turned.student_logits)
