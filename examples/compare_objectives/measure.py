@@ -1,24 +1,24 @@
 """What students know of held-out text, and how far they agree with their teacher.
 
-    python examples/compare_objectives/measure.py RUNS NAME...
+    python examples/compare_objectives/measure.py TEXT RUN...
 
-Prints one JSON object, by run:
+Prints one JSON object: ``teacher``, ``unigram`` and each run as it was named. Of a model:
 
 - ``bits_per_byte``: see ``docs/quickstart.md``.
 - ``bits_per_digit``: of numerals, which are runs of two digits or more in a window: ``-log2 p`` of
-  the tokens that cover them, over their digits.
+  the tokens that cover them, over their digits. A token may hold the space before them too.
 - ``numeral_probability``: mean over numerals of the probability of all of their tokens.
-- ``agreement``: share of chunks of one token a side for which both models find the same token most
-  probable, of those that both vocabularies have.
-- ``projected_agreement``: share of all chunks for which student and teacher put most mass on the
-  same token of the teacher's, the student's prediction being carried over by the projection; see
-  ``top1_agreement`` of ``projected_kl``. For a student that has learnt little this is 0: the space
-  begins the spelling of so many of its tokens that it gets the most of any even distribution.
+- ``first_choices``: different tokens that are most probable somewhere.
+- ``agreement``: share of chunks of one token a side for which student and teacher find the same
+  token most probable, of those that both vocabularies have.
+
+``unigram`` is what the student's text says without any model: frequencies of its tokens, plus one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -30,26 +30,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import launched_processes
-from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import (
-    DistillationInputs,
-    ProjectedKLLoss,
-    ProjectionShard,
-    TeacherTargets,
-    VocabularyMatch,
-)
+from megatron_ext.losses import VocabularyMatch
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.collator import Batch, collate
+from megatron_ext.training.collator import Batch, TokenBatch, collate
 from megatron_ext.training.config import DistillConfig, ModelConfig
 from megatron_ext.training.config_file import build_config, read_config_file
 from megatron_ext.training.datasets import Window, WindowDataset
@@ -61,7 +53,7 @@ BATCH_SIZE = 4
 
 
 class Comparison:
-    """Held-out windows with the teacher's predictions, for one student after the other."""
+    """Held-out windows with the teacher's first choices, for one student after the other."""
 
     def __init__(self, config: DistillConfig) -> None:
         assert config.teacher is not None
@@ -76,23 +68,80 @@ class Comparison:
         assert isinstance(data, WindowDataset)
         self.windows = [data[index] for index in range(len(data))]
         teacher = self.inputs.teacher_tokenizer
-        self.teacher_shard = _shard(teacher, config.teacher.model)
-        self.teacher = self.model(config.teacher.model, teacher, config.teacher.checkpoint)
-        self.student_shard = _shard(self.inputs.tokenizer, config.student)
         projection = SparseProjection.from_tokenizers(self.inputs.tokenizer, teacher)
         self.match = VocabularyMatch.from_partition(projection.partition())
-        self.projection = ProjectionShard.from_projection(
-            projection,
-            student_shard=self.student_shard,
-            teacher_shard=self.teacher_shard,
+        self.teacher, self.choices = self._of_teacher(
+            self._model(config.teacher.model, teacher, config.teacher.checkpoint)
         )
-        self.projected_kl = ProjectedKLLoss()
 
-    def model(self, model: ModelConfig, tokenizer: MegatronTokenizerText, checkpoint: str) -> Any:
+    def of_unigrams(self) -> dict[str, Any]:
+        """The frequencies of the student's tokens in its own training text."""
+        data = self.inputs.train_data
+        assert isinstance(data, WindowDataset)
+        counts = torch.ones(self.inputs.tokenizer.vocab_size)
+        for index in range(len(data)):
+            ids = torch.from_numpy(data[index].student.ids[1:]).long()
+            counts += torch.bincount(ids, minlength=len(counts))
+        scores = Scores(self.inputs.tokenizer)
+        for windows, batch in self._batches():
+            logits = counts.log().expand(*batch.student.labels.shape, -1)
+            scores.add(windows, "student", logits, batch.student.labels)
+        return scores.summary()
+
+    def of_student(self, run: Path) -> dict[str, Any]:
+        """What a student knows, and how far it agrees with the teacher."""
+        student = self._model(self.config.student, self.inputs.tokenizer, str(run / "checkpoints"))
+        scores = Scores(self.inputs.tokenizer)
+        agreed = compared = 0
+        for (windows, batch), expected in zip(self._batches(), self.choices, strict=True):
+            logits = self._logits(student, batch.student, self.inputs.tokenizer)
+            scores.add(windows, "student", logits, batch.student.labels)
+            assert batch.alignment is not None
+            rows = batch.alignment.student_spans[_singles(batch), 0]
+            choices = logits.flatten(0, 1)[rows][:, self.match.common_student].argmax(dim=-1)
+            agreed += int((choices == expected).sum())
+            compared += len(expected)
+        share = agreed / max(compared, 1)
+        return scores.summary() | {"agreement": share, "one_to_one_chunks": compared}
+
+    def _of_teacher(self, teacher: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """The teacher's own numbers, and for each batch its choice at chunks of one token a side,
+        as an index into the tokens that both have."""
+        tokenizer = self.inputs.teacher_tokenizer
+        assert tokenizer is not None
+        scores, choices = Scores(self.inputs.tokenizer), []
+        for windows, batch in self._batches():
+            assert batch.teacher is not None
+            assert batch.alignment is not None
+            logits = self._logits(teacher, batch.teacher, tokenizer)
+            scores.add(windows, "teacher", logits, batch.teacher.labels)
+            rows = batch.alignment.teacher_spans[_singles(batch), 0]
+            common = logits.flatten(0, 1)[rows][:, self.match.common_teacher]
+            choices.append(common.argmax(dim=-1))
+        return scores.summary(), choices
+
+    def _batches(self) -> Iterator[tuple[list[Window], Batch]]:
+        """All windows, in order."""
+        assert self.config.teacher is not None
+        for first in range(0, len(self.windows), BATCH_SIZE):
+            windows = self.windows[first : first + BATCH_SIZE]
+            batch = collate(
+                windows,
+                student_length=self.config.student.seq_length,
+                teacher_length=self.config.teacher.model.seq_length,
+                text_only=True,
+            )
+            yield windows, batch
+
+    def _model(self, model: ModelConfig, tokenizer: MegatronTokenizerText, checkpoint: str) -> Any:
         """A trained model."""
         gpt = build_gpt_model(
             model,
-            padded_vocab_size=_shard(tokenizer, model).stop,
+            padded_vocab_size=padded_vocab_size(
+                tokenizer.vocab_size,
+                make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
+                tensor_model_parallel_size=1,
+            ),
             parallel=self.config.parallel,
             training=self.config.training,
             groups=self.groups,
@@ -101,134 +150,50 @@ class Comparison:
         load_weights(folder, gpt, fingerprint=tokenizer.fingerprint())
         return freeze(gpt)
 
-    def batches(self) -> Iterator[tuple[list[Window], Batch]]:
-        """All windows, in order."""
-        assert self.config.teacher is not None
-        for first in range(0, len(self.windows), BATCH_SIZE):
-            windows = self.windows[first : first + BATCH_SIZE]
-            yield (
-                windows,
-                collate(
-                    windows,
-                    student_length=self.config.student.seq_length,
-                    teacher_length=self.config.teacher.model.seq_length,
-                    text_only=True,
-                ),
-            )
-
-    def of_teacher(self) -> dict[str, Any]:
-        """The teacher's own numbers."""
-        scores = Scores(self.inputs.tokenizer)
-        for windows, batch in self.batches():
-            side = batch.teacher
-            assert side is not None
-            logits = self.teacher(side.tokens, side.position_ids, None)
-            scores.add(windows, "teacher", logits, side.labels, self.teacher_shard)
-        return scores.summary()
-
-    def of_student(self, run: Path) -> dict[str, Any]:
-        """A student's, and how far it agrees with the teacher."""
-        student = self.model(self.config.student, self.inputs.tokenizer, str(run / "checkpoints"))
-        scores = Scores(self.inputs.tokenizer)
-        agreed, projected = Share(), Share()
-        for windows, batch in self.batches():
-            assert batch.teacher is not None
-            logits = student(batch.student.tokens, batch.student.position_ids, None)
-            scores.add(windows, "student", logits, batch.student.labels, self.student_shard)
-            targets = TeacherTargets(
-                kind="logits",
-                shard=self.teacher_shard,
-                logits=self.teacher(batch.teacher.tokens, batch.teacher.position_ids, None),
-            )
-            agreed.add(*self._same_choice(batch.alignment, logits, targets.to_logits()))
-            output = self.projected_kl(
-                DistillationInputs(
-                    student_logits=logits,
-                    student_shard=self.student_shard,
-                    labels=batch.student.labels,
-                    teacher=targets,
-                    alignment=batch.alignment,
-                    projection=self.projection,
-                )
-            )
-            projected.add(*output.metrics["top1_agreement"])
-        return scores.summary() | {
-            "agreement": agreed.value,
-            "one_to_one_chunks": agreed.count,
-            "projected_agreement": projected.value,
-            "chunks": projected.count,
-        }
-
-    def _same_choice(
-        self, alignment: AlignmentBatch | None, student: torch.Tensor, teacher: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chunks of one token a side on whose best common token both agree, and all of them."""
-        assert alignment is not None
-        singles = alignment.chunk_class == ChunkClass.ONE_TO_ONE
-        choices = [
-            logits.flatten(0, 1)[spans[singles, 0]][:, common].argmax(dim=-1)
-            for logits, spans, common in (
-                (student, alignment.student_spans, self.match.common_student),
-                (teacher, alignment.teacher_spans, self.match.common_teacher),
-            )
-        ]
-        return (choices[0] == choices[1]).sum(), singles.sum()
-
-
-class Share:
-    """So many of so many."""
-
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self.count = 0
-
-    def add(self, part: torch.Tensor, of: torch.Tensor) -> None:
-        """One batch's."""
-        self._sum += float(part)
-        self.count += int(of)
-
-    @property
-    def value(self) -> float:
-        """Of everything that was added; 0 of nothing."""
-        return self._sum / max(self.count, 1)
+    def _logits(
+        self, model: Any, side: TokenBatch, tokenizer: MegatronTokenizerText
+    ) -> torch.Tensor:
+        """[B, T, V], without the columns that pad the vocabulary."""
+        logits: torch.Tensor = model(side.tokens, side.position_ids, None)
+        return logits[..., : tokenizer.vocab_size].float()
 
 
 class Scores:
-    """Sums of ``-log2 p`` over text and over numerals."""
+    """Sums of ``-log2 p`` over text and over numerals, and what was most probable."""
 
     def __init__(self, tokenizer: MegatronTokenizerText) -> None:
         self._tokenizer = tokenizer
         self._bits = self._digit_bits = self._probability = 0.0
         self._bytes = self._digits = self._numerals = 0
+        self._first_choices: set[int] = set()
 
     def add(
-        self,
-        windows: list[Window],
-        side: str,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        shard: VocabShard,
+        self, windows: list[Window], side: str, logits: torch.Tensor, labels: torch.Tensor
     ) -> None:
         """One batch of one model. logits [B, T, V], labels [B, T]."""
-        log_probs = torch.log_softmax(logits[..., : shard.vocab_size].float(), dim=-1)
         trained = labels != IGNORE_INDEX
+        self._first_choices.update(logits.argmax(dim=-1)[trained].tolist())
+        log_probs = torch.log_softmax(logits, dim=-1)
         nats = -log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         bits = torch.where(trained, nats, 0.0).double().numpy() / math.log(2)
         for row, window in zip(bits, windows, strict=True):
-            sequence = getattr(window, side)
-            widths = sequence.text_bytes[1:]
-            stops = np.cumsum(widths)
-            row = row[: len(widths)]
-            self._bits += float(row.sum())
-            self._bytes += int(widths.sum())
-            for numeral in NUMERAL.finditer(self._text(window)):
-                start, stop = numeral.span()
-                covers = (stops > start) & (stops - widths < stop)
-                cost = float(row[covers].sum())
-                self._digit_bits += cost
-                self._digits += stop - start
-                self._numerals += 1
-                self._probability += 2.0**-cost
+            self._add_window(row, window, getattr(window, side).text_bytes[1:])
+
+    def _add_window(
+        self, bits: np.ndarray[Any, Any], window: Window, widths: np.ndarray[Any, Any]
+    ) -> None:
+        stops = np.cumsum(widths)
+        bits = bits[: len(widths)]
+        self._bits += float(bits.sum())
+        self._bytes += int(widths.sum())
+        for numeral in NUMERAL.finditer(self._text(window)):
+            start, stop = numeral.span()
+            covers = (stops > start) & (stops - widths < stop)
+            cost = float(bits[covers].sum())
+            self._digit_bits += cost
+            self._digits += stop - start
+            self._numerals += 1
+            self._probability += 2.0**-cost
 
     def _text(self, window: Window) -> bytes:
         ids = window.student.ids[1:][window.student.text_bytes[1:] > 0]
@@ -243,28 +208,29 @@ class Scores:
             "digits": self._digits,
             "numerals": self._numerals,
             "numeral_probability": self._probability / max(self._numerals, 1),
+            "first_choices": len(self._first_choices),
         }
 
 
 def main() -> None:
-    """Measure the runs that are named, in the order of the command line."""
-    root, *names = sys.argv[1:]
-    values, where = read_config_file(Path(root) / names[0] / "config.yaml")
+    """Measure the runs of the command line, in its order, on its text."""
+    text, *runs = sys.argv[1:]
+    values, where = read_config_file(Path(runs[0]) / "config.yaml")
     with torch.no_grad(), contextlib.redirect_stdout(sys.stderr):
-        comparison = Comparison(build_config(DistillConfig, values, where))
-        measured = {"teacher": comparison.of_teacher()}
-        for name in names:
-            measured[name] = comparison.of_student(Path(root) / name)
+        config = build_config(DistillConfig, values, where)
+        data = dataclasses.replace(config.data, validation=(text,))
+        # Not the folder of a run: it would be held to the text that it was started with.
+        folder = str(Path(runs[0]).parent)
+        comparison = Comparison(dataclasses.replace(config, data=data, run_dir=folder))
+        measured = {"teacher": comparison.teacher, "unigram": comparison.of_unigrams()}
+        for run in runs:
+            measured[run] = comparison.of_student(Path(run))
     print(json.dumps(measured))
 
 
-def _shard(tokenizer: MegatronTokenizerText, model: ModelConfig) -> VocabShard:
-    size = padded_vocab_size(
-        tokenizer.vocab_size,
-        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-        tensor_model_parallel_size=1,
-    )
-    return VocabShard(start=0, stop=size, vocab_size=tokenizer.vocab_size, group=None)
+def _singles(batch: Batch) -> torch.Tensor:
+    assert batch.alignment is not None
+    return batch.alignment.chunk_class == ChunkClass.ONE_TO_ONE
 
 
 if __name__ == "__main__":

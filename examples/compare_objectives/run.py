@@ -2,8 +2,14 @@
 
     python examples/compare_objectives/run.py
 
-The teacher is the demo's, with its text: SentencePiece, 32,768 tokens. Each student starts from the
-same weights and reads the same windows in the same order; one learns without the teacher. A run
+By default on the demo's text, with two vocabularies that mistral-common carries; both of these cut
+numerals digit by digit. The published comparison is of a pair that does not, on GSM8K:
+
+    python examples/compare_objectives/run.py --student-tokenizer r50k_base.tiktoken \\
+        --data train.jsonl --text-keys question answer
+
+Each student starts from the same weights and reads the same windows in the same order; one learns
+without the teacher. ``--seeds`` repeats all of it from other weights and in another order. A run
 that was interrupted goes on, and one that is finished is skipped. ``vocab_kl`` is left out, since
 it needs a teacher with the student's tokenizer.
 """
@@ -15,13 +21,13 @@ import importlib.resources
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 HERE = Path(__file__).parent
 DEMO = HERE.parent / "demo"
@@ -30,9 +36,13 @@ sys.path.append(str(DEMO))
 
 from corpus import write_corpus  # noqa: E402
 from figure import draw  # noqa: E402
+from text_split import write_split  # noqa: E402
+from vocabulary_head import write_head  # noqa: E402
 
-TEACHER_TOKENIZER = "mistral_instruct_tokenizer_240323.model.v3"
-STUDENT_TOKENIZER = "tekken_240911.json"
+from megatron_ext.atomic_file import write_text  # noqa: E402
+from megatron_ext.tokenizers import MegatronTokenizer  # noqa: E402
+from megatron_ext.tokenizers.file_kind import file_kind  # noqa: E402
+
 OBJECTIVES = (
     "next_token",
     "projected_kl",
@@ -45,6 +55,8 @@ OBJECTIVES = (
     "mined",
     "dskd",
 )
+CPU_SECONDS = "cpu_seconds"
+PROBE = "In 2017, 48 cost $120: <<48+24=72>>"
 
 
 def main() -> None:
@@ -52,52 +64,65 @@ def main() -> None:
     arguments = _arguments()
     root = Path(arguments.run_dir)
     started = time.perf_counter()
-    if not (root / "data" / "validation.jsonl").exists():
-        write_corpus(root / "data")
-    with importlib.resources.as_file(importlib.resources.files("mistral_common") / "data") as files:
+    _write_data(root / "data", arguments)
+    tokenizers = _tokenizers(root, arguments)
+    _train(
+        root / "teacher",
+        *("--config", str(HERE / "teacher.yaml")),
+        *("--tokenizer-model", str(tokenizers["teacher"])),
+        *("--data-train", str(root / "data" / "train.jsonl")),
+        steps=arguments.teacher_steps,
+    )
+    students = [(objective, seed) for seed in arguments.seeds for objective in arguments.objectives]
+    for objective, seed in students:
         _train(
-            root,
-            "teacher",
-            [
-                *("--config", str(DEMO / "teacher.yaml")),
-                *("--tokenizer-model", str(files / TEACHER_TOKENIZER)),
-                *("--data-train", str(root / "data" / "train.jsonl")),
-                *("--train-iters", str(arguments.teacher_steps)),
-            ],
+            root / f"seed-{seed}" / objective,
+            *("--config", str(HERE / "student.yaml"), "--loss-objective", objective),
+            *("--seed", str(seed)),
+            *("--tokenizer-model", str(tokenizers["student"])),
+            *("--teacher-tokenizer-model", str(tokenizers["teacher"])),
+            *("--teacher-checkpoint", str(root / "teacher" / "checkpoints")),
+            *("--data-train", str(root / "data" / "student.jsonl")),
+            steps=arguments.steps,
         )
-        for objective in arguments.objectives:
-            _train(
-                root,
-                objective,
-                [
-                    *("--config", str(HERE / "student.yaml"), "--loss-objective", objective),
-                    *("--tokenizer-model", str(files / STUDENT_TOKENIZER)),
-                    *("--teacher-tokenizer-model", str(files / TEACHER_TOKENIZER)),
-                    *("--teacher-checkpoint", str(root / "teacher" / "checkpoints")),
-                    *("--data-train", str(root / "data" / "student.jsonl")),
-                    *("--train-iters", str(arguments.steps)),
-                ],
-            )
     results = {
         "machine": _machine(),
+        "text": Path(arguments.data).name if arguments.data else "the demo's",
+        "tokenizers": {side: path.name for side, path in tokenizers.items()},
         "steps": arguments.steps,
         "teacher_steps": arguments.teacher_steps,
-        "runs": _measured(root, arguments.objectives),
+        **_measured(root, students),
     }
     (root / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     _print_table(results)
-    print(f"\n{draw(results, root / 'objectives.png')}, {root / 'results.json'}")
+    print(f"\n{draw(results, root / 'objectives.svg')}, {root / 'results.json'}")
     print(f"this call took {(time.perf_counter() - started) / 60:.1f} minutes")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--run-dir", default="runs/compare_objectives", help="folder for everything it makes"
+    add = parser.add_argument
+    add("--run-dir", default="runs/compare_objectives", help="folder for everything it makes")
+    add("--steps", type=int, default=300, help="optimizer steps of each student")
+    add("--teacher-steps", type=int, default=500, help="those of the teacher")
+    add("--seeds", type=int, nargs="+", default=[1234], help="of students; one set for each")
+    carried = importlib.resources.files("mistral_common") / "data"
+    add(
+        "--student-tokenizer",
+        default=str(carried / "mistral_instruct_tokenizer_240323.model.v3"),
+        metavar="FILE",
+        help="any tokenizer file; a published vocabulary of tiktoken's is cut to --vocab-size",
     )
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each student")
-    parser.add_argument("--teacher-steps", type=int, default=200, help="those of the teacher")
-    parser.add_argument(
+    add(
+        "--teacher-tokenizer",
+        default=str(carried / "tekken_240911.json"),
+        metavar="FILE",
+        help="the same for the teacher",
+    )
+    add("--vocab-size", type=int, default=8192, help="ids kept of vocabularies that can be cut")
+    add("--data", metavar="FILE", help="JSON lines; the demo's text when not given")
+    add("--text-keys", nargs="+", default=["text"], help="fields of a line that are its text")
+    add(
         "--objectives",
         nargs="+",
         default=OBJECTIVES,
@@ -108,49 +133,98 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _train(root: Path, name: str, flags: list[str]) -> None:
+def _write_data(folder: Path, arguments: argparse.Namespace) -> None:
+    if (folder / "validation.jsonl").exists():
+        return
+    if arguments.data is None:
+        write_corpus(folder)
+    else:
+        write_split(Path(arguments.data), arguments.text_keys, folder)
+
+
+def _tokenizers(root: Path, arguments: argparse.Namespace) -> dict[str, Path]:
+    """Files of both tokenizers, with a line on how each cuts numerals."""
+    files = {}
+    for side in ("student", "teacher"):
+        source = Path(getattr(arguments, f"{side}_tokenizer"))
+        files[side] = source
+        if file_kind(source).library == "tiktoken":
+            size = arguments.vocab_size
+            files[side] = root / "data" / f"{source.stem}-{size}.json"
+            write_head(source, size, files[side])
+        tokenizer = MegatronTokenizer.from_pretrained(files[side])
+        tokens = [tokenizer.token_bytes(i) or b"" for i in tokenizer.tokenize(PROBE)]
+        print(f"{side}: {tokenizer.vocab_size:,} tokens: {b'|'.join(tokens).decode()}", flush=True)
+    return files
+
+
+def _train(run_dir: Path, *flags: str, steps: int) -> None:
     """``megatron-ext distill`` in a process of its own; a finished run returns at once."""
-    run_dir = root / name
-    steps = int(flags[-1])
     latest = run_dir / "checkpoints" / "latest"
     if latest.exists() and latest.read_text(encoding="utf-8").strip() == f"iter_{steps:07d}":
-        print(f"{name}: finished already", flush=True)
+        print(f"{run_dir}: finished already", flush=True)
         return
-    print(f"{name}: {'going on' if latest.exists() else 'starting'}", flush=True)
+    print(f"{run_dir}: {'going on' if latest.exists() else 'starting'}", flush=True)
     run_dir.mkdir(parents=True, exist_ok=True)
-    validation = str(root / "data" / "validation.jsonl")
+    cpu_file = run_dir / CPU_SECONDS
+    before = _cpu_seconds_of_children()
     with (run_dir / "log.txt").open("a", encoding="utf-8") as log:
         finished = subprocess.run(
             [
                 *(sys.executable, "-m", "megatron_ext", "distill", *flags),
-                *("--run-dir", str(run_dir), "--data-validation", validation),
+                *("--run-dir", str(run_dir), "--train-iters", str(steps)),
             ],
             stdout=log,
             env=_environment(),
             check=False,
         )
+    earlier = float(cpu_file.read_text(encoding="utf-8")) if cpu_file.exists() else 0.0
+    write_text(cpu_file, f"{earlier + _cpu_seconds_of_children() - before:.1f}\n")
     if finished.returncode:
-        sys.exit(f"{name} failed with exit code {finished.returncode}; see {run_dir / 'log.txt'}")
+        sys.exit(f"{run_dir} failed with exit code {finished.returncode}; see its log.txt")
 
 
-def _measured(root: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+def _measured(root: Path, students: list[tuple[str, int]]) -> dict[str, Any]:
     """What ``measure.py`` says of the teacher and of every student."""
-    command = [sys.executable, str(HERE / "measure.py"), str(root), *names]
+    runs = [str(root / f"seed-{seed}" / objective) for objective, seed in students]
     finished = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, env=_environment(), check=False
+        [sys.executable, str(HERE / "measure.py"), str(root / "data" / "validation.jsonl"), *runs],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=_environment(),
+        check=False,
     )
     if finished.returncode:
         sys.exit(f"measuring failed with exit code {finished.returncode}")
-    runs: dict[str, dict[str, Any]] = json.loads(finished.stdout.splitlines()[-1])
-    for name in names:
-        lines = (root / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
-        runs[name] |= {
-            "ce": rows[-1]["ce"],
-            "kd": rows[-1].get("kd"),
-            "seconds": sum(row["seconds"] for row in rows),
-        }
-    return runs
+    measured = json.loads(finished.stdout.splitlines()[-1])
+    return {
+        "teacher": measured["teacher"],
+        "unigram": measured["unigram"],
+        "students": [
+            {"objective": objective, "seed": seed, **measured[run], **_of_training(Path(run))}
+            for run, (objective, seed) in zip(runs, students, strict=True)
+        ],
+    }
+
+
+def _of_training(run: Path) -> dict[str, Any]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    half = rows[len(rows) // 2 :]
+    cpu_file = run / CPU_SECONDS
+    return {
+        # Means of the second half, since a step sees few windows.
+        "ce": sum(row["ce"] for row in half) / len(half),
+        "kd": sum(row["kd"] for row in half) / len(half) if "kd" in rows[0] else None,
+        # Nobody has counted for a run that outlived the call that started it.
+        "cpu_seconds": float(cpu_file.read_text(encoding="utf-8")) if cpu_file.exists() else None,
+    }
+
+
+def _cpu_seconds_of_children() -> float:
+    """Of those that have ended; unlike time on the wall it does not depend on other programs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _environment() -> dict[str, str]:
@@ -166,20 +240,27 @@ def _machine() -> dict[str, Any]:
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        **{package: version(package) for package in ("torch", "megatron-core", "mistral-common")},
     }
 
 
 def _print_table(results: dict[str, Any]) -> None:
-    print(f"\n{results['steps']} steps; held-out text")
-    print(f"{'':<14}{'bits/byte':>11}{'bits/digit':>12}{'numerals':>10}{'agreement':>11}{'s':>7}")
-    for name, run in results["runs"].items():
-        agreement = run.get("agreement")
+    print(f"\n{results['steps']} steps; held-out text; one line a student")
+    print(
+        f"{'':<14}{'seed':>6}{'bits/byte':>11}{'bits/digit':>12}{'numerals':>10}"
+        f"{'agreement':>11}{'choices':>9}{'ce':>7}{'kd':>8}{'cpu s':>7}"
+    )
+    rows = [{"objective": name, **results[name]} for name in ("teacher", "unigram")]
+    for run in (*rows, *results["students"]):
+        agreement, kd = run.get("agreement"), run.get("kd")
         print(
-            f"{name:<14}{run['bits_per_byte']:>11.3f}{run['bits_per_digit']:>12.3f}"
-            f"{run['numeral_probability']:>10.1e}"
-            f"{'' if agreement is None else f'{agreement:.1%}':>11}{run.get('seconds', 0):>7.0f}"
+            f"{run['objective']:<14}{run.get('seed', ''):>6}{run['bits_per_byte']:>11.3f}"
+            f"{run['bits_per_digit']:>12.3f}{run['numeral_probability']:>10.1e}"
+            f"{'' if agreement is None else f'{agreement:.1%}':>11}{run['first_choices']:>9}"
+            f"{run.get('ce', 0):>7.2f}{'' if kd is None else f'{kd:.3f}':>8}"
+            f"{run.get('cpu_seconds') or 0:>7.0f}"
         )
 
 
