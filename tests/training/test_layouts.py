@@ -48,7 +48,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("quantity", ["loss", "kd", "ce", "kd/top1_agreement"])
+@pytest.mark.parametrize(
+    # Models of so few steps never agree on a first choice; tests/distributed compares that.
+    "quantity",
+    ["loss", "kd", "ce", "kd/teacher_entropy", "kd/offsupport_mass"],
+)
 def test_every_iteration_measures_what_one_process_measures(
     runs: Path, layout: str, quantity: str
 ) -> None:
@@ -58,6 +62,7 @@ def test_every_iteration_measures_what_one_process_measures(
     for count in ("chunks", *(field.name for field in fields(ChunkCounts))):
         assert [row[count] for row in sharded] == [row[count] for row in alone]
     expected = [row[quantity] for row in alone]
+    assert all(expected)
     assert [row[quantity] for row in sharded] == pytest.approx(expected, rel=1e-5)
 
 
