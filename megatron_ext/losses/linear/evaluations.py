@@ -126,7 +126,6 @@ def partition_kl_values(objective: PartitionKLLoss, task: TileTask) -> TileValue
         **events.arguments,
         announced=used * weight[events.chunk] * task.scale,
         gradient=task.gradient,
-        implementation=implementation_of(objective),
         **wanted,
     )
     parts = values.singles, values.chains

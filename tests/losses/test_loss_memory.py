@@ -1,0 +1,65 @@
+"""No objective makes an fp32 tensor of the logits' size, nor one of chunks by vocabulary.
+
+T rows, V columns, C chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.distributed import row_slices
+from megatron_ext.losses import DistillationInputs
+from tests.losses.linear.linear_case import ordered
+from tests.losses.microbatch import Microbatch
+from tests.losses.objective_cases import CASES, ObjectiveCase
+from tests.ops.allocation_record import AllocationRecord
+
+BATCH, CHUNKS, VOCABS = 4, 8, (600, 500)
+
+WIDE = {
+    "mined": "the teacher's probabilities on the student's tokens, in fp32 [C, Vps]",
+    "dskd": "its projected logits, and their gradients, whole",
+}
+"""Objective -> what it still makes."""
+
+
+def _inputs(case: ObjectiveCase) -> DistillationInputs:
+    """bf16 logits and targets."""
+    sizes: dict[str, Any] = {"vocabs": VOCABS, "lengths": (16, 12)}
+    if case.same_tokenizer:
+        sizes = {"vocabs": (VOCABS[0],) * 2, "lengths": (16, 16)}
+    batch = ordered(Microbatch.random(batch=BATCH, chunks=CHUNKS, **sizes), CHUNKS)
+    inputs = _halved(case.build(batch, (8, 4)))
+    if inputs.teacher is not None:
+        inputs = replace(inputs, teacher=_halved(inputs.teacher))
+    inputs.student_logits.requires_grad_()
+    return inputs
+
+
+def _halved(holder: Any) -> Any:
+    changed = {}
+    for part in fields(holder):
+        value = getattr(holder, part.name)
+        if torch.is_tensor(value) and value.is_floating_point():
+            changed[part.name] = value.detach().bfloat16()
+    return replace(holder, **changed)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.name not in WIDE])
+def test_no_wide_tensor_is_as_large_as_chunks_by_vocabulary(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 1 << 12)
+    case = CASES[name]
+    inputs, objective = _inputs(case), case.objective()
+
+    with AllocationRecord() as record:
+        objective(inputs).loss_sum.backward()
+
+    record.assert_no_wide_tensor(rows=BATCH * CHUNKS, columns=min(VOCABS))
+    # So it does see what is made: the gradient at least, in bf16.
+    assert record.peak_bytes >= 2 * inputs.student_logits.numel()
