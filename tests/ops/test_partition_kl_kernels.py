@@ -89,13 +89,15 @@ def test_kernels_agree_with_torch_on_extreme_logits(direction: str) -> None:
     options = {"direction": direction, "announced": case.weights()}
     truth, true_grad = case.run(**options)
     exact = torch.cat([side.divergence for side in truth]).detach()
-    plain, plain_grad = case.run(dtype=torch.float32, **options)
+    plain, _ = case.run(dtype=torch.float32, **options)
     value, grad = run(case, torch.float32, direction=direction)
     assert grad.isfinite().all()
     assert (grad[:, 4:9] == 0).all()
     same = torch.cat([side.divergence for side in plain]).detach()
     assert_as_exact(value, same, exact, slack=2e-6)
-    assert_as_exact(grad, plain_grad, true_grad, slack=2e-6)
+    # Slopes as large as the divergence, which is up to 87, cancel in the gradient.
+    largest = max(float(exact.max()), 1.0) * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(grad.double(), true_grad, rtol=0, atol=largest)
 
 
 @pytest.mark.usefixtures("nan_filled")
