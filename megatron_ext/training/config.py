@@ -227,6 +227,11 @@ class TrainingConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Parameter and activation dtype; gradients are accumulated in fp32."""
 
+    vocabulary_layout: Literal["original", "co_sharded"] = "original"
+    """Order of the heads' rows while the run trains: that of the token ids, or one in which the
+    tokens that both models have lie side by side on each rank. Losses and checkpoints are the same,
+    see docs/projection.md. Needs an objective with a projection."""
+
     seed: int = 1234
     """Seed of the initial weights and of the order of the data."""
 

@@ -24,7 +24,7 @@ from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_chec
 from megatron_ext.training.config import DistillConfig, ModelConfig, TeacherConfig
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
-from megatron_ext.training.learning_step import learning_step
+from megatron_ext.training.learning_step import learning_step, run_projection
 from megatron_ext.training.models import build_gpt_model, freeze
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
@@ -34,6 +34,7 @@ from megatron_ext.training.run_folder import (
 )
 from megatron_ext.training.student import Student
 from megatron_ext.training.trainer import Trainer
+from megatron_ext.training.vocabulary_layout import lay_out
 
 
 def distill(config: DistillConfig, inputs: Inputs) -> Path:
@@ -66,8 +67,8 @@ def distill(config: DistillConfig, inputs: Inputs) -> Path:
 def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) -> Trainer:
     """Build and load everything a run needs; what it is goes to its folder once that has worked.
 
-    Collectives: those of ``ProcessGroups.on_main``, of ``check_shards_agree`` and those that build
-    and load models.
+    Collectives: those of ``ProcessGroups.on_main``, of ``check_shards_agree``, those that build
+    and load models, and with a vocabulary layout one all-to-all for each model's head.
     """
     _seed(config.training.seed)
     tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
@@ -75,7 +76,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     if config.initial_checkpoint and latest_checkpoint(run_dir / CHECKPOINTS) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         load_weights(start, gpt, fingerprint=tokenizer.fingerprint())
-    teacher = None
+    teacher = laid_out = None
     step = StudentStep(
         shard=shard,
         next_token=LOSS_REGISTRY["next_token"](),
@@ -87,6 +88,17 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
             config, config.teacher, inputs.teacher_tokenizer, groups
         )
         teacher = MegatronTeacher(teacher_gpt, shard=teacher_shard)
+        projection = run_projection(config, inputs, groups)
+        if config.training.vocabulary_layout == "co_sharded":
+            assert projection is not None, "checked with the objective"
+            laid_out = lay_out(
+                config,
+                projection,
+                student=gpt,
+                teacher=teacher_gpt,
+                shards=(shard, teacher_shard),
+                groups=groups,
+            )
         step = learning_step(
             step,
             student=gpt,
@@ -94,10 +106,12 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
             teacher_shard=teacher_shard,
             config=config,
             inputs=inputs,
+            projection=projection,
+            layout=laid_out and laid_out.layout,
             groups=groups,
         )
     # Behind the step: an objective may have parameters of its own, which are trained with these.
-    student = Student(gpt, config=config, groups=groups)
+    student = Student(gpt, config=config, groups=groups, rows=laid_out and laid_out.student_rows)
     groups.on_main(lambda: record_run(config, inputs.data_summary()))
     groups.on_main(lambda: tokenizer.save_pretrained(run_dir / TOKENIZER_FOLDER, overwrite=True))
     return Trainer(
@@ -107,6 +121,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
         student=student,
         step=step,
         teacher=teacher,
+        places=laid_out and laid_out.places,
         train_data=inputs.train_data,
         validation_data=inputs.validation_data,
         run_record={

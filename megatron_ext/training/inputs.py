@@ -116,6 +116,16 @@ def _check_objective(
     from megatron_ext.training.objective import make_objective, needs_of
 
     objective = make_objective(config.loss)
+    is_permuted = config.training.vocabulary_layout != "original"
+    if is_permuted and not (config.distils and needs_of(objective).projection):
+        raise ConfigError(
+            f"the objective {config.loss.objective} has no projection to lay the vocabularies out "
+            "by",
+            where="training.vocabulary_layout",
+            got=config.training.vocabulary_layout,
+            expected="original",
+            fix="remove it, or take an objective with a projection, see docs/losses.md",
+        )
     if teacher_tokenizer is not None and config.distils and needs_of(objective).same_tokenizer:
         _check_same_tokenizer(config, tokenizer, teacher_tokenizer)
 

@@ -12,6 +12,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import DskdProjectors
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.building.options import ProjectionMethod
+from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.teachers.megatron_teacher import head_weight
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.config import DistillConfig
@@ -35,20 +36,22 @@ def learning_step(
     teacher_shard: VocabShard,
     config: DistillConfig,
     inputs: Inputs,
+    projection: SparseProjection | None,
+    layout: VocabularyLayout | None,
     groups: ProcessGroups,
 ) -> StudentStep:
     """``step`` with the run's objective and what it reads.
 
     An objective with parameters gives them to ``student``, which is not wrapped yet.
 
-    Collectives: those of ``ProcessGroups.on_main``, where the run builds its projection, and on the
-    last stage of ``DskdProjectors.from_heads``, where ``dskd`` starts so.
+    Args:
+        projection: What ``run_projection`` returned, by ids.
+        layout: The order of both heads' rows; None: that of the ids.
+
+    Collectives: on the last stage those of ``DskdProjectors.from_heads``, where ``dskd`` starts so.
     """
     assert inputs.teacher_tokenizer is not None
     needs = needs_of(make_objective(config.loss))
-    projection = inputs.projection
-    if needs.projection is not None and projection is None:
-        projection = _own_projection(config, inputs, needs.projection, groups)
     if not groups.is_last_stage:
         return dataclasses.replace(step, distillation=make_objective(config.loss))
     constants = RunConstants.of(
@@ -56,6 +59,7 @@ def learning_step(
         tokenizers=(inputs.tokenizer, inputs.teacher_tokenizer),
         shards=(step.shard, teacher_shard),
         projection=projection,
+        layout=layout,
         device=groups.device,
     )
     projectors = None
@@ -71,6 +75,19 @@ def learning_step(
         constants=constants,
         hidden=StudentHidden(student) if needs.hidden else None,
     )
+
+
+def run_projection(
+    config: DistillConfig, inputs: Inputs, groups: ProcessGroups
+) -> SparseProjection | None:
+    """The configured projection, or the run's own where its objective needs one.
+
+    Collectives: that of ``ProcessGroups.on_main``, where the run builds its projection.
+    """
+    method = needs_of(make_objective(config.loss)).projection
+    if inputs.projection is not None or method is None:
+        return inputs.projection
+    return _own_projection(config, inputs, method, groups)
 
 
 def _projectors(

@@ -14,6 +14,7 @@ from megatron_ext.losses import (
     VocabularyMatch,
 )
 from megatron_ext.projection import SparseProjection
+from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training.objective import Needs
@@ -40,12 +41,15 @@ class RunConstants:
         tokenizers: tuple[MegatronTokenizerText, MegatronTokenizerText],
         shards: tuple[VocabShard, VocabShard],
         projection: SparseProjection | None,
+        layout: VocabularyLayout | None = None,
         device: torch.device,
     ) -> RunConstants:
         """What ``needs`` names, of the student and the teacher.
 
         Args:
             projection: Of the pair; None where nothing of it is needed.
+            layout: The order of both heads' rows; None: that of the ids. The completion table is
+                by ids all the same, as the batches are in which it looks.
 
         Raises:
             MegatronExtError: The pair has not what the objective needs.
@@ -54,10 +58,16 @@ class RunConstants:
         shard = match = boundary = table = None
         if projection is not None and needs.shard:
             shard = ProjectionShard.from_projection(
-                projection, student_shard=student_shard, teacher_shard=teacher_shard, device=device
+                projection.permuted(layout) if layout else projection,
+                student_shard=student_shard,
+                teacher_shard=teacher_shard,
+                device=device,
             )
         if projection is not None and needs.match:
-            match = VocabularyMatch.from_partition(projection.partition(needs.min_share), device)
+            partition = projection.partition(needs.min_share)
+            match = VocabularyMatch.from_partition(
+                partition.permuted(layout) if layout else partition, device
+            )
         if needs.boundary:
             student, teacher = map(TokenBytes.of, tokenizers)
             boundary = BoundaryColumns.at_word_starts(
@@ -65,6 +75,7 @@ class RunConstants:
                 teacher,
                 student_shard=student_shard,
                 teacher_shard=teacher_shard,
+                layout=layout,
                 device=device,
             )
         if needs.completions:

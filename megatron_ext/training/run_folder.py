@@ -39,6 +39,8 @@ _MAY_CHANGE = (
     "parallel.distributed_timeout_minutes",
     "training.train_iters",
     "training.micro_batch_size",
+    # Checkpoints are in the order of ids under any layout.
+    "training.vocabulary_layout",
     "training.eval_interval",
     "training.save_interval",
     "training.keep_checkpoints",

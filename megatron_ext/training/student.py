@@ -19,13 +19,26 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.forward_step import StepReport, StudentStep
 from megatron_ext.training.models import wrap_in_ddp
 from megatron_ext.training.sharded_optimizer import CHECKPOINT_FORMAT, prepare_to_load
+from megatron_ext.training.vocabulary_layout import VocabularyRows
 
 
 class Student:
-    """megatron-core's DDP, optimizer and scheduler around one stage of the student."""
+    """megatron-core's DDP, optimizer and scheduler around one stage of the student.
 
-    def __init__(self, gpt: GPTModel, *, config: DistillConfig, groups: ProcessGroups) -> None:
+    Args:
+        rows: How its head is permuted, so that checkpoints are not; None: it is not.
+    """
+
+    def __init__(
+        self,
+        gpt: GPTModel,
+        *,
+        config: DistillConfig,
+        groups: ProcessGroups,
+        rows: VocabularyRows | None = None,
+    ) -> None:
         self.gpt = gpt
+        self._rows = rows
         self.ddp = wrap_in_ddp(gpt, parallel=config.parallel, groups=groups)
         self.optimizer = get_megatron_optimizer(
             _optimizer_config(config), [self.ddp], use_gloo_process_groups=False
@@ -67,8 +80,10 @@ class Student:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def sharded_state(self, *, is_loading: bool = False) -> dict[str, Any]:
-        """Weights, optimizer and scheduler for ``dist_checkpointing``."""
+        """Weights, optimizer and scheduler for ``dist_checkpointing``, rows in the order of ids."""
         model = self.gpt.sharded_state_dict()
+        if self._rows is not None:
+            model = self._rows.in_order_of_ids(self.gpt, model, is_loading=is_loading)
         if is_loading:
             prepare_to_load(self.optimizer)
         return {

@@ -27,6 +27,7 @@ from megatron_ext.training.run_folder import CHECKPOINTS, TOKENIZER_FOLDER
 from megatron_ext.training.sampler import BatchSampler
 from megatron_ext.training.student import Student
 from megatron_ext.training.validation import BitsPerByte, measure_bits_per_byte
+from megatron_ext.training.vocabulary_layout import BatchPlaces
 
 
 class DivergedError(MegatronExtError, RuntimeError):
@@ -47,6 +48,9 @@ class Trainer:
     teacher: Teacher | None
     train_data: WindowDataset
     validation_data: WindowDataset | None
+    places: BatchPlaces | None
+    """Looks up batches for permuted heads; None where heads are in the order of ids."""
+
     run_record: dict[str, Any]
     """Saved with every checkpoint: what one needs to know to use it."""
 
@@ -132,13 +136,14 @@ class Trainer:
 
     def _collate(self, windows: list[Any], *, text_only: bool = False) -> Batch:
         teacher = self.config.teacher
-        return collate(
+        batch = collate(
             windows,
             student_length=self.config.student.seq_length,
             teacher_length=teacher.model.seq_length if teacher and self.teacher else None,
             text_only=text_only,
             completion_table=None if text_only else self.step.constants.completion_table,
         ).to(self.groups.device)
+        return self.places(batch) if self.places else batch
 
     def _targets(self, batches: list[Batch]) -> list[TeacherTargets | None]:
         """Targets per microbatch on the last stage; None for each elsewhere."""

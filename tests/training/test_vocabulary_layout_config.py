@@ -1,0 +1,55 @@
+"""Where a vocabulary layout can be asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.inputs import read_inputs
+from megatron_ext.training.run_folder import check_run_folder, record_run
+from tests.training.tiny_run import student_run, write_corpus, write_rank_list
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DistillConfig:
+    """A run with a layout, and a teacher that has a checkpoint."""
+    write_corpus(tmp_path)
+    write_rank_list(tmp_path)
+    _add_checkpoint(tmp_path / "teacher" / "checkpoints")
+    return changed(student_run(tmp_path, "run"), vocabulary_layout="co_sharded")
+
+
+def _add_checkpoint(folder: Path) -> None:
+    (folder / "iter_0000001").mkdir(parents=True)
+    (folder / "iter_0000001" / "metadata.json").write_text("{}")
+    (folder / "latest").write_text("iter_0000001\n")
+
+
+def changed(config: DistillConfig, **training: Any) -> DistillConfig:
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, **training))
+
+
+@pytest.mark.parametrize("objective", ["uld", "alm", "vocab_kl", "next_token"])
+def test_an_objective_without_a_projection_has_nothing_to_lay_out_by(
+    config: DistillConfig, objective: str
+) -> None:
+    config = dataclasses.replace(config, loss=LossConfig(objective=objective))
+    with pytest.raises(ConfigError, match=r"training\.vocabulary_layout: .*has no projection"):
+        read_inputs(config, world_size=1)
+
+
+def test_an_objective_with_a_projection_may_have_one(config: DistillConfig) -> None:
+    assert read_inputs(config, world_size=1).projection is None
+
+
+def test_a_run_may_go_on_with_or_without_a_layout(config: DistillConfig) -> None:
+    record_run(config, {"train": None, "validation": None})
+    _add_checkpoint(Path(config.run_dir) / "checkpoints")
+    check_run_folder(changed(config, vocabulary_layout="original"))
+    with pytest.raises(ConfigError, match=r"another training\.seed"):
+        check_run_folder(changed(config, seed=7))

@@ -1,0 +1,144 @@
+"""A run with permuted heads learns, measures and saves what one without does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from megatron_ext.projection.layout import VocabularyLayout
+from megatron_ext.training.metrics import read_metrics
+from tests.process_group import run_ranks
+from tests.training.layout_runs import Run, run_alone, run_layouts
+from tests.training.tiny_run import STUDENT_VOCAB_SIZE, write_corpus, write_rank_list
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+SHARDED_OPTIMIZER = {"use_distributed_optimizer": True}
+UNTIED: dict[str, Any] = {"untied": True, "teacher": "tied-teacher", "objective": "partition_kl"}
+
+ALONE = [
+    Run("tied", "original"),
+    Run("untied", "original", **UNTIED),
+    Run("tied-permuted"),
+    Run("untied-permuted", **UNTIED),
+    Run("tied-turned-on", goes_on_from="tied"),
+    Run("tied-turned-off", "original", goes_on_from="tied-permuted"),
+]
+TWO_RANKS = [
+    Run("tied-tp2", parallel=TP2),
+    Run("untied-tp2", parallel=TP2, **UNTIED),
+    Run("tied-pp2", parallel=PP2),
+    Run("tied-dp2", parallel=SHARDED_OPTIMIZER),
+    Run("tied-dp2-turned-off", "original", goes_on_from="tied-dp2", parallel=SHARDED_OPTIMIZER),
+]
+COPY_ALONE = [Run("copy-tied", goes_on_from="tied", only_saves=True)]
+COPY_ON_TWO_RANKS = [
+    Run("copy-tied-tp2", parallel=TP2, goes_on_from="tied", only_saves=True),
+    Run("copy-tied-pp2", parallel=PP2, goes_on_from="tied", only_saves=True),
+    Run("copy-untied-tp2", parallel=TP2, goes_on_from="untied", only_saves=True, **UNTIED),
+]
+PERMUTED = [run.name for run in ALONE[2:] + TWO_RANKS]
+COPIES = COPY_ALONE + COPY_ON_TWO_RANKS
+
+# The same sums in another order, in fp32, as in test_layouts.
+LOSS_TOLERANCE = 1e-5
+GRADIENT_NORM_TOLERANCE = 1e-4
+PARAMETER_TOLERANCE = 2e-5
+
+VOCABULARY_ROWS = ("word_embeddings.weight", "output_layer.weight")
+
+
+def expected_of(name: str) -> str:
+    return name.partition("-")[0]
+
+
+Heads = list[list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Heads, Heads]:
+    """The folder of all runs, and heads by id on one rank and by place on two."""
+    folder = tmp_path_factory.mktemp("vocabulary_layouts")
+    write_corpus(folder)
+    write_rank_list(folder)
+    seen = Run("seen", "original")
+    by_id = run_ranks(1, run_alone, folder, ALONE + COPY_ALONE, seen, timeout_s=400)
+    seen = Run("seen-permuted", parallel=TP2)
+    runs = TWO_RANKS + COPY_ON_TWO_RANKS
+    by_place = run_ranks(2, run_layouts, folder, runs, seen, timeout_s=400)
+    return folder, by_id, by_place
+
+
+@pytest.fixture(scope="module")
+def runs(finished: tuple[Path, Heads, Heads]) -> Path:
+    return finished[0]
+
+
+@pytest.mark.parametrize("name", PERMUTED)
+def test_a_run_measures_what_it_does_in_the_order_of_ids(runs: Path, name: str) -> None:
+    expected, measured = read_metrics(runs / expected_of(name)), read_metrics(runs / name)
+    assert len(expected) == 2
+    assert [row.keys() for row in measured] == [row.keys() for row in expected]
+    assert "student_bits_per_byte" in expected[-1]
+    for row, other in zip(measured, expected, strict=True):
+        for key in ("loss", "kd", "ce", "student_bits_per_byte", "teacher_bits_per_byte"):
+            if key in other:
+                assert row[key] == pytest.approx(other[key], rel=LOSS_TOLERANCE)
+        assert row["compared"] == other["compared"]
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=GRADIENT_NORM_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", PERMUTED)
+def test_what_was_trained_is_saved_in_the_order_of_ids(runs: Path, name: str) -> None:
+    expected, saved = tensors_of(runs / expected_of(name)), tensors_of(runs / name)
+    names = [key for key in expected if not key.startswith("optimizer")]
+    assert any(key.endswith("word_embeddings.weight") for key in names)
+    for key in names:
+        rows = min(len(expected[key]), len(saved[key]))
+        torch.testing.assert_close(
+            saved[key][:rows], expected[key][:rows], rtol=0, atol=PARAMETER_TOLERANCE
+        )
+
+
+@pytest.mark.parametrize("run", COPIES, ids=lambda run: run.name)
+def test_a_checkpoint_is_bit_for_bit_the_one_without_a_layout(runs: Path, run: Run) -> None:
+    assert run.goes_on_from is not None
+    original, saved = tensors_of(runs / run.goes_on_from, 1), tensors_of(runs / run.name)
+    assert saved.keys() == original.keys()
+    head = "output_layer.weight" if run.untied else "word_embeddings.weight"
+    assert len([key for key in saved if key.endswith(head)]) >= 3
+    for key, tensor in original.items():
+        # Over two ranks megatron-core pads the vocabulary to more rows.
+        rows = STUDENT_VOCAB_SIZE if key.endswith(VOCABULARY_ROWS) else None
+        assert torch.equal(saved[key][:rows], tensor[:rows]), key
+
+
+def test_the_heads_are_permuted_while_a_run_trains(finished: tuple[Path, Heads, Heads]) -> None:
+    folder, [whole], shards = finished
+    layout = VocabularyLayout.load(folder / "seen-permuted" / "vocabulary_layout.json")
+    for side, order in enumerate((layout.student, layout.teacher)):
+        size = order.vocab_size
+        permuted = torch.cat([shard[side] for shard in shards])
+        assert torch.equal(
+            permuted[torch.from_numpy(order.places[:size].copy())], whole[side][:size]
+        )
+        assert not torch.equal(permuted[:size], whole[side][:size])
+    assert sum(layout.common_counts) > 2000
+
+
+def tensors_of(run: Path, iteration: int = 2) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, the optimizer's too."""
+    state: dict[str, torch.Tensor] = {}
+    _load_state_dict(
+        state,
+        storage_reader=FileSystemReader(str(run / "checkpoints" / f"iter_{iteration:07d}")),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
