@@ -32,6 +32,9 @@ class KnownAhead:
     chunk_mask: torch.Tensor | None = None
     """[C] bool; None: all."""
 
+    teacher_labels: torch.Tensor | None = None
+    """[B, Tt] int64, for objectives that read them; None: every chunk has all of them."""
+
     @property
     def aligned(self) -> AlignmentBatch:
         """The alignment.

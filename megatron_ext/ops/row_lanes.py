@@ -30,8 +30,12 @@ class Lane(NamedTuple):
 
 
 def merge_lanes(lanes: Sequence[Lane], shard: VocabShard) -> list[LogSumExp]:
-    """Each lane over all shards; they may have different numbers of rows. Two all-reduces."""
-    peak, total = (torch.cat(parts) for parts in zip(*lanes, strict=True))
+    """Each lane over all shards, in the first one's dtype. Two all-reduces.
+
+    Lanes may have different numbers of rows.
+    """
+    dtype = lanes[0].peak.dtype
+    peak, total = (torch.cat(parts).to(dtype) for parts in zip(*lanes, strict=True))
     lengths = [len(lane.peak) for lane in lanes]
     merged = merge_log_sum_exp(peak, total, shard.group)
     split = (part.split(lengths) for part in merged)

@@ -124,7 +124,11 @@ class StudentStep:
         """int64 scalar: what the distillation objective counts in a batch; 0 without one."""
         if self.distillation is None:
             return torch.zeros((), dtype=torch.int64, device=batch.student.labels.device)
-        known = KnownAhead(labels=batch.student.labels, alignment=batch.alignment)
+        known = KnownAhead(
+            labels=batch.student.labels,
+            alignment=batch.alignment,
+            teacher_labels=batch.teacher.labels if batch.teacher else None,
+        )
         return count_ahead(self.distillation, known, over=sums_over(self.config))
 
     def _loss(

@@ -16,6 +16,7 @@ from megatron_ext.distributed import shard_collectives as collectives
 from megatron_ext.distributed import vocab_parallel as vp
 from megatron_ext.losses import LOSS_REGISTRY, LossOutput, TargetKind
 from megatron_ext.ops.selected_log_prob import top_columns
+from megatron_ext.ops.top_log_probs import top_log_probs
 from tests.distributed.hidden_state_cases import hidden_states, likelihoods
 from tests.distributed.partition_cases import CASES as PARTITION_CASES
 from tests.distributed.partition_cases import completed
@@ -145,6 +146,14 @@ def _top_columns(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor],
     return found, full.new_zeros(1, 0)
 
 
+def _top_log_probs(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Ties within and across shards, and the whole vocabulary."""
+    full = Microbatch.random().student_logits.flatten(0, 1).round()
+    shard = vocab_shard(37, PADDING[0], rank, ranks, group)
+    found = [top_log_probs(columns(full, shard), k, shard) for k in (1, 6, 37)]
+    return [part for top in found for part in (top.token_id, top.log_prob)], full.new_zeros(1, 0)
+
+
 def _sliced(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The projected KL in slices of a few rows, with collectives in each."""
     with patch.dict(row_slices.SLICE_ELEMENTS, cpu=160):
@@ -196,6 +205,7 @@ CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tenso
     "strict top-k of top-k targets": _objective("strict_topk", top_k=3, kind="topk"),
     "strict top-k without chunks": _objective("strict_topk", chunks=0),
     "top columns of equal logits": _top_columns,
+    "top log-probabilities of equal logits": _top_log_probs,
     "projected KL without chunks": _objective("projected_kl", chunks=0),
     "projected KL in slices": _sliced,
     "projected KL as nemo": _objective("projected_kl", numerics="nemo", vocab_topk=8),

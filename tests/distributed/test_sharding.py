@@ -40,7 +40,7 @@ def test_shards_reproduce_the_unsharded_loss_and_gradient(
         for replicated, _ in group:
             for value, true_value in zip(replicated, truth, strict=True):
                 # Sums over shards are taken in another order: a few units of fp32 rounding.
-                torch.testing.assert_close(value, true_value, rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(value, true_value, rtol=2e-6, atol=1e-6)
         grad = torch.cat([columns for _, columns in group], dim=-1)
         assert (grad[..., true_grad.shape[-1] :] == 0).all()
         grad = grad[..., : true_grad.shape[-1]]
@@ -62,7 +62,7 @@ def test_every_rank_makes_the_collectives_that_the_docstrings_state(
 ) -> None:
     # On the CPU a reduce-scatter is an all-reduce: the fourth of the projected KL.
     stated = {
-        "next_token forward": ["all_reduce"] * 5,
+        "next_token forward": ["all_reduce"] * 3,
         "next_token backward": [],
         "projected_kl forward": ["all_reduce"] * 7,
         "projected_kl backward": ["all_gather", "all_reduce"],
@@ -70,28 +70,28 @@ def test_every_rank_makes_the_collectives_that_the_docstrings_state(
         "projected_kl without chunks backward": ["all_reduce"],
         "projected_kl as nemo forward": ["all_gather"] * 2 + ["all_reduce"] * 6,
         "projected_kl as nemo backward": ["all_reduce"],
-        # The reduce-scatter is the fourth.
-        "gold forward": ["all_reduce"] * 7 + ["all_gather"],
-        "gold backward": ["all_reduce"],
-        "gold without chunks forward": ["all_reduce"] * 6,
-        "gold without chunks backward": ["all_reduce"],
+        # The reduce-scatter is the third.
+        "gold forward": ["all_reduce"] * 2 + ["all_gather"] + ["all_reduce"] * 5,
+        "gold backward": [],
+        "gold without chunks forward": ["all_reduce"] * 4,
+        "gold without chunks backward": [],
         "gold as nemo forward": ["all_reduce"] * 6 + ["all_gather"] + ["all_reduce"] * 4,
         "gold as nemo backward": ["all_reduce"],
-        "uld forward": ["all_reduce"] * 2 + ["all_gather"],
-        "uld backward": ["all_reduce"],
-        "vocab_kl forward": ["all_reduce"] * 5,
+        "uld forward": ["all_reduce"] * 2 + ["all_gather"] + ["all_reduce"],
+        "uld backward": [],
+        "vocab_kl forward": ["all_reduce"] * 4,
         "vocab_kl backward": [],
         "strict_topk forward": ["all_gather"] + ["all_reduce"] * 6,
         "strict_topk backward": [],
         "strict_topk without chunks forward": ["all_gather"] + ["all_reduce"] * 6,
         "strict_topk without chunks backward": [],
-        "mined forward": ["all_reduce"] * 3 + ["all_gather"] + ["all_reduce"] * 5,
+        "mined forward": ["all_reduce"] * 3 + ["all_gather"] + ["all_reduce"] * 4,
         "mined backward": [],
-        "mined without chunks forward": ["all_reduce"] * 8,
+        "mined without chunks forward": ["all_reduce"] * 7,
         "mined without chunks backward": [],
-        "partition_kl forward": ["all_reduce"] * 7,
-        "partition_kl backward": ["all_reduce"],
-        "partition_kl without chunks forward": ["all_reduce"] * 6,
+        "partition_kl forward": ["all_reduce"] * 3 + ["all_to_all_single", "all_reduce"],
+        "partition_kl backward": [],
+        "partition_kl without chunks forward": ["all_reduce"] * 3,
         "partition_kl without chunks backward": [],
     }
     for _, made in spawned:

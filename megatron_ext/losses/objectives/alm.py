@@ -13,15 +13,21 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_student
+from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks
 from megatron_ext.losses.inputs.targets import TargetKind
 from megatron_ext.losses.objectives.chunk_groups import ChunkGroups, chunk_groups
-from megatron_ext.losses.objectives.chunk_likelihood import ChunkLikelihoods, chunk_likelihoods
+from megatron_ext.losses.objectives.chunk_likelihood import (
+    ChunkLikelihoods,
+    chunk_likelihoods,
+    labelled_chunks,
+)
 from megatron_ext.ops.binary_divergence import (
     Difference,
     binary_divergence,
     check_binary_divergence,
 )
+from megatron_ext.ops.implementation import Implementation, check_implementation
 
 Merge = Literal["none", "words", "likely_boundaries"]
 
@@ -51,7 +57,7 @@ class AlmLoss:
 
     Teacher targets: ``logits``, ``hidden`` (both with ``inputs.teacher_labels``) and ``label`` (two
     numbers a token; the boundary's with ``debias`` or ``likely_boundaries``). Collectives on the
-    tensor-parallel group, forward: three all-reduces of at most [2 (Ts + Tt)] numbers; one of [Ts]
+    tensor-parallel group, forward: two all-reduces of at most [3 (Ts + Tt)] numbers; one of [Ts]
     more for ``merge`` "words". Backward: none.
 
     Source: Minixhofer et al. 2025, arXiv 2503.20083, and tokenkit.
@@ -87,6 +93,9 @@ class AlmLoss:
     boundary_threshold: float = 0.1
     """gamma, a probability."""
 
+    implementation: Implementation = "auto"
+    """``auto``, ``triton`` or ``torch``, see ``ops/implementation``."""
+
     def __post_init__(self) -> None:
         check_binary_divergence(
             self.name,
@@ -95,6 +104,7 @@ class AlmLoss:
             coin=self.coin,
             renyi_alpha=self.renyi_alpha,
         )
+        check_implementation(self.name, self.implementation)
         if self.merge not in get_args(Merge):
             raise LossError(
                 f"unknown merge of the objective {self.name}",
@@ -117,6 +127,7 @@ class AlmLoss:
             teacher,
             objective=self.name,
             with_boundary=self.debias or self.merge == "likely_boundaries",
+            implementation=self.implementation,
         )
         groups = self._groups(inputs, alignment, chunks)
         student, teacher_nats = (
@@ -151,6 +162,20 @@ class AlmLoss:
             means={"student_nats": -student, "teacher_nats": -teacher_nats, "chunks": members},
             metrics={"impossible": over_chunks(impossible.to(loss.dtype), compared)},
         )
+
+    def count_ahead(self, known: KnownAhead) -> torch.Tensor:
+        """See ``CountsAhead``: chunks with all their labels.
+
+        Exact for ``merge`` "none", but for chunks that a model makes impossible, which no data
+        tells. Merged groups are fewer: how many depends on the teacher's predictions or on which
+        tokens begin a word, so that there this is an upper bound.
+        """
+        alignment = known.aligned
+        labels, ids = [known.labels.flatten()], [alignment.student_chunk_id.flatten()]
+        if known.teacher_labels is not None:
+            labels.append(known.teacher_labels.flatten())
+            ids.append(alignment.teacher_chunk_id.flatten())
+        return known.chunks(labelled_chunks(labels, ids, alignment.chunk_count))
 
     def _groups(
         self, inputs: DistillationInputs, alignment: AlignmentBatch, chunks: ChunkLikelihoods

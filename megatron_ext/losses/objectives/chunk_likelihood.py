@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from megatron_ext.losses.inputs.boundary_columns import BoundaryColumns
 from megatron_ext.losses.inputs.counted_ids import counted_ids
 from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.ops.chunk_reduce import chunk_slots
+from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.token_likelihood import ModelRows, TokenLikelihood, token_likelihood
 
 
@@ -43,6 +45,7 @@ def chunk_likelihoods(
     *,
     objective: str,
     with_boundary: bool,
+    implementation: Implementation = "auto",
 ) -> ChunkLikelihoods:
     """Likelihoods of the inputs' chunks.
 
@@ -51,8 +54,9 @@ def chunk_likelihoods(
         teacher: Targets of the kind ``logits``, ``hidden`` or ``label``.
         objective: Its name, for errors.
         with_boundary: Look for boundaries; otherwise they are 0.
+        implementation: What runs ``token_likelihood``.
 
-    Three all-reduces of at most [2 (Ts + Tt)]. Numbers of chunks that are not usable mean nothing,
+    Two all-reduces of at most [3 (Ts + Tt)]. Numbers of chunks that are not usable mean nothing,
     but nothing of what they look at reaches another chunk, NaN included.
 
     Raises:
@@ -67,14 +71,16 @@ def chunk_likelihoods(
         torch.where(ids == NO_CHUNK, -1, own) for ids, own in zip(chunk_ids, labels, strict=True)
     )
     columns = _columns(inputs, teacher, objective) if with_boundary else None
-    rows = _rows(inputs, teacher, asked, columns, objective, with_boundary)
+    own = ModelRows(
+        inputs.student_logits.flatten(0, 1),
+        asked[0],
+        None if columns is None else columns.student,
+        inputs.student_shard,
+    )
+    rows = _rows(own, teacher, asked[1], columns, objective, implementation)
 
     count = alignment.chunk_count
-    unlabelled = [
-        _sum_rows((own < 0).to(torch.int64), ids, count)
-        for ids, own in zip(chunk_ids, labels, strict=True)
-    ]
-    usable = used_chunks(inputs, (unlabelled[0] + unlabelled[1]) == 0)
+    usable = used_chunks(inputs, labelled_chunks(labels, chunk_ids, count))
     spans = alignment.student_spans, alignment.teacher_spans
     lengths = inputs.labels.shape[1], teacher_labels.shape[1]
     places = [_place_after(*side) for side in zip(spans, labels, lengths, strict=True)]
@@ -85,6 +91,16 @@ def chunk_likelihoods(
     ]
     sums = [_sum_rows(side.log_prob, ids, count) for side, ids in zip(rows, chunk_ids, strict=True)]
     return ChunkLikelihoods(sums[0], sums[1], boundaries[0], boundaries[1], follows, usable)
+
+
+def labelled_chunks(
+    labels: Sequence[torch.Tensor], chunk_ids: Sequence[torch.Tensor], count: int
+) -> torch.Tensor:
+    """bool [C]: chunks each of whose positions has a label, on all sides given ([T] each)."""
+    missing = torch.zeros(count, dtype=torch.int64, device=labels[0].device)
+    for own, ids in zip(labels, chunk_ids, strict=True):
+        missing += _sum_rows((own < 0).to(torch.int64), ids, count)
+    return missing == 0
 
 
 class _Place(NamedTuple):
@@ -107,30 +123,24 @@ def _sum_rows(values: torch.Tensor, chunk_id: torch.Tensor, count: int) -> torch
 
 
 def _rows(
-    inputs: DistillationInputs,
+    student: ModelRows,
     teacher: TeacherTargets,
-    asked: tuple[torch.Tensor, ...],
+    asked: torch.Tensor,
     columns: BoundaryColumns | None,
     objective: str,
-    with_boundary: bool,
+    implementation: Implementation,
 ) -> tuple[TokenLikelihood, TokenLikelihood]:
-    """Likelihoods of both models' rows."""
-    student = ModelRows(
-        inputs.student_logits.flatten(0, 1),
-        asked[0],
-        None if columns is None else columns.student,
-        inputs.student_shard,
-    )
+    """Likelihoods of both models' rows; ``asked`` are the teacher's tokens."""
     if teacher.kind == "label":
-        own, _ = token_likelihood(student)
-        return own, _given(teacher, asked[1], own.log_prob.dtype, objective, with_boundary)
+        own, _ = token_likelihood(student, implementation=implementation)
+        return own, _given(teacher, asked, own.log_prob.dtype, objective, columns is not None)
     other = ModelRows(
         teacher.to_logits().flatten(0, 1),
-        asked[1],
+        asked,
         None if columns is None else columns.teacher,
         teacher.shard,
     )
-    own, known = token_likelihood(student, other)
+    own, known = token_likelihood(student, other, implementation=implementation)
     assert known is not None
     return own, known
 

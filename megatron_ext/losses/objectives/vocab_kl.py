@@ -18,6 +18,7 @@ from megatron_ext.losses.diagnostics import over_chunks
 from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.losses.inputs.teacher_tail import check_tail_temperature, topk_log_probs
 from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
+from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.selected_log_prob import selected_log_prob
 from megatron_ext.ops.vocab_kl import vocab_kl
 
@@ -30,7 +31,7 @@ class VocabKLLoss:
     D is a KL in one direction or the Jensen-Shannon divergence (``ops/divergence``). No alignment
     and no projection: both models read the same tokens. Zero, with zero gradient, where they agree.
 
-    Teacher targets: ``logits`` and ``hidden`` are compared on every token (``ops/vocab_kl``: five
+    Teacher targets: ``logits`` and ``hidden`` are compared on every token (``ops/vocab_kl``: four
     all-reduces, 52 T bytes a rank). ``topk`` is compared on its K tokens and all others as one,
     which never exceeds the divergence on every token (``ops/selected_log_prob``: three all-reduces,
     4 T (K + 2) bytes, and two of the metrics); at temperature 1 only, since nothing tells the mass
@@ -55,7 +56,12 @@ class VocabKLLoss:
     mixture: float = 0.5
     """Weight of the teacher in the mixture of ``jensen_shannon``."""
 
+    implementation: Implementation = "auto"
+    """``auto``, ``triton`` or ``torch``, see ``ops/implementation``; ``topk`` targets are compared
+    by torch."""
+
     def __post_init__(self) -> None:
+        check_implementation("vocab_kl", self.implementation)
         check_divergence(
             "vocab_kl",
             temperature=self.temperature,
@@ -99,6 +105,8 @@ class VocabKLLoss:
             temperature=self.temperature,
             direction=self.direction,
             mixture=self.mixture,
+            announced=(inputs.labels.flatten() != IGNORE_INDEX).float(),
+            implementation=self.implementation,
         )
         means = {"teacher_entropy": out.teacher_entropy, "top1_agreement": out.top1_agreement}
         return out.row_loss, means

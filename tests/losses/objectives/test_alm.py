@@ -14,6 +14,7 @@ from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses import DistillationInputs, TeacherTargets
+from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.inputs.boundary_columns import BoundaryColumns
 from megatron_ext.losses.objectives.alm import AlmLoss
 from megatron_ext.tokenizers.token_bytes import TokenBytes
@@ -178,6 +179,26 @@ def test_a_chunk_without_all_its_labels_is_left_out_and_parts_its_neighbours() -
     never = AlmLoss(merge="likely_boundaries", boundary_threshold=0.999999)
     groups = [[0, 1], [2, 3], [4], [6]]
     assert_equals_definition(inputs, never, definition(inputs, groups), 4)
+
+
+@pytest.mark.parametrize("merge", ["none", "words", "likely_boundaries"])
+def test_the_count_is_known_ahead_exactly_or_from_above(merge: Any) -> None:
+    inputs = inputs_with(STUDENT, TEACHER)
+    inputs.labels[0, 1] = IGNORE_INDEX
+    assert inputs.teacher_labels is not None
+    inputs.teacher_labels[1, 2] = IGNORE_INDEX
+    mask = torch.tensor([True, True, False, True, True, True, True])
+    inputs = replace(inputs, chunk_mask=mask)
+    known = KnownAhead(
+        labels=inputs.labels,
+        alignment=inputs.alignment,
+        chunk_mask=mask,
+        teacher_labels=inputs.teacher_labels,
+    )
+    objective = AlmLoss(merge=merge, boundary_threshold=0.5)
+    ahead, count = int(objective.count_ahead(known)), int(objective(inputs).count)
+    assert ahead == 4
+    assert count == ahead if merge == "none" else count <= ahead
 
 
 def test_a_boundary_without_mass_gives_a_finite_loss_and_gradient() -> None:
