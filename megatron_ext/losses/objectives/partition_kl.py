@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_student
+from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
 from megatron_ext.losses.inputs.topk_masses import singles_as_chains, topk_masses
 from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
+from megatron_ext.losses.objectives.chunk_likelihood import labelled_chunks
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.partition_kl import Comparison, partition_kl, shared_columns
@@ -105,6 +108,21 @@ class PartitionKLLoss:
         )
         return self.output(inputs, compared, events)
 
+    def count_ahead(self, known: KnownAhead) -> torch.Tensor:
+        """See ``CountsAhead``: chunks of one token a side, and others with all their labels.
+
+        Exact with the teacher's labels, but for targets of a top-k without ``label_log_probs``:
+        which observed tokens lie outside it is not known before the teacher has run. Then, and
+        without the teacher's labels, it is an upper bound.
+        """
+        alignment = known.aligned
+        labels, ids = [known.labels.flatten()], [alignment.student_chunk_id.flatten()]
+        if known.teacher_labels is not None:
+            labels.append(known.teacher_labels.flatten())
+            ids.append(alignment.teacher_chunk_id.flatten())
+        usable = labelled_chunks(labels, ids, alignment.chunk_count)
+        return known.chunks(usable | (alignment.chunk_class == ChunkClass.ONE_TO_ONE))
+
     def events(self, inputs: DistillationInputs) -> ComparedEvents:
         """What is compared in each chunk.
 
@@ -149,7 +167,7 @@ class PartitionKLLoss:
 
     def chunk_weight(self, alignment: AlignmentBatch, dtype: torch.dtype) -> torch.Tensor:
         """[C]: what multiplies the divergence of each chunk."""
-        weight = torch.where(alignment.chunk_class == 0, 1.0, self.chain_weight)
+        weight = torch.where(alignment.chunk_class == ChunkClass.ONE_TO_ONE, 1.0, self.chain_weight)
         return self.temperature**2 * weight.to(dtype)
 
     def _announced(self, inputs: DistillationInputs, events: ComparedEvents) -> torch.Tensor:

@@ -19,6 +19,7 @@ from megatron_ext.losses import (
     ChunkCompletions,
     CompletionTable,
     DistillationInputs,
+    KnownAhead,
     LossOutput,
     PartitionKLLoss,
     TeacherTargets,
@@ -272,6 +273,45 @@ def test_a_chunk_without_a_label_is_left_out_unless_it_has_one_token_a_side() ->
     output, _ = run(inputs)
     assert int(output.count) == len(found) < inputs.alignment.chunk_count
     assert set(torch.nonzero(classes == 0)[:, 0].tolist()) <= set(found.tolist())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_count_is_known_ahead(masked: bool) -> None:
+    case = CASES["partition_kl"]
+    inputs = case.build(case.batch(), (0, 0))
+    assert inputs.alignment is not None
+    chunks = torch.arange(inputs.alignment.chunk_count)
+    inputs = replace(inputs, chunk_mask=chunks % 3 != 1 if masked else None)
+    known = KnownAhead(
+        labels=inputs.labels,
+        alignment=inputs.alignment,
+        chunk_mask=inputs.chunk_mask,
+        teacher_labels=inputs.teacher_labels,
+    )
+    count = int(PartitionKLLoss()(inputs).count)
+    assert int(PartitionKLLoss().count_ahead(known)) == count < int(known.chunks())
+    assert int(PartitionKLLoss().count_ahead(replace(known, teacher_labels=None))) >= count
+
+
+def test_an_implementation_that_is_none_is_refused() -> None:
+    with pytest.raises(LossError, match=r"no such implementation of partition_kl; got 'cuda'"):
+        PartitionKLLoss(implementation="cuda")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["logits", "topk"])
+def test_kernels_give_what_torch_gives(kind: str) -> None:
+    inputs = Pair(TEXTS[1], VOCABULARIES["overlapping"], seeds=(1, 2)).inputs(kind)
+    assert inputs.teacher is not None
+    teacher = inputs.teacher
+    if teacher.logits is not None:
+        teacher = replace(teacher, logits=teacher.logits.float())
+    logits = inputs.student_logits.detach().float().requires_grad_()
+    inputs = replace(inputs, student_logits=logits, teacher=teacher)
+    options = {"temperature": 1.5, "chain_weight": 0.5}
+    by_torch, plain = run(inputs, implementation="torch", **options)
+    by_kernel, grad = run(inputs, implementation="triton", **options)
+    assert by_kernel.loss_sum.item() == pytest.approx(by_torch.loss_sum.item(), rel=1e-6)
+    torch.testing.assert_close(grad, plain, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
