@@ -29,7 +29,6 @@ from megatron_ext.ops.partition_kl import evaluate_partition_kl
 from megatron_ext.ops.projected_kl import (
     Comparing,
     CrossEntropy,
-    ShardedProjection,
     evaluate_projected_kl,
 )
 from megatron_ext.ops.token_log_prob import evaluate_cross_entropy
@@ -91,13 +90,7 @@ def projected_kl_values(objective: ProjectedKLLoss, task: TileTask) -> TileValue
         teacher.to_logits().flatten(0, 1),
         student_rows=ChunkRows.of(alignment.student_chunk_id.flatten(), alignment.chunk_count),
         teacher_rows=ChunkRows.of(alignment.teacher_chunk_id.flatten(), alignment.chunk_count),
-        projection=ShardedProjection(
-            projection.weight,
-            projection.weight_transposed,
-            projection.row_mass,
-            projection.reachable,
-            getattr(projection, "plan", None),
-        ),
+        projection=projection.operand(),
         student_shard=inputs.student_shard,
         teacher_shard=teacher.shard,
         comparing=Comparing(

@@ -133,6 +133,16 @@ def in_double(inputs: DistillationInputs) -> DistillationInputs:
     return replace(inputs, student_hidden=hidden, student_head_weight=weight, teacher=teacher)
 
 
+@pytest.mark.parametrize("name", ["projected_kl", "partition_kl", "vocab_kl", "next_token"])
+def test_kernels_write_the_gradient_over_a_tile(name: str) -> None:
+    pytest.importorskip("triton")
+    inputs = inputs_of_case(CASES[name], batch=1)
+    objectives = objectives_of(name, with_ce=name != "next_token")
+    truth = by_logits(objectives, scales_of(objectives), inputs)
+    kernels = {part: replace(each, implementation="triton") for part, each in objectives.items()}
+    assert_same(by_tiles(kernels, scales_of(objectives), inputs, 4), truth)
+
+
 def test_a_chunk_mask_leaves_chunks_out() -> None:
     inputs = inputs_of_case(CASES["projected_kl"])
     assert inputs.alignment is not None

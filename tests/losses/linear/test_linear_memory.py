@@ -70,7 +70,7 @@ def test_the_peak_is_two_tiles_and_what_is_linear_in_rows(
     assert record.peak_bytes <= tiles + gradients + slices + vectors
 
 
-@pytest.mark.parametrize("name", ["projected_kl", "partition_kl", "vocab_kl", "strict_topk"])
+@pytest.mark.parametrize("name", ["vocab_kl", "strict_topk"])
 def test_smaller_tiles_take_less(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = _record(name, monkeypatch, tile_rows=1000).peak_bytes
     tiled = _record(name, monkeypatch, tile_rows=TILE).peak_bytes
