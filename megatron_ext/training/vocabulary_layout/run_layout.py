@@ -67,9 +67,12 @@ def lay_out(
 
     groups.on_main(build)
     layout = VocabularyLayout.load(path)
-    student_rows = VocabularyRows(layout.student, groups.tp)
+    student_rows, teacher_rows = (
+        VocabularyRows(order, groups.tp, groups.device)
+        for order in (layout.student, layout.teacher)
+    )
     student_rows.permute_(student)
-    VocabularyRows(layout.teacher, groups.tp).permute_(teacher)
+    teacher_rows.permute_(teacher)
     assert config.teacher is not None
     places = BatchPlaces.of(
         layout, student=config.student, teacher=config.teacher.model, device=groups.device

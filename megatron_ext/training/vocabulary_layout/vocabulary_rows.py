@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
+from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from megatron_ext.distributed.row_order import reordered_rows
@@ -34,6 +36,9 @@ class VocabularyRows:
     group: ProcessGroup
     """Tensor-parallel: the ranks that share the rows."""
 
+    device: torch.device
+    """Where its collectives run: the distributed optimizer hands its state over on the host."""
+
     def permute_(self, gpt: GPTModel) -> None:
         """Put a stage's rows, which are in the order of ids, into that of places; call it once.
 
@@ -45,7 +50,7 @@ class VocabularyRows:
         weight = _vocabulary_weight(gpt)
         if weight is not None:
             with torch.no_grad():
-                weight.copy_(reordered_rows(weight, self.order.ids, self.group))
+                weight.copy_(self._moved(weight, self.order.ids))
 
     def in_order_of_ids(
         self, gpt: GPTModel, state: dict[str, Any], *, is_loading: bool = False
@@ -77,12 +82,12 @@ class VocabularyRows:
             data = (
                 torch.empty_like(rows, requires_grad=False)
                 if is_loading
-                else reordered_rows(rows, self.order.places, self.group)
+                else self._moved(rows, self.order.places)
             )
             return replace(by_id, key=key, data=data, dtype=data.dtype, replica_id=replica_id)
 
         def merge(loaded: torch.Tensor) -> torch.Tensor:
-            return reordered_rows(loaded, self.order.ids, self.group)
+            return self._moved(loaded, self.order.ids)
 
         return ShardedTensorFactory(
             key=sharded.key,
@@ -91,6 +96,10 @@ class VocabularyRows:
             merge_fn=merge,
             replica_id=sharded.replica_id,
         )
+
+    def _moved(self, rows: torch.Tensor, sources: NDArray[np.int64]) -> torch.Tensor:
+        """``reordered_rows``, on the device of ``rows``."""
+        return reordered_rows(rows.to(self.device), sources, self.group).to(rows.device)
 
 
 def _vocabulary_weight(gpt: GPTModel) -> torch.nn.Parameter | None:
