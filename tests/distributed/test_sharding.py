@@ -60,14 +60,15 @@ def test_every_rank_of_a_group_holds_the_same_bits(
 def test_every_rank_makes_the_collectives_that_the_docstrings_state(
     spawned: list[tuple[dict[int, Result], dict[str, list[str]]]],
 ) -> None:
-    # On the CPU a reduce-scatter is an all-reduce: the fourth of the projected KL.
+    # On the CPU a reduce-scatter is an all-reduce.
     stated = {
         "next_token forward": ["all_reduce"] * 3,
         "next_token backward": [],
-        "projected_kl forward": ["all_reduce"] * 7,
-        "projected_kl backward": ["all_gather", "all_reduce"],
-        "projected_kl without chunks forward": ["all_reduce"] * 6,
-        "projected_kl without chunks backward": ["all_reduce"],
+        # The reduce-scatter is the third; the gather and what follows it are of the gradient.
+        "projected_kl forward": ["all_reduce"] * 6 + ["all_gather", "all_reduce"],
+        "projected_kl backward": [],
+        "projected_kl without chunks forward": ["all_reduce"] * 2,
+        "projected_kl without chunks backward": [],
         "projected_kl as nemo forward": ["all_gather"] * 2 + ["all_reduce"] * 6,
         "projected_kl as nemo backward": ["all_reduce"],
         # The reduce-scatter is the third.

@@ -2,7 +2,10 @@ from megatron_ext.ops.projected_kl.column_plan import ColumnPlan
 from megatron_ext.ops.projected_kl.evaluation import evaluate_projected_kl
 from megatron_ext.ops.projected_kl.function import projected_kl, projected_kl_with_ce
 from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries
-from megatron_ext.ops.projected_kl.reference import projected_kl_reference
+from megatron_ext.ops.projected_kl.reference import (
+    projected_kl_reference,
+    projected_kl_with_ce_reference,
+)
 from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
 from megatron_ext.ops.projected_kl.values import Comparing, CrossEntropy, ProjectedKL
 
@@ -17,4 +20,5 @@ __all__ = [
     "projected_kl",
     "projected_kl_reference",
     "projected_kl_with_ce",
+    "projected_kl_with_ce_reference",
 ]

@@ -1,0 +1,277 @@
+"""The kernels of the projected KL against its reference in fp64, and against torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kernel_case import DTYPES, assert_as_exact, nan_filled
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import LossError
+from megatron_ext.ops.projected_kl import LearnedEntries, kernel_evaluation, projected_kl
+from tests.ops.projected_kl_case import Case, column_plan, paired_projection
+
+pytest.importorskip("triton")
+__all__ = ["nan_filled"]
+
+DIRECTIONS = ("forward", "reverse", "jensen_shannon")
+
+CASES: dict[str, dict[str, Any]] = {
+    "several rows": {"lengths": (9, 8), "chunk_count": 3},
+    "one chunk of five rows": {"lengths": (5, 3), "chunk_count": 1},
+    "one row each": {"lengths": (3, 3), "chunk_count": 3},
+}
+
+
+def paired(**options: Any) -> Case:
+    vocabs = options.pop("vocabs", (47, 41))
+    case = Case.random(vocabs=vocabs, **options)
+    return replace(case, projection=paired_projection(*vocabs))
+
+
+def rounded(case: Case, dtype: torch.dtype) -> Case:
+    """The same logits as they are in ``dtype``."""
+    return replace(
+        case,
+        student_logits=case.student_logits.to(dtype).double(),
+        teacher_logits=case.teacher_logits.to(dtype).double(),
+    )
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_the_references(
+    name: str, direction: str, dtype: torch.dtype
+) -> None:
+    case = rounded(paired(**CASES[name]), dtype)
+    temperature = 1.7 if dtype == torch.float32 else 1.0
+    options: dict[str, Any] = {"direction": direction, "temperature": temperature, "mixture": 0.3}
+    truth, true_grad = case.truth(**options)
+    plain, plain_grad = case.to(torch.float32).truth(**options)
+
+    out, grad = case.run(
+        dtype=dtype,
+        padding=(3, 9),
+        pad_value=1e4,
+        planned=True,
+        implementation="triton",
+        **options,
+    )
+
+    assert_as_exact(out.chunk_loss.sum(), plain, truth, slack=2e-6)
+    width = true_grad.shape[1]
+    assert grad.dtype == dtype
+    assert not grad[:, width:].any()
+    # Sums of logarithms near 16 hold 2e-6; a gradient is rounded once more as it is stored.
+    slack = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    assert_as_exact(grad[:, :width], plain_grad, true_grad, slack=slack)
+    assert not grad[case.student_chunk_id < 0].any()
+
+    twin, _ = case.run(dtype=torch.float64, planned=True, **options)
+    for field in ("teacher_entropy", "offsupport_mass", "rest_mass"):
+        got, exact = getattr(out, field).double(), getattr(twin, field).double()
+        torch.testing.assert_close(got, exact, rtol=2e-6, atol=1e-6)
+    assert torch.equal(out.teacher_rows, twin.teacher_rows)
+    assert torch.equal(out.top1_agreement, twin.top1_agreement)
+
+
+@pytest.mark.usefixtures("nan_filled")
+def test_no_chunk_gives_zero_with_a_graph() -> None:
+    out, grad = paired(chunk_count=0, lengths=(2, 2)).run(
+        dtype=torch.float32, planned=True, implementation="triton"
+    )
+    assert out.chunk_loss.shape == (0,)
+    assert not grad.any()
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_several_blocks_of_columns_and_a_column_of_more_entries_than_a_program_holds(
+    direction: str,
+) -> None:
+    case = paired(vocabs=(2700, 1300), lengths=(3, 2), chunk_count=2)
+    hub = case.projection.clone()
+    hub[1400:2600] = 0.0
+    hub[1400:2600, 5] = 1.0
+    case = replace(case, projection=hub)
+    plan = column_plan(
+        hub,
+        VocabShard(start=0, stop=2700, vocab_size=2700),
+        VocabShard(start=0, stop=1300, vocab_size=1300),
+    )
+    assert plan.by_column.offsets.diff().max() > 1024
+    truth, true_grad = case.truth(direction=direction)
+    plain, plain_grad = case.to(torch.float32).truth(direction=direction)
+    out, grad = case.run(
+        dtype=torch.float32, planned=True, implementation="triton", direction=direction
+    )
+    assert_as_exact(out.chunk_loss.sum(), plain, truth, slack=2e-6)
+    assert_as_exact(grad, plain_grad, true_grad, slack=2e-6)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_tiles_of_one_chunk_change_nothing(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
+    case = paired(lengths=(6, 5), chunk_count=3)
+    options: dict[str, Any] = {"implementation": "triton", "direction": direction}
+    whole, whole_grad = case.run(dtype=torch.float32, planned=True, **options)
+    monkeypatch.setattr(kernel_evaluation, "_SCRATCH_BYTES", 4)
+    parts, grad = case.run(dtype=torch.float32, planned=True, **options)
+    assert torch.equal(whole_grad, grad)
+    assert all(torch.equal(a, b) for a, b in zip(whole[:-1], parts[:-1], strict=True))
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_logits_of_ten_thousand_and_minus_infinity_are_as_in_torch(direction: str) -> None:
+    case = paired(scale=1e4, lengths=(6, 6), chunk_count=3)
+    case.student_logits[:, 4:9] = -torch.inf
+    case.teacher_logits[:, 1:4] = -torch.inf
+    twin, twin_grad = case.run(dtype=torch.float32, planned=True, direction=direction)
+    out, grad = case.run(
+        dtype=torch.float32, planned=True, direction=direction, implementation="triton"
+    )
+    torch.testing.assert_close(out.chunk_loss, twin.chunk_loss, rtol=1e-5, atol=1e-6)
+    assert grad.isfinite().all()
+    assert not grad[:, 4:9].any()
+    if direction != "forward":
+        # The forward direction of one row leaves out a sum that is 0 but for what the floor cuts
+        # off, which is everything here.
+        scale = twin_grad.abs().max().item()
+        torch.testing.assert_close(grad, twin_grad, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("direction", ["forward", "jensen_shannon"])
+def test_rows_that_count_for_nothing_may_hold_anything(direction: str) -> None:
+    case = paired(lengths=(8, 7), chunk_count=4)
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0])
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "planned": True,
+        "direction": direction,
+        "weights": weights,
+    }
+    _, expected = case.run(**options)
+    used = torch.isin(case.student_chunk_id, torch.tensor([0, 1, 3]))
+    case.student_logits[~used] = torch.nan
+    case.teacher_logits[(case.teacher_chunk_id < 0) | (case.teacher_chunk_id == 2)] = torch.nan
+    for announced in (None, weights):
+        out, grad = case.run(implementation="triton", announced=announced, **options)
+        assert out.chunk_loss.isnan().tolist() == [False, False, True, False]
+        assert not grad[~used].any()
+        torch.testing.assert_close(grad[used], expected[used], rtol=1e-5, atol=1e-7)
+
+
+def call(case: Case, student: torch.Tensor, teacher: torch.Tensor, **options: Any) -> Any:
+    shards = [
+        VocabShard(start=0, stop=x.shape[1], vocab_size=x.shape[1]) for x in (student, teacher)
+    ]
+    dense = case.projection.float()
+    return projected_kl(
+        student,
+        teacher,
+        student_chunk_id=case.student_chunk_id,
+        teacher_chunk_id=case.teacher_chunk_id,
+        chunk_count=case.chunk_count,
+        weight=dense.to_sparse_csr(),
+        weight_transposed=dense.t().contiguous().to_sparse_csr(),
+        row_mass=dense.sum(dim=-1),
+        reachable=(dense > 0).any(dim=0),
+        student_shard=shards[0],
+        teacher_shard=shards[1],
+        plan=column_plan(dense, *shards),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+def test_strided_rows_and_their_gradient_in_place(implementation: str) -> None:
+    case = paired(lengths=(6, 5), chunk_count=3)
+    _, expected = case.run(dtype=torch.float32, planned=True)
+    wide = torch.full((6, 60), 7.0)
+    wide[:, :47] = case.student_logits.float()
+    teacher = torch.full((5, 50), 7.0)
+    teacher[:, :41] = case.teacher_logits.float()
+    source = wide.clone().requires_grad_()
+    logits = source * 1.0
+
+    out = call(case, logits[:, :47], teacher[:, :41], implementation=implementation, in_place=True)
+    torch.testing.assert_close(logits[:, :47].detach(), expected, rtol=1e-5, atol=1e-7)
+    assert (logits[:, 47:] == 7.0).all()
+    (grad,) = torch.autograd.grad(out.chunk_loss.sum(), source)
+    torch.testing.assert_close(grad[:, :47], expected, rtol=1e-5, atol=1e-7)
+    assert not grad[:, 47:].any()
+
+
+def test_logits_that_were_overwritten_are_an_error_to_who_reads_them_later() -> None:
+    case = paired(lengths=(6, 5), chunk_count=3)
+    logits = case.student_logits.float().requires_grad_() * 1.0
+    read = (logits * logits).sum()
+    call(case, logits, case.teacher_logits.float(), in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        read.backward()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+def test_a_graph_that_is_kept_is_weighed_anew(implementation: str) -> None:
+    case = paired(lengths=(6, 5), chunk_count=3)
+    logits = case.student_logits.float().requires_grad_()
+    out = call(case, logits, case.teacher_logits.float(), implementation=implementation)
+    first = torch.autograd.grad(
+        out.chunk_loss, logits, torch.tensor([1.0, 0.5, 0.0]), retain_graph=True
+    )[0].clone()
+    second = torch.autograd.grad(out.chunk_loss, logits, torch.tensor([2.0, 4.0, 0.0]))[0]
+    factor = torch.tensor([2.0, 8.0, 1.0, 1.0])[case.student_chunk_id][:, None]
+    torch.testing.assert_close(second, first * factor)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_learned_entries_have_the_gradient_that_torch_gives_them(direction: str) -> None:
+    case = paired(lengths=(7, 6), chunk_count=3)
+    dense = case.projection.float()
+    rows, columns = ((dense > 0) & ((dense > 0).sum(dim=1, keepdim=True) > 1)).nonzero().unbind(1)
+    weights = torch.tensor([1.0, 0.0, 3.0])
+    found = []
+    for implementation in ("torch", "triton"):
+        value = dense[rows, columns].clone().requires_grad_()
+        logits = case.student_logits.float().requires_grad_()
+        out = call(
+            case,
+            logits,
+            case.teacher_logits.float(),
+            learned=LearnedEntries(value, rows, columns),
+            direction=direction,
+            temperature=1.3,
+            implementation=implementation,
+        )
+        found.append(torch.autograd.grad(out.chunk_loss, (logits, value), weights))
+    assert found[0][1].abs().max() > 1e-3
+    for torch_grad, grad in zip(*found, strict=True):
+        scale = torch_grad.abs().max().item()
+        torch.testing.assert_close(grad, torch_grad, rtol=0, atol=3e-6 * scale)
+
+
+def test_without_diagnostics_the_loss_is_the_same() -> None:
+    case = paired(lengths=(4, 4), chunk_count=2)
+    options: dict[str, Any] = {"planned": True, "implementation": "triton", "dtype": torch.float32}
+    told, told_grad = case.run(**options)
+    silent, grad = case.run(diagnostics=False, **options)
+    assert torch.equal(told.chunk_loss, silent.chunk_loss)
+    assert torch.equal(told_grad, grad)
+    assert not silent.teacher_entropy.any()
+
+
+def test_what_the_kernels_cannot_do_is_refused_when_they_are_asked_for() -> None:
+    case = paired(lengths=(4, 4), chunk_count=2)
+    with pytest.raises(LossError, match="on every column; got vocab_topk 3"):
+        case.run(dtype=torch.float32, planned=True, implementation="triton", vocab_topk=3)
+    with pytest.raises(LossError, match="need a plan"):
+        case.run(dtype=torch.float32, implementation="triton")
+    with pytest.raises(LossError, match="no such implementation of projected_kl"):
+        case.run(implementation="cuda")
+    case.run(dtype=torch.float32, implementation="auto", vocab_topk=3)

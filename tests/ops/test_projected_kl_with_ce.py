@@ -1,0 +1,228 @@
+"""Projected KL and cross-entropy from one sweep, against both from their definitions in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kernel_case import assert_as_exact, nan_filled
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.projected_kl import (
+    Comparing,
+    CrossEntropy,
+    LearnedEntries,
+    ProjectedKL,
+    ShardedProjection,
+    projected_kl_with_ce,
+    projected_kl_with_ce_reference,
+)
+from tests.ops.projected_kl_case import Case, column_plan, paired_projection
+
+pytest.importorskip("triton")
+__all__ = ["nan_filled"]
+
+IMPLEMENTATIONS = ["triton", "torch"]
+LABELS = torch.tensor([3, 46, 0, -100, 7, 20, 11, -100])
+WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0, 1.0, 0.3, 1.0])
+ANNOUNCED = torch.tensor([1.0, 0.0, 2.5])
+
+
+def paired() -> Case:
+    case = Case.random(vocabs=(47, 41), lengths=(8, 7), chunk_count=3)
+    return replace(case, projection=paired_projection(47, 41))
+
+
+def reference(case: Case, dtype: torch.dtype, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = case.student_logits.detach().clone().to(dtype).requires_grad_()
+    total = projected_kl_with_ce_reference(
+        logits,
+        case.teacher_logits.to(dtype),
+        student_chunk_id=case.student_chunk_id,
+        teacher_chunk_id=case.teacher_chunk_id,
+        chunk_count=3,
+        projection=case.projection.to(dtype),
+        label=LABELS,
+        weight=WEIGHTS.to(dtype),
+        announced=ANNOUNCED.to(dtype),
+        **options,
+    )
+    return total.detach(), torch.autograd.grad(total, logits)[0]
+
+
+def fused(
+    case: Case,
+    logits: torch.Tensor,
+    comparing: Comparing,
+    padding: int = 0,
+    **options: Any,
+) -> tuple[torch.Tensor, ProjectedKL]:
+    student = VocabShard(start=0, stop=47 + padding, vocab_size=47)
+    teacher = VocabShard(start=0, stop=41, vocab_size=41)
+    rows = torch.nn.functional.pad(case.projection.float(), (0, 0, 0, padding))
+    return projected_kl_with_ce(
+        logits,
+        case.teacher_logits.to(logits.dtype),
+        student_rows=ChunkRows.of(case.student_chunk_id, 3),
+        teacher_rows=ChunkRows.of(case.teacher_chunk_id, 3),
+        projection=ShardedProjection(
+            rows.to_sparse_csr(),
+            rows.t().contiguous().to_sparse_csr(),
+            rows.sum(dim=-1),
+            (rows > 0).any(dim=0),
+            column_plan(case.projection, student, teacher),
+        ),
+        student_shard=student,
+        teacher_shard=teacher,
+        cross_entropy=CrossEntropy(LABELS, WEIGHTS),
+        announced=ANNOUNCED,
+        comparing=comparing,
+        **options,
+    )
+
+
+def test_the_reference_has_the_gradient_of_its_value() -> None:
+    case = paired()
+    case.student_logits.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda logits: projected_kl_with_ce_reference(
+            logits,
+            case.teacher_logits,
+            student_chunk_id=case.student_chunk_id,
+            teacher_chunk_id=case.teacher_chunk_id,
+            chunk_count=3,
+            projection=case.projection,
+            label=LABELS,
+            weight=WEIGHTS.double(),
+            announced=ANNOUNCED.double(),
+        ),
+        case.student_logits,
+        fast_mode=True,
+    )
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("direction", "temperature", "dtype"),
+    [
+        ("forward", 1.0, torch.float32),
+        ("forward", 2.0, torch.bfloat16),
+        ("reverse", 2.0, torch.float32),
+        ("jensen_shannon", 1.0, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
+def test_value_and_gradient_are_the_references(
+    implementation: Implementation,
+    direction: Any,
+    temperature: float,
+    dtype: torch.dtype,
+    in_place: bool,
+) -> None:
+    case = paired()
+    case = replace(
+        case,
+        student_logits=case.student_logits.to(dtype).double(),
+        teacher_logits=case.teacher_logits.to(dtype).double(),
+    )
+    options = {"direction": direction, "temperature": temperature}
+    truth, true_grad = reference(case, torch.float64, **options)
+    plain, plain_grad = reference(case, torch.float32, **options)
+
+    padded = torch.nn.functional.pad(case.student_logits, (0, 5), value=1e4)
+    leaf = padded.to(dtype).requires_grad_()
+    logits = leaf * 1.0
+    total, values = fused(
+        case,
+        logits,
+        Comparing(temperature, direction),
+        padding=5,
+        implementation=implementation,
+        in_place=in_place,
+    )
+    (grad,) = torch.autograd.grad(3.0 * total, leaf)
+
+    assert_as_exact(total.detach(), plain, truth, slack=2e-6)
+    assert total.dtype == torch.float32
+    assert not grad[:, 47:].any()
+    # The gradient is rounded as it is stored, and once more as it is weighed by 3.
+    slack = 2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    assert_as_exact(grad[:, :47] / 3.0, plain_grad, true_grad, slack=slack)
+    assert values.token_loss is not None
+    assert not values.token_loss.requires_grad
+    exact = torch.nn.functional.cross_entropy(
+        case.student_logits, LABELS, reduction="none", ignore_index=-100
+    )
+    torch.testing.assert_close(values.token_loss.double(), exact, rtol=2e-6, atol=1e-6)
+    assert torch.equal(logits.detach(), grad) == in_place
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_that_count_for_nothing_may_hold_anything(implementation: Implementation) -> None:
+    case = paired()
+    in_second = case.student_chunk_id == 1
+    unweighted = (LABELS < 0) | (WEIGHTS == 0)
+    nothing = (in_second | (case.student_chunk_id < 0)) & unweighted
+    assert nothing.any()
+    _, expected = reference(case, torch.float64)
+    case.student_logits[nothing] = torch.nan
+    logits = case.student_logits.float().requires_grad_()
+    total, values = fused(case, logits, Comparing(), implementation=implementation)
+    (grad,) = torch.autograd.grad(total, logits)
+    assert values.token_loss is not None
+    assert not grad[nothing].any()
+    torch.testing.assert_close(grad[~nothing].double(), expected[~nothing], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_label_beyond_the_vocabulary_shows_in_the_sum(
+    implementation: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beyond = LABELS.clone()
+    beyond[0] = 47
+    monkeypatch.setitem(globals(), "LABELS", beyond)
+    total, values = fused(
+        paired(), paired().student_logits.float(), Comparing(), implementation=implementation
+    )
+    assert total.isnan()
+    assert values.token_loss is not None
+    assert values.token_loss.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_learned_entries_get_theirs_by_kernel_as_by_torch(direction: Any) -> None:
+    case = paired()
+    dense = case.projection.float()
+    rows, columns = ((dense > 0) & ((dense > 0).sum(dim=1, keepdim=True) > 1)).nonzero().unbind(1)
+    found = []
+    for implementation in IMPLEMENTATIONS:
+        value = dense[rows, columns].clone().requires_grad_()
+        logits = case.student_logits.float().requires_grad_()
+        total, _ = fused(
+            case,
+            logits,
+            Comparing(1.3, direction),
+            learned=LearnedEntries(value, rows, columns),
+            implementation=implementation,
+            in_place=False,
+        )
+        found.append(torch.autograd.grad(0.5 * total, (logits, value)))
+    for by_kernel, by_torch in zip(*found, strict=True):
+        scale = by_torch.abs().max().item()
+        assert scale > 1e-3
+        torch.testing.assert_close(by_kernel, by_torch, rtol=0, atol=3e-6 * scale)
+
+
+def test_nothing_is_written_where_no_gradient_is_wanted() -> None:
+    case = paired()
+    logits = case.student_logits.float()
+    before = logits.clone()
+    total, _ = fused(case, logits, Comparing(), in_place=True)
+    assert not total.requires_grad
+    assert torch.equal(logits, before)
