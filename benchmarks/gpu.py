@@ -3,26 +3,32 @@
     make bench-gpu
     python benchmarks/gpu.py           the same, without make and its environment
 
-1. imports torch and triton, 2. runs ``tests/ops``, on the GPU, 3. runs ``benchmarks/losses.py``,
-which writes ``benchmarks/results/losses.json``. A test or comparison that fails ends it with
-nothing written. megatron-core is not needed.
+1. imports torch and triton, 2. runs ``tests/ops``, on the GPU, side by side where pytest-xdist is
+installed, 3. runs ``benchmarks/losses.py``, which compares every kernel once more and writes
+``benchmarks/results/losses.json``. A test or comparison that fails ends it with nothing written.
+megatron-core is not needed.
 
-Without a GPU it says so, runs the kernels' tests interpreted, and writes the counted bytes alone:
+Without a GPU it says so, runs a part of the tests interpreted, and writes the counted bytes alone:
 ``benchmarks/results/losses_counted.json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SECONDS = 600
+TESTED_SHARE = 0.5
+"""Most of the time that the tests may take; kernels are compiled by then for what follows."""
+
 MEASURED_SHARE = 0.75
 """Of what is left after the tests; the rest is for compiling what is measured last."""
 
@@ -56,34 +62,44 @@ def has_gpu() -> bool:
     return found.stdout.startswith("1")
 
 
+def run_tests(tests: Sequence[str], *, gpu: bool, timeout: float | None = None) -> int:
+    """Exit status of pytest on these files."""
+    aside: tuple[str, ...] = ()
+    if gpu and importlib.util.find_spec("xdist") is not None:
+        aside = ("-n", str(min(12, os.cpu_count() or 1)), "--dist", "loadfile")
+    return run("-m", "pytest", "-q", *aside, *tests, gpu=gpu, timeout=timeout)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything, on a GPU")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write into")
+    parser.add_argument(
+        "--tests", nargs="*", help="other tests than tests/ops; none to leave them to losses.py"
+    )
     arguments = parser.parse_args()
     start = time.monotonic()
     results = arguments.results.resolve()
-    if not has_gpu():
+    gpu = has_gpu()
+    tests = arguments.tests
+    if tests is None:
+        tests = ["tests/ops"] if gpu else INTERPRETED_TESTS
+    if not gpu:
         print("No GPU here: kernels are interpreted, bytes are counted, nothing is timed.")
-        failed = run("-m", "pytest", "-q", *INTERPRETED_TESTS, gpu=False)
+    timeout = TESTED_SHARE * arguments.seconds if gpu else None
+    if tests and run_tests(tests, gpu=gpu, timeout=timeout):
+        print("Not all tests passed: nothing is measured, and nothing was written.")
+        return 1
+    if not gpu:
         counted = str(results / "losses_counted.json")
-        return failed or run("benchmarks/losses.py", "--counted", counted, gpu=False)
-    failed = run("-m", "pytest", "-q", "tests/ops", gpu=True, timeout=0.4 * arguments.seconds)
-    if failed:
-        print("The kernels are not right here: nothing is measured.", file=sys.stderr)
-        return failed
+        return run("benchmarks/losses.py", "--counted", counted, gpu=False)
     left = arguments.seconds - (time.monotonic() - start)
-    return run(
-        "benchmarks/losses.py",
-        "--output",
-        str(results / "losses.json"),
-        "--seconds",
-        f"{MEASURED_SHARE * left:.0f}",
-        gpu=True,
-        timeout=left,
-    )
+    measured = str(results / "losses.json")
+    seconds = f"{MEASURED_SHARE * left:.0f}"
+    command = ("benchmarks/losses.py", "--output", measured, "--seconds", seconds)
+    return run(*command, gpu=True, timeout=left)
 
 
 if __name__ == "__main__":

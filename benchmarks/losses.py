@@ -20,8 +20,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from loss_cost.cases import OBJECTIVES, NotThereError, Objective
-from loss_cost.counted_bytes import floors, kernel_bytes
+from loss_cost.counted_bytes import LAUNCHES, floors, kernel_bytes
 from loss_cost.counting import counted_rows
 from loss_cost.gate import check_kernels, small_vocabulary
-from loss_cost.heads import ONE_VOCABULARY, Heads, bare_products
+from loss_cost.heads import ONE_VOCABULARY, TILED, Heads, bare_products, linear_form
 from loss_cost.machine import commit, machine, write_results
 from loss_cost.microbatch import RankVocabulary, same_vocabulary
 from loss_cost.pairs import SIZES, load_pair
@@ -41,10 +42,13 @@ from loss_cost.timing import copy_bandwidth, timed
 
 from megatron_ext.losses import DistillationInputs
 
+DEVICE = "cuda"
 QWEN, GEMMA = SIZES
 LENGTHS = (2048, 4096, 8192, 16384)
 RANKS = (1, 2, 4, 8)
 MAIN_LENGTH = 8192
+TILES = (1024, 2048, 4096)
+"""Rows of a tile of the linear form."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,14 @@ class Setting:
     ranks: int
     rows: int
     objectives: tuple[str, ...]
+    compiled: bool = False
+    """What needs minutes of compiling, and only that."""
+
+    def implementations(self, objective: Objective) -> list[str]:
+        """What is run of an objective."""
+        if objective.name not in self.objectives:
+            return []
+        return [name for name in objective.implementations if (name == "compiled") == self.compiled]
 
 
 def settings() -> list[Setting]:
@@ -74,6 +86,7 @@ def settings() -> list[Setting]:
     found += [
         Setting(pair=GEMMA, ranks=ranks, rows=MAIN_LENGTH, objectives=main) for ranks in RANKS[1:]
     ]
+    found.append(Setting(pair=QWEN, ranks=1, rows=MAIN_LENGTH, objectives=every, compiled=True))
     return found
 
 
@@ -115,12 +128,10 @@ def measured_rows(deadline: float, not_run: list[dict[str, Any]]) -> Iterator[di
             not_run.append(what | {"why": "the time was up"})
             continue
         vocabulary = vocabularies(setting.pair, setting.ranks)
-        inputs = vocabulary.microbatch(setting.rows, device="cuda")
+        inputs = vocabulary.microbatch(setting.rows, device=DEVICE)
         for objective in OBJECTIVES:
-            if objective.name not in setting.objectives:
-                continue
             given = same_vocabulary(inputs) if objective.same_vocabulary else inputs
-            for implementation in objective.implementations:
+            for implementation in setting.implementations(objective):
                 row = what | {"objective": objective.name, "implementation": implementation}
                 if time.monotonic() > deadline:
                     not_run.append(row | {"why": "the time was up"})
@@ -154,34 +165,54 @@ def _counted(
 
 
 def head_rows(deadline: float, not_run: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The products with the heads alone, and what others have for one vocabulary."""
+    """Losses from hidden states, beside the products with the heads alone."""
     vocabulary = RankVocabulary.of(load_pair(QWEN), 1)
-    shape = vocabulary.shape(MAIN_LENGTH)
-    columns = (shape.student_columns, shape.teacher_columns)
-    heads = Heads.random((shape.student_rows, shape.teacher_rows), columns, device="cuda")
-    what = {"pair": QWEN, "ranks": 1, "rows": MAIN_LENGTH, "flops": heads.flops}
-    found = timed(lambda: bare_products(heads), clear=heads.clear, budget_ms=500)
-    yield what | {"objective": "none", "implementation": "bare products"} | asdict(found)
-    del heads
-    heads = Heads.random((MAIN_LENGTH,) * 2, (columns[0],) * 2, device="cuda")
-    what = {"pair": "one vocabulary", "ranks": 1, "rows": MAIN_LENGTH, "flops": heads.flops}
-    found = timed(lambda: bare_products(heads), clear=heads.clear, budget_ms=500)
-    yield what | {"objective": "none", "implementation": "bare products"} | asdict(found)
+    text = vocabulary.text(MAIN_LENGTH)
+    columns = (vocabulary.shards[0].width, vocabulary.shards[1].width)
+    heads = Heads.random(text.lengths, columns, device=DEVICE)
+    runs: dict[tuple[str, str], Callable[[], Callable[[], object]]] = {
+        ("none", "bare products"): lambda: lambda: bare_products(heads)
+    }
+    for objective, names in TILED.items():
+        for rows in TILES:
+            form = partial(linear_form, names, vocabulary, text, heads, tile_rows=rows)
+            runs[objective, f"linear form, tiles of {rows:,}"] = partial(_with_backward, form)
+    yield from _head_rows(QWEN, heads, runs, deadline, not_run)
+    del heads, runs
+    torch.cuda.empty_cache()
+    heads = Heads.random((MAIN_LENGTH,) * 2, (columns[0],) * 2, device=DEVICE)
+    runs = {("none", "bare products"): lambda: lambda: bare_products(heads)}
     for name, make in ONE_VOCABULARY.items():
-        row = what | {"objective": "vocab_kl", "implementation": name}
+        runs["vocab_kl", name] = partial(_with_backward, partial(make, heads))
+    yield from _head_rows("one vocabulary", heads, runs, deadline, not_run)
+
+
+def _with_backward(make: Callable[[], Callable[[], torch.Tensor]]) -> Callable[[], object]:
+    loss = make()
+    return lambda: loss().backward()
+
+
+def _head_rows(
+    pair: str,
+    heads: Heads,
+    runs: dict[tuple[str, str], Callable[[], Callable[[], object]]],
+    deadline: float,
+    not_run: list[dict[str, Any]],
+) -> Iterator[dict[str, Any]]:
+    for (objective, implementation), make in runs.items():
+        row = {"pair": pair, "ranks": 1, "rows": MAIN_LENGTH, "flops": heads.flops}
+        row |= {"objective": objective, "implementation": implementation}
         if time.monotonic() > deadline:
             not_run.append(row | {"why": "the time was up"})
             continue
         try:
-            loss = make(heads)
-            found = timed(lambda loss=loss: loss().backward(), clear=heads.clear, budget_ms=500)
+            yield row | asdict(timed(make(), clear=heads.clear, budget_ms=500))
         except NotThereError as error:
             not_run.append(row | {"why": str(error)})
         except Exception as error:
             not_run.append(row | {"why": f"{type(error).__name__}: {str(error)[:300]}"})
+            heads.clear()
             torch.cuda.empty_cache()
-        else:
-            yield row | asdict(found)
 
 
 def gate(device: str) -> list[dict[str, Any]] | None:
@@ -189,7 +220,7 @@ def gate(device: str) -> list[dict[str, Any]] | None:
     if device == "cuda":
         vocabulary, rows = RankVocabulary.of(load_pair(QWEN), 8), 96
     else:
-        vocabulary, rows = small_vocabulary(), 24
+        vocabulary, rows = small_vocabulary(), 12
     checked = list(check_kernels(vocabulary, rows, device))
     for one in checked:
         if not one.passed:
@@ -200,42 +231,54 @@ def gate(device: str) -> list[dict[str, Any]] | None:
 def write_counted(path: Path, checked: list[dict[str, Any]]) -> None:
     """Bytes from shapes, for every pair, length and number of ranks."""
     rows = []
+    launches: list[dict[str, Any]] = []
     for pair in SIZES:
         for ranks in RANKS:
             vocabulary = RankVocabulary.of(load_pair(pair), ranks)
+            if not launches:
+                found = LAUNCHES[OBJECTIVES[0].name](vocabulary.shape(MAIN_LENGTH), 2)
+                launches = [{"launch": name, "bytes": round(moved)} for name, moved in found]
             rows += list(counted_rows(vocabulary, ranks, LENGTHS))
             print(f"counted {pair}, {ranks} ranks", flush=True)
-    write_results(
-        path, {"commit": commit(), "torch": torch.__version__, "gate": checked, "rows": rows}
-    )
+    results = {
+        "commit": commit(),
+        "torch": torch.__version__,
+        "gate": checked,
+        "launches": launches,
+        "rows": rows,
+    }
+    write_results(path, results)
 
 
 def write_measured(path: Path, checked: list[dict[str, Any]], seconds: float) -> None:
     """Times and memory on this machine's GPU."""
     deadline = time.monotonic() + seconds
-    not_run: list[dict[str, Any]] = []
-    rows = []
     copied = copy_bandwidth()
     print(f"copy: {copied / 1e12:.2f} TB/s", flush=True)
     torch.cuda.empty_cache()
+    rows: list[dict[str, Any]] = []
+    not_run: list[dict[str, Any]] = []
+    results = {
+        "machine": machine(),
+        "commit": commit(),
+        "copy_bytes_per_second": copied,
+        "finished": False,
+        "gate": checked,
+        "rows": rows,
+        "not_run": not_run,
+    }
     for found in (measured_rows(deadline - 0.2 * seconds, not_run), head_rows(deadline, not_run)):
         for row in found:
             rows.append(row)
+            # What is measured is kept if the time ends while something else is compiled.
+            write_results(path, results)
             print(
                 f"{row['pair']}, {row['ranks']} ranks, {row['rows']:,} rows,"
                 f" {row['objective']}, {row['implementation']}: {row['ms_median']:.2f} ms,"
                 f" peak {row['peak_bytes'] / 2**20:,.0f} MiB",
                 flush=True,
             )
-    results = {
-        "machine": machine(),
-        "commit": commit(),
-        "copy_bytes_per_second": copied,
-        "gate": checked,
-        "rows": rows,
-        "not_run": not_run,
-    }
-    write_results(path, results)
+    write_results(path, results | {"finished": True})
 
 
 def main() -> int:

@@ -35,6 +35,7 @@ def performance_page() -> str:
     regions = {
         "inputs": [_inputs(counted["rows"])],
         "counted": _table(_counted(counted["rows"])),
+        "launches": _table(_launches(counted["launches"])),
         "memory": _table(_memory(counted["rows"])),
         "lengths": _table(_lengths(counted["rows"])),
         "shards": _table(_shards(counted["rows"])),
@@ -75,6 +76,14 @@ def _gigabytes(row: Row | None, floor: int) -> str:
     if row is None:
         return ""
     return f"{row['bytes'] / 1e9:.1f} ({row['bytes'] / floor:.1f}x)"
+
+
+def _launches(launches: list[Row]) -> Iterator[Sequence[str]]:
+    total = sum(launch["bytes"] for launch in launches)
+    yield ("launch", "bytes", "share")
+    for launch in launches:
+        cells = (f"{launch['bytes'] / 1e9:.2f} GB", f"{launch['bytes'] / total:.0%}")
+        yield (launch["launch"], *cells)
 
 
 def _memory(rows: list[Row]) -> Iterator[Sequence[str]]:
@@ -126,6 +135,8 @@ def _measured(results: Row) -> list[str]:
         "",
         *_table(_times(results["rows"], copied)),
     ]
+    if not results["finished"]:
+        lines += ["", "The run was stopped before its end."]
     if results["not_run"]:
         reasons: dict[str, int] = {}
         for row in results["not_run"]:
@@ -140,12 +151,14 @@ def _times(rows: list[Row], copied: float) -> Iterator[Sequence[str]]:
         "pair", "ranks", "rows", "objective", "implementation", "ms", "floor's bytes, of a copy",
         "memory",
     )  # fmt: skip
+    bare = {row["pair"]: row["ms_median"] for row in rows if row["objective"] == "none"}
     for row in rows:
-        share = ""
         if "floor_b1" in row:
             share = f"{row['floor_b1'] / (row['ms_median'] / 1e3) / copied:.0%}"
         elif row["objective"] == "none":
             share = f"{row['flops'] / (row['ms_median'] / 1e3) / 1e12:.0f} TFLOP/s"
+        else:
+            share = f"{row['ms_median'] / bare[row['pair']]:.2f} times the bare products"
         yield (
             row["pair"],
             str(row["ranks"]),
@@ -170,8 +183,9 @@ def _target(counted: list[Row], measured: Row | None) -> list[str]:
         f" the floor's {floor / 1e9:.1f} GB at 70 % of what a copy reaches there (about 4.3 TB/s),"
         " at least 20 times faster than the eager recipe, with at most a tenth of its memory, and"
         " the linear form within 1.15 times the bare products with the heads. By the count, kernels"
-        f" move {kernels['bytes'] / floor:.2f} times the floor, the eager recipe"
-        f" {eager['bytes'] / kernels['bytes']:.0f} times what the kernels do."
+        f" move {kernels['bytes'] / floor:.2f} times the floor, so that at the copy's full speed"
+        f" they would be at {floor / kernels['bytes']:.0%}; the eager recipe moves"
+        f" {eager['bytes'] / kernels['bytes']:.0f} times what they do."
     ]
     if measured is None:
         return [*lines, "", "None of it has been measured."]

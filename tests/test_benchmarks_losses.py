@@ -6,6 +6,7 @@ import importlib
 import json
 import runpy
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,10 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.loss_cost import cases, counted_bytes, counting, eager_recipe, gate, pairs
+from benchmarks.loss_cost import (
+    cases,
+    counted_bytes,
+    counting,
+    eager_recipe,
+    gate,
+    heads,
+    pairs,
+)
+from benchmarks.loss_cost.heads import Heads
 from benchmarks.loss_cost.microbatch import RankVocabulary, Shape, same_vocabulary
 from benchmarks.loss_cost.traffic import Traffic
-from megatron_ext.losses import DistillationInputs, ProjectedKLLoss
+from megatron_ext.losses import DistillationInputs, ProjectedKLLoss, TeacherTargets
 
 ROOT = Path(__file__).parents[1]
 LOGITS = torch.ones(4, 8, dtype=torch.bfloat16)
@@ -29,7 +39,7 @@ def vocabulary() -> RankVocabulary:
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module = importlib.import_module("losses")
     yield module
@@ -91,6 +101,9 @@ def test_the_floors_are_those_of_the_published_shape() -> None:
         entries=153_451,
         direct_pairs=100_000,
         summed_columns=5_000,
+        residual_rows=20_000,
+        common=109_567,
+        joined_rows=0,
     )
     once, twice = counted_bytes.floors(shape, 2, "logits")
     assert (round(once / 1e9, 1), round(twice / 1e9, 1)) == (6.7, 11.3)
@@ -99,12 +112,12 @@ def test_the_floors_are_those_of_the_published_shape() -> None:
 
 def test_the_eager_recipe_is_the_published_loss(vocabulary: RankVocabulary) -> None:
     inputs = vocabulary.microbatch(24, dtype=torch.float32)
-    objective = ProjectedKLLoss(numerics="nemo", vocab_topk=500)
+    objective = ProjectedKLLoss(numerics="nemo", vocab_topk=150)
     published, ours = [
         _value_and_gradient(loss, inputs)
         for loss in (
             lambda given: objective(given).loss_sum,
-            lambda given: eager_recipe.eager_projected_kl(given, kept_columns=500),
+            lambda given: eager_recipe.eager_projected_kl(given, kept_columns=150),
         )
     ]
     torch.testing.assert_close(ours, published, rtol=1e-4, atol=1e-5)
@@ -130,6 +143,29 @@ def test_eager_losses_of_one_vocabulary_are_the_losses(
     torch.testing.assert_close(eager, ours, rtol=1e-4, atol=1e-5)
 
 
+def test_the_linear_form_is_the_loss_on_the_logits_of_the_heads(
+    vocabulary: RankVocabulary,
+) -> None:
+    text = vocabulary.text(24)
+    widths = [shard.width for shard in vocabulary.shards]
+    columns = (widths[0], widths[1])
+    given = Heads.random(text.lengths, columns, device="cpu", dtype=torch.float32, hidden=(16, 12))
+    names = heads.TILED["projected_kl + next_token"]
+    heads.linear_form(names, vocabulary, text, given, tile_rows=8)().backward()
+
+    logits = given.student_hidden.detach() @ given.student_weight.detach().t()
+    teacher = TeacherTargets(
+        kind="logits",
+        shard=vocabulary.shards[1],
+        logits=(given.teacher_hidden @ given.teacher_weight.t())[None],
+    )
+    inputs = vocabulary.inputs(text, logits[None].requires_grad_(), teacher)
+    _, gradient = _value_and_gradient(cases.OBJECTIVES[0].loss("torch"), inputs)
+    assert given.student_hidden.grad is not None
+    expected = gradient[0] @ given.student_weight.detach()
+    torch.testing.assert_close(given.student_hidden.grad, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_pair_of_files_is_the_pair_that_was_saved(tmp_path: Path) -> None:
     name = "Llama 3.2 x Qwen 3"
     made = replace(pairs.synthetic_pair(*gate.SMALL, length=60), name=name)
@@ -142,16 +178,16 @@ def test_a_pair_of_files_is_the_pair_that_was_saved(tmp_path: Path) -> None:
 
 def test_a_text_is_repeated_and_cut_between_chunks(vocabulary: RankVocabulary) -> None:
     pair = vocabulary.pair
-    longer = pair.of_rows(len(pair.student_ids) + 57)
-    assert len(longer.student_ids) == len(pair.student_ids) + 57
+    longer = pair.of_rows(len(pair.student_ids) + 7)
+    assert len(longer.student_ids) == len(pair.student_ids) + 7
     for chunk in (longer.student_chunk, longer.teacher_chunk):
-        assert np.array_equal(np.unique(chunk[chunk >= 0]), np.arange(60 + 56))
+        assert np.array_equal(np.unique(chunk[chunk >= 0]), np.arange(60 + 6))
     assert longer.student_chunk[-1] == -1
 
 
 def test_a_rank_has_its_share_of_both_vocabularies(vocabulary: RankVocabulary) -> None:
     rank = RankVocabulary.of(vocabulary.pair, 4)
-    assert [shard.width for shard in rank.shards] == [384, 512]
+    assert [shard.width for shard in rank.shards] == [128, 256]
     assert len(rank.match.common_student) == len(vocabulary.match.common_student) / 4
     inputs = rank.microbatch(24)
     for objective in cases.OBJECTIVES:
@@ -179,6 +215,59 @@ def test_a_wrong_kernel_ends_it_with_nothing_written(
     assert "WRONG" in capsys.readouterr().err
 
 
+def test_everything_is_measured_that_can_be_and_the_rest_has_a_reason(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    vocabulary: RankVocabulary,
+) -> None:
+    timing = sys.modules["loss_cost.timing"].Timing
+
+    def timed(run: Callable[[], object], *, clear: Callable[[], None], budget_ms: float) -> object:
+        run()
+        clear()
+        return timing(ms_median=2.0, ms_min=1.0, ms_max=3.0, repeats=3, peak_bytes=100)
+
+    every = tuple(objective.name for objective in cases.OBJECTIVES)
+    common = {"pair": script.QWEN, "ranks": 1, "rows": 12, "objectives": every}
+    settings = [script.Setting(**common), script.Setting(**common, compiled=True)]
+    for name, value in {
+        "DEVICE": "cpu",
+        "MAIN_LENGTH": 12,
+        "TILES": (8,),
+        "settings": lambda: settings,
+        "timed": timed,
+        "copy_bandwidth": lambda: 4e12,
+        "load_pair": lambda name: replace(vocabulary.pair, name=name),
+    }.items():
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(torch, "compile", lambda loss, **options: loss)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    output = tmp_path / "losses.json"
+
+    script.write_measured(output, [], seconds=600)
+
+    results = json.loads(output.read_text())
+    assert results["finished"]
+    found = {(row["objective"], row["implementation"]) for row in results["rows"]}
+    expected = {
+        (objective.name, name)
+        for objective in cases.OBJECTIVES
+        for name in objective.implementations
+        if not name.startswith("triton")
+    }
+    expected |= {("none", "bare products"), ("next_token", "linear form, tiles of 8")}
+    assert found >= expected
+    why = {row["implementation"]: row["why"] for row in results["not_run"]}
+    assert {name for _, name in found} | set(why) >= {"triton", "triton, in place", "eager"}
+    assert "liger" in why.get("liger, chunked", "liger")
+    page = runpy.run_path(str(ROOT / "docs" / "generate_performance.py"))
+    results["machine"]["gpu"] = {"name": "H", "multiprocessors": 1}
+    text = "\n".join(page["_measured"](results))
+    assert "| 2.00 |" in text
+    assert "1.00 times the bare products" in text
+
+
 def test_times_are_refused_without_a_gpu(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -186,6 +275,30 @@ def test_times_are_refused_without_a_gpu(
     monkeypatch.setattr(sys, "argv", ["losses.py", "--output", str(tmp_path / "times.json")])
     with pytest.raises(SystemExit, match="2"):
         script.main()
+
+
+@pytest.mark.parametrize("gpu", [True, False], ids=["gpu", "no gpu"])
+@pytest.mark.parametrize("failing", [True, False], ids=["tests fail", "tests pass"])
+def test_one_command_tests_and_then_measures(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool, failing: bool
+) -> None:
+    command = importlib.import_module("gpu")
+    ran: list[tuple[str, ...]] = []
+
+    def run(*arguments: str, gpu: bool, timeout: float | None = None) -> int:
+        ran.append(arguments)
+        return int(failing)
+
+    monkeypatch.setattr(command, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path)])
+    assert command.main() == int(failing)
+    assert ran[0][:2] == ("-m", "pytest")
+    assert len(ran) == (1 if failing else 2)
+    if not failing:
+        written = "losses.json" if gpu else "losses_counted.json"
+        option = "--output" if gpu else "--counted"
+        assert ran[1][:3] == ("benchmarks/losses.py", option, str(tmp_path / written))
 
 
 def test_results_have_a_row_a_line(tmp_path: Path) -> None:

@@ -11,6 +11,14 @@ import torch
 from torch.nn import functional
 
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs
+from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.projected_kl import (
+    Comparing,
+    CrossEntropy,
+    ShardedProjection,
+    projected_kl_with_ce,
+)
 from megatron_ext.ops.vocab_kl import vocab_kl_reference
 
 from .counted_bytes import Teacher
@@ -37,6 +45,9 @@ class Objective:
 
     same_vocabulary: bool = False
     needs_completions: bool = False
+    fused: Callable[[Implementation], Loss] | None = None
+    """All terms by one operation; else each has its own."""
+
     others: dict[str, Callable[[], Loss]] = field(default_factory=dict)
     """Implementations beside ``triton`` and ``torch`` by name; made before they are timed."""
 
@@ -53,6 +64,16 @@ class Objective:
         """
         if implementation in self.others:
             return self.others[implementation]()
+        if self.fused is not None:
+            return self.fused(implementation)  # type: ignore[arg-type]
+        return self.added(implementation)
+
+    def added(self, implementation: str) -> Loss:
+        """The sum of the terms, each by an operation of its own.
+
+        Raises:
+            NotThereError: One of them cannot be computed so.
+        """
         terms = [_objective(name, options, implementation) for name, options in self.terms]
 
         def total(inputs: DistillationInputs) -> torch.Tensor:
@@ -126,15 +147,61 @@ def _means(probs: torch.Tensor, chunk_id: torch.Tensor, count: int) -> torch.Ten
     return total[:count] / sizes[:count, None]
 
 
-def _both(inputs: DistillationInputs) -> torch.Tensor:
+def _eager_both(inputs: DistillationInputs) -> torch.Tensor:
     return eager_projected_kl(inputs) + eager_cross_entropy(inputs)
+
+
+def fused_projected_kl(
+    implementation: Implementation, *, in_place: bool = False, diagnostics: bool = True
+) -> Loss:
+    """Projected KL of every chunk plus the cross-entropy of every label, by one operation."""
+
+    def loss(inputs: DistillationInputs) -> torch.Tensor:
+        alignment, projection, teacher = inputs.alignment, inputs.projection, inputs.teacher
+        assert alignment is not None
+        assert projection is not None
+        assert teacher is not None
+        logits = inputs.student_logits.flatten(0, 1)
+        labels = inputs.labels.flatten()
+        total, _ = projected_kl_with_ce(
+            logits,
+            teacher.to_logits().flatten(0, 1),
+            student_rows=ChunkRows.of(alignment.student_chunk_id.flatten(), alignment.chunk_count),
+            teacher_rows=ChunkRows.of(alignment.teacher_chunk_id.flatten(), alignment.chunk_count),
+            projection=ShardedProjection(
+                projection.weight,
+                projection.weight_transposed,
+                projection.row_mass,
+                projection.reachable,
+                projection.plan,
+            ),
+            student_shard=inputs.student_shard,
+            teacher_shard=teacher.shard,
+            cross_entropy=CrossEntropy(labels, torch.ones_like(labels, dtype=torch.float32)),
+            comparing=Comparing(diagnostics=diagnostics),
+            in_place=in_place,
+            implementation=implementation,
+        )
+        return total
+
+    return loss
+
+
+def _two_operations() -> Loss:
+    return OBJECTIVES[0].added("triton")
 
 
 OBJECTIVES: Final = (
     Objective(
         name="projected_kl + next_token",
         terms=(("projected_kl", {}), ("next_token", {})),
-        others={"eager": lambda: _both},
+        fused=fused_projected_kl,
+        others={
+            "eager": lambda: _eager_both,
+            "triton, no diagnostics": lambda: fused_projected_kl("triton", diagnostics=False),
+            "triton, in place": lambda: fused_projected_kl("triton", in_place=True),
+            "triton, two operations": _two_operations,
+        },
     ),
     Objective(
         name="projected_kl",

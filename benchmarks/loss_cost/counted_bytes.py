@@ -1,20 +1,21 @@
-"""Bytes that a loss must move, and those that each implementation does, from shapes alone.
+"""Bytes that a loss must move, and those that its kernels do, from shapes alone.
 
 b bytes of a logit; Ts Tt rows and vs vt columns of this rank; C chunks. The floors are those of
-logits in memory that the gradient may overwrite or not: every logit read once (``B1``: a row stays
-in a cache between its statistics and its gradient) or twice (``B2``: it does not, as where a
-collective sits between), and the student's gradient written once:
+logits in memory: every logit read once (``B1``: a row stays in a cache between its statistics and
+its gradient) or twice (``B2``: it does not, as where a collective sits between), and the student's
+gradient written once:
 
     B1 = b (2 Ts vs + Tt vt)        B2 = b (3 Ts vs + 2 Tt vt)
 
-Kernels are counted by the table ``KERNELS``: how often each sweeps over the logits, and what it
-writes and reads besides. Torch operators are counted by ``traffic.Traffic``.
+Kernels are counted launch by launch: ``LAUNCHES`` has what each reads and writes, every element
+once for each launch. Tables that all rows share count once, since they stay in a cache. Picking
+single columns out of a row fetches whole sectors of 32 bytes, of which the count sees the columns
+alone. Torch operators are counted by ``traffic.Traffic``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Literal
 
 from .microbatch import Shape
@@ -23,44 +24,78 @@ Teacher = Literal["logits", "statistics", "none"]
 """What a loss must know of the teacher: every logit twice (sum and gradient), the sums alone, or
 nothing."""
 
+Launches = list[tuple[str, float]]
+"""What is done, and the bytes it moves."""
 
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """Sweeps of an objective's kernels over whole matrices of logits."""
-
-    student_reads: int = 2
-    student_writes: int = 1
-    teacher_reads: int = 2
-    teacher: Teacher = "logits"
-    besides: Callable[[Shape, int], float] = lambda shape, size: 0.0
-    """Bytes of anything else, from the shape and the bytes of a logit."""
+_ROW: Final = 40
+"""Bytes of a row's peaks, sums and largest column, written and read again."""
 
 
-def _vectors(shape: Shape, size: int) -> float:
-    """Peaks, sums, largest columns and losses: 40 B a row, written and read."""
-    return 80.0 * (shape.student_rows + shape.teacher_rows)
+def _statistics(shape: Shape, size: int, *, teacher: bool = True) -> Launches:
+    student, others = logits_bytes(shape, size)
+    launches = [("student: sums of rows", student + 2.0 * _ROW * shape.student_rows)]
+    if teacher:
+        launches.append(("teacher: sums of rows", others + 2.0 * _ROW * shape.teacher_rows))
+    return launches
 
 
-def _projection(shape: Shape, size: int) -> float:
-    """Columns that are sums: the logits of their entries again, and two fp32 numbers a column.
+def _projected_kl(shape: Shape, size: int) -> Launches:
+    """``ops/projected_kl``, forward KL: D summed columns, R residual rows, fp32 scratch."""
+    student, _ = logits_bytes(shape, size)
+    slots, rows, direct = shape.summed_columns, shape.residual_rows, shape.direct_pairs
+    joined = shape.joined_rows * (2 * student / shape.student_rows + size * direct)
+    return [
+        *_statistics(shape, size),
+        ("columns of several tokens: sums", shape.chunks * (size * rows + 4.0 * slots)),
+        ("columns of several tokens: slopes", shape.chunks * (size + 8.0) * slots),
+        ("tokens of several columns: sums", shape.chunks * 4.0 * (slots + rows)),
+        ("sweep: student read, gradient written", 2.0 * student + 4.0 * shape.chunks * rows),
+        ("sweep: teacher at direct pairs", 1.0 * size * shape.teacher_rows * direct),
+        ("second sweep over chunks of several student tokens", joined),
+        ("tables of the projection", 4.0 * shape.student_columns + 12.0 * shape.entries),
+    ]
 
-    Each entry's logit is read for the sum and the slope for the gradient; a column has the sum, the
-    teacher's mean and the slope, each written and read.
-    """
-    entries = shape.entries - shape.direct_pairs
-    of_a_chunk = entries * (size + 4) + shape.summed_columns * (size + 3 * 8)
-    return _vectors(shape, size) + shape.chunks * of_a_chunk + 8.0 * shape.entries
+
+def _partition_kl(shape: Shape, size: int) -> Launches:
+    student, _ = logits_bytes(shape, size)
+    return [
+        *_statistics(shape, size),
+        ("sweep: student read, gradient written", 2.0 * student),
+        ("sweep: teacher at shared tokens", 1.0 * size * shape.teacher_rows * shape.common),
+        ("table of pairs", 4.0 * shape.student_columns),
+    ]
 
 
-KERNELS: Final = {
-    "projected_kl": Kernels(besides=_projection),
-    "projected_kl + next_token": Kernels(besides=_projection),
-    "partition_kl": Kernels(besides=_vectors),
-    "vocab_kl": Kernels(besides=_vectors),
-    "alm": Kernels(teacher_reads=1, teacher="statistics", besides=_vectors),
-    "next_token": Kernels(teacher_reads=0, teacher="none", besides=_vectors),
+def _vocab_kl(shape: Shape, size: int) -> Launches:
+    student, others = logits_bytes(shape, size)
+    return [
+        *_statistics(shape, size),
+        ("sweep: student read, gradient written", 2.0 * student),
+        ("sweep: teacher", 1.0 * others),
+    ]
+
+
+def _alm(shape: Shape, size: int) -> Launches:
+    student, _ = logits_bytes(shape, size)
+    sweep = ("sweep: student read, gradient written", 2.0 * student)
+    return [*_statistics(shape, size), sweep]
+
+
+def _next_token(shape: Shape, size: int) -> Launches:
+    student, _ = logits_bytes(shape, size)
+    sweep = ("sweep: student read, gradient written", 2.0 * student)
+    return [*_statistics(shape, size, teacher=False), sweep]
+
+
+LAUNCHES: Final[dict[str, Callable[[Shape, int], Launches]]] = {
+    "projected_kl": _projected_kl,
+    "projected_kl + next_token": _projected_kl,
+    "partition_kl": _partition_kl,
+    "vocab_kl": _vocab_kl,
+    "alm": _alm,
+    "next_token": _next_token,
 }
-"""Objectives whose kernels are counted; the others run kernels among torch operators."""
+"""Objectives whose kernels are counted. Cross-entropy is fused: it adds no sweep."""
 
 
 def logits_bytes(shape: Shape, size: int) -> tuple[int, int]:
@@ -80,10 +115,6 @@ def floors(shape: Shape, size: int, teacher: Teacher) -> tuple[int, int]:
 
 
 def kernel_bytes(objective: str, shape: Shape, size: int) -> float | None:
-    """Bytes that the kernels of an objective move; None where they are not in the table."""
-    passes = KERNELS.get(objective)
-    if passes is None:
-        return None
-    student, others = logits_bytes(shape, size)
-    sweeps = (passes.student_reads + passes.student_writes) * student
-    return sweeps + passes.teacher_reads * others + passes.besides(shape, size)
+    """Bytes that the kernels of an objective move; None where they are not counted."""
+    launches = LAUNCHES.get(objective)
+    return None if launches is None else sum(moved for _, moved in launches(shape, size))

@@ -67,7 +67,7 @@ def counted_rows(vocabulary: RankVocabulary, ranks: int, lengths: Sequence[int])
                     "implementation": "triton",
                     "bytes": round(moved),
                     "peak_bytes": gradient,
-                    "counted": "by the table of sweeps",
+                    "counted": "launch by launch",
                 }
             for name, (bytes_at, peak_at) in recorded.items():
                 yield common | {
@@ -82,16 +82,21 @@ def _recorded(
     objective: Objective, implementation: str, excerpt: RankVocabulary
 ) -> tuple[Callable[[int], float], Callable[[int], float]]:
     """Bytes moved and most bytes held beyond the inputs, as functions of the rows."""
-    lengths = [2 * EXCERPT, 4 * EXCERPT, 6 * EXCERPT][: 3 if implementation == "eager" else 2]
-    moved, held = [], []
-    for length in lengths:
+    counts = (1, 2, 3) if implementation == "eager" else (1, 2)
+    lengths = [count * EXCERPT for count in counts]
+    # More rows than a slice holds, where there are slices.
+    longer = lengths if implementation == "eager" else [2 * length for length in lengths]
+
+    def recorded(length: int, slice_elements: int) -> Traffic:
         inputs = excerpt.microbatch(length)
         _mark_columns(inputs)
         if objective.same_vocabulary:
             inputs = same_vocabulary(inputs)
-        moved.append(float(record(objective, implementation, inputs, ONE_SLICE).moved))
-        held.append(float(record(objective, implementation, inputs, SMALL_SLICE).peak))
-    return _through(lengths, moved), _through(lengths, held)
+        return record(objective, implementation, inputs, slice_elements)
+
+    moved = [float(recorded(length, ONE_SLICE).moved) for length in lengths]
+    held = [float(recorded(length, SMALL_SLICE).peak) for length in longer]
+    return _through(lengths, moved), _through(longer, held)
 
 
 def _mark_columns(inputs: DistillationInputs) -> None:

@@ -19,7 +19,7 @@ from .cases import OBJECTIVES, NotThereError, Objective
 from .microbatch import RankVocabulary, same_vocabulary
 from .pairs import Structure, synthetic_pair
 
-SMALL = ("small synthetic pair", (1500, 1800), Structure(common=1200, two_piece=200))
+SMALL = ("small synthetic pair", (500, 600), Structure(common=400, two_piece=60))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def check_kernels(vocabulary: RankVocabulary, rows: int, device: str) -> Iterato
 
 
 def small_vocabulary() -> RankVocabulary:
-    """What an interpreter can take: vocabularies of 1,500 and 1,800, 60 chunks."""
+    """What an interpreter can take: vocabularies of 500 and 600, 60 chunks."""
     return RankVocabulary.of(synthetic_pair(*SMALL, length=60), 1)
 
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
+from megatron_ext.losses import LOSS_REGISTRY, KnownAhead, TeacherTargets
+from megatron_ext.losses.linear import LinearDistillation, no_logits
+
 from .cases import NotThereError
+from .microbatch import RankVocabulary, Text
 
 STUDENT_HIDDEN: Final = 2048
 TEACHER_HIDDEN: Final = 2560
@@ -94,6 +98,44 @@ def bare_products(heads: Heads, tile: int = 2048) -> None:
         of_weight += logits.t() @ rows
     for start in range(0, len(heads.teacher_hidden), tile):
         heads.teacher_hidden[start : start + tile] @ heads.teacher_weight.t()
+
+
+TILED: Final = {
+    "projected_kl + next_token": ("projected_kl", "next_token"),
+    "next_token": ("next_token",),
+}
+"""Objectives that are measured in their linear form."""
+
+
+def linear_form(
+    names: Sequence[str], vocabulary: RankVocabulary, text: Text, heads: Heads, *, tile_rows: int
+) -> Callable[[], torch.Tensor]:
+    """The loss of ``LinearDistillation`` on the hidden states, one sum with scales of 1."""
+    shards = vocabulary.shards
+    form = LinearDistillation(
+        objectives={name: LOSS_REGISTRY[name]() for name in names}, tile_rows=tile_rows
+    )
+    tiles = form.tiles(KnownAhead(labels=text.labels, alignment=text.alignment))
+    hidden = heads.student_hidden[None]
+    teacher = TeacherTargets(
+        kind="hidden",
+        shard=shards[1],
+        hidden=heads.teacher_hidden[None],
+        head_weight=heads.teacher_weight,
+    )
+    inputs = replace(
+        vocabulary.inputs(text, no_logits(hidden, shards[0]), teacher),
+        student_hidden=hidden,
+        student_head_weight=heads.student_weight,
+    )
+    tiles = tiles.to(hidden.device)
+    scales = dict.fromkeys(names, 1.0)
+
+    def loss() -> torch.Tensor:
+        given = replace(inputs, student_hidden=heads.student_hidden[None])
+        return form(given, tiles, scales).total
+
+    return loss
 
 
 def _liger_chunked(heads: Heads) -> Callable[[], torch.Tensor]:

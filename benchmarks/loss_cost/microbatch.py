@@ -50,19 +50,31 @@ class Shape:
     """Student tokens that are one teacher token, which is no other's."""
     summed_columns: int
     """Reachable teacher columns that are not in a direct pair."""
+    residual_rows: int
+    """Student tokens with an entry in a summed column."""
+    common: int
+    """Tokens that both vocabularies have."""
+    joined_rows: int
+    """Student rows in chunks of several of them."""
 
-    def of_rows(self, rows: int) -> Shape:
-        """The same text, longer or shorter."""
-        return Shape(
-            student_rows=rows,
-            teacher_rows=round(self.teacher_rows * rows / self.student_rows),
-            student_columns=self.student_columns,
-            teacher_columns=self.teacher_columns,
-            chunks=round(self.chunks * rows / self.student_rows),
-            entries=self.entries,
-            direct_pairs=self.direct_pairs,
-            summed_columns=self.summed_columns,
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """What is known of a microbatch before a model reads it."""
+
+    labels: torch.Tensor
+    """int64 [1, Ts]"""
+
+    teacher_labels: torch.Tensor
+    """int64 [1, Tt]"""
+
+    alignment: AlignmentBatch
+    completions: ChunkCompletions
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Ts and Tt."""
+        return self.labels.shape[1], self.teacher_labels.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +128,16 @@ class RankVocabulary:
         Tokens of other ranks count as one of this rank's: what a loss does with a label costs the
         same whichever it is.
         """
+        known = self.text(rows)
+        logits = [
+            random_logits((1, length, shard.width), device=device, dtype=dtype, seed=seed + side)
+            for side, (length, shard) in enumerate(zip(known.lengths, self.shards, strict=True))
+        ]
+        teacher = TeacherTargets(kind="logits", shard=self.shards[1], logits=logits[1])
+        return self.inputs(known, logits[0].requires_grad_(), teacher)
+
+    def text(self, rows: int) -> Text:
+        """Labels and chunks of ``rows`` student tokens, on the CPU."""
         text = self.pair.of_rows(rows)
         labels = [
             torch.from_numpy(_local(ids, columns))[None]
@@ -124,20 +146,25 @@ class RankVocabulary:
         alignment = AlignmentBatch.from_chunk_ids(
             torch.from_numpy(text.student_chunk)[None], torch.from_numpy(text.teacher_chunk)[None]
         )
-        completions = ChunkCompletions.of(alignment, *labels, self.table)
-        logits = [
-            random_logits((1, len(ids), shard.width), device=device, dtype=dtype, seed=seed + side)
-            for side, (ids, shard) in enumerate(
-                zip((text.student_ids, text.teacher_ids), self.shards, strict=True)
-            )
-        ]
+        return Text(
+            labels=labels[0],
+            teacher_labels=labels[1],
+            alignment=alignment,
+            completions=ChunkCompletions.of(alignment, *labels, self.table),
+        )
+
+    def inputs(
+        self, known: Text, student_logits: torch.Tensor, teacher: TeacherTargets
+    ) -> DistillationInputs:
+        """What an objective gets, on the device of the logits."""
+        device = student_logits.device
         return DistillationInputs(
-            student_logits=logits[0].requires_grad_(),
+            student_logits=student_logits,
             student_shard=self.shards[0],
-            labels=labels[0].to(device),
-            teacher=TeacherTargets(kind="logits", shard=self.shards[1], logits=logits[1]),
-            teacher_labels=labels[1].to(device),
-            alignment=alignment.to(device),
+            labels=known.labels.to(device),
+            teacher=teacher,
+            teacher_labels=known.teacher_labels.to(device),
+            alignment=known.alignment.to(device),
             projection=ProjectionShard.from_projection(
                 self.projection,
                 student_shard=self.shards[0],
@@ -154,7 +181,7 @@ class RankVocabulary:
                 teacher_shard=self.shards[1],
                 device=device,
             ),
-            completions=completions.to(device),
+            completions=known.completions.to(device),
         )
 
     def shape(self, rows: int) -> Shape:
@@ -162,8 +189,9 @@ class RankVocabulary:
         text = self.pair.of_rows(rows)
         rows_of = np.diff(self.projection.indptr)
         degree = np.bincount(self.projection.indices, minlength=self.projection.shape[1])
-        of_one = np.repeat(rows_of == 1, rows_of)
-        direct = int((of_one & (degree[self.projection.indices] == 1)).sum())
+        row = np.repeat(np.arange(len(rows_of)), rows_of)
+        direct = (rows_of[row] == 1) & (degree[self.projection.indices] == 1)
+        sizes = np.bincount(text.student_chunk[text.student_chunk >= 0])
         return Shape(
             student_rows=rows,
             teacher_rows=len(text.teacher_ids),
@@ -171,8 +199,11 @@ class RankVocabulary:
             teacher_columns=self.shards[1].width,
             chunks=1 + int(text.student_chunk.max()),
             entries=len(self.projection.values),
-            direct_pairs=direct,
-            summed_columns=int((degree > 0).sum()) - direct,
+            direct_pairs=int(direct.sum()),
+            summed_columns=int((degree > 0).sum() - direct.sum()),
+            residual_rows=len(np.unique(row[~direct])),
+            common=len(self.match.common_student),
+            joined_rows=int(sizes[sizes > 1].sum()),
         )
 
 
