@@ -1,150 +1,111 @@
-"""Chunk distributions of two models against means of softmaxes in fp64."""
+"""Chunk means, their member masses and their gradient against autograd over means in fp64."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from chunk_pair import MANY, ChunkPair
+from kernel_case import DEVICE, DTYPES, nan_filled, rounding
 
 from megatron_ext.distributed import row_slices
-from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.chunk_distributions import chunk_distributions
-from megatron_ext.ops.chunk_reduce.reference import chunk_mean_softmax_reference
-from tests.ops.projected_kl_case import random_chunks
+from megatron_ext.ops.chunk_distributions import (
+    ModelRows,
+    chunk_means,
+    chunk_means_by_kernel,
+    clear_rows_of_no_chunk_,
+    host_offsets,
+    pair_of_models,
+    row_scale,
+    write_row_gradients,
+)
+from megatron_ext.ops.chunk_rows import ChunkRows
 
-SIZES: dict[str, dict[str, Any]] = {
-    "chunks of several rows": {},
-    "one-token sequences": {"lengths": (1, 1), "chunks": 1},
-    "no chunk": {"chunks": 0},
-    "every row its own chunk": {"lengths": (8, 8), "chunks": 8},
-}
+__all__ = ["nan_filled"]
 
-
-class Case:
-    def __init__(
-        self,
-        *,
-        lengths: tuple[int, int] = (11, 7),
-        vocabs: tuple[int, int] = (19, 13),
-        chunks: int = 4,
-        scale: float = 3.0,
-    ) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.logits = [
-            scale * torch.randn(rows, width, generator=generator, dtype=torch.float64)
-            for rows, width in zip(lengths, vocabs, strict=True)
-        ]
-        self.chunk_ids = random_chunks(lengths, chunks)
-        self.chunks, self.vocabs = chunks, vocabs
-        shape = (chunks, vocabs[0])
-        self.weights = torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    def run(
-        self, *, dtype: torch.dtype = torch.float64, padding: int = 0, temperature: float = 1.3
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Q, P, and the gradient of a weighted sum of Q."""
-        logits = [
-            torch.nn.functional.pad(side, (0, padding), value=1e30).to(dtype)
-            for side in self.logits
-        ]
-        shards = [VocabShard(start=0, stop=size + padding, vocab_size=size) for size in self.vocabs]
-        student = logits[0].requires_grad_()
-        q, p = chunk_distributions(
-            student,
-            logits[1],
-            student_chunk_id=self.chunk_ids[0],
-            teacher_chunk_id=self.chunk_ids[1],
-            chunk_count=self.chunks,
-            student_shard=shards[0],
-            teacher_shard=shards[1],
-            temperature=temperature,
-        )
-        # Padding weighs much: its gradient must not arrive.
-        weights = torch.nn.functional.pad(self.weights, (0, padding), value=1e6).to(q.dtype)
-        (grad,) = torch.autograd.grad((q * weights).sum(), student)
-        return q, p, grad
-
-    def truth(self, temperature: float = 1.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        student = self.logits[0].detach().requires_grad_()
-        q, p = (
-            chunk_mean_softmax_reference(logits, ids, self.chunks, temperature=temperature)
-            for logits, ids in zip((student, self.logits[1]), self.chunk_ids, strict=True)
-        )
-        (grad,) = torch.autograd.grad((q * self.weights).sum(), student)
-        return q, p, grad
+SIZES = (*MANY, (0, 1), (1, 0))
 
 
-@pytest.mark.parametrize("padding", [0, 5], ids=["unpadded", "padded"])
-@pytest.mark.parametrize("name", SIZES)
-def test_both_means_and_the_gradient_equal_the_references(name: str, padding: int) -> None:
-    case = Case(**SIZES[name])
-    truth = case.truth()
-    for dtype, slack in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
-        for value, true_value in zip(case.run(dtype=dtype, padding=padding), truth, strict=True):
-            width = true_value.shape[1]
-            torch.testing.assert_close(
-                value[:, :width].double(), true_value, rtol=10 * slack, atol=slack
-            )
-            assert not value[:, width:].any(), "padding takes part"
+def models_of(
+    case: ChunkPair, members: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[ModelRows, ModelRows]:
+    rows = [ChunkRows.of(ids, case.chunk_count) for ids in case.chunk_ids]
+    return pair_of_models(
+        *case.logits,
+        student_rows=rows[0],
+        teacher_rows=rows[1],
+        **case.shards(),
+        temperature=1.3,
+        members=members,
+        implementation="torch",
+    )
 
 
-def test_rows_of_no_chunk_are_not_looked_at() -> None:
-    case = Case()
-    truth = case.truth()
-    for logits, ids in zip(case.logits, case.chunk_ids, strict=True):
-        logits[ids < 0] = torch.nan
-    for value, true_value in zip(case.run(), truth, strict=True):
-        torch.testing.assert_close(value, true_value, rtol=1e-13, atol=1e-14)
+def means_of(case: ChunkPair) -> tuple[torch.Tensor, torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def keep(q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        found.extend((q.detach(), p))
+        return q.sum(dim=-1)
+
+    case.truth(keep, temperature=1.3)
+    return found[0], found[1]
 
 
-def test_bf16_logits_are_summed_in_fp32_and_get_a_gradient_rounded_once() -> None:
-    case = Case(vocabs=(301, 205), lengths=(40, 30), chunks=20)
-    case.logits = [side.bfloat16().double() for side in case.logits]
-    (true_q, true_p, true_grad), (q, p, grad) = case.truth(), case.run(dtype=torch.bfloat16)
-    assert (q.dtype, p.dtype, grad.dtype) == (torch.float32, torch.float32, torch.bfloat16)
-    torch.testing.assert_close(q.double(), true_q, rtol=1e-5, atol=1e-8)
-    torch.testing.assert_close(p.double(), true_p, rtol=1e-5, atol=1e-8)
-    # Half a unit of 8 bits is 2^-9 of the value.
-    torch.testing.assert_close(grad.double(), true_grad, rtol=2**-8, atol=1e-7)
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("by", ["triton", "torch"])
+def test_means_are_those_of_softmaxes_and_padding_is_zero(dtype: torch.dtype, by: str) -> None:
+    if by == "triton":
+        pytest.importorskip("triton")
+    case = ChunkPair.random((301, 205), sizes=SIZES, dtype=dtype)
+    models = models_of(case)
+    ends, everything = host_offsets(*models), slice(0, len(SIZES))
+    for model, own, truth in zip(models, ends, means_of(case), strict=True):
+        if by == "torch":
+            means = chunk_means(model, own, everything)
+        else:
+            means = chunk_means_by_kernel(model, everything)
+        assert means.dtype == torch.float32
+        torch.testing.assert_close(means[:, : truth.shape[1]].double(), truth, rtol=1e-5, atol=1e-8)
+        assert not means[:, truth.shape[1] :].any()
 
 
-def test_extreme_and_masked_logits_stay_finite() -> None:
-    case = Case(scale=1e4)
-    case.logits[0][:, 3:6] = -torch.inf
-    q, p, grad = case.run(dtype=torch.float32)
-    assert all(tensor.isfinite().all() for tensor in (q, p, grad))
-    assert not q[:, 3:6].any()
-    assert not grad[:, 3:6].any()
-    torch.testing.assert_close(q.sum(dim=-1), torch.ones(4))
+def test_the_mass_of_members_is_their_probability() -> None:
+    case = ChunkPair.random((60, 41), sizes=SIZES)
+    members = tuple(torch.arange(side.shape[1], device=DEVICE) % 3 == 0 for side in case.logits)
+    for model, chosen, truth in zip(
+        models_of(case, (members[0], members[1])), members, means_of(case), strict=True
+    ):
+        mass = model.mean_over_rows(model.member_mass)
+        inside = truth[:, chosen[: truth.shape[1]]].sum(dim=-1)
+        torch.testing.assert_close(mass.double(), inside, rtol=1e-5, atol=1e-7)
 
 
-def test_the_logits_and_vectors_are_all_that_is_kept() -> None:
-    kept: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    case = Case(vocabs=(400, 30), lengths=(50, 40), chunks=10)
-    student = case.logits[0].float().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        chunk_distributions(
-            student,
-            case.logits[1].float(),
-            student_chunk_id=case.chunk_ids[0],
-            teacher_chunk_id=case.chunk_ids[1],
-            chunk_count=10,
-            student_shard=VocabShard(start=0, stop=400, vocab_size=400),
-            teacher_shard=VocabShard(start=0, stop=30, vocab_size=30),
-        )
-    large = [tensor for tensor in kept if tensor.dim() > 1]
-    assert len(large) == 1
-    assert large[0].data_ptr() == student.data_ptr()
+def test_rows_of_no_chunk_do_not_reach_a_mean_over_rows() -> None:
+    case = ChunkPair.random((20, 10), sizes=((2, 1), (0, 1), (3, 1)))
+    model, _ = models_of(case)
+    values = torch.where(case.chunk_ids[0] < 0, torch.nan, 1.0)
+    assert model.mean_over_rows(values).tolist() == [1.0, 0.0, 1.0]
 
 
-def test_the_value_does_not_depend_on_how_rows_are_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Case().run()
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 40)
-    for one, other in zip(whole, Case().run(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-16)
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("elements", [1 << 20, 400], ids=["at once", "in slices"])
+def test_a_slope_of_the_means_becomes_the_gradient_of_the_logits(
+    dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = ChunkPair.random((61, 41), sizes=SIZES, dtype=dtype)
+    torch.manual_seed(1)
+    weights = torch.randn(len(SIZES), 66, device=DEVICE)
+    _, truth = case.truth(lambda q, _: (q * weights[:, :61].double()).sum(-1), temperature=1.3)
+    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, DEVICE.type, elements)
+    model, _ = models_of(case)
+    gradient, scale = torch.empty_like(case.logits[0]), row_scale(model, case.weights)
+    ends = host_offsets(model)[0]
+    for chunks in row_slices.row_slices(len(SIZES), 66, device=DEVICE):
+        write_row_gradients(model, ends, chunks, weights[chunks], scale, gradient)
+    clear_rows_of_no_chunk_(gradient, model, by_kernel=False)
+    slack = 1e-6 + rounding(dtype)
+    limit = slack * float(truth.abs().max())
+    torch.testing.assert_close(gradient.double(), truth, rtol=0, atol=limit)
+    assert (gradient[case.chunk_ids[0] < 0] == 0).all()

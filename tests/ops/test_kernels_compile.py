@@ -193,3 +193,46 @@ def test_partition_kl() -> None:
             flags = {**passes, "HAS_LABELS": labels, **flags}
             variants += [("single_rows_kernel", both | written | single, flags)]
     compiles("partition_kl", variants)
+
+
+def test_matched_divergence() -> None:
+    pointers = dict.fromkeys(
+        f"{side}_{name}_ptr" for side in ("student", "teacher") for name in ("order", "offsets")
+    )
+    types = dict.fromkeys(pointers, "*i32") | {"pairs_ptr": "*i32", "column_ptr": "*i64"}
+    for side in ("student", "teacher"):
+        types |= {f"{side}_{name}_ptr": "*fp32" for name in ("peak", "log_sum", "used")}
+    vectors = ("value", "row_slope", "best", "base", "shift", "centre", "scale")
+    types |= {f"{name}_ptr": "*fp32" for name in vectors}
+    strides = ("student_stride", "teacher_stride", "gradient_stride", "moved_stride")
+    sizes = ("first_chunk", "width", "valid_width", "column_start")
+    types |= dict.fromkeys((*strides, *sizes), "i32")
+    types |= {"temperature": "fp32", "mixture": "fp32"}
+    variants: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+    for kind, direction, is_moved in (
+        ("*fp32", "forward", False),
+        ("*bf16", "reverse", True),
+        ("*bf16", "jensen_shannon", False),
+    ):
+        flags = {"DIRECTION": direction, "MOVED": is_moved, "HAS_TEMPERATURE": True, "BLOCK": 4096}
+        own = types | {"student_ptr": kind, "teacher_ptr": kind, "gradient_ptr": kind}
+        if is_moved:
+            own["moved_ptr"] = "*fp32"
+        else:
+            flags["moved_ptr"] = None
+        for kernel, left_out in (("compare_kernel", _NOT_COMPARED), ("gradient_kernel", _VALUES)):
+            taken = {name: value for name, value in own.items() if name not in left_out}
+            variants.append((kernel, taken, flags))
+    compiles("matched_divergence", variants)
+
+
+_VALUES = ("value_ptr", "row_slope_ptr", "best_ptr", "column_ptr", "column_start")
+_NOT_COMPARED = (
+    "gradient_ptr",
+    "gradient_stride",
+    "base_ptr",
+    "shift_ptr",
+    "centre_ptr",
+    "scale_ptr",
+    "valid_width",
+)

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
+import torch
+
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_student
@@ -19,10 +21,9 @@ from megatron_ext.losses.inputs.counted_ids import counted_ids
 from megatron_ext.losses.inputs.matched_columns import MatchedColumns, matched_columns
 from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.losses.nemo import nemo_gold
-from megatron_ext.ops.chunk_distributions import chunk_distributions
 from megatron_ext.ops.divergence import Divergence, check_divergence
-from megatron_ext.ops.matched_divergence import matched_divergence
-from megatron_ext.ops.sorted_l1 import sorted_l1
+from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.matched_divergence import Comparing, Matching, matched_divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +37,14 @@ class GoldLoss:
     zero gradient, for a student that equals its teacher under one chunking of one tokenization.
 
     Metrics, a chunk: ``kl_common`` and ``l1_uncommon`` (before ``tau^2`` and ``w``), the
-    ``student_uncommon_mass`` and ``teacher_uncommon_mass``, ``l1_left_out`` (at most so much is
+    ``student_uncommon_mass`` and ``teacher_uncommon_mass``, ``discarded_mass`` (at most so much is
     missing in ``l1_uncommon``), ``top1_agreement`` over common tokens, and those of
     ``losses/diagnostics``.
 
     Teacher targets: ``logits``, ``hidden``. Collectives on the tensor-parallel group: those of
-    ``ops/chunk_distributions``, ``ops/matched_divergence`` and ``ops/sorted_l1``: forward six
-    all-reduces of vectors, one reduce-scatter of [C', Vs] and one all-gather of
-    [C', 2 ``uncommon_topk`` + 2] a slice of C' chunks; backward an all-reduce of [T'] a slice of T'
-    student rows.
+    ``ops/matched_divergence``, all in the forward: four all-reduces of vectors, and a slice of C'
+    chunks one reduce-scatter of [C', Vs], one all-gather of [C', 2 ``uncommon_topk`` + 2] and
+    all-reduces of its chunks and student rows.
 
     ``numerics="nemo"``: ``losses/nemo``.
 
@@ -77,6 +77,9 @@ class GoldLoss:
     numerics: Numerics = "proper"
     """``proper`` or ``nemo``."""
 
+    implementation: Implementation = "auto"
+    """``auto``, ``triton`` or ``torch``, see ``ops/implementation``; ``nemo`` is always torch."""
+
     def __post_init__(self) -> None:
         check_divergence(
             self.name,
@@ -85,6 +88,7 @@ class GoldLoss:
             mixture=self.mixture,
         )
         check_choice(self.name, "numerics", self.numerics, get_args(Numerics))
+        check_implementation(self.name, self.implementation)
         check_count(self.name, "uncommon_topk", self.uncommon_topk)
         if not (math.isfinite(self.uncommon_weight) and self.uncommon_weight >= 0):
             raise LossError(
@@ -120,45 +124,41 @@ class GoldLoss:
     ) -> LossOutput:
         assert inputs.alignment is not None
         student_ids, teacher_ids = counted_ids(inputs)
-        q, p = chunk_distributions(
+        count, weight = inputs.alignment.chunk_count, self.temperature**2
+        found = matched_divergence(
             inputs.student_logits.flatten(0, 1),
             teacher.to_logits().flatten(0, 1),
             student_chunk_id=student_ids,
             teacher_chunk_id=teacher_ids,
-            chunk_count=inputs.alignment.chunk_count,
+            chunk_count=count,
+            matching=Matching(
+                columns.student_column,
+                columns.student_common,
+                with_rest=min(columns.student_rest, columns.teacher_rest) > 0,
+            ),
             student_shard=inputs.student_shard,
             teacher_shard=teacher.shard,
-            temperature=self.temperature,
+            comparing=Comparing(
+                temperature=self.temperature,
+                direction=self.direction,
+                mixture=self.mixture,
+                uncommon_weight=self.uncommon_weight,
+                top_u=self.uncommon_topk,
+            ),
+            # So that the gradient is rounded once.
+            announced=torch.full((count,), weight, device=inputs.student_logits.device),
+            implementation=self.implementation,
         )
-        common = matched_divergence(
-            q,
-            p,
-            student_column=columns.student_column,
-            is_common=columns.student_common,
-            with_rest=min(columns.student_rest, columns.teacher_rest) > 0,
-            student_shard=inputs.student_shard,
-            direction=self.direction,
-            mixture=self.mixture,
-        )
-        uncommon = sorted_l1(
-            q,
-            p,
-            student_excluded=columns.student_matched(inputs.student_shard),
-            teacher_excluded=columns.teacher_matched(teacher.shard),
-            largest=self.uncommon_topk,
-            group=inputs.student_shard.group,
-        )
-        loss = self.temperature**2 * (common.value + self.uncommon_weight * uncommon.value)
         return chunk_output(
             inputs,
-            loss,
+            weight * found.chunk_loss,
             means={
-                "kl_common": common.value,
-                "l1_uncommon": uncommon.value,
-                "student_uncommon_mass": common.student_rest,
-                "teacher_uncommon_mass": common.teacher_rest,
-                "l1_left_out": uncommon.left_out,
-                "top1_agreement": common.agreement,
+                "kl_common": found.common,
+                "l1_uncommon": found.uncommon,
+                "student_uncommon_mass": found.student_rest,
+                "teacher_uncommon_mass": found.teacher_rest,
+                "discarded_mass": found.discarded_mass,
+                "top1_agreement": found.agreement,
             },
         )
 

@@ -23,8 +23,8 @@ from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.inputs.counted_ids import counted_ids
 from megatron_ext.losses.inputs.row_samples import row_samples
 from megatron_ext.losses.inputs.targets import TeacherTargets
-from megatron_ext.ops.chunk_distributions import chunk_distributions
-from megatron_ext.ops.sorted_l1 import SortedL1, sorted_l1
+from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.sorted_l1 import ChunkSortedL1, chunk_sorted_l1
 
 PairedBy = Literal["chunks", "position"]
 
@@ -44,10 +44,10 @@ class ULDLoss:
     uses ``labels`` and ``teacher_labels``, of an alignment only where packed samples begin, and
     counts pairs. Samples must be whole: not for sequences cut over context-parallel ranks.
 
-    Metrics: ``left_out``, at most so much a chunk is missing in the sum, before ``tau^2``; over
-    chunks also those of ``losses/diagnostics``. Teacher targets: ``logits``, ``hidden``.
-    Collectives: forward two all-reduces of [Ts + Tt] and one all-gather of [C', 2 ``top_u`` + 2] a
-    slice of C' chunks; backward one all-reduce of [T'] a slice of T' student rows.
+    Metrics: ``discarded_mass``, at most so much a chunk is missing in the sum, before ``tau^2``;
+    over chunks also those of ``losses/diagnostics``. Teacher targets: ``logits``, ``hidden``.
+    Collectives: those of ``ops/sorted_l1``, all in the forward: two all-reduces of [Ts + Tt], and a
+    slice of C' chunks one all-gather of [C', 2 ``top_u`` + 2] and all-reduces of its student rows.
 
     Source: Boizard et al., ULD (arXiv 2402.12030), there over full vocabularies and positions.
 
@@ -66,10 +66,14 @@ class ULDLoss:
     alignment: PairedBy = "chunks"
     """What is compared with what: ``chunks`` or ``position``."""
 
+    implementation: Implementation = "auto"
+    """``auto``, ``triton`` or ``torch``, see ``ops/implementation``."""
+
     def __post_init__(self) -> None:
         check_temperature("uld", self.temperature)
         check_count("uld", "top_u", self.top_u)
         check_choice("uld", "alignment", self.alignment, get_args(PairedBy))
+        check_implementation("uld", self.implementation)
 
     def __call__(self, inputs: DistillationInputs) -> LossOutput:
         check_student(inputs)
@@ -77,18 +81,22 @@ class ULDLoss:
             return self._over_positions(inputs)
         alignment, teacher = check_alignment(inputs, objective="uld")
         l1 = self._compare(inputs, teacher, counted_ids(inputs), alignment.chunk_count)
-        return chunk_output(inputs, self.temperature**2 * l1.value, means={"left_out": l1.left_out})
+        return chunk_output(
+            inputs,
+            self.temperature**2 * l1.chunk_loss,
+            means={"discarded_mass": l1.discarded_mass},
+        )
 
     def _over_positions(self, inputs: DistillationInputs) -> LossOutput:
         teacher, labels = _check_positions(inputs)
         ids, count = _pairs(inputs, labels)
         pair_count = min(inputs.labels.numel(), labels.numel())
         l1 = self._compare(inputs, teacher, ids, pair_count)
-        left_out: SumCount = (l1.left_out.sum(), count)
+        discarded: SumCount = (l1.discarded_mass.sum(), count)
         return LossOutput(
-            loss_sum=self.temperature**2 * l1.value.sum(),
+            loss_sum=self.temperature**2 * l1.chunk_loss.sum(),
             count=count,
-            metrics={"left_out": left_out},
+            metrics={"discarded_mass": discarded},
         )
 
     def _compare(
@@ -97,26 +105,22 @@ class ULDLoss:
         teacher: TeacherTargets,
         ids: tuple[torch.Tensor, torch.Tensor],
         count: int,
-    ) -> SortedL1:
-        student_shard, teacher_shard = inputs.student_shard, teacher.shard
-        device = inputs.student_logits.device
-        q, p = chunk_distributions(
+    ) -> ChunkSortedL1:
+        return chunk_sorted_l1(
             inputs.student_logits.flatten(0, 1),
             teacher.to_logits().flatten(0, 1),
             student_chunk_id=ids[0],
             teacher_chunk_id=ids[1],
             chunk_count=count,
-            student_shard=student_shard,
-            teacher_shard=teacher_shard,
+            student_shard=inputs.student_shard,
+            teacher_shard=teacher.shard,
             temperature=self.temperature,
-        )
-        return sorted_l1(
-            q,
-            p,
-            student_excluded=student_shard.excluded_columns(device),
-            teacher_excluded=teacher_shard.excluded_columns(device),
-            largest=self.top_u,
-            group=student_shard.group,
+            top_u=self.top_u,
+            # So that the gradient is rounded once.
+            announced=torch.full(
+                (count,), self.temperature**2, device=inputs.student_logits.device
+            ),
+            implementation=self.implementation,
         )
 
 

@@ -16,7 +16,9 @@ def sorted_l1_reference(
     """
     width = max(student.shape[1], teacher.shape[1])
     first, second = (
-        torch.nn.functional.pad(side, (0, width - side.shape[1])).sort(dim=-1, descending=True)[0]
+        torch.nn.functional.pad(side, (0, width - side.shape[1])).sort(
+            dim=-1, descending=True, stable=True
+        )[0]
         for side in (student, teacher)
     )
     return (first - second)[:, :largest].abs().sum(dim=-1)

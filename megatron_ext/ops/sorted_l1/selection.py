@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 _COLUMN_BITS: Final = 32
+
+
+class Largest(NamedTuple):
+    """Candidates of this rank for the largest places, at least as many as are compared."""
+
+    values: torch.Tensor
+    """[C, K] in any order in which equal ones are in that of their columns; -1: no candidate."""
+
+    columns: torch.Tensor
+    """[C, K], any integer type."""
+
+    rest: torch.Tensor
+    """[C, 1] this rank's mass outside of them; exactly 0 where there is nothing outside."""
+
+
+def select_largest(values: torch.Tensor, count: int, excluded: torch.Tensor | None) -> Largest:
+    """``largest_columns`` with the sum of the others."""
+    chosen, columns = largest_columns(values, count, excluded)
+    rest = values.scatter(-1, columns, 0.0)
+    if excluded is not None:
+        rest.masked_fill_(excluded, 0.0)
+    return Largest(chosen, columns, rest.sum(dim=-1, keepdim=True))
 
 
 def largest_columns(

@@ -97,9 +97,9 @@ def test_what_the_sorted_part_leaves_out_is_in_the_metrics() -> None:
     inputs = Microbatch.random().inputs()
     exact = GoldLoss(uncommon_topk=None)(inputs).metrics
     cut = GoldLoss(uncommon_topk=2)(inputs).metrics
-    assert exact["l1_left_out"][0].item() == 0
+    assert exact["discarded_mass"][0].item() == 0
     missing = (exact["l1_uncommon"][0] - cut["l1_uncommon"][0]).item()
-    assert 0 < missing <= cut["l1_left_out"][0].item()
+    assert 0 < missing <= cut["discarded_mass"][0].item()
 
 
 @pytest.mark.parametrize("name", ["gold", "hybrid_kl"])

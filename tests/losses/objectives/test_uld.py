@@ -91,9 +91,9 @@ def test_it_does_not_know_which_token_has_a_probability() -> None:
 def test_what_the_largest_leave_out_is_in_the_metrics() -> None:
     inputs = Microbatch.random().inputs()
     exact, cut = ULDLoss(top_u=None)(inputs), ULDLoss(top_u=3)(inputs)
-    assert exact.metrics["left_out"][0].item() == 0
+    assert exact.metrics["discarded_mass"][0].item() == 0
     missing = (exact.loss_sum - cut.loss_sum).item()
-    assert 0 < missing <= cut.metrics["left_out"][0].item()
+    assert 0 < missing <= cut.metrics["discarded_mass"][0].item()
 
 
 def _teacher_of(kind: str, inputs: DistillationInputs) -> TeacherTargets:

@@ -1,0 +1,64 @@
+"""The sorted L1 of logits with a graph; ``evaluation.py`` has what it computes."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.chunk_distributions import with_graph
+from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.sorted_l1.evaluation import ChunkSortedL1, evaluate_sorted_l1
+
+
+def chunk_sorted_l1(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    *,
+    student_chunk_id: torch.Tensor,
+    teacher_chunk_id: torch.Tensor,
+    chunk_count: int,
+    student_shard: VocabShard,
+    teacher_shard: VocabShard,
+    temperature: float = 1.0,
+    top_u: int | None = None,
+    announced: torch.Tensor | None = None,
+    in_place: bool = False,
+    implementation: Implementation = "auto",
+) -> ChunkSortedL1:
+    """``evaluate_sorted_l1`` of rows by chunk id, with a graph from ``chunk_loss`` to the student.
+
+    Args:
+        student_chunk_id: int64 [Ts], negative for rows of no chunk.
+        teacher_chunk_id: int64 [Tt].
+        in_place: Write the gradient over ``student_logits``, which nobody may read afterwards.
+
+    Keeps the gradient [Ts, Vps] for backward, which has no collectives.
+    """
+    student_rows = ChunkRows.of(student_chunk_id, chunk_count)
+    teacher_rows = ChunkRows.of(teacher_chunk_id, chunk_count)
+
+    def evaluate(gradient: torch.Tensor | None) -> ChunkSortedL1:
+        return evaluate_sorted_l1(
+            student_logits.detach(),
+            teacher_logits.detach(),
+            student_rows=student_rows,
+            teacher_rows=teacher_rows,
+            student_shard=student_shard,
+            teacher_shard=teacher_shard,
+            temperature=temperature,
+            top_u=top_u,
+            announced=announced,
+            gradient=gradient,
+            implementation=implementation,
+        )
+
+    outputs = with_graph(
+        student_logits,
+        evaluate,
+        student_rows.slots,
+        announced=announced,
+        in_place=in_place,
+        implementation=implementation,
+    )
+    return ChunkSortedL1(*outputs)

@@ -1,0 +1,81 @@
+"""Sorted places of both sides against each other, over vocabulary shards. C chunks, K candidates.
+
+Equations are in the README.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed.shard_collectives import gather_columns, group_size
+from megatron_ext.ops.sorted_l1.selection import Largest
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_ROUNDING: Final = 8
+"""Units in the last place within which two probabilities count as equal."""
+
+
+class Compared(NamedTuple):
+    """Replicated over the group, but for ``signs``."""
+
+    value: torch.Tensor
+    """[C] L1 over the compared places."""
+
+    left_out: torch.Tensor
+    """[C] mass of both sides beyond them."""
+
+    signs: torch.Tensor
+    """int8 [C, Ks] of this rank's student candidates: dL1/dq, 0 beyond the compared places."""
+
+
+def compare_sorted(
+    student: Largest, teacher: Largest, places: int | None, group: ProcessGroup | None
+) -> Compared:
+    """L1 of the ``places`` largest of all ranks' candidates; None: of all of them.
+
+    One all-gather of [C, Ks + Kt + 2].
+    """
+    ranks = group_size(group)
+    widths = [side.values.shape[1] for side in (student, teacher)]
+    packed = torch.cat([student.values, teacher.values, student.rest, teacher.rest], dim=-1)
+    gathered = gather_columns(packed, group).unflatten(-1, (ranks, packed.shape[-1]))
+    first, second, rest = gathered.split([*widths, 2], dim=-1)
+    a, origin, a_tail = _merged(first, places)
+    b, _, b_tail = _merged(second, places)
+    value, sign = _compare(a, b)
+    left_out = rest.sum(dim=(1, 2)) + a_tail + b_tail
+    spread = sign.new_zeros(a.shape[0], ranks * widths[0]).scatter_(1, origin, sign)
+    start = 0 if group is None else dist.get_rank(group) * widths[0]
+    mine = spread[:, start : start + widths[0]]
+    return Compared(value, left_out, mine.masked_fill(student.values < 0, 0))
+
+
+def _merged(
+    gathered: torch.Tensor, places: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The largest of all ranks' values [C, ranks, K], descending; where in them they were; and
+    the sum [C] of the others.
+
+    A stable sort of candidates in the order of ranks keeps ties in the order of columns.
+    """
+    ordered, origin = gathered.flatten(1).sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.clamp_(min=0)
+    kept = ordered.shape[1] if places is None else places
+    return ordered[:, :kept], origin[:, :kept], ordered[:, kept:].sum(dim=-1)
+
+
+def _compare(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """L1 [C], and the sign of each place of ``a``, int8."""
+    missing = b.shape[1] - a.shape[1]
+    # A negative padding would cut: the narrower side is filled up.
+    first = torch.nn.functional.pad(a, (0, max(missing, 0)))
+    second = torch.nn.functional.pad(b, (0, max(-missing, 0)))
+    difference = first - second
+    equal = difference.abs() <= _ROUNDING * torch.finfo(a.dtype).eps * (first + second)
+    sign = difference.sign().masked_fill_(equal, 0.0).to(torch.int8)
+    return difference.abs().sum(dim=-1), sign[:, : a.shape[1]]

@@ -1,0 +1,162 @@
+"""Values and gradients of the sorted L1 of chunk distributions, without a graph.
+
+T rows, Vp local columns, C chunks, U compared places. Equations and bytes are in the README.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatron_ext.distributed.row_slices import row_slices
+from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.chunk_distributions import (
+    ModelRows,
+    chunk_means,
+    clear_rows_of_no_chunk_,
+    host_offsets,
+    pair_of_models,
+    row_scale,
+    write_row_gradients,
+)
+from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.implementation import Implementation, check_implementation, uses_triton
+from megatron_ext.ops.sorted_l1.comparison import compare_sorted
+from megatron_ext.ops.sorted_l1.kernel_steps import (
+    capacity_of,
+    keep_chosen,
+    select_by_kernel,
+    spread_centre,
+    write_chosen,
+)
+from megatron_ext.ops.sorted_l1.selection import select_largest
+
+
+class ChunkSortedL1(NamedTuple):
+    """fp32 [C] each (fp64 for fp64 logits), the same on every rank."""
+
+    chunk_loss: torch.Tensor
+    """L1 over the compared places, 0 to 2."""
+
+    discarded_mass: torch.Tensor
+    """Mass of both sides beyond them: at most so much is missing in ``chunk_loss``."""
+
+
+@torch.no_grad()
+def evaluate_sorted_l1(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    *,
+    student_rows: ChunkRows,
+    teacher_rows: ChunkRows,
+    student_shard: VocabShard,
+    teacher_shard: VocabShard,
+    temperature: float = 1.0,
+    top_u: int | None = None,
+    announced: torch.Tensor | None = None,
+    gradient: torch.Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> ChunkSortedL1:
+    """Sorted L1 of both models' chunk distributions, and what the student's logits get from it.
+
+    Args:
+        student_logits: [Ts, Vps], any float dtype; rows may be strided.
+        teacher_logits: [Tt, Vpt], any float dtype.
+        top_u: U, places compared, of the largest probabilities; None: all, which is exact. That is
+            a sort of slices of chunks, in torch whatever ``implementation`` says.
+        announced: [C], the gradient that each chunk's loss will get; None: 1.
+        gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
+            announced_c chunk_loss_c``, rounded once; it may be ``student_logits`` itself. Rows of
+            no chunk and of chunks announced 0 get exactly 0. None: nothing is computed for it.
+
+    Temporaries over a vocabulary are slices of chunks in torch; by kernel there are none, but
+    [Ts, 5 U / 4] logits where a gradient is wanted. In torch the host waits for the device once.
+
+    Collectives on the shards' group: two all-reduces of [Ts + Tt]; a slice of C' chunks adds an
+    all-gather of [C', U_s + U_t + 2] (a quarter more by kernel), and for the gradient an all-reduce
+    of [Ts] by kernel, in torch one of [T'] a slice of its rows.
+
+    Raises:
+        LossError: ``triton`` was asked for and cannot run.
+    """
+    check_implementation("sorted_l1", implementation)
+    by_kernel = uses_triton(implementation, student_logits, teacher_logits) and top_u is not None
+    student, teacher = pair_of_models(
+        student_logits,
+        teacher_logits,
+        student_rows=student_rows,
+        teacher_rows=teacher_rows,
+        student_shard=student_shard,
+        teacher_shard=teacher_shard,
+        temperature=temperature,
+        implementation="triton" if by_kernel else "torch",
+    )
+    scale = row_scale(student, announced)
+    if by_kernel:
+        assert top_u is not None
+        out = _by_kernel(student, teacher, top_u, scale, gradient)
+    else:
+        out = _by_torch(student, teacher, top_u, scale, gradient)
+    if gradient is not None:
+        clear_rows_of_no_chunk_(gradient, student, by_kernel=by_kernel)
+    return out
+
+
+def _by_torch(
+    student: ModelRows,
+    teacher: ModelRows,
+    top_u: int | None,
+    scale: torch.Tensor,
+    gradient: torch.Tensor | None,
+) -> ChunkSortedL1:
+    out = ChunkSortedL1(torch.empty_like(scale), torch.empty_like(scale))
+    models = (student, teacher)
+    ends, group = host_offsets(*models), student.shard.group
+    widths = [model.shard.width for model in models]
+    kept = [width if top_u is None else min(top_u, width) for width in widths]
+    widest = max(*widths, (sum(kept) + 2) * group_size(group))
+    for chunks in row_slices(len(scale), widest, device=scale.device):
+        parts = [
+            select_largest(
+                chunk_means(model, own_ends, chunks).to(scale.dtype),
+                count,
+                model.shard.excluded_columns(scale.device),
+            )
+            for model, own_ends, count in zip(models, ends, kept, strict=True)
+        ]
+        out.chunk_loss[chunks], out.discarded_mass[chunks], signs = compare_sorted(
+            parts[0], parts[1], top_u, group
+        )
+        if gradient is not None:
+            slope = scale.new_zeros(len(signs), widths[0])
+            slope.scatter_(1, parts[0].columns, signs.to(slope.dtype))
+            write_row_gradients(student, ends[0], chunks, slope, scale, gradient)
+    return out
+
+
+def _by_kernel(
+    student: ModelRows,
+    teacher: ModelRows,
+    top_u: int,
+    scale: torch.Tensor,
+    gradient: torch.Tensor | None,
+) -> ChunkSortedL1:
+    out = ChunkSortedL1(torch.empty_like(scale), torch.empty_like(scale))
+    group = student.shard.group
+    widths = [capacity_of(top_u, model.shard.width) for model in (student, teacher)]
+    if gradient is not None:
+        kept = gradient.new_empty(len(gradient), widths[0])
+    for chunks in row_slices(
+        len(scale), (sum(widths) + 2) * group_size(group), device=scale.device
+    ):
+        own, other = (select_by_kernel(model, chunks, top_u, None) for model in (student, teacher))
+        out.chunk_loss[chunks], out.discarded_mass[chunks], signs = compare_sorted(
+            own, other, top_u, group
+        )
+        if gradient is not None:
+            centre = all_reduce_sum(keep_chosen(student, chunks, own.columns, signs, kept), group)
+            spread_centre(student, chunks, centre, scale, gradient)
+            write_chosen(student, chunks, own.columns, signs, kept, centre, scale, gradient)
+    return out

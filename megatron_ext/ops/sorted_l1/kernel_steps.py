@@ -1,0 +1,180 @@
+"""Launches of the kernels of the sorted L1. C' chunks of a slice, K candidates, T rows."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from megatron_ext.ops.chunk_distributions.model_rows import ModelRows
+from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.sorted_l1.selection import Largest
+
+WRITING: Final = LaunchConfig(4096, 8)
+"""For kernels that may write what they read, which cannot be timed on the caller's tensors."""
+
+_CANDIDATES: Final = LaunchConfig(1024, 4)
+
+
+def capacity_of(places: int, width: int) -> int:
+    """K, candidates of a rank among which its ``places`` largest are.
+
+    A quarter more than are compared: then two counting passes find a threshold as a rule, where one
+    that leaves exactly ``places`` would take six.
+    """
+    return min(places + max(places // 4, 16), max(width, 1))
+
+
+def select_by_kernel(
+    model: ModelRows, chunks: slice, places: int, excluded: torch.Tensor | None
+) -> Largest:
+    """Candidates for the ``places`` largest mean probabilities of each chunk.
+
+    Args:
+        excluded: bool [Vp], columns that are no candidates; padding never is.
+    """
+    from megatron_ext.ops.sorted_l1.triton_kernels import select_kernel
+
+    count, width = chunks.stop - chunks.start, model.shard.valid_width
+    capacity, device = capacity_of(places, model.shard.width), model.logits.device
+    values = torch.full((count, capacity), -1.0, device=device)
+    columns = torch.zeros(count, capacity, dtype=torch.int32, device=device)
+    rest = torch.empty(count, 1, device=device)
+
+    def launch(config: LaunchConfig) -> None:
+        select_kernel[(count,)](
+            model.logits,
+            model.rows.order,
+            model.rows.offsets,
+            *model.lse,
+            excluded,
+            values,
+            columns,
+            rest,
+            chunks.start,
+            model.logits.stride(0),
+            width,
+            places,
+            capacity,
+            model.temperature,
+            HAS_EXCLUDED=excluded is not None,
+            HAS_TEMPERATURE=model.temperature != 1.0,
+            BLOCK=small_block(width, config.block),
+            num_warps=config.num_warps,
+        )
+
+    if count:
+        dtype, has_temperature = model.logits.dtype, model.temperature != 1.0
+        key = ("select", dtype, width, capacity, excluded is not None, has_temperature)
+        launch(chosen_config(key, SWEEP_CONFIGS, launch))
+    return Largest(values, columns, rest)
+
+
+def keep_chosen(
+    model: ModelRows, chunks: slice, columns: torch.Tensor, signs: torch.Tensor, kept: torch.Tensor
+) -> torch.Tensor:
+    """``sum_v q_i[v] sign[v]`` [T] of this rank's candidates, 0 in rows of other chunks.
+
+    Args:
+        columns: int32 [C', K]
+        signs: int8 [C', K]
+        kept: [T, K] in the logits' dtype, which receives the rows' logits at the candidates: they
+            are needed after the gradient has been written over them.
+    """
+    from megatron_ext.ops.sorted_l1.triton_kernels import keep_chosen_kernel
+
+    centre = torch.zeros_like(model.lse.peak)
+    if len(columns):
+        keep_chosen_kernel[(len(columns),)](
+            model.logits,
+            model.rows.order,
+            model.rows.offsets,
+            *model.lse,
+            columns,
+            signs,
+            kept,
+            centre,
+            chunks.start,
+            model.logits.stride(0),
+            columns.shape[1],
+            model.temperature,
+            HAS_TEMPERATURE=model.temperature != 1.0,
+            BLOCK=small_block(columns.shape[1], _CANDIDATES.block),
+            num_warps=_CANDIDATES.num_warps,
+        )
+    return centre
+
+
+def spread_centre(
+    model: ModelRows,
+    chunks: slice,
+    centre: torch.Tensor,
+    scale: torch.Tensor,
+    gradient: torch.Tensor,
+) -> None:
+    """Write ``-q_i centre_i scale_c`` into the rows of these chunks: what all columns get."""
+    from megatron_ext.ops.sorted_l1.triton_kernels import spread_kernel
+
+    if chunks.stop > chunks.start:
+        spread_kernel[(chunks.stop - chunks.start,)](
+            model.logits,
+            gradient,
+            model.rows.order,
+            model.rows.offsets,
+            *model.lse,
+            centre,
+            scale,
+            chunks.start,
+            model.logits.stride(0),
+            gradient.stride(0),
+            model.shard.width,
+            model.shard.valid_width,
+            model.temperature,
+            HAS_TEMPERATURE=model.temperature != 1.0,
+            BLOCK=small_block(model.shard.width, WRITING.block),
+            num_warps=WRITING.num_warps,
+        )
+
+
+def write_chosen(
+    model: ModelRows,
+    chunks: slice,
+    columns: torch.Tensor,
+    signs: torch.Tensor,
+    kept: torch.Tensor,
+    centre: torch.Tensor,
+    scale: torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    weight: float = 1.0,
+    base: torch.Tensor | None = None,
+) -> None:
+    """Write ``q_i (base_c + weight sign - centre_i) scale_c`` where a candidate has a sign.
+
+    Args:
+        base: [C], slope of every column that is a candidate; None: 0.
+    """
+    from megatron_ext.ops.sorted_l1.triton_kernels import write_chosen_kernel
+
+    if len(columns):
+        write_chosen_kernel[(len(columns),)](
+            kept,
+            gradient,
+            model.rows.order,
+            model.rows.offsets,
+            *model.lse,
+            columns,
+            signs,
+            centre,
+            base,
+            scale,
+            chunks.start,
+            gradient.stride(0),
+            columns.shape[1],
+            weight,
+            model.temperature,
+            HAS_BASE=base is not None,
+            HAS_TEMPERATURE=model.temperature != 1.0,
+            BLOCK=small_block(columns.shape[1], _CANDIDATES.block),
+            num_warps=_CANDIDATES.num_warps,
+        )

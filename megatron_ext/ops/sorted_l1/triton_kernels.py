@@ -1,0 +1,274 @@
+"""The largest probabilities of a chunk without sorting it, and gradients at a few columns."""
+
+import triton
+import triton.language as tl
+
+from megatron_ext.ops.chunk_distributions.triton_kernels import (
+    mean_probabilities,
+    row_probabilities,
+)
+from megatron_ext.ops.triton_math import scaled
+
+
+@triton.jit
+def _keys(probabilities, counted):
+    """The bits of probabilities, ordered as they are: 0 to 2^30 - 1, where NaN is; -1: left out."""
+    bits = probabilities.to(tl.int32, bitcast=True)
+    bits = tl.where(probabilities == probabilities, tl.minimum(bits, 0x3FFFFFFF), 0x3FFFFFFF)
+    return tl.where(counted, bits, -1)
+
+
+@triton.jit
+def _counted(excluded_ptr, columns, width, HAS_EXCLUDED: tl.constexpr):
+    counted = columns < width
+    if HAS_EXCLUDED:
+        counted = counted & (tl.load(excluded_ptr + columns, mask=counted, other=1) == 0)
+    return counted
+
+
+@triton.jit
+def select_kernel(
+    logits_ptr,
+    order_ptr,
+    offsets_ptr,
+    peak_ptr,
+    log_sum_ptr,
+    excluded_ptr,
+    values_ptr,
+    columns_ptr,
+    rest_ptr,
+    first_chunk,
+    row_stride,
+    width,
+    places,
+    capacity,
+    temperature,
+    HAS_EXCLUDED: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a chunk: ``places`` to ``capacity`` of its largest mean probabilities.
+
+    ``values`` [C', capacity] holds -1 before. A bracket of keys that holds the ``places``-th
+    largest is cut in 32 by counting, until the keys from its lower end on fit in, or are all equal.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    begin = tl.load(offsets_ptr + first_chunk + program)
+    end = tl.load(offsets_ptr + first_chunk + program + 1)
+    bins = tl.arange(0, 32)
+    low = 0
+    span = 25
+    above = 0
+    searching = begin < end
+    while searching:
+        counts = tl.zeros([32], tl.int32)
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            counted = _counted(excluded_ptr, columns, width, HAS_EXCLUDED)
+            probabilities = mean_probabilities(
+                logits_ptr,
+                order_ptr,
+                begin,
+                end,
+                row_stride,
+                peak_ptr,
+                log_sum_ptr,
+                columns,
+                counted,
+                temperature,
+                HAS_TEMPERATURE,
+                BLOCK,
+            )
+            keys = _keys(probabilities, counted)
+            bucket = (keys - low) >> span
+            fits = (keys >= low) & (bucket < 32)
+            counts += tl.histogram(tl.where(fits, bucket, 0), 32, mask=fits)
+        from_here = tl.cumsum(counts, axis=0, reverse=True)
+        chosen = tl.max(tl.where(above + from_here >= places, bins, 0), axis=0)
+        within = tl.sum(tl.where(bins == chosen, counts, 0), axis=0)
+        above += tl.sum(tl.where(bins > chosen, counts, 0), axis=0)
+        low += chosen << span
+        searching = (above + within > capacity) & (span > 0)
+        span = tl.where(searching, span - 5, span)
+    edge = low + (1 << span)
+    surely = 0
+    rest = 0.0
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        counted = _counted(excluded_ptr, columns, width, HAS_EXCLUDED)
+        probabilities = mean_probabilities(
+            logits_ptr,
+            order_ptr,
+            begin,
+            end,
+            row_stride,
+            peak_ptr,
+            log_sum_ptr,
+            columns,
+            counted,
+            temperature,
+            HAS_TEMPERATURE,
+            BLOCK,
+        )
+        keys = _keys(probabilities, counted)
+        is_sure = (keys >= edge).to(tl.int32)
+        is_open = ((keys >= low) & (keys < edge)).to(tl.int32)
+        place = tl.where(
+            is_sure > 0,
+            surely + tl.cumsum(is_sure, axis=0),
+            above + tl.cumsum(is_open, axis=0),
+        )
+        taken = (is_sure + is_open > 0) & (place <= capacity)
+        slot = program * capacity + place - 1
+        tl.store(values_ptr + slot, probabilities, mask=taken)
+        tl.store(columns_ptr + slot, columns, mask=taken)
+        rest += tl.sum(tl.where(taken | (keys < 0), 0.0, probabilities), axis=0)
+        surely += tl.sum(is_sure, axis=0)
+        above += tl.sum(is_open, axis=0)
+    tl.store(rest_ptr + program, rest)
+
+
+@triton.jit
+def keep_chosen_kernel(
+    logits_ptr,
+    order_ptr,
+    offsets_ptr,
+    peak_ptr,
+    log_sum_ptr,
+    columns_ptr,
+    signs_ptr,
+    kept_ptr,
+    centre_ptr,
+    first_chunk,
+    row_stride,
+    capacity,
+    temperature,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a chunk: its rows' logits at the candidates, and ``sum q_i sign``.
+
+    Candidates and signs are [C', capacity], ``kept`` is [T, capacity], ``centre`` [T].
+    """
+    program = tl.program_id(0).to(tl.int64)
+    begin = tl.load(offsets_ptr + first_chunk + program)
+    end = tl.load(offsets_ptr + first_chunk + program + 1)
+    for place in range(begin, end):
+        row = tl.load(order_ptr + place).to(tl.int64)
+        peak = tl.load(peak_ptr + row)
+        log_sum = tl.load(log_sum_ptr + row)
+        centre = 0.0
+        for start in range(0, capacity, BLOCK):
+            slots = start + tl.arange(0, BLOCK)
+            inside = slots < capacity
+            sign = tl.load(signs_ptr + program * capacity + slots, mask=inside, other=0)
+            used = sign != 0
+            column = tl.load(columns_ptr + program * capacity + slots, mask=used, other=0)
+            loaded = tl.load(logits_ptr + row * row_stride + column, mask=used, other=-float("inf"))
+            tl.store(kept_ptr + row * capacity + slots, loaded, mask=inside)
+            values = scaled(loaded, temperature, HAS_TEMPERATURE)
+            share = tl.exp(values - peak - log_sum) * sign.to(tl.float32)
+            centre += tl.sum(tl.where(used, share, 0.0), axis=0)
+        tl.store(centre_ptr + row, centre)
+
+
+@triton.jit
+def spread_kernel(
+    logits_ptr,
+    gradient_ptr,
+    order_ptr,
+    offsets_ptr,
+    peak_ptr,
+    log_sum_ptr,
+    centre_ptr,
+    scale_ptr,
+    first_chunk,
+    row_stride,
+    gradient_stride,
+    width,
+    valid_width,
+    temperature,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a chunk: ``-q_i centre_i scale_c`` in its rows, 0 in padding."""
+    chunk = first_chunk + tl.program_id(0).to(tl.int64)
+    begin = tl.load(offsets_ptr + chunk)
+    end = tl.load(offsets_ptr + chunk + 1)
+    scale = tl.load(scale_ptr + chunk)
+    for place in range(begin, end):
+        row = tl.load(order_ptr + place).to(tl.int64)
+        centre = tl.load(centre_ptr + row)
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            valid = columns < valid_width
+            probabilities = row_probabilities(
+                logits_ptr,
+                row,
+                row_stride,
+                peak_ptr,
+                log_sum_ptr,
+                columns,
+                valid,
+                temperature,
+                HAS_TEMPERATURE,
+            )
+            slope = tl.where(valid, -probabilities * centre * scale, 0.0)
+            slope = tl.where(scale == 0.0, 0.0, slope)
+            # The gradient may be the logits, which other threads may still be reading.
+            tl.debug_barrier()
+            place_of = gradient_ptr + row * gradient_stride + columns
+            tl.store(place_of, slope.to(gradient_ptr.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def write_chosen_kernel(
+    kept_ptr,
+    gradient_ptr,
+    order_ptr,
+    offsets_ptr,
+    peak_ptr,
+    log_sum_ptr,
+    columns_ptr,
+    signs_ptr,
+    centre_ptr,
+    base_ptr,
+    scale_ptr,
+    first_chunk,
+    gradient_stride,
+    capacity,
+    weight,
+    temperature,
+    HAS_BASE: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a chunk: ``q_i (base_c + weight sign - centre_i) scale_c`` at the candidates."""
+    program = tl.program_id(0).to(tl.int64)
+    chunk = first_chunk + program
+    begin = tl.load(offsets_ptr + chunk)
+    end = tl.load(offsets_ptr + chunk + 1)
+    scale = tl.load(scale_ptr + chunk)
+    base = 0.0
+    if HAS_BASE:
+        base = tl.load(base_ptr + chunk)
+    for place in range(begin, end):
+        row = tl.load(order_ptr + place).to(tl.int64)
+        peak = tl.load(peak_ptr + row)
+        log_sum = tl.load(log_sum_ptr + row)
+        centre = tl.load(centre_ptr + row)
+        for start in range(0, capacity, BLOCK):
+            slots = start + tl.arange(0, BLOCK)
+            sign = tl.load(signs_ptr + program * capacity + slots, mask=slots < capacity, other=0)
+            used = sign != 0
+            column = tl.load(columns_ptr + program * capacity + slots, mask=used, other=0)
+            loaded = tl.load(kept_ptr + row * capacity + slots, mask=used, other=-float("inf"))
+            values = scaled(loaded, temperature, HAS_TEMPERATURE)
+            slope = base + weight * sign.to(tl.float32) - centre
+            slope = tl.exp(values - peak - log_sum) * slope * scale
+            slope = tl.where(scale == 0.0, 0.0, slope)
+            tl.store(
+                gradient_ptr + row * gradient_stride + column,
+                slope.to(gradient_ptr.dtype.element_ty),
+                mask=used,
+            )

@@ -1,0 +1,118 @@
+"""Two models over the same chunks: of one row, of several, or of none on a side. C chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from kernel_case import DEVICE
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+
+FEW = ((1, 1), (3, 2), (1, 1))
+"""Rows of each chunk on either side; interpreted kernels take their time."""
+
+MANY = ((1, 1), (1, 2), (3, 1), (1, 1), (5, 4), (2, 5), (4, 3))
+
+
+class ChunkPair(NamedTuple):
+    """Logits on ``DEVICE`` in the dtype that is compared; rows of no chunk hold NaN."""
+
+    logits: tuple[torch.Tensor, torch.Tensor]
+    """[Ts, Vs + padding] and [Tt, Vt + padding], rows strided; padding holds 1e4."""
+
+    chunk_ids: tuple[torch.Tensor, torch.Tensor]
+
+    vocabs: tuple[int, int]
+
+    chunk_count: int
+
+    @classmethod
+    def random(
+        cls,
+        vocabs: tuple[int, int] = (2311, 1207),
+        *,
+        sizes: tuple[tuple[int, int], ...] = FEW,
+        dtype: torch.dtype = torch.float32,
+        padding: int = 5,
+        scale: float = 3.0,
+    ) -> ChunkPair:
+        """Rows of a chunk need not be neighbours."""
+        generator = torch.Generator().manual_seed(0)
+        logits, ids = [], []
+        for side, vocab in enumerate(vocabs):
+            rows = [chunk for chunk, size in enumerate(sizes) for _ in range(size[side])]
+            own = torch.tensor([-1, *rows, -1])
+            own = own[torch.randperm(len(own), generator=generator)]
+            wide = torch.full((len(own), vocab + padding + 3), 1e4)
+            wide[:, :vocab] = scale * torch.randn(len(own), vocab, generator=generator)
+            wide[own < 0] = torch.nan
+            logits.append(wide.to(DEVICE, dtype)[:, : vocab + padding])
+            ids.append(own.to(DEVICE))
+        return cls((logits[0], logits[1]), (ids[0], ids[1]), vocabs, len(sizes))
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """[C]: what each chunk's loss gets; the last gets nothing."""
+        weights = torch.linspace(0.5, 2.0, self.chunk_count, device=DEVICE)
+        weights[-1:] = 0.0
+        return weights
+
+    def shards(self) -> dict[str, Any]:
+        """Of one rank."""
+        names = ("student_shard", "teacher_shard")
+        return {
+            name: VocabShard(start=0, stop=side.shape[1], vocab_size=vocab)
+            for name, side, vocab in zip(names, self.logits, self.vocabs, strict=True)
+        }
+
+    def run(self, op: Callable[..., Any], **options: Any) -> tuple[Any, torch.Tensor]:
+        """The op's outputs, and the gradient of the weighted sum of its first."""
+        base = torch.zeros_like(self.logits[0], requires_grad=True)
+        # Rows stay strided, and may be written in place.
+        student = torch.cat([base, base[:, :3]], dim=1)[:, : base.shape[1]]
+        student.data.copy_(self.logits[0])
+        outputs = op(
+            student,
+            self.logits[1],
+            student_chunk_id=self.chunk_ids[0],
+            teacher_chunk_id=self.chunk_ids[1],
+            chunk_count=self.chunk_count,
+            **self.shards(),
+            **options,
+        )
+        (grad,) = torch.autograd.grad((outputs[0] * self.weights).sum(), base)
+        return outputs, grad
+
+    def truth(
+        self,
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        *,
+        temperature: float,
+        dtype: torch.dtype = torch.float64,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``loss(Q, P)`` [C] and the gradient of its weighted sum [Ts, Vs + padding].
+
+        Args:
+            dtype: What is computed in; means of rows and their gradient are autograd's.
+        """
+        student = self.logits[0].to(dtype, copy=True).requires_grad_()
+        sides = zip((student, self.logits[1].to(dtype)), self.chunk_ids, self.vocabs, strict=True)
+        q, p = (
+            torch.stack(
+                [
+                    _mean(logits[ids == chunk, :vocab], temperature)
+                    for chunk in range(self.chunk_count)
+                ]
+            )
+            for logits, ids, vocab in sides
+        )
+        value = loss(q, p)
+        (grad,) = torch.autograd.grad((value * self.weights.to(dtype)).sum(), student)
+        return value.detach(), grad
+
+
+def _mean(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """0 for no rows."""
+    return torch.softmax(logits / temperature, dim=-1).sum(dim=0) / max(len(logits), 1)

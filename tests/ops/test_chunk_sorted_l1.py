@@ -1,0 +1,217 @@
+"""The sorted L1 of logits, by kernel and by torch, against its definition in fp64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from chunk_pair import FEW, MANY, ChunkPair
+from kernel_case import DEVICE, DTYPES, assert_as_exact, nan_filled, rounding
+
+from megatron_ext.distributed import row_slices
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.chunk_distributions import pair_of_models
+from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.sorted_l1 import (
+    ChunkSortedL1,
+    chunk_sorted_l1,
+    evaluate_sorted_l1,
+    sorted_l1_reference,
+)
+from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
+from megatron_ext.ops.sorted_l1.selection import largest_columns
+
+pytest.importorskip("triton")
+__all__ = ["nan_filled"]
+
+BY = pytest.mark.parametrize("implementation", ["triton", "torch"])
+
+
+def check(case: ChunkPair, top_u: int | None, implementation: Implementation, **more: Any) -> None:
+    """Values and gradient of a case are those of the definition."""
+    loss = partial(sorted_l1_reference, largest=top_u)
+    value, grad = case.truth(loss, temperature=1.3)
+    same_value, same_grad = case.truth(loss, temperature=1.3, dtype=torch.float32)
+    out, got = case.run(
+        chunk_sorted_l1, temperature=1.3, top_u=top_u, implementation=implementation, **more
+    )
+    assert_as_exact(out.chunk_loss.detach(), same_value, value, slack=1e-6)
+    # Written as if each chunk got 1, then scaled: half precision is rounded twice.
+    slack = 1e-6 + 2 * rounding(got.dtype)
+    assert_as_exact(got, same_grad, grad, slack=slack)
+    exact = sorted_l1_reference(*_means(case), largest=None)
+    assert (exact - out.chunk_loss <= out.discarded_mass + 1e-6).all()
+    unused = case.chunk_ids[0] < 0
+    assert (got[unused] == 0).all()
+    assert (got[:, case.vocabs[0] :] == 0).all()
+    assert (got[case.chunk_ids[0] == case.chunk_count - 1] == 0).all()
+
+
+def _means(case: ChunkPair) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def keep(q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        found.extend((q.detach(), p))
+        return q.sum(dim=-1)
+
+    case.truth(keep, temperature=1.3)
+    return found
+
+
+@pytest.mark.usefixtures("nan_filled")
+@BY
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+def test_value_and_gradient_are_those_of_the_definition(
+    implementation: Implementation, dtype: torch.dtype, in_place: bool
+) -> None:
+    check(ChunkPair.random(dtype=dtype), 64, implementation, in_place=in_place)
+
+
+@pytest.mark.usefixtures("nan_filled")
+@BY
+def test_chunks_of_every_size_are_told_what_they_will_get(implementation: Implementation) -> None:
+    case = ChunkPair.random((300, 170), sizes=MANY)
+    check(case, 20, implementation, announced=case.weights.clone())
+
+
+@pytest.mark.parametrize("top_u", [1, 400, None])
+def test_places_from_one_to_all(top_u: int | None) -> None:
+    for implementation in ("triton", "torch"):
+        check(ChunkPair.random((90, 51), padding=0), top_u, implementation)
+
+
+@pytest.mark.usefixtures("nan_filled")
+@BY
+def test_no_chunk_at_all(implementation: Implementation) -> None:
+    out, grad = ChunkPair.random((30, 20), sizes=()).run(
+        chunk_sorted_l1, top_u=4, implementation=implementation
+    )
+    assert out.chunk_loss.shape == out.discarded_mass.shape == (0,)
+    assert not grad.any()
+
+
+@BY
+def test_extreme_rows_stay_finite_and_a_nan_shows_in_its_chunk_alone(
+    implementation: Implementation,
+) -> None:
+    case = ChunkPair.random((120, 70), sizes=((1, 1), (2, 1), (1, 1)), scale=1e4)
+    case.logits[0][:, 5:60] = -torch.inf
+    out, grad = case.run(chunk_sorted_l1, top_u=8, implementation=implementation)
+    assert out.chunk_loss.isfinite().all()
+    assert grad.isfinite().all()
+    case.logits[0][case.chunk_ids[0] == 1, 7] = torch.nan
+    case.logits[0][case.chunk_ids[0] == 2] = torch.nan
+    out, grad = case.run(
+        chunk_sorted_l1, top_u=8, implementation=implementation, announced=case.weights.clone()
+    )
+    assert out.chunk_loss.isnan().tolist() == [False, True, True]
+    assert (grad[case.chunk_ids[0] == 2] == 0).all(), "a chunk that gets nothing"
+
+
+def _selected(logits: torch.Tensor, places: int, excluded: torch.Tensor | None) -> Any:
+    count = len(logits)
+    shard = VocabShard(start=0, stop=logits.shape[1], vocab_size=logits.shape[1])
+    rows = ChunkRows.of(torch.arange(count, device=DEVICE), count)
+    model, _ = pair_of_models(
+        logits,
+        logits,
+        student_rows=rows,
+        teacher_rows=rows,
+        student_shard=shard,
+        teacher_shard=shard,
+        temperature=1.0,
+        implementation="torch",
+    )
+    everything = torch.arange(count, device=DEVICE)
+    probs = model.probabilities(everything)
+    return select_by_kernel(model, slice(0, count), places, excluded), probs
+
+
+ROWS = {
+    "random": lambda: 3 * torch.randn(2, 1500),
+    "bf16, with many ties": lambda: (3 * torch.randn(2, 1500)).bfloat16().float(),
+    "all equal": lambda: torch.zeros(1, 900),
+    "one token": lambda: torch.full((1, 700), -200.0).index_fill_(1, torch.tensor([3]), 0.0),
+    "two levels": lambda: torch.where(torch.arange(800) % 3 == 0, 1.0, 0.0)[None],
+}
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("name", ROWS)
+def test_the_candidates_hold_the_largest_with_ties_in_the_order_of_columns(name: str) -> None:
+    torch.manual_seed(0)
+    logits = ROWS[name]().to(DEVICE)
+    excluded = torch.arange(logits.shape[1], device=DEVICE) % 7 == 2
+    places = 40
+    found, probs = _selected(logits, places, excluded)
+    assert found.values.shape[1] == capacity_of(places, logits.shape[1])
+    ordered, order = found.values.sort(dim=-1, descending=True, stable=True)
+    columns = found.columns.gather(-1, order)
+    truth, true_columns = largest_columns(probs, places, excluded)
+    torch.testing.assert_close(ordered[:, :places], truth, rtol=1e-6, atol=0)
+    assert torch.equal(columns[:, :places].long(), true_columns)
+    chosen = torch.where(found.values < 0, 0.0, found.values).sum(dim=-1)
+    everything = probs.masked_fill(excluded, 0.0).sum(dim=-1)
+    torch.testing.assert_close(chosen + found.rest[:, 0], everything)
+
+
+def test_fewer_columns_than_places_are_all_chosen() -> None:
+    excluded = torch.arange(50, device=DEVICE) >= 9
+    found, probs = _selected(torch.randn(1, 50, device=DEVICE), 20, excluded)
+    assert (found.values >= 0).sum().item() == 9
+    assert found.rest.item() == 0
+    torch.testing.assert_close(found.values.clamp(min=0).sum(), probs[0, :9].sum())
+
+
+def test_without_a_gradient_none_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ChunkPair.random((60, 40), sizes=FEW)
+    with torch.no_grad():
+        out = _evaluate(case, None)
+    gradient = torch.full_like(case.logits[0], torch.nan)
+    with_gradient = _evaluate(case, gradient)
+    assert torch.equal(out.chunk_loss, with_gradient.chunk_loss)
+    assert gradient.isfinite().all()
+    # A slice of one chunk at a time: another order of everything, the same numbers.
+    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, DEVICE.type, 60)
+    sliced = torch.full_like(gradient, torch.nan)
+    out = _evaluate(case, sliced)
+    assert torch.equal(out.chunk_loss, with_gradient.chunk_loss)
+    torch.testing.assert_close(sliced, gradient)
+
+
+def _evaluate(case: ChunkPair, gradient: torch.Tensor | None) -> ChunkSortedL1:
+    rows = [ChunkRows.of(ids, case.chunk_count) for ids in case.chunk_ids]
+    return evaluate_sorted_l1(
+        *case.logits,
+        student_rows=rows[0],
+        teacher_rows=rows[1],
+        **case.shards(),
+        top_u=12,
+        gradient=gradient,
+        implementation="torch",
+    )
+
+
+def test_a_stale_reader_of_logits_written_in_place_is_an_error() -> None:
+    case = ChunkPair.random((60, 40))
+    base = torch.zeros_like(case.logits[0], requires_grad=True)
+    student = base + 0.0
+    # Its backward reads what it was called with.
+    squares = (student * student).sum()
+    chunk_sorted_l1(
+        student,
+        case.logits[1],
+        student_chunk_id=case.chunk_ids[0],
+        teacher_chunk_id=case.chunk_ids[1],
+        chunk_count=case.chunk_count,
+        **case.shards(),
+        top_u=5,
+        in_place=True,
+        implementation="torch",
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
