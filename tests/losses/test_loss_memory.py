@@ -27,12 +27,24 @@ WIDE = {
 """Objective -> what it still makes."""
 
 
-def _inputs(case: ObjectiveCase) -> DistillationInputs:
+BY_KERNEL = (
+    "next_token",
+    "vocab_kl",
+    "vocab_kl reverse",
+    "partition_kl",
+    "projected_kl",
+    "alm",
+    "gold",
+    "uld over the largest",
+)
+
+
+def _inputs(case: ObjectiveCase, batch_size: int = BATCH) -> DistillationInputs:
     """bf16 logits and targets."""
     sizes: dict[str, Any] = {"vocabs": VOCABS, "lengths": (16, 12)}
     if case.same_tokenizer:
         sizes = {"vocabs": (VOCABS[0],) * 2, "lengths": (16, 16)}
-    batch = ordered(Microbatch.random(batch=BATCH, chunks=CHUNKS, **sizes), CHUNKS)
+    batch = ordered(Microbatch.random(batch=batch_size, chunks=CHUNKS, **sizes), CHUNKS)
     inputs = _halved(case.build(batch, (8, 4)))
     if inputs.teacher is not None:
         inputs = replace(inputs, teacher=_halved(inputs.teacher))
@@ -62,4 +74,18 @@ def test_no_wide_tensor_is_as_large_as_chunks_by_vocabulary(
 
     record.assert_no_wide_tensor(rows=BATCH * CHUNKS, columns=min(VOCABS))
     # So it does see what is made: the gradient at least, in bf16.
+    assert record.peak_bytes >= 2 * inputs.student_logits.numel()
+
+
+@pytest.mark.parametrize("name", BY_KERNEL)
+def test_kernels_make_no_such_tensor_either(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 1 << 10)
+    case = replace(CASES[name], options={**CASES[name].options, "implementation": "triton"})
+    inputs, objective = _inputs(case, batch_size=1), case.objective()
+
+    with AllocationRecord() as record:
+        objective(inputs).loss_sum.backward()
+
+    record.assert_no_wide_tensor(rows=CHUNKS, columns=min(VOCABS))
     assert record.peak_bytes >= 2 * inputs.student_logits.numel()

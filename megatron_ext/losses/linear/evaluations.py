@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.losses.base import DistillationInputs, LossOutput, Objective
+from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import (
     check_alignment,
     check_projection,
@@ -24,7 +24,6 @@ from megatron_ext.losses.objectives.partition_kl import PartitionKLLoss
 from megatron_ext.losses.objectives.projected_kl import ProjectedKLLoss
 from megatron_ext.losses.objectives.vocab_kl import VocabKLLoss
 from megatron_ext.ops.chunk_rows import ChunkRows
-from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.partition_kl import evaluate_partition_kl
 from megatron_ext.ops.projected_kl import (
     Comparing,
@@ -99,7 +98,7 @@ def projected_kl_values(objective: ProjectedKLLoss, task: TileTask) -> TileValue
         announced=torch.where(used_chunks(inputs, usable), 1.0, 0.0) * task.scale,
         gradient=task.gradient,
         cross_entropy=_cross_entropy(task),
-        implementation=implementation_of(objective),
+        implementation=objective.implementation,
     )
     return TileValues(objective.output(inputs, values, usable), values.token_loss)
 
@@ -143,7 +142,7 @@ def vocab_kl_values(objective: VocabKLLoss, task: TileTask) -> TileValues:
         mixture=objective.mixture,
         announced=torch.where(task.labels != IGNORE_INDEX, 1.0, 0.0) * task.scale,
         gradient=task.gradient,
-        implementation=implementation_of(objective),
+        implementation=objective.implementation,
         **wanted,
     )
     means = {"teacher_entropy": values.teacher_entropy, "top1_agreement": values.top1_agreement}
@@ -159,7 +158,7 @@ def next_token_values(objective: NextTokenLoss, task: TileTask) -> TileValues:
         task.inputs.student_shard,
         announced=torch.where(task.labels != IGNORE_INDEX, 1.0, 0.0) * task.scale,
         gradient=task.gradient,
-        implementation=implementation_of(objective),
+        implementation=objective.implementation,
     )
     return TileValues(objective.output(task.inputs, values.row_loss, values.top_column), None)
 
@@ -171,12 +170,6 @@ EVALUATIONS: Final[dict[type[Any], Callable[[Any, TileTask], TileValues]]] = {
     NextTokenLoss: next_token_values,
 }
 """Objective -> how it is evaluated without a graph. Others run under autograd."""
-
-
-def implementation_of(objective: Objective) -> Implementation:
-    """Kernels or torch, as the objective is told."""
-    chosen: Implementation = getattr(objective, "implementation", "auto")
-    return chosen
 
 
 def _cross_entropy(task: TileTask) -> CrossEntropy | None:
