@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ class Run(NamedTuple):
     objective: str = "projected_kl"
     options: dict[str, Any] | None = None
     parallel: dict[str, Any] | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
     goes_on_from: str | None = None
     """A finished run of which this one does the last step again."""
 
@@ -59,6 +60,7 @@ def config_of(folder: Path, run: Run) -> DistillConfig:
             global_batch_size=4,
             save_interval=1,
             vocabulary_layout=run.vocabulary_layout,
+            precision=run.precision,
         ),
     )
 

@@ -22,9 +22,12 @@ PP2 = {"pipeline_model_parallel_size": 2}
 SHARDED_OPTIMIZER = {"use_distributed_optimizer": True}
 UNTIED: dict[str, Any] = {"untied": True, "teacher": "tied-teacher", "objective": "partition_kl"}
 
+BF16: dict[str, Any] = {"precision": "bf16", "parallel": SHARDED_OPTIMIZER}
+
 ALONE = [
     Run("tied", "original"),
     Run("untied", "original", **UNTIED),
+    Run("bf16", "original", **BF16),
     Run("tied-permuted"),
     Run("untied-permuted", **UNTIED),
     Run("tied-turned-on", goes_on_from="tied"),
@@ -37,13 +40,16 @@ TWO_RANKS = [
     Run("tied-dp2", parallel=SHARDED_OPTIMIZER),
     Run("tied-dp2-turned-off", "original", goes_on_from="tied-dp2", parallel=SHARDED_OPTIMIZER),
 ]
-COPY_ALONE = [Run("copy-tied", goes_on_from="tied", only_saves=True)]
+COPY_ALONE = [
+    Run("copy-tied", goes_on_from="tied", only_saves=True),
+    Run("copy-bf16", goes_on_from="bf16", only_saves=True, **BF16),
+]
 COPY_ON_TWO_RANKS = [
     Run("copy-tied-tp2", parallel=TP2, goes_on_from="tied", only_saves=True),
     Run("copy-tied-pp2", parallel=PP2, goes_on_from="tied", only_saves=True),
     Run("copy-untied-tp2", parallel=TP2, goes_on_from="untied", only_saves=True, **UNTIED),
 ]
-PERMUTED = [run.name for run in ALONE[2:] + TWO_RANKS]
+PERMUTED = [run.name for run in ALONE[3:] + TWO_RANKS]
 COPIES = COPY_ALONE + COPY_ON_TWO_RANKS
 
 # The same sums in another order, in fp32, as in test_layouts.
