@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput, SumCount
@@ -19,6 +20,7 @@ from megatron_ext.losses.checks.input_check import (
     check_teacher_columns,
 )
 from megatron_ext.losses.checks.option_check import check_choice, check_count, check_temperature
+from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.inputs.counted_ids import counted_ids
 from megatron_ext.losses.inputs.row_samples import row_samples
@@ -87,9 +89,18 @@ class ULDLoss:
             means={"discarded_mass": l1.discarded_mass},
         )
 
+    def count_ahead(self, known: KnownAhead) -> torch.Tensor:
+        """int64 scalar: chunks, or pairs; by position without the teacher's labels an upper bound,
+        the student's labels."""
+        if self.alignment == "chunks":
+            return known.chunks()
+        if known.teacher_labels is None:
+            return (known.labels != IGNORE_INDEX).sum()
+        return _pairs(known.alignment, known.labels, known.teacher_labels)[1]
+
     def _over_positions(self, inputs: DistillationInputs) -> LossOutput:
         teacher, labels = _check_positions(inputs)
-        ids, count = _pairs(inputs, labels)
+        ids, count = _pairs(inputs.alignment, inputs.labels, labels)
         pair_count = min(inputs.labels.numel(), labels.numel())
         l1 = self._compare(inputs, teacher, ids, pair_count)
         discarded: SumCount = (l1.discarded_mass.sum(), count)
@@ -125,20 +136,19 @@ class ULDLoss:
 
 
 def _pairs(
-    inputs: DistillationInputs, teacher_labels: torch.Tensor
+    alignment: AlignmentBatch | None, labels: torch.Tensor, teacher_labels: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Pair of each student and teacher row, flat, and int64 scalar: how many pairs there are.
 
     Both sides of a sample have as many paired rows, so a pair is the number of paired rows before.
     """
-    alignment = inputs.alignment
     sides = []
-    for labels, cu_seqlens in (
-        (inputs.labels, alignment.student_cu_seqlens if alignment else None),
+    for own, cu_seqlens in (
+        (labels, alignment.student_cu_seqlens if alignment else None),
         (teacher_labels, alignment.teacher_cu_seqlens if alignment else None),
     ):
-        count = len(labels) if cu_seqlens is None else len(cu_seqlens) - 1
-        sides.append(_TrainedRows.of(labels, row_samples(labels, cu_seqlens), count))
+        count = len(own) if cu_seqlens is None else len(cu_seqlens) - 1
+        sides.append(_TrainedRows.of(own, row_samples(own, cu_seqlens), count))
     counts = torch.minimum(sides[0].counts, sides[1].counts)
     paired = [side.trained & (side.place < counts[side.sample]) for side in sides]
     ids = [torch.where(side, side.cumsum(dim=0) - 1, NO_CHUNK) for side in paired]

@@ -10,7 +10,13 @@ import torch
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
-from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, TeacherTargets, ULDLoss
+from megatron_ext.losses import (
+    LOSS_REGISTRY,
+    DistillationInputs,
+    KnownAhead,
+    TeacherTargets,
+    ULDLoss,
+)
 from megatron_ext.ops.chunk_reduce.reference import chunk_mean_softmax_reference
 from megatron_ext.ops.sorted_l1 import sorted_l1_reference
 from tests.losses.microbatch import Microbatch
@@ -72,6 +78,22 @@ def test_by_position_the_kth_trained_tokens_are_compared_up_to_the_shorter_side(
     torch.testing.assert_close(grad.double(), true_grad, rtol=0, atol=2e-6 * scale)
     compared = grad.abs().sum(dim=-1) > 0
     assert compared.nonzero().tolist() == [[sample, row] for sample, row, _ in pairs]
+
+
+def test_what_it_counts_is_known_ahead() -> None:
+    inputs = by_position(
+        [[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]],
+        [[0, 1, 1, 0, 1, 1, 1], [1, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0]],
+    )
+    loss = ULDLoss(alignment="position")
+    known = KnownAhead(labels=inputs.labels, teacher_labels=inputs.teacher_labels)
+    assert int(loss.count_ahead(known)) == int(loss(inputs).count) == 5
+    assert int(loss.count_ahead(replace(known, teacher_labels=None))) == 8
+    inputs = Microbatch.random().inputs()
+    mask = torch.arange(12) % 3 > 0
+    known = KnownAhead(labels=inputs.labels, alignment=inputs.alignment, chunk_mask=mask)
+    output = ULDLoss()(replace(inputs, chunk_mask=mask))
+    assert int(ULDLoss().count_ahead(known)) == int(output.count) == 8
 
 
 def test_it_does_not_know_which_token_has_a_probability() -> None:
