@@ -41,11 +41,11 @@ from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.collator import Batch, TokenBatch, collate
 from megatron_ext.training.config import DistillConfig, ModelConfig
 from megatron_ext.training.config_file import build_config, read_config_file
-from megatron_ext.training.datasets import Window, WindowDataset
-from megatron_ext.training.inputs import Inputs, read_inputs
+from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
+from megatron_ext.training.data.microbatch import Microbatch, TokenBatch
+from megatron_ext.training.inputs import TEACHER, Inputs, read_inputs
 from megatron_ext.training.models import build_gpt_model, freeze
 
 NUMERAL = re.compile(rb"[0-9]{2,}")
@@ -53,7 +53,7 @@ BATCH_SIZE = 4
 
 
 class Comparison:
-    """Held-out windows with the teacher's first choices, for one student after the other."""
+    """Held-out rows with the teacher's first choices, for one student after the other."""
 
     def __init__(self, config: DistillConfig) -> None:
         assert config.teacher is not None
@@ -64,9 +64,8 @@ class Comparison:
         )
         self.inputs: Inputs = read_inputs(config, world_size=launched_processes())
         assert self.inputs.teacher_tokenizer is not None
-        data = self.inputs.validation_data
-        assert isinstance(data, WindowDataset)
-        self.windows = [data[index] for index in range(len(data))]
+        assert self.inputs.data.held_out is not None
+        self.held_out = self.inputs.data.held_out
         teacher = self.inputs.teacher_tokenizer
         projection = SparseProjection.from_tokenizers(self.inputs.tokenizer, teacher)
         self.match = VocabularyMatch.from_partition(projection.partition())
@@ -76,16 +75,17 @@ class Comparison:
 
     def of_unigrams(self) -> dict[str, Any]:
         """The frequencies of the student's tokens in its own training text."""
-        data = self.inputs.train_data
-        assert isinstance(data, WindowDataset)
         counts = torch.ones(self.inputs.tokenizer.vocab_size)
-        for index in range(len(data)):
-            ids = torch.from_numpy(data[index].student.ids[1:]).long()
-            counts += torch.bincount(ids, minlength=len(counts))
+        for source in self.inputs.data.sources:
+            for block in range(source.dataset.block_count(0)):
+                for sample in source.dataset[0, block].samples:
+                    for piece in sample.pieces:
+                        ids = torch.from_numpy(piece.student_ids).long()
+                        counts += torch.bincount(ids, minlength=len(counts))
         scores = Scores(self.inputs.tokenizer)
-        for windows, batch in self._batches():
+        for samples, batch in self._batches():
             logits = counts.log().expand(*batch.student.labels.shape, -1)
-            scores.add(windows, "student", logits, batch.student.labels)
+            scores.add_student(samples, logits, batch)
         return scores.summary()
 
     def of_student(self, run: Path) -> dict[str, Any]:
@@ -93,11 +93,10 @@ class Comparison:
         student = self._model(self.config.student, self.inputs.tokenizer, str(run / "checkpoints"))
         scores = Scores(self.inputs.tokenizer)
         agreed = compared = 0
-        for (windows, batch), expected in zip(self._batches(), self.choices, strict=True):
+        for (samples, batch), expected in zip(self._batches(), self.choices, strict=True):
             logits = self._logits(student, batch.student, self.inputs.tokenizer)
-            scores.add(windows, "student", logits, batch.student.labels)
-            assert batch.alignment is not None
-            rows = batch.alignment.student_spans[_singles(batch), 0]
+            scores.add_student(samples, logits, batch)
+            rows = batch.sides.alignments[TEACHER].student_spans[_singles(batch), 0]
             choices = logits.flatten(0, 1)[rows][:, self.match.common_student].argmax(dim=-1)
             agreed += int((choices == expected).sum())
             compared += len(expected)
@@ -110,28 +109,19 @@ class Comparison:
         tokenizer = self.inputs.teacher_tokenizer
         assert tokenizer is not None
         scores, choices = Scores(self.inputs.tokenizer), []
-        for windows, batch in self._batches():
-            assert batch.teacher is not None
-            assert batch.alignment is not None
-            logits = self._logits(teacher, batch.teacher, tokenizer)
-            scores.add(windows, "teacher", logits, batch.teacher.labels)
-            rows = batch.alignment.teacher_spans[_singles(batch), 0]
+        for samples, batch in self._batches():
+            logits = self._logits(teacher, batch.teachers[TEACHER], tokenizer)
+            scores.add_teacher(samples, logits, batch)
+            rows = batch.sides.alignments[TEACHER].teacher_spans[_singles(batch), 0]
             common = logits.flatten(0, 1)[rows][:, self.match.common_teacher]
             choices.append(common.argmax(dim=-1))
         return scores.summary(), choices
 
-    def _batches(self) -> Iterator[tuple[list[Window], Batch]]:
-        """All windows, in order."""
-        assert self.config.teacher is not None
-        for first in range(0, len(self.windows), BATCH_SIZE):
-            windows = self.windows[first : first + BATCH_SIZE]
-            batch = collate(
-                windows,
-                student_length=self.config.student.seq_length,
-                teacher_length=self.config.teacher.model.seq_length,
-                text_only=True,
-            )
-            yield windows, batch
+    def _batches(self) -> Iterator[tuple[list[PackedSample], Microbatch]]:
+        """All held-out rows, in order."""
+        for first in range(0, len(self.held_out.samples), BATCH_SIZE):
+            samples = self.held_out.samples[first : first + BATCH_SIZE]
+            yield samples, Microbatch.of(self.held_out.dataset.collator(samples), {})
 
     def _model(self, model: ModelConfig, tokenizer: MegatronTokenizerText, checkpoint: str) -> Any:
         """A trained model."""
@@ -167,26 +157,54 @@ class Scores:
         self._bytes = self._digits = self._numerals = 0
         self._first_choices: set[int] = set()
 
-    def add(
-        self, windows: list[Window], side: str, logits: torch.Tensor, labels: torch.Tensor
+    def add_student(
+        self, samples: list[PackedSample], logits: torch.Tensor, batch: Microbatch
     ) -> None:
-        """One batch of one model. logits [B, T, V], labels [B, T]."""
+        """One batch of the student, rows of one text each. logits [B, T, V]."""
+        for row, sample in zip(self._bits_of(logits, batch.student.labels), samples, strict=True):
+            (piece,) = sample.pieces
+            widths = piece.student_widths
+            self._add_row(row[: len(widths)], widths, self._text(sample))
+
+    def add_teacher(
+        self, samples: list[PackedSample], logits: torch.Tensor, batch: Microbatch
+    ) -> None:
+        """One batch of the teacher, by chunks: the student's tokens say how wide they are."""
+        alignment = batch.sides.alignments[TEACHER]
+        bits = self._bits_of(logits, batch.teachers[TEACHER].labels)
+        ids = (alignment.student_chunk_id.numpy(), alignment.teacher_chunk_id.numpy())
+        for row, sample in enumerate(samples):
+            (piece,) = sample.pieces
+            student, teacher = (side[row] for side in ids)
+            first = student[student >= 0].min(initial=0)
+            count = int(student.max(initial=-1)) + 1 - int(first)
+            own = student[: len(piece.student_widths)]
+            widths = np.bincount(
+                own[own >= 0] - first, piece.student_widths[own >= 0], minlength=count
+            )
+            cost = np.bincount(
+                teacher[teacher >= 0] - first, bits[row][teacher >= 0], minlength=count
+            )
+            self._bits += float(bits[row][teacher < 0].sum())
+            self._add_row(cost, widths.astype(np.int64), self._text(sample))
+
+    def _bits_of(self, logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray[Any, Any]:
+        """[B, T] ``-log2 p`` of labels, 0 where there is none."""
         trained = labels != IGNORE_INDEX
         self._first_choices.update(logits.argmax(dim=-1)[trained].tolist())
         log_probs = torch.log_softmax(logits, dim=-1)
         nats = -log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        bits = torch.where(trained, nats, 0.0).double().numpy() / math.log(2)
-        for row, window in zip(bits, windows, strict=True):
-            self._add_window(row, window, getattr(window, side).text_bytes[1:])
+        bits: np.ndarray[Any, Any] = torch.where(trained, nats, 0.0).double().numpy() / math.log(2)
+        return bits
 
-    def _add_window(
-        self, bits: np.ndarray[Any, Any], window: Window, widths: np.ndarray[Any, Any]
+    def _add_row(
+        self, bits: np.ndarray[Any, Any], widths: np.ndarray[Any, Any], text: bytes
     ) -> None:
+        """Pieces of a text with their costs and widths in bytes, in order."""
         stops = np.cumsum(widths)
-        bits = bits[: len(widths)]
         self._bits += float(bits.sum())
         self._bytes += int(widths.sum())
-        for numeral in NUMERAL.finditer(self._text(window)):
+        for numeral in NUMERAL.finditer(text):
             start, stop = numeral.span()
             covers = (stops > start) & (stops - widths < stop)
             cost = float(bits[covers].sum())
@@ -195,9 +213,9 @@ class Scores:
             self._numerals += 1
             self._probability += 2.0**-cost
 
-    def _text(self, window: Window) -> bytes:
-        ids = window.student.ids[1:][window.student.text_bytes[1:] > 0]
-        return b"".join(self._tokenizer.token_bytes(int(i)) or b"" for i in ids)
+    def _text(self, sample: PackedSample) -> bytes:
+        ids = [int(i) for piece in sample.pieces for i in piece.student_ids]
+        return b"".join(self._tokenizer.token_bytes(i) or b"" for i in ids)
 
     def summary(self) -> dict[str, Any]:
         """See the top of this file."""
@@ -228,9 +246,8 @@ def main() -> None:
     print(json.dumps(measured))
 
 
-def _singles(batch: Batch) -> torch.Tensor:
-    assert batch.alignment is not None
-    return batch.alignment.chunk_class == ChunkClass.ONE_TO_ONE
+def _singles(batch: Microbatch) -> torch.Tensor:
+    return batch.sides.alignments[TEACHER].chunk_class == ChunkClass.ONE_TO_ONE
 
 
 if __name__ == "__main__":

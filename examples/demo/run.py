@@ -152,8 +152,10 @@ def _tokens_per_second(rows: list[dict[str, Any]]) -> float:
 
 
 def _coverage(run_dir: Path) -> list[str]:
-    data = json.loads((run_dir / "data.json").read_text(encoding="utf-8"))
-    shares = data["train"]["chunk_shares"]
+    rows = _rows(run_dir)
+    sizes = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")
+    chunks = sum(row["chunks"] for row in rows)
+    shares = {name: sum(row[name] for row in rows) / chunks for name in sizes}
     listed = ", ".join(f"{share:.1%} {name}" for name, share in shares.items())
     return [f"{'chunks':<16}{listed}"]
 

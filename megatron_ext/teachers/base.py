@@ -21,6 +21,10 @@ class TokenInputs(Protocol):
     def position_ids(self) -> torch.Tensor:
         """[B, T] int64"""
 
+    @property
+    def attention_mask(self) -> torch.Tensor | None:
+        """[B, 1, T, T] bool: what a position does not see; None where that is all behind it."""
+
 
 class Teacher(Protocol):
     """A frozen model that predicts every position of the microbatches it is given."""

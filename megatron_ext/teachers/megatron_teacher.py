@@ -71,7 +71,7 @@ def _hidden_states_step(inputs: Iterator[TokenInputs], gpt: GPTModel) -> tuple[t
     # megatron-core returns the final hidden states where a stage has no head to apply.
     has_head, gpt.post_process = gpt.post_process, False
     try:
-        hidden = gpt(batch.tokens, batch.position_ids, None)
+        hidden = gpt(batch.tokens, batch.position_ids, batch.attention_mask)
     finally:
         gpt.post_process = has_head
     return hidden, _batch_first

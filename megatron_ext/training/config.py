@@ -169,20 +169,45 @@ class DataConfig:
     """Text to train on and text to measure on."""
 
     train: tuple[str, ...]
-    """Training files: .jsonl, or text files of one document each."""
+    """Training files: JSON lines, Parquet, Arrow or plain text; also folders, patterns, and a blend
+    as ``weight path weight path``."""
 
     validation: tuple[str, ...] = ()
     """Held-out files."""
 
     text_key: str = "text"
-    """Field of a JSON line that holds the text."""
+    """Field of a record that holds the text."""
+
+    conversations: bool = False
+    """Records hold conversations, which each model reads in its own prompt format."""
+
+    messages_key: str | None = None
+    """Field of a record that holds the turns of a conversation; told of each record when not
+    given."""
 
     append_eod: bool = True
     """End every document with the end-of-document token."""
 
+    packing: bool = False
+    """Fill rows with several documents, apart in attention."""
+
+    num_workers: int = 0
+    """Processes on each rank that read, tokenize and align ahead; 0 for none."""
+
+    index_cache: str | None = None
+    """Folder for where the documents of the files are; beside the first file when not given."""
+
+    alignment_cache: str | None = None
+    """Folder for tokens and alignments by content, for all ranks and runs; none when not given."""
+
+    bad_documents: Literal["stop", "skip"] = "stop"
+    """What becomes of a document that cannot be read: an error with its place, or a line in
+    ``quarantine.jsonl`` of the run."""
+
     def __post_init__(self) -> None:
         if not self.train:
             raise ConfigError("no training data", expected="at least one file in data.train")
+        _check_not_negative(self, "num_workers")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

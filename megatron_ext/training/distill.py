@@ -22,6 +22,7 @@ from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig, ModelConfig, TeacherConfig
+from megatron_ext.training.data.global_batches import Replica
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.learning_step import learning_step, run_projection
@@ -112,7 +113,8 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
         )
     # Behind the step: an objective may have parameters of its own, which are trained with these.
     student = Student(gpt, config=config, groups=groups, rows=laid_out and laid_out.student_rows)
-    groups.on_main(lambda: record_run(config, inputs.data_summary()))
+    replica = Replica(groups.dp_rank, groups.dp_size, config.training.micro_batch_size)
+    groups.on_main(lambda: record_run(config, inputs.data.summary()))
     groups.on_main(lambda: tokenizer.save_pretrained(run_dir / TOKENIZER_FOLDER, overwrite=True))
     return Trainer(
         config=config,
@@ -121,9 +123,10 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
         student=student,
         step=step,
         teacher=teacher,
+        data=inputs.data,
+        replica=replica,
+        batches=inputs.data.batches(replica),
         places=laid_out and laid_out.places,
-        train_data=inputs.train_data,
-        validation_data=inputs.validation_data,
         run_record={
             "config": config_values(config),
             "tokenizer_fingerprint": tokenizer.fingerprint(),

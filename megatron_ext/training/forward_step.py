@@ -30,8 +30,9 @@ from megatron_ext.losses import (
 )
 from megatron_ext.losses.checks.finite_check import FiniteCheck, check_finite
 from megatron_ext.losses.count_ahead import count_ahead
-from megatron_ext.training.collator import Batch
 from megatron_ext.training.config import LossConfig
+from megatron_ext.training.data.microbatch import Microbatch
+from megatron_ext.training.inputs import TEACHER
 from megatron_ext.training.objective import sums_over
 from megatron_ext.training.run_constants import RunConstants
 from megatron_ext.training.student_hidden import StudentHidden
@@ -58,10 +59,10 @@ class GlobalCounts:
     @classmethod
     def of(
         cls,
-        batches: Sequence[Batch],
+        batches: Sequence[Microbatch],
         groups: ProcessGroups,
         *,
-        compared: Callable[[Batch], torch.Tensor],
+        compared: Callable[[Microbatch], torch.Tensor],
     ) -> GlobalCounts:
         """Counts over all microbatches and replicas; one all-reduce over ``dp``.
 
@@ -111,29 +112,30 @@ class StudentStep:
     counts: GlobalCounts = GlobalCounts(tokens=0, compared=0, chunk_counts=ChunkCounts())
 
     def __call__(
-        self, microbatches: Iterator[tuple[Batch, TeacherTargets | None]], model: Any
+        self, microbatches: Iterator[tuple[Microbatch, TeacherTargets | None]], model: Any
     ) -> tuple[torch.Tensor, Any]:
         """The stage's output and the function that turns it into a loss."""
         batch, targets = next(microbatches)
-        output = model(batch.student.tokens, batch.student.position_ids, None)
+        inputs = batch.student
+        output = model(inputs.tokens, inputs.position_ids, inputs.attention_mask)
         # Now: under a pipeline, other microbatches go forward before this one has its loss.
         hidden = self.hidden.take() if self.hidden else None
         return output, partial(self._loss, batch, targets, hidden)
 
-    def compared(self, batch: Batch) -> torch.Tensor:
+    def compared(self, batch: Microbatch) -> torch.Tensor:
         """int64 scalar: what the distillation objective counts in a batch; 0 without one."""
         if self.distillation is None:
             return torch.zeros((), dtype=torch.int64, device=batch.student.labels.device)
         known = KnownAhead(
             labels=batch.student.labels,
-            alignment=batch.alignment,
-            teacher_labels=batch.teacher.labels if batch.teacher else None,
+            alignment=batch.sides.alignments[TEACHER],
+            teacher_labels=batch.teachers[TEACHER].labels,
         )
         return count_ahead(self.distillation, known, over=sums_over(self.config))
 
     def _loss(
         self,
-        batch: Batch,
+        batch: Microbatch,
         targets: TeacherTargets | None,
         hidden: torch.Tensor | None,
         logits: torch.Tensor,
@@ -159,24 +161,25 @@ class StudentStep:
 
     def _inputs(
         self,
-        batch: Batch,
+        batch: Microbatch,
         targets: TeacherTargets | None,
         hidden: torch.Tensor | None,
         logits: torch.Tensor,
     ) -> DistillationInputs:
+        teacher = batch.teachers.get(TEACHER)
         return DistillationInputs(
             student_logits=logits,
             student_shard=self.shard,
             labels=batch.student.labels,
             teacher=targets,
-            alignment=batch.alignment,
+            alignment=batch.sides.alignments.get(TEACHER),
             projection=self.constants.projection,
             match=self.constants.match,
-            teacher_labels=batch.teacher.labels if batch.teacher else None,
+            teacher_labels=teacher.labels if teacher else None,
             student_hidden=hidden,
             student_head_weight=self.hidden.head_weight if self.hidden else None,
             boundary=self.constants.boundary,
-            completions=batch.completions,
+            completions=batch.completions.get(TEACHER),
         )
 
 

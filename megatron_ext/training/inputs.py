@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_ext.distributed.layout import data_parallel_size
 from megatron_ext.errors import ConfigError
@@ -16,9 +16,15 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.corpus import read_documents
-from megatron_ext.training.datasets import WindowDataset
+from megatron_ext.training.data.blend import read_blend
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
+
+if TYPE_CHECKING:
+    from megatron_ext.training.data.run_data import RunData
+
+
+TEACHER = "teacher"
+"""What the teacher is called in a microbatch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,18 +33,10 @@ class Inputs:
 
     tokenizer: MegatronTokenizerText
     teacher_tokenizer: MegatronTokenizerText | None
-    train_data: WindowDataset
-    validation_data: WindowDataset | None
+    data: RunData
 
     projection: SparseProjection | None
     """The configured one; None where the run builds its own."""
-
-    def data_summary(self) -> dict[str, Any]:
-        """What a user should know of the text; plain values."""
-        return {
-            "train": self.train_data.summary(),
-            "validation": self.validation_data.summary() if self.validation_data else None,
-        }
 
 
 def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
@@ -48,35 +46,30 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
         MegatronExtError: Anything that can be known to be wrong before a model is built.
     """
     _check_batch(config, world_size)
+    read_blend(config.data.train, where="data.train")
     check_run_folder(config)
     _check_checkpoints(config)
-    tokenizer = _tokenizer(config.tokenizer, "tokenizer")
+    reads = config.data.conversations
+    tokenizer = _tokenizer(config.tokenizer, "tokenizer", conversations=reads)
     teacher_tokenizer = (
-        _tokenizer(config.teacher.tokenizer, "teacher.tokenizer") if config.teacher else None
+        _tokenizer(config.teacher.tokenizer, "teacher.tokenizer", conversations=reads)
+        if config.teacher
+        else None
     )
     projection = None
     if config.distils and config.projection:
         projection = SparseProjection.load(
             config.projection, student=tokenizer, teacher=teacher_tokenizer
         )
-    train = read_documents(config.data.train, text_key=config.data.text_key)
-    validation = (
-        read_documents(config.data.validation, text_key=config.data.text_key)
-        if config.data.validation
-        else None
-    )
     _check_objective(config, tokenizer, teacher_tokenizer)
-    inputs = Inputs(
+    data = _data(config, tokenizer, teacher_tokenizer)
+    check_same_text(config, data.summary())
+    return Inputs(
         tokenizer=tokenizer,
         teacher_tokenizer=teacher_tokenizer,
-        train_data=_windows(config, train, tokenizer, teacher_tokenizer),
-        validation_data=(
-            _windows(config, validation, tokenizer, teacher_tokenizer) if validation else None
-        ),
+        data=data,
         projection=projection,
     )
-    check_same_text(config, inputs.data_summary())
-    return inputs
 
 
 def _check_batch(config: DistillConfig, world_size: int) -> None:
@@ -153,7 +146,22 @@ def _check_same_tokenizer(
             )
 
 
-def _tokenizer(config: TokenizerConfig, section: str) -> MegatronTokenizerText:
+def _data(
+    config: DistillConfig,
+    tokenizer: MegatronTokenizerText,
+    teacher_tokenizer: MegatronTokenizerText | None,
+) -> RunData:
+    from megatron_ext.training.data.run_data import RunData
+
+    teachers = {}
+    if config.teacher and teacher_tokenizer:
+        teachers[TEACHER] = (teacher_tokenizer, config.teacher.model.seq_length)
+    return RunData.read(config, tokenizer, teachers)
+
+
+def _tokenizer(
+    config: TokenizerConfig, section: str, *, conversations: bool
+) -> MegatronTokenizerText:
     if config.model is None:
         raise ConfigError(
             "no tokenizer is named",
@@ -161,27 +169,14 @@ def _tokenizer(config: TokenizerConfig, section: str) -> MegatronTokenizerText:
             expected="a tokenizer file, or a directory that holds one",
             fix=f"set it, or pass --{section.replace('.', '-')}-model",
         )
-    if config.mode != "text" or config.prompt_format is not None:
+    if config.mode == "multimodal":
+        raise ConfigError("a run reads no images", got="mode multimodal", where=section)
+    tokenizer = build_tokenizer(config)
+    if conversations and tokenizer.prompt_config is None:
         raise ConfigError(
-            "a run reads texts; conversations are not available in this version",
-            got=f"mode {config.mode}, prompt_format {config.prompt_format}",
-            fix="use mode text and leave prompt_format unset",
+            "conversations need a prompt format",
+            got="a tokenizer without one, and without a chat template",
+            fix=f"set {section}.prompt_format, see docs/prompt_formats.md",
             where=section,
         )
-    return build_tokenizer(config)
-
-
-def _windows(
-    config: DistillConfig,
-    documents: list[str],
-    tokenizer: MegatronTokenizerText,
-    teacher_tokenizer: MegatronTokenizerText | None,
-) -> WindowDataset:
-    return WindowDataset(
-        documents,
-        student_tokenizer=tokenizer,
-        student_length=config.student.seq_length,
-        teacher_tokenizer=teacher_tokenizer,
-        teacher_length=config.teacher.model.seq_length if config.teacher else None,
-        append_eod=config.data.append_eod,
-    )
+    return tokenizer

@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.losses import TeacherTargets
-from megatron_ext.training.collator import Batch
 from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.forward_step import StepReport, StudentStep
 from megatron_ext.training.models import wrap_in_ddp
 from megatron_ext.training.sharded_optimizer import CHECKPOINT_FORMAT, prepare_to_load
@@ -50,7 +50,7 @@ class Student:
         gpt.config.grad_scale_func = self.optimizer.scale_loss
 
     def forward_backward(
-        self, step: StudentStep, microbatches: list[tuple[Batch, TeacherTargets | None]]
+        self, step: StudentStep, microbatches: list[tuple[Microbatch, TeacherTargets | None]]
     ) -> list[StepReport]:
         """Accumulate the gradient of one global batch; reports on the last stage, [] elsewhere."""
         self.ddp.zero_grad_buffer()

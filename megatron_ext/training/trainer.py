@@ -10,21 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.losses import TeacherTargets
+from megatron_ext.losses import ChunkCompletions, TeacherTargets
 from megatron_ext.losses.checks.finite_check import FiniteCheck
 from megatron_ext.teachers import Teacher
 from megatron_ext.training.checkpoint import check_tokenizer, load_checkpoint, save_checkpoint
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
-from megatron_ext.training.collator import Batch, collate
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.datasets import WindowDataset
+from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
+from megatron_ext.training.data.global_batches import GlobalBatches, Replica
+from megatron_ext.training.data.held_out import HeldOut
+from megatron_ext.training.data.microbatch import Microbatch
+from megatron_ext.training.data.quarantine import log_refused
+from megatron_ext.training.data.run_data import RunData
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep, reduce_reports
+from megatron_ext.training.inputs import TEACHER
 from megatron_ext.training.metrics import MetricsLog, plot_loss_curve, progress_bar
 from megatron_ext.training.run_folder import CHECKPOINTS, TOKENIZER_FOLDER
-from megatron_ext.training.sampler import BatchSampler
 from megatron_ext.training.student import Student
 from megatron_ext.training.validation import BitsPerByte, measure_bits_per_byte
 from megatron_ext.training.vocabulary_layout import BatchPlaces
@@ -46,13 +51,18 @@ class Trainer:
     """Template of the forward step; its counts are set for each global batch."""
 
     teacher: Teacher | None
-    train_data: WindowDataset
-    validation_data: WindowDataset | None
+    data: RunData
     places: BatchPlaces | None
     """Looks up batches for permuted heads; None where heads are in the order of ids."""
 
     run_record: dict[str, Any]
     """Saved with every checkpoint: what one needs to know to use it."""
+
+    replica: Replica
+    """This rank's part of every global batch."""
+
+    batches: GlobalBatches
+    """What it trains on, from where the run stands."""
 
     def train(self) -> None:
         """Resume where the run stands, train to ``train_iters``, leave a checkpoint and a plot.
@@ -78,14 +88,14 @@ class Trainer:
         self._plot()
 
     def _loop(self, done: int, total: int, log: MetricsLog | None, bar: Any) -> None:
-        training = self.config.training
+        training, held_out = self.config.training, self.data.held_out
         for iteration in range(done + 1, total + 1):
             started = time.perf_counter()
             metrics = self._iterate(iteration)
             seconds = time.perf_counter() - started
             is_last = iteration == total
-            if self.validation_data and (is_last or iteration % training.eval_interval == 0):
-                measured = self._validate(self.validation_data)
+            if held_out and (is_last or iteration % training.eval_interval == 0):
+                measured = self._validate(held_out)
                 metrics["student_bits_per_byte"] = measured.student
                 metrics["teacher_bits_per_byte"] = measured.teacher
             if log is not None:
@@ -99,7 +109,7 @@ class Trainer:
 
     def _iterate(self, iteration: int) -> dict[str, Any]:
         """One optimizer step; the last stage returns what it measured, the others only a little."""
-        batches = self._batches(iteration)
+        batches = self._microbatches()
         counts = GlobalCounts.of(batches, self.groups, compared=self.step.compared)
         learning_rate = self.student.learning_rate
         reports = self.student.forward_backward(
@@ -119,49 +129,38 @@ class Trainer:
             **(dataclasses.asdict(counts.chunk_counts) if self.teacher else {}),
         }
 
-    def _batches(self, iteration: int) -> list[Batch]:
-        training = self.config.training
-        sampler = BatchSampler(
-            sample_count=len(self.train_data),
-            global_batch_size=training.global_batch_size,
-            micro_batch_size=training.micro_batch_size,
-            dp_rank=self.groups.dp_rank,
-            dp_size=self.groups.dp_size,
-            seed=training.seed,
-        )
-        return [
-            self._collate([self.train_data[index] for index in indices])
-            for indices in sampler.microbatches(iteration - 1)
-        ]
+    def _microbatches(self) -> list[Microbatch]:
+        """This replica's part of the next global batch, on its device."""
+        microbatches = [self._collate(rows) for rows in self.batches.take()]
+        for document in self.batches.refused():
+            log_refused(self.run_dir, document, iteration=self.batches.iteration)
+        return microbatches
 
-    def _collate(self, windows: list[Any], *, text_only: bool = False) -> Batch:
-        teacher = self.config.teacher
-        batch = collate(
-            windows,
-            student_length=self.config.student.seq_length,
-            teacher_length=teacher.model.seq_length if teacher and self.teacher else None,
-            text_only=text_only,
-            completion_table=None if text_only else self.step.constants.completion_table,
-        ).to(self.groups.device)
+    def _collate(self, samples: list[PackedSample]) -> Microbatch:
+        sides = self.data.collator(samples)
+        table = self.step.constants.completion_table
+        completions = {}
+        if table is not None:
+            completions[TEACHER] = ChunkCompletions.of(
+                sides.alignments[TEACHER],
+                sides.student.labels,
+                sides.teachers[TEACHER].labels,
+                table,
+            )
+        batch = Microbatch.of(sides, completions).to(self.groups.device)
         return self.places(batch) if self.places else batch
 
-    def _targets(self, batches: list[Batch]) -> list[TeacherTargets | None]:
+    def _targets(self, batches: list[Microbatch]) -> list[TeacherTargets | None]:
         """Targets per microbatch on the last stage; None for each elsewhere."""
         if self.teacher is None:
             return [None] * len(batches)
-        targets = self.teacher.targets([b.teacher for b in batches if b.teacher is not None])
+        targets = self.teacher.targets([batch.teachers[TEACHER] for batch in batches])
         return list(targets) or [None] * len(batches)
 
-    def _validate(self, data: WindowDataset) -> BitsPerByte:
-        size, whole = self.config.training.micro_batch_size, self.config.training.global_batch_size
-        rows = data.padded_to_multiple(whole)
+    def _validate(self, data: HeldOut) -> BitsPerByte:
         global_batches = (
-            [
-                self._collate(rows[start : start + size], text_only=True)
-                for start in range(first, first + whole, size)
-                if start // size % self.groups.dp_size == self.groups.dp_rank
-            ]
-            for first in range(0, len(rows), whole)
+            [self._held_out(data, rows) for rows in microbatches]
+            for microbatches in data.global_batches(self.replica)
         )
         return measure_bits_per_byte(
             global_batches,
@@ -171,6 +170,10 @@ class Trainer:
             next_token=self.step.next_token,
             groups=self.groups,
         )
+
+    def _held_out(self, data: HeldOut, rows: list[PackedSample]) -> Microbatch:
+        batch = Microbatch.of(data.dataset.collator(rows), {}).to(self.groups.device)
+        return self.places(batch) if self.places else batch
 
     def _check_finite(
         self, what: str, value: float, iteration: int, predictions: FiniteCheck | None = None
@@ -196,12 +199,19 @@ class Trainer:
             {
                 **self.student.sharded_state(),
                 "iteration": iteration,
+                "data": self._data_state(),
                 "run": self.run_record,
             },
             groups=self.groups,
             keep=self.config.training.keep_checkpoints,
             tokenizer=self.run_dir / TOKENIZER_FOLDER,
         )
+
+    def _data_state(self) -> dict[str, Any]:
+        """Where the data goes on, under any layout; one all-gather of objects over ``dp``."""
+        everywhere: list[Any] = [None] * self.groups.dp_size
+        dist.all_gather_object(everywhere, self.batches.positions(), group=self.groups.dp)
+        return self.batches.state(everywhere)
 
     def _plot(self) -> None:
         plot_loss_curve(self.run_dir, title=self.run_dir.name)
@@ -212,8 +222,9 @@ class Trainer:
         if checkpoint is None:
             return 0
         state = load_checkpoint(
-            checkpoint, {**self.student.sharded_state(is_loading=True), "iteration": 0}
+            checkpoint, {**self.student.sharded_state(is_loading=True), "iteration": 0, "data": {}}
         )
         check_tokenizer(checkpoint, state, fingerprint=self.run_record["tokenizer_fingerprint"])
         self.student.load_state(state)
+        self.batches.load_state(state["data"])
         return int(state["iteration"])

@@ -21,7 +21,8 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import DistillationInputs, Objective
 from megatron_ext.teachers import Teacher
-from megatron_ext.training.collator import Batch, TokenBatch
+from megatron_ext.training.data.microbatch import Microbatch, TokenBatch
+from megatron_ext.training.inputs import TEACHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class BitsPerByte:
 
 
 def measure_bits_per_byte(
-    global_batches: Iterable[Sequence[Batch]],
+    global_batches: Iterable[Sequence[Microbatch]],
     *,
     student: Any,
     student_shard: VocabShard,
@@ -45,7 +46,7 @@ def measure_bits_per_byte(
 
     Args:
         global_batches: This replica's microbatches, as many at a time as one schedule runs over,
-            collated with ``text_only``; equally many on every rank.
+            of a ``HeldOut``; equally many on every rank.
 
     Collectives: the schedules', those of ``next_token``, and one all-reduce over ``dp`` a model.
     """
@@ -57,7 +58,7 @@ def measure_bits_per_byte(
         student_bytes += sum(side.byte_count for side in sides)
         student_nats += _student_nats(sides, student, student_shard, next_token)
         if teacher is not None:
-            sides = [batch.teacher for batch in batches if batch.teacher is not None]
+            sides = [batch.teachers[TEACHER] for batch in batches]
             teacher_bytes += sum(side.byte_count for side in sides)
             teacher_nats += _teacher_nats(sides, teacher, next_token)
     return BitsPerByte(
@@ -94,7 +95,7 @@ def _student_step(
     def nats(logits: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
         return _cross_entropy(logits, side.labels, shard, next_token)
 
-    return model(side.tokens, side.position_ids, None), nats
+    return model(side.tokens, side.position_ids, side.attention_mask), nats
 
 
 def _teacher_nats(

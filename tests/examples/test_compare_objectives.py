@@ -8,13 +8,17 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_ext import CrossTokenizerCollator, TeacherCTSpec
+from megatron_ext.alignment.chunk_marks import BEGINS
 from megatron_ext.errors import DataError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer
-from megatron_ext.training.collator import collate
-from megatron_ext.training.datasets import WindowDataset
+from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText, TeacherTokens
+from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
+from megatron_ext.training.data.microbatch import Microbatch
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.append(str(REPOSITORY / "examples" / "compare_objectives"))
@@ -93,18 +97,25 @@ def test_held_out_lines_are_in_no_training_text_and_the_students_are_the_teacher
         write_split(source, ["text"], tmp_path / "data")
 
 
-def test_numerals_cost_the_bits_of_the_tokens_that_cover_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_numerals_cost_the_bits_of_the_tokens_that_cover_them(tmp_path: Path, side: str) -> None:
     tokenizer = MegatronTokenizer.from_pretrained(write_head(TEKKEN, 512, tmp_path / "head.json"))
-    data = WindowDataset(["ab 120, 7 and 48"], student_tokenizer=tokenizer, student_length=32)
-    batch = collate([data[0]], student_length=32, text_only=True)
+    text = "ab 120, 7 and 48"
+    ids = np.array(tokenizer.tokenize(text), np.int32)
+    widths = np.diff(tokenizer.encode_with_byte_ends(text)[1], prepend=0).astype(np.int32)
+    # The teacher is the same tokenizer, each token a chunk.
+    marks = np.full(len(ids), BEGINS, np.uint8)
+    sample = PackedSample((AlignedText(ids, widths, (TeacherTokens(ids, marks, marks),)),))
+    spec = TeacherCTSpec(name="teacher", tokenizer=MegatronTokenizer.from_pretrained(TEKKEN))
+    reader = CrossTokenizerCollator(tokenizer, 32, [spec], append_eod=False)
+    batch = Microbatch.of(reader([sample]), {})
     scores = Scores(tokenizer)
-    scores.add([data[0]], "student", torch.zeros(1, 32, 512), batch.student.labels)
+    getattr(scores, f"add_{side}")([sample], torch.zeros(1, 32, 512), batch)
     found = scores.summary()
     # Evenly distributed over 512 tokens, each costs 9 bits; here each digit is a token.
     assert found["numerals"] == 2
     assert found["digits"] == 5
     assert found["bits_per_digit"] == pytest.approx(9.0)
     assert found["numeral_probability"] == pytest.approx((2.0**-27 + 2.0**-18) / 2)
-    tokens = len(tokenizer.tokenize("ab 120, 7 and 48"))
-    assert found["bits_per_byte"] == pytest.approx(9.0 * tokens / found["bytes"])
+    assert found["bits_per_byte"] == pytest.approx(9.0 * len(ids) / len(text))
     assert found["first_choices"] == 1

@@ -8,8 +8,8 @@ import torch
 
 from megatron_ext.losses import IdTable
 from megatron_ext.projection.layout import VocabularyLayout
-from megatron_ext.training.collator import Batch, TokenBatch
 from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.data.microbatch import Microbatch, TokenBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +45,19 @@ class BatchPlaces:
             teacher_is_tied=not teacher.untie_embeddings_and_output_weights,
         )
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: Microbatch) -> Microbatch:
         """The same batch for models whose heads are permuted."""
-        teacher, completions = batch.teacher, batch.completions
         return replace(
             batch,
             student=_looked_up(batch.student, self.student, self.student_is_tied),
-            teacher=teacher and _looked_up(teacher, self.teacher, self.teacher_is_tied),
-            completions=completions and completions.by_place(self.student, self.teacher),
+            teachers={
+                name: _looked_up(side, self.teacher, self.teacher_is_tied)
+                for name, side in batch.teachers.items()
+            },
+            completions={
+                name: completions.by_place(self.student, self.teacher)
+                for name, completions in batch.completions.items()
+            },
         )
 
 

@@ -1,15 +1,16 @@
-"""Texts of Arrow, Parquet, JSON and plain files, read one at a time by number. D documents."""
+"""Documents of Arrow, Parquet, JSON and plain files, read one at a time by number. D documents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.preprocessing.record_block import RecordFields
 from megatron_ext.preprocessing.records import check_fields
 from megatron_ext.preprocessing.source_file import find_sources
@@ -18,7 +19,18 @@ from megatron_ext.training.cross_tokenizer.corpus.reader import DocumentReader
 from megatron_ext.training.cross_tokenizer.corpus.report import CorpusReport
 
 
-class ArrowTextDataset(Dataset[dict[str, Any]]):
+class CorpusNames(NamedTuple):
+    """What a user calls the arguments of a corpus: a configuration has keys of its own."""
+
+    data_files: str = "data_files"
+    text_key: str = "text_key"
+    messages_key: str = "messages_key"
+
+
+_ARGUMENTS: Final = CorpusNames()
+
+
+class ArrowTextDataset(Dataset[dict[str, Any] | ConversationRecord]):
     """The documents of a corpus: a map-style data set that holds none of them in memory.
 
     It reads Arrow (IPC files and streams), Parquet, JSON lines and lists, compressed or not, each
@@ -27,14 +39,20 @@ class ArrowTextDataset(Dataset[dict[str, Any]]):
     lists, plain text) are copied into the cache then. Rows that hold no text are left out and
     counted in ``report``.
 
-    An item is ``{"text": str, "index": int}``, as ``CrossTokenizerCollator`` takes it. A
-    ``PackedTextDataset`` over it packs documents into full rows.
+    An item is ``{"text": str, "index": int}``, as ``CrossTokenizerCollator`` takes it; of
+    conversations, a ``ConversationRecord``. A ``PackedTextDataset`` over it packs documents into
+    full rows.
 
     Args:
         data_files: A file, a folder, a glob pattern, or several.
         text_key: Field that holds the text.
+        conversations: Each row is a conversation, in any schema of ``conversation.records``; of
+            JSON lines, Parquet and Arrow.
+        messages_key: Field that holds its turns; told of each record with None.
         cache_dir: Where the index is kept; a hidden folder beside the first file with None.
         strict: Let the first row that is empty or holds no text end the run.
+        refuse_bad: Let the first that holds no text do so, and leave empty ones out.
+        called: What a user calls the arguments, for errors.
 
     Raises:
         DataError: There is no such file, it is damaged, or no row holds a text; with ``strict``,
@@ -47,25 +65,39 @@ class ArrowTextDataset(Dataset[dict[str, Any]]):
         data_files: str | Path | Sequence[str | Path],
         *,
         text_key: str = "text",
+        conversations: bool = False,
+        messages_key: str | None = None,
         cache_dir: str | Path | None = None,
         strict: bool = False,
+        refuse_bad: bool = False,
+        called: CorpusNames = _ARGUMENTS,
     ) -> None:
         names = [data_files] if isinstance(data_files, str | Path) else data_files
-        files = find_sources([str(name) for name in names], fix="check data_files").files
-        fields = RecordFields((text_key,), "text", "text_key")
+        files = find_sources([str(name) for name in names], fix=f"check {called.data_files}").files
+        fields = RecordFields((text_key,), "text", called.text_key)
+        if conversations:
+            fields = RecordFields(
+                (messages_key or "messages",),
+                "conversation",
+                called.messages_key,
+                are_default=messages_key is None,
+            )
         check_fields(files, fields)
         beside = Path(files[0].path).parent / ".text_cache"
         self.cache_dir = beside if cache_dir is None else Path(cache_dir)
-        self._index = corpus_index(files, fields, cache_folder=self.cache_dir, strict=strict)
-        self._reader = DocumentReader(files, text_key, self._index)
+        self._index = corpus_index(
+            files, fields, cache_folder=self.cache_dir, strict=strict, refuse_bad=refuse_bad
+        )
+        self._reader = DocumentReader(files, fields, self._index)
 
     def __len__(self) -> int:
         return len(self._index["row"])
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"text": self.text(index), "index": index}
+    def __getitem__(self, index: int) -> dict[str, Any] | ConversationRecord:
+        content = self.content(index)
+        return {"text": content, "index": index} if isinstance(content, str) else content
 
-    def text(self, index: int) -> str:
+    def content(self, index: int) -> str | ConversationRecord:
         """One document.
 
         Raises:
@@ -74,7 +106,7 @@ class ArrowTextDataset(Dataset[dict[str, Any]]):
         """
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        return self._reader.text(index)
+        return self._reader.document(index)
 
     def place(self, index: int) -> str:
         """``file:row`` of a document."""
@@ -82,13 +114,18 @@ class ArrowTextDataset(Dataset[dict[str, Any]]):
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """[D] UTF-8 bytes of each document."""
+        """[D] UTF-8 bytes of each document; of a conversation, of what its messages say."""
         return self._index["size"]
 
     @property
     def report(self) -> CorpusReport:
         """What became of the rows."""
         return CorpusReport(**self._index.notes["report"])
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the documents in their order, wherever their files are."""
+        return str(self._index.notes["sha256"])
 
     @property
     def identity(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import tempfile
 from array import array
@@ -13,6 +14,7 @@ from typing import IO, Final
 
 import numpy as np
 
+from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.errors import DataError
 from megatron_ext.preprocessing.bad_record import BadRecord
 from megatron_ext.preprocessing.json_line import parse_lines
@@ -23,17 +25,24 @@ from megatron_ext.preprocessing.source_file import SourceFile
 from megatron_ext.training.cross_tokenizer.corpus.report import CorpusReport
 from megatron_ext.training.sft.cache import Arrays, CachedArrays, Notes, cached_arrays
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Of the arrays; another one makes every index anew."""
 
 READ_IN_PLACE: Final = ("json-lines", "parquet", "arrow")
 """Kinds of files of which a row can be read alone; the text of others is copied into the cache."""
 
+_EMPTY: Final = "the text is empty"
+
 _log = logging.getLogger(__name__)
 
 
 def corpus_index(
-    files: Sequence[SourceFile], fields: RecordFields, *, cache_folder: Path, strict: bool
+    files: Sequence[SourceFile],
+    fields: RecordFields,
+    *,
+    cache_folder: Path,
+    strict: bool,
+    refuse_bad: bool = False,
 ) -> CachedArrays:
     """The documents of ``files`` in order.
 
@@ -42,11 +51,13 @@ def corpus_index(
         fields: Which field holds the text.
         cache_folder: Where the index is kept.
         strict: Let the first row that is empty or bad end the run.
+        refuse_bad: Let the first bad one do so.
 
     Returns:
         ``file`` [D], the number of the file; ``row`` [D], counted from 1 in it; ``start`` [D], the
         byte where the line begins, or the text in ``texts``; ``size`` [D], UTF-8 bytes of the text;
-        ``texts`` [N] uint8, the text of files that are not read in place. Noted is the ``report``.
+        ``texts`` [N] uint8, the text of files that are not read in place. Noted are the ``report``
+        and the ``sha256`` of all documents.
 
     Raises:
         DataError: A file cannot be read, a row is refused (with file and row), or no row holds a
@@ -58,42 +69,73 @@ def corpus_index(
         "format": _FORMAT,
         "files": [asdict(file) for file in files],
         "text_key": fields.keys[0],
+        **({} if fields.content == "text" else {"content": fields.content}),
     }
+    _check_kinds(files, fields)
 
     def build() -> tuple[Arrays, Notes]:
         with tempfile.TemporaryFile(dir=cache_folder) as copy:
-            survey = _Survey(fields, copy, strict=strict)
+            survey = _Survey(fields, copy, strict=strict, refuse_bad=refuse_bad)
             for number, file in enumerate(files):
                 survey.add(number, file)
-            return survey.arrays(), {"report": asdict(survey.report)}
+            notes = {"report": asdict(survey.report), "sha256": survey.hash.hexdigest()}
+            return survey.arrays(), notes
 
     index = cached_arrays(cache_folder, key, build)
-    _judge(CorpusReport(**index.notes["report"]), files, strict=strict)
+    _judge(
+        CorpusReport(**index.notes["report"]), files, fields, strict=strict, refuse_bad=refuse_bad
+    )
     return index
 
 
-def _judge(report: CorpusReport, files: Sequence[SourceFile], *, strict: bool) -> None:
+def _judge(
+    report: CorpusReport,
+    files: Sequence[SourceFile],
+    fields: RecordFields,
+    *,
+    strict: bool,
+    refuse_bad: bool,
+) -> None:
+    """Hold an index that was built before to what is asked now."""
     if strict and report.places:
         raise DataError(report.places[0], fix="mend the row, or leave strict unset")
+    if refuse_bad and report.bad_rows:
+        bad = [place for place in report.places if not place.endswith(_EMPTY)]
+        raise DataError(bad[0] if bad else f"{report.bad_rows} bad rows", fix="mend the row")
     if not report.documents:
         raise DataError(
             "the corpus holds no text",
             got=str(report).replace("\n", ", "),
             where=", ".join(file.path for file in files[:3]),
-            fix="check the files and text_key",
+            fix=f"check the files and {fields.flag}",
         )
     is_whole = not report.empty_rows and not report.bad_rows
     _log.log(logging.INFO if is_whole else logging.WARNING, "%s", report)
 
 
+def _check_kinds(files: Sequence[SourceFile], fields: RecordFields) -> None:
+    """Conversations are read again where they are: they are not copied."""
+    for file in files:
+        if fields.content == "conversation" and file.kind not in READ_IN_PLACE:
+            raise DataError(
+                "conversations are read by row, which this file does not allow",
+                got=file.kind,
+                expected="JSON lines that are not compressed, Parquet or Arrow",
+                where=file.path,
+            )
+
+
 class _Survey:
     """Reads files and notes where their documents are."""
 
-    def __init__(self, fields: RecordFields, copy: IO[bytes], *, strict: bool) -> None:
+    def __init__(
+        self, fields: RecordFields, copy: IO[bytes], *, strict: bool, refuse_bad: bool
+    ) -> None:
         self.report = CorpusReport()
+        self.hash = hashlib.sha256()
         self._fields = fields
         self._copy = copy
-        self._strict = strict
+        self._strict, self._refuse_bad = strict, refuse_bad
         self._file, self._row = array("i"), array("q")
         self._start, self._size = array("q"), array("q")
 
@@ -106,9 +148,9 @@ class _Survey:
             for index, (line, text) in enumerate(zip(block.lines, block.columns[0], strict=True)):
                 if text:
                     start = self._copied(text) if starts is None else starts[index]
-                    self._add_document(number, line, start, len(text.encode()))
+                    self._add_document(number, line, start, text)
                 else:
-                    self._leave_out(BadRecord(line, "the text is empty"), file)
+                    self._leave_out(BadRecord(line, _EMPTY), file)
                     self.report.empty_rows += 1
 
     def arrays(self) -> Arrays:
@@ -139,7 +181,13 @@ class _Survey:
         self._copy.write(text.encode())
         return start
 
-    def _add_document(self, file: int, row: int, start: int, size: int) -> None:
+    def _add_document(
+        self, file: int, row: int, start: int, document: str | ConversationRecord
+    ) -> None:
+        content = _content_bytes(document)
+        size = len(content)
+        self.hash.update(size.to_bytes(8, "little"))
+        self.hash.update(content)
         self._file.append(file)
         self._row.append(row)
         self._start.append(start)
@@ -148,6 +196,8 @@ class _Survey:
         self.report.bytes += size
 
     def _refuse(self, bad: BadRecord, file: SourceFile) -> None:
+        if self._refuse_bad:
+            raise bad.error(file.path)
         self._leave_out(bad, file)
         self.report.bad_rows += bad.rows
 
@@ -155,6 +205,14 @@ class _Survey:
         if self._strict:
             raise bad.error(file.path)
         self.report.add_place(bad.place(file.path), bad.problem)
+
+
+def _content_bytes(document: str | ConversationRecord) -> bytes:
+    """UTF-8 of a text, or of what the messages of a conversation say."""
+    if isinstance(document, str):
+        return document.encode()
+    contents = (message.get("content") for message in document.messages)
+    return "\n".join(str(content) for content in contents if content).encode("utf-8", "replace")
 
 
 def _line_blocks(

@@ -10,9 +10,11 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any, Final, Protocol
 
+from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.errors import DataError
 from megatron_ext.preprocessing.arrow_rows import arrow_batches
 from megatron_ext.preprocessing.json_line import parse
+from megatron_ext.preprocessing.record_block import RecordFields
 from megatron_ext.preprocessing.source_file import SourceFile
 from megatron_ext.training.sft.cache import CachedArrays
 
@@ -25,7 +27,7 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 
 class _File(Protocol):
-    def text(self, row: int, start: int) -> Any: ...
+    def record(self, row: int, start: int) -> Any: ...
 
 
 class DocumentReader:
@@ -33,17 +35,19 @@ class DocumentReader:
 
     Args:
         files: The files.
-        text_key: Field that holds the text.
+        fields: Which field holds the document, a text or a conversation.
         index: Where the documents are.
     """
 
-    def __init__(self, files: Sequence[SourceFile], text_key: str, index: CachedArrays) -> None:
+    def __init__(
+        self, files: Sequence[SourceFile], fields: RecordFields, index: CachedArrays
+    ) -> None:
         self._files = tuple(files)
-        self._text_key = text_key
+        self._fields = fields
         self._index = index
         self._opened: OrderedDict[int, _File] = OrderedDict()
 
-    def text(self, number: int) -> str:
+    def document(self, number: int) -> str | ConversationRecord:
         """One document.
 
         Raises:
@@ -53,10 +57,12 @@ class DocumentReader:
         file, start, size = (int(arrays[name][number]) for name in ("file", "start", "size"))
         if self._files[file].kind not in _KINDS:
             return arrays["texts"][start : start + size].tobytes().decode()
-        text = self._file(file).text(int(arrays["row"][number]), start)
-        if not isinstance(text, str):
-            raise _changed(self._files[file])
-        return text
+        record = self._file(file).record(int(arrays["row"][number]), start)
+        try:
+            document: str | ConversationRecord = self._fields.values_of(record)[0]
+        except DataError as error:
+            raise _changed(self._files[file]) from error
+        return document
 
     def place(self, number: int) -> str:
         """``file:row`` of a document."""
@@ -69,7 +75,7 @@ class DocumentReader:
             return self._opened[number]
         file = self._files[number]
         _check_unchanged(file)
-        self._opened[number] = opened = _KINDS[file.kind](file.path, self._text_key)
+        self._opened[number] = opened = _KINDS[file.kind](file.path, self._fields)
         if len(self._opened) > _FILES_OPEN:
             self._opened.popitem(last=False)
         return opened
@@ -81,61 +87,66 @@ class DocumentReader:
 class _Lines:
     """A JSON lines file."""
 
-    def __init__(self, path: str, text_key: str) -> None:
+    def __init__(self, path: str, fields: RecordFields) -> None:
         self._path = path
-        self._text_key = text_key
 
-    def text(self, row: int, start: int) -> Any:
+    def record(self, row: int, start: int) -> Any:
         with open(self._path, "rb") as stream:
             stream.seek(start)
             line = stream.readline()
-        record = parse(line if start else line.removeprefix(_BYTE_ORDER_MARK))
-        return record.get(self._text_key) if isinstance(record, dict) else None
+        return parse(line if start else line.removeprefix(_BYTE_ORDER_MARK))
 
 
 class _ArrowRows:
     """An Arrow file, mapped into memory."""
 
-    def __init__(self, path: str, text_key: str) -> None:
-        self._columns: list[Any] = []
+    def __init__(self, path: str, fields: RecordFields) -> None:
+        self._batches: list[Any] = []
         # The map lives as long as an array that points into it. The index holds no row from where
         # the file is damaged on.
         with arrow_batches(path) as batches, suppress(OSError, ValueError):
             for batch in batches:
-                self._columns.append(batch.column(text_key))
-        self._stops = list(accumulate(map(len, self._columns)))
+                self._batches.append(batch.select(fields.columns_of(batch.schema.names)))
+        self._stops = list(accumulate(batch.num_rows for batch in self._batches))
 
-    def text(self, row: int, start: int) -> Any:
-        batch = bisect_right(self._stops, row - 1)
-        column = self._columns[batch]
-        return column[row - 1 - self._stops[batch] + len(column)].as_py()
+    def record(self, row: int, start: int) -> Any:
+        number = bisect_right(self._stops, row - 1)
+        batch = self._batches[number]
+        return _row(batch, row - 1 - self._stops[number] + batch.num_rows)
 
 
 class _ParquetRows:
     """A Parquet file, a row group at a time."""
 
-    def __init__(self, path: str, text_key: str) -> None:
+    def __init__(self, path: str, fields: RecordFields) -> None:
         from pyarrow.parquet import ParquetFile
 
         self._file = ParquetFile(path, memory_map=True)
         metadata = self._file.metadata
         sizes = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
         self._stops = list(accumulate(sizes))
-        self._text_key = text_key
-        self._columns: OrderedDict[int, Any] = OrderedDict()
+        self._columns = fields.columns_of(self._file.schema_arrow.names)
+        self._groups: OrderedDict[int, Any] = OrderedDict()
 
-    def text(self, row: int, start: int) -> Any:
-        group = bisect_right(self._stops, row - 1)
-        if group not in self._columns:
-            table = self._file.read_row_group(group, columns=[self._text_key])
-            self._columns[group] = table.column(self._text_key)
-            if len(self._columns) > _ROW_GROUPS_KEPT:
-                self._columns.popitem(last=False)
-        column = self._columns[group]
-        return column[row - 1 - self._stops[group] + len(column)].as_py()
+    def record(self, row: int, start: int) -> Any:
+        number = bisect_right(self._stops, row - 1)
+        if number not in self._groups:
+            self._groups[number] = self._file.read_row_group(number, columns=self._columns)
+            if len(self._groups) > _ROW_GROUPS_KEPT:
+                self._groups.popitem(last=False)
+        group = self._groups[number]
+        return _row(group, row - 1 - self._stops[number] + group.num_rows)
 
 
-_KINDS: Final[dict[str, Callable[[str, str], _File]]] = {
+def _row(table: Any, index: int) -> dict[str, Any]:
+    """One row of an Arrow table or batch."""
+    return {
+        name: column[index].as_py()
+        for name, column in zip(table.schema.names, table.columns, strict=True)
+    }
+
+
+_KINDS: Final[dict[str, Callable[[str, RecordFields], _File]]] = {
     "json-lines": _Lines,
     "parquet": _ParquetRows,
     "arrow": _ArrowRows,

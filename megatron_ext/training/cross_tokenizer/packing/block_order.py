@@ -76,7 +76,8 @@ class BlockOrder:
                 before = int(read[bounds[-1] - 1]) if bounds[-1] else 0
                 stop = int(read.searchsorted(before + self.block_bytes)) + 1
                 bounds.append(min(stop, len(runs)))
-            self._kept.clear()
+            for other in [*self._kept][:-1]:
+                del self._kept[other]
             self._kept[epoch] = runs, np.array(bounds, np.int64)
         return self._kept[epoch]
 
@@ -86,5 +87,5 @@ class BlockOrder:
 
     @cached_property
     def _kept(self) -> dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Of the last epoch that was asked for."""
+        """Of the last two epochs that were asked for: streams end theirs at different times."""
         return {}

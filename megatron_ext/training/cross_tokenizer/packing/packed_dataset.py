@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from megatron_ext.errors import MegatronExtError
+from megatron_ext.errors import ConversationError, MegatronExtError
 from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText
+from megatron_ext.training.cross_tokenizer.aligning.aligner import Content
 from megatron_ext.training.cross_tokenizer.aligning.cut import cut
 from megatron_ext.training.cross_tokenizer.collator import CrossTokenizerCollator
 from megatron_ext.training.cross_tokenizer.corpus.dataset import ArrowTextDataset
 from megatron_ext.training.cross_tokenizer.packing.block_order import BlockOrder
 from megatron_ext.training.cross_tokenizer.packing.pack import pack_rows
 from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
+
+
+class RefusedDocument(NamedTuple):
+    """A document that a tokenizer or a template does not take."""
+
+    place: str
+    """``file:row``."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,9 @@ class PackedBlock:
     dropped_bytes: int
     """Bytes of its documents that are in no sample, because a model has no room for a stretch that
     cannot be cut, or no token for it."""
+
+    refused: tuple[RefusedDocument, ...] = ()
+    """Documents that were left out whole; their bytes are among ``dropped_bytes``."""
 
 
 class PackedTextDataset(Dataset[PackedBlock]):
@@ -45,6 +59,9 @@ class PackedTextDataset(Dataset[PackedBlock]):
         block_bytes: Least bytes of the documents that are packed together. More fill rows better
             and mix documents more; fewer take less memory and give the first batch sooner.
         run_documents: Neighbours of the corpus that are read together.
+        pack: Fill rows with several texts; otherwise each text, or piece of one, has its own row.
+        refuse_bad: Raise the error of a document that cannot be read; otherwise it is left out and
+            is among the block's ``refused``.
 
     Raises:
         ConfigError: A value that cannot be used.
@@ -59,9 +76,12 @@ class PackedTextDataset(Dataset[PackedBlock]):
         shuffle: bool = True,
         block_bytes: int = 1 << 22,
         run_documents: int = 64,
+        pack: bool = True,
+        refuse_bad: bool = True,
     ) -> None:
         self.documents = documents
         self.collator = collator
+        self._pack, self._refuse_bad = pack, refuse_bad
         self._shape = {"block_bytes": block_bytes, "run_documents": run_documents}
         self.order = BlockOrder(
             sizes=documents.sizes,
@@ -75,10 +95,11 @@ class PackedTextDataset(Dataset[PackedBlock]):
     def identity(self) -> dict[str, object]:
         """Plain values on which the samples depend, but for the tokenizers."""
         return {
-            "documents": self.documents.identity,
+            "documents": self.documents.sha256,
             "seed": self.order.seed,
             "shuffle": self.order.shuffle,
             **self._shape,
+            **({} if self._pack else {"pack": False}),
             "lengths": [side.length for side in self.collator.sides],
         }
 
@@ -98,24 +119,30 @@ class PackedTextDataset(Dataset[PackedBlock]):
         """
         numbers = self.order.documents(*key).tolist()
         # In the order of the files, which is how they are read fastest.
-        texts = {number: self.documents.text(number) for number in sorted(numbers)}
-        aligned = self._aligned(numbers, [texts[number] for number in numbers])
+        contents, refused = self._contents(sorted(numbers))
+        numbers = [number for number in numbers if number in contents]
+        aligned, unaligned = self._aligned(numbers, [contents[number] for number in numbers])
         capacities = [side.capacity for side in self.collator.sides]
         pieces = [piece for text in aligned for piece in cut(text, capacities)]
-        rows = pack_rows(
-            np.array([self._lengths(piece) for piece in pieces], np.int64).reshape(
-                -1, len(capacities)
-            ),
-            np.array([side.length for side in self.collator.sides], np.int64),
-        )
+        rows = self._rows(pieces)
         if self.order.shuffle:
             # Packing puts long pieces first.
             self.order.generator(*key).shuffle(rows)
         taken = sum(piece.byte_count for piece in pieces)
+        whole = int(self.documents.sizes[self.order.documents(*key)].sum())
         return PackedBlock(
             tuple(PackedSample(tuple(pieces[index] for index in row)) for row in rows),
-            int(self.documents.sizes[numbers].sum()) - taken,
+            max(whole - taken, 0),
+            (*refused, *unaligned),
         )
+
+    def _rows(self, pieces: list[AlignedText]) -> list[list[int]]:
+        """Which pieces share a row."""
+        if not self._pack:
+            return [[index] for index in range(len(pieces))]
+        lengths = np.array([self._lengths(piece) for piece in pieces], np.int64)
+        limits = np.array([side.length for side in self.collator.sides], np.int64)
+        return pack_rows(lengths.reshape(-1, len(limits)), limits)
 
     def _lengths(self, piece: AlignedText) -> list[int]:
         """Positions that a piece takes on each side."""
@@ -124,13 +151,31 @@ class PackedTextDataset(Dataset[PackedBlock]):
             for side, count in zip(self.collator.sides, piece.token_counts, strict=True)
         ]
 
-    def _aligned(self, numbers: list[int], texts: list[str]) -> list[AlignedText]:
+    def _contents(self, numbers: list[int]) -> tuple[dict[int, Content], list[RefusedDocument]]:
+        contents, refused = {}, []
+        for number in numbers:
+            try:
+                contents[number] = self.documents.content(number)
+            except ConversationError as error:
+                refused.append(self._refused(number, error))
+        return contents, refused
+
+    def _aligned(
+        self, numbers: list[int], contents: list[Content]
+    ) -> tuple[list[AlignedText], list[RefusedDocument]]:
         try:
-            return self.collator.aligner.align(texts)
+            return self.collator.aligner.align(contents), []
         except MegatronExtError:
-            for number, text in zip(numbers, texts, strict=True):
+            aligned, refused = [], []
+            for number, content in zip(numbers, contents, strict=True):
                 try:
-                    self.collator.aligner.align([text])
+                    aligned += self.collator.aligner.align([content])
                 except MegatronExtError as error:
-                    raise type(error)(str(error), where=self.documents.place(number)) from error
-            raise
+                    refused.append(self._refused(number, error))
+            return aligned, refused
+
+    def _refused(self, number: int, error: MegatronExtError) -> RefusedDocument:
+        place = self.documents.place(number)
+        if self._refuse_bad:
+            raise type(error)(str(error), where=place) from error
+        return RefusedDocument(place, str(error))

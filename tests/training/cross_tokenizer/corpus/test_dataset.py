@@ -117,7 +117,7 @@ def test_the_index_is_built_once_and_anew_when_a_file_changes(
     write_lines(path, ["other"])
 
     with pytest.raises(DataError, match="has changed since"):
-        fresh.text(0)
+        fresh.content(0)
     assert texts_of(ArrowTextDataset(path, cache_dir=tmp_path / "cache")) == ["other"]
 
 

@@ -1,0 +1,18 @@
+"""Documents that a run left out, each with its place and the reason: ``quarantine.jsonl``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+from megatron_ext.training.cross_tokenizer.packing.packed_dataset import RefusedDocument
+
+QUARANTINE_FILE: Final = "quarantine.jsonl"
+
+
+def log_refused(run_dir: Path, document: RefusedDocument, *, iteration: int) -> None:
+    """Append a line; ranks append to one file, each line in one write."""
+    line = json.dumps({"iteration": iteration, **document._asdict()}, ensure_ascii=False)
+    with (run_dir / QUARANTINE_FILE).open("a", encoding="utf-8") as file:
+        file.write(line + "\n")

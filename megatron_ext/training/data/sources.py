@@ -1,0 +1,118 @@
+"""From a configuration to what is read: files, collator, global batches, held-out rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any, Final
+
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.training.config import DataConfig, DistillConfig
+from megatron_ext.training.cross_tokenizer.collator import CrossTokenizerCollator
+from megatron_ext.training.cross_tokenizer.corpus.dataset import ArrowTextDataset, CorpusNames
+from megatron_ext.training.cross_tokenizer.packing.packed_dataset import PackedTextDataset
+from megatron_ext.training.cross_tokenizer.teacher_spec import TeacherCTSpec
+from megatron_ext.training.data.blend import read_blend
+from megatron_ext.training.data.global_batches import WeightedDataset
+
+_BLOCK_BYTES: Final = 1 << 22
+_RUN_DOCUMENTS: Final = 64
+_BLOCKS_A_ROW: Final = 4
+"""Blocks that a corpus has at least for each row of a global batch, where it has enough text, so
+that every row has a stream of its own."""
+
+
+def make_collator(
+    config: DistillConfig,
+    tokenizer: MegatronTokenizerText,
+    teachers: Mapping[str, tuple[MegatronTokenizerText, int]],
+    *,
+    append_eod: bool | None = None,
+) -> CrossTokenizerCollator:
+    """What makes microbatches.
+
+    Args:
+        config: The run.
+        tokenizer: The student's.
+        teachers: Tokenizer and sequence length of each teacher by its name.
+        append_eod: In place of the configuration's.
+    """
+    return CrossTokenizerCollator(
+        tokenizer,
+        config.student.seq_length,
+        [
+            TeacherCTSpec(name=name, tokenizer=its_tokenizer, max_length=length)
+            for name, (its_tokenizer, length) in teachers.items()
+        ],
+        append_eod=config.data.append_eod if append_eod is None else append_eod,
+        cache_dir=config.data.alignment_cache,
+    )
+
+
+def training_sources(
+    config: DistillConfig, collator: CrossTokenizerCollator
+) -> list[WeightedDataset]:
+    """The training data by its blend.
+
+    Raises:
+        DataError: Files that cannot be read, or hold nothing.
+        ConfigError: A blend that is none.
+    """
+    rows = config.training.global_batch_size
+    return [
+        WeightedDataset(source.weight, _dataset(config, source.paths, collator, rows))
+        for source in read_blend(config.data.train, where="data.train")
+    ]
+
+
+def held_out_dataset(config: DistillConfig, collator: CrossTokenizerCollator) -> PackedTextDataset:
+    """The held-out texts in their order, each in rows of its own.
+
+    Raises:
+        DataError: Files that cannot be read, or hold nothing.
+    """
+    documents = _documents(config.data, config.data.validation, "data.validation")
+    return PackedTextDataset(documents, collator, shuffle=False, pack=False)
+
+
+def _dataset(
+    config: DistillConfig, paths: Sequence[str], collator: CrossTokenizerCollator, rows: int
+) -> PackedTextDataset:
+    documents = _documents(config.data, paths, "data.train")
+    blocks = _BLOCKS_A_ROW * rows
+    # Rows are filled from one block: it should hold text for some sixteen, of four bytes a token.
+    least = 64 * config.student.seq_length if config.data.packing else 1
+    return PackedTextDataset(
+        documents,
+        collator,
+        seed=config.training.seed,
+        block_bytes=min(_BLOCK_BYTES, max(least, int(documents.sizes.sum()) // blocks)),
+        run_documents=min(_RUN_DOCUMENTS, max(1, len(documents) // (2 * blocks))),
+        pack=config.data.packing,
+        refuse_bad=config.data.bad_documents == "stop",
+    )
+
+
+def _documents(data: DataConfig, paths: Sequence[str], where: str) -> ArrowTextDataset:
+    return ArrowTextDataset(
+        list(paths),
+        text_key=data.text_key,
+        conversations=data.conversations,
+        messages_key=data.messages_key,
+        cache_dir=data.index_cache,
+        refuse_bad=data.bad_documents == "stop",
+        called=CorpusNames(where, "data.text_key", "data.messages_key"),
+    )
+
+
+def summary(datasets: Sequence[PackedTextDataset]) -> dict[str, Any]:
+    """What a user should know of the data before training on it; plain values."""
+    reports = [dataset.documents.report for dataset in datasets]
+    hashes = [dataset.documents.sha256 for dataset in datasets]
+    return {
+        "sha256": hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest(),
+        "documents": sum(report.documents for report in reports),
+        "bytes": sum(report.bytes for report in reports),
+        "empty_rows": sum(report.empty_rows for report in reports),
+        "bad_rows": sum(report.bad_rows for report in reports),
+    }
