@@ -58,7 +58,8 @@ class MatchedPair(NamedTuple):
         column = self.matching.student_column
         return onto_student_columns(means, column, shard.width, shard.group)
 
-    def _arguments(self, moved: torch.Tensor | None) -> dict[str, Any]:
+    def arguments(self, moved: torch.Tensor | None) -> dict[str, Any]:
+        """What both kernels are told by these names."""
         sides = {"student": self.student, "teacher": self.teacher}
         named: dict[str, Any] = {}
         for (name, side), used in zip(sides.items(), self.used, strict=True):
@@ -121,7 +122,7 @@ def compare_by_kernel(pair: MatchedPair, chunks: slice, moved: torch.Tensor | No
             column_start=student.shard.start,
             BLOCK=small_block(width, config.block),
             num_warps=config.num_warps,
-            **pair._arguments(moved),
+            **pair.arguments(moved),
         )
 
     if count:
@@ -168,5 +169,5 @@ def write_gradient(
             valid_width=shard.valid_width,
             BLOCK=small_block(shard.width, 4096),
             num_warps=8,
-            **pair._arguments(moved),
+            **pair.arguments(moved),
         )

@@ -1,0 +1,55 @@
+"""ULD and GOLD by kernels over three shards, one of padding alone, are torch on a single one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.losses import LOSS_REGISTRY, LossOutput
+from tests.losses.microbatch import Microbatch
+from tests.process_group import run_ranks
+
+pytest.importorskip("triton")
+
+PADDING = (17, 4)
+"""37 + 17 student columns in three shards of 18, 23 + 4 teacher columns in three of 9."""
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "uld": ("uld", {"top_u": 5, "temperature": 1.4}),
+    "gold": ("gold", {"uncommon_topk": 4, "uncommon_weight": 0.7}),
+    "reverse gold": ("gold", {"uncommon_topk": 20, "direction": "reverse", "temperature": 1.4}),
+}
+
+
+def sharded(
+    rank: int, ranks: int = 3, implementation: str = "triton"
+) -> dict[str, tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Sums and this rank's columns of the gradient; without ranks, of all columns."""
+    group = dist.group.WORLD if ranks > 1 else None
+    found = {}
+    for name, (objective, options) in CASES.items():
+        batch = Microbatch.random(batch=1, lengths=(7, 6), chunks=3)
+        inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=PADDING)
+        output = LOSS_REGISTRY[objective](implementation=implementation, **options)(inputs)
+        (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
+        found[name] = (_sums(output), grad)
+    return found
+
+
+def _sums(output: LossOutput) -> dict[str, torch.Tensor]:
+    sums = {name: total for name, (total, _) in output.metrics.items()}
+    return sums | {"loss": output.loss_sum.detach()}
+
+
+def test_kernels_over_shards_are_torch_on_one_rank() -> None:
+    truth = sharded(0, ranks=1, implementation="torch")
+    ranks = run_ranks(3, sharded, timeout_s=300)
+    for name, (sums, grad) in truth.items():
+        for rank in ranks:
+            torch.testing.assert_close(rank[name][0], sums, rtol=2e-6, atol=1e-6)
+        together = torch.cat([rank[name][1] for rank in ranks], dim=-1)
+        scale = grad.abs().max().item()
+        torch.testing.assert_close(together, grad, rtol=0, atol=2e-6 * scale)
