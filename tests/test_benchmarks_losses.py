@@ -83,12 +83,12 @@ def test_counts_at_few_rows_tell_those_at_many(
     vocabulary: RankVocabulary, implementation: str
 ) -> None:
     objective = cases.OBJECTIVES[1]
-    excerpt = replace(vocabulary, pair=vocabulary.pair.excerpt(16))
+    excerpt = replace(vocabulary, pair=vocabulary.pair.excerpt(counting.EXCERPT))
     bytes_at, _ = counting._recorded(objective, implementation, excerpt)
     recorded = counting.record(
-        objective, implementation, excerpt.microbatch(80), counting.ONE_SLICE
+        objective, implementation, excerpt.microbatch(84), counting.ONE_SLICE
     )
-    assert bytes_at(80) == pytest.approx(recorded.moved, rel=1e-3)
+    assert bytes_at(84) == pytest.approx(recorded.moved, rel=1e-3)
 
 
 def test_the_floors_are_those_of_the_published_shape() -> None:

@@ -87,11 +87,42 @@ def _next_token(shape: Shape, size: int) -> Launches:
     return [*_statistics(shape, size, teacher=False), sweep]
 
 
+def _selection(shape: Shape, size: int) -> Launches:
+    """The largest probabilities by two passes that count and one that writes, of both models."""
+    student, others = logits_bytes(shape, size)
+    return [
+        ("student: selection in three passes", 3.0 * student),
+        ("teacher: selection in three passes", 3.0 * others),
+    ]
+
+
+def _uld(shape: Shape, size: int) -> Launches:
+    student, _ = logits_bytes(shape, size)
+    sweep = ("sweep: student read, gradient written", 2.0 * student)
+    return [*_statistics(shape, size), *_selection(shape, size), sweep]
+
+
+def _gold(shape: Shape, size: int) -> Launches:
+    """``ops/matched_divergence``: two sweeps over shared tokens, and the selection of the rest."""
+    student, _ = logits_bytes(shape, size)
+    shared = 2.0 * size * shape.teacher_rows * shape.common
+    return [
+        *_statistics(shape, size),
+        *_selection(shape, size),
+        ("first sweep: student", 1.0 * student),
+        ("second sweep: student read, gradient written", 2.0 * student),
+        ("both sweeps: teacher at shared tokens", shared),
+    ]
+
+
 LAUNCHES: Final[dict[str, Callable[[Shape, int], Launches]]] = {
     "projected_kl": _projected_kl,
     "projected_kl + next_token": _projected_kl,
     "partition_kl": _partition_kl,
     "vocab_kl": _vocab_kl,
+    "hybrid_kl": _gold,
+    "gold": _gold,
+    "uld": _uld,
     "alm": _alm,
     "next_token": _next_token,
 }

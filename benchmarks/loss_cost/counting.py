@@ -23,8 +23,8 @@ from .eager_recipe import KEPT_COLUMNS
 from .microbatch import RankVocabulary, same_vocabulary
 from .traffic import Traffic
 
-EXCERPT: Final = 16
-"""Rows of the text that is repeated."""
+EXCERPT: Final = 12
+"""Rows of the text that is repeated: few, and close to the texts' ratio of tokens all the same."""
 
 ONE_SLICE: Final = 1 << 25
 """Elements: a slice of a GPU, which holds all recorded rows."""
@@ -82,10 +82,6 @@ def _recorded(
     objective: Objective, implementation: str, excerpt: RankVocabulary
 ) -> tuple[Callable[[int], float], Callable[[int], float]]:
     """Bytes moved and most bytes held beyond the inputs, as functions of the rows."""
-    counts = (1, 2, 3) if implementation == "eager" else (1, 2)
-    lengths = [count * EXCERPT for count in counts]
-    # More rows than a slice holds, where there are slices.
-    longer = lengths if implementation == "eager" else [2 * length for length in lengths]
 
     def recorded(length: int, slice_elements: int) -> Traffic:
         inputs = excerpt.microbatch(length)
@@ -94,9 +90,16 @@ def _recorded(
             inputs = same_vocabulary(inputs)
         return record(objective, implementation, inputs, slice_elements)
 
-    moved = [float(recorded(length, ONE_SLICE).moved) for length in lengths]
+    lengths = [EXCERPT, 2 * EXCERPT, 3 * EXCERPT]
+    if implementation == "eager":
+        found = [recorded(length, ONE_SLICE) for length in lengths]
+        moved = _through(lengths, [float(traffic.moved) for traffic in found])
+        return moved, _through(lengths, [float(traffic.peak) for traffic in found])
+    # More rows than a slice holds, for what outlives it.
+    longer = [2 * EXCERPT, 4 * EXCERPT]
     held = [float(recorded(length, SMALL_SLICE).peak) for length in longer]
-    return _through(lengths, moved), _through(longer, held)
+    one_slice = [float(recorded(length, ONE_SLICE).moved) for length in lengths[:2]]
+    return _through(lengths[:2], one_slice), _through(longer, held)
 
 
 def _mark_columns(inputs: DistillationInputs) -> None:
