@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from allocation_record import AllocationRecord
 from kernel_case import DTYPES, assert_as_exact, nan_filled
 
+from megatron_ext.distributed import row_slices
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.ops.projected_kl import LearnedEntries, kernel_evaluation, projected_kl
@@ -275,3 +277,20 @@ def test_what_the_kernels_cannot_do_is_refused_when_they_are_asked_for() -> None
     with pytest.raises(LossError, match="no such implementation of projected_kl"):
         case.run(implementation="cuda")
     case.run(dtype=torch.float32, implementation="auto", vocab_topk=3)
+
+
+def test_torch_makes_no_fp32_tensor_of_more_rows_than_a_slice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case.random(vocabs=(500, 400), lengths=(64, 64), chunk_count=60)
+    case = replace(case, projection=torch.eye(500, 400, dtype=torch.float64))
+    logits = case.student_logits.bfloat16().requires_grad_()
+    teacher = case.teacher_logits.bfloat16()
+    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 8 * 500)
+    with AllocationRecord() as record:
+        call(case, logits, teacher).chunk_loss.sum().backward()
+    # The test makes the projection itself, as a dense matrix.
+    made = {found.shape for found in record.wide_tensors(rows=16, columns=400)}
+    assert made <= {(500, 400), (400, 500)}
+    assert logits.grad is not None
+    assert logits.grad.any()
