@@ -44,9 +44,14 @@ def rounded(case: Case, dtype: torch.dtype) -> Case:
 
 
 @pytest.mark.usefixtures("nan_filled")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "direction", "dtype"),
+    [
+        *((name, direction, torch.float32) for name in CASES for direction in DIRECTIONS),
+        *(("several rows", "forward", dtype) for dtype in DTYPES[1:]),
+        ("one row each", "jensen_shannon", torch.bfloat16),
+    ],
+)
 def test_values_and_gradients_are_the_references(
     name: str, direction: str, dtype: torch.dtype
 ) -> None:
