@@ -6,12 +6,17 @@ also has a flag (``training.arguments``). The string under a field is its help t
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
+
+TEACHER: Final = "teacher"
+"""What the one teacher of a ``teacher`` section is called."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -93,6 +98,35 @@ class TeacherConfig:
     checkpoint: str
     """Checkpoint folder of the teacher: a run's ``checkpoints``, or one iteration in it."""
 
+    objective: str | None = None
+    """Objective for this teacher; ``loss.objective`` when not given."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of this teacher's objective: beside those of ``loss.options``, or in their place
+    where it has an objective of its own."""
+
+    temperature: float | None = None
+    """Temperature for this teacher; ``loss.temperature`` when not given."""
+
+    weight: float = 1.0
+    """Weight of this teacher's mean among the teachers'."""
+
+    projection: str | None = None
+    """Projection file for this teacher; built once into ``run_dir`` when not given."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "temperature")
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ConfigError(
+                "a teacher's weight cannot be used", got=self.weight, expected="a number, >= 0"
+            )
+        if self.objective == "next_token":
+            raise ConfigError(
+                "a teacher has an objective that reads no teacher",
+                got="next_token",
+                fix="leave the teacher out, or give it weight 0",
+            )
+
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class ParallelConfig:
@@ -103,6 +137,10 @@ class ParallelConfig:
 
     pipeline_model_parallel_size: int = 1
     """Pipeline stages."""
+
+    virtual_pipeline_model_parallel_size: int = 1
+    """Model chunks of a pipeline rank, which megatron-core's interleaved schedule takes turns with;
+    1 for the plain schedule."""
 
     use_distributed_optimizer: bool = False
     """Shard the optimizer's state over data-parallel ranks."""
@@ -115,8 +153,15 @@ class ParallelConfig:
             self,
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
             "distributed_timeout_minutes",
         )
+        if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
+            raise ConfigError(
+                "virtual_pipeline_model_parallel_size needs a pipeline to interleave",
+                got=f"{self.virtual_pipeline_model_parallel_size} chunks of 1 pipeline stage",
+                fix="raise pipeline_model_parallel_size, or remove it",
+            )
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -231,9 +276,53 @@ class LossConfig:
     ce_weight: float = 1.0
     """Weight of the next-token cross-entropy, per token."""
 
+    weighting: Literal["fixed", "scheduled", "matched", "gradient_magnitude"] = "fixed"
+    """How the two weights go on from step to step: as they are, by a schedule, with distillation
+    matched to the size of cross-entropy, or both by the size of their gradients."""
+
+    weighting_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the weighting, see docs/losses.md; as a flag ``'{"kd_schedule": "cosine"}'``."""
+
+    teacher_mode: Literal["sum", "averaged_logits", "select_teacher"] = "sum"
+    """What several teachers are together: a weighted sum of their terms, one teacher with the mean
+    of their logits, or for each row the teacher that knows its text best."""
+
+    teacher_weights: Literal["static", "bits_per_byte", "entropy", "max_prob"] = "static"
+    """Weights of several teachers in a sum: their own, or by how well each knows the text of a
+    global batch."""
+
+    teacher_weights_alpha: float = 1.0
+    """How strongly teacher_weights follow the texts; 0 for equal weights."""
+
+    vocab_normalisation: Literal["none", "log_vocab", "nemo"] = "none"
+    """What the sizes of the teachers' vocabularies do to their weights in a sum."""
+
+    learned_projection: bool = False
+    """Train the shares of the projection's inexact rows with the student (projected_kl)."""
+
+    linear: bool = False
+    """Compute the loss from hidden states and heads, one tile of logits at a time, and never all
+    logits; for the objectives that are sums over chunks or labels."""
+
+    linear_tile_rows: int = 2048
+    """Most rows of a tile of the linear form, of either model."""
+
     def __post_init__(self) -> None:
-        _check_positive(self, "temperature")
+        _check_positive(self, "temperature", "linear_tile_rows")
         _check_not_negative(self, "kd_weight", "ce_weight")
+
+    def of_teacher(self, teacher: TeacherConfig) -> LossConfig:
+        """The loss against one teacher: with its own objective, options and temperature."""
+        options = teacher.options
+        if teacher.objective is None:
+            options = {**self.options, **teacher.options}
+        temperature = self.temperature if teacher.temperature is None else teacher.temperature
+        return replace(
+            self,
+            objective=teacher.objective or self.objective,
+            options=options,
+            temperature=temperature,
+        )
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -301,6 +390,10 @@ class DistillConfig:
 
     teacher: TeacherConfig | None = field(default=None, metadata={"prefix": "teacher-"})
 
+    teachers: Mapping[str, TeacherConfig] = field(default_factory=dict)
+    """Several teachers in place of ``teacher``: sections with the keys of that one, by name, or as
+    a list with a ``name`` in each."""
+
     loss: LossConfig = field(default_factory=LossConfig, metadata={"prefix": "loss-"})
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"prefix": ""})
@@ -314,12 +407,7 @@ class DistillConfig:
     """Projection file (safetensors); built once into ``run_dir`` when not given."""
 
     def __post_init__(self) -> None:
-        if self.distils and self.teacher is None:
-            raise ConfigError(
-                f"the objective {self.loss.objective!r} needs a teacher",
-                got="no teacher section",
-                fix="add one, or set loss.objective to next_token",
-            )
+        _check_teachers(self)
         if self.optimizer.lr_warmup_iters >= self.training.train_iters:
             raise ConfigError(
                 "lr_warmup_iters leaves no iteration at the full learning rate",
@@ -327,11 +415,15 @@ class DistillConfig:
                 expected=f"less than train_iters, {self.training.train_iters}",
             )
         for name, model in self._models():
-            tp, pp = (
+            tp, pp, vp = (
                 self.parallel.tensor_model_parallel_size,
                 self.parallel.pipeline_model_parallel_size,
+                self.parallel.virtual_pipeline_model_parallel_size,
             )
-            _check_layout(name, "num_layers", model.num_layers, pp, "pipeline_model_parallel_size")
+            stages = "pipeline_model_parallel_size"
+            if vp > 1:
+                stages += " x virtual_pipeline_model_parallel_size"
+            _check_layout(name, "num_layers", model.num_layers, pp * vp, stages)
             heads = model.num_query_groups or model.num_attention_heads
             _check_layout(name, "attention heads", heads, tp, "tensor_model_parallel_size")
             ffn = model.ffn_hidden_size or 4 * model.hidden_size
@@ -342,11 +434,62 @@ class DistillConfig:
         """Whether the objective consumes a teacher."""
         return self.loss.objective != "next_token"
 
+    @property
+    def named_teachers(self) -> Mapping[str, TeacherConfig]:
+        """All teachers by name; the one of a ``teacher`` section is called ``teacher``."""
+        return self.teachers if self.teacher is None else {TEACHER: self.teacher}
+
+    def section_of(self, teacher: str) -> str:
+        """Where the configuration has a teacher, for errors."""
+        return TEACHER if self.teacher is not None else f"teachers.{teacher}"
+
+    def projection_of(self, teacher: str) -> str | None:
+        """Projection file of a teacher, if one is named."""
+        return self.named_teachers[teacher].projection or self.projection
+
     def _models(self) -> list[tuple[str, ModelConfig]]:
-        models = [("student", self.student)]
-        if self.teacher is not None:
-            models.append(("teacher", self.teacher.model))
-        return models
+        teachers = self.named_teachers
+        return [
+            ("student", self.student),
+            *(
+                (TEACHER if name == TEACHER else f"teacher {name}", teacher.model)
+                for name, teacher in teachers.items()
+            ),
+        ]
+
+
+def _check_teachers(config: DistillConfig) -> None:
+    teachers = config.named_teachers
+    if config.distils and not teachers:
+        raise ConfigError(
+            f"the objective {config.loss.objective!r} needs a teacher",
+            got="no teacher section",
+            fix="add one, or set loss.objective to next_token",
+        )
+    if config.teacher is not None and config.teachers:
+        raise ConfigError(
+            "teachers are given twice",
+            got="a section teacher, and teachers",
+            fix="put the one teacher among the others",
+        )
+    for name in config.teachers:
+        # Part of metric names, file names and names of parameters.
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or name == "average":
+            raise ConfigError(
+                "a teacher cannot be called so",
+                got=repr(name),
+                expected="letters, digits, - and _, but not 'average'",
+                where="teachers",
+            )
+    named = [name for name, teacher in teachers.items() if teacher.projection]
+    if config.projection and (named or config.teachers):
+        raise ConfigError(
+            "a projection is of one teacher",
+            got=f"projection {config.projection}, beside "
+            + ("that of a teacher" if named else "several teachers"),
+            fix="name the file in the section of the teacher",
+            where="projection",
+        )
 
 
 def _check_positive(config: object, *names: str) -> None:

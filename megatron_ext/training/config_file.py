@@ -123,6 +123,8 @@ def _convert(hint: Any, value: Any, keys: tuple[str, ...], where: Where) -> Any:
         if isinstance(items, (list, tuple)) and all(isinstance(i, arguments[0]) for i in items):
             return tuple(items)
         expected = f"a list of {arguments[0].__name__}"
+    elif origin is Mapping and dataclasses.is_dataclass(arguments[1]):
+        return _sections(arguments[1], value, keys, where)
     elif origin is Mapping:
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             return dict(value)
@@ -136,6 +138,33 @@ def _convert(hint: Any, value: Any, keys: tuple[str, ...], where: Where) -> Any:
     raise ConfigError(
         "a value has the wrong type", where=where(keys), got=repr(value), expected=expected
     )
+
+
+def _sections(config_type: Any, value: Any, keys: tuple[str, ...], where: Where) -> dict[str, Any]:
+    """Sections by name: a mapping, or a list of which each has a ``name``."""
+    named = value
+    if isinstance(value, (list, tuple)) and all(isinstance(item, Mapping) for item in value):
+        names = [item.get("name") for item in value]
+        for name in names:
+            if not isinstance(name, str) or names.count(name) > 1:
+                raise ConfigError(
+                    "sections of a list have no names of their own",
+                    where=where(keys),
+                    got=repr(name),
+                    expected="a name in each, no two alike",
+                )
+        named = {
+            item["name"]: {key: inner for key, inner in item.items() if key != "name"}
+            for item in value
+        }
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
+        raise ConfigError(
+            "a value has the wrong type",
+            where=where(keys),
+            got=repr(value),
+            expected="sections by name, or a list of sections with a name in each",
+        )
+    return {name: _build(config_type, item, (*keys, name), where) for name, item in named.items()}
 
 
 def _is_number(value: object) -> bool:
