@@ -137,8 +137,8 @@ class Comparison:
             groups=self.groups,
         )
         folder = find_checkpoint(checkpoint, where="the model to measure")
-        load_weights(folder, gpt, fingerprint=tokenizer.fingerprint())
-        return freeze(gpt)
+        load_weights(folder, [gpt], fingerprint=tokenizer.fingerprint())
+        return freeze([gpt])[0]
 
     def _logits(
         self, model: Any, side: TokenBatch, tokenizer: MegatronTokenizerText

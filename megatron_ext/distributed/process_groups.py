@@ -100,12 +100,20 @@ def initialize(
     *,
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
+    virtual_pipeline_model_parallel_size: int = 1,
     timeout: timedelta = timedelta(minutes=30),
 ) -> ProcessGroups:
     """Join the process group that torchrun describes and cut it into a TP x PP x DP layout.
 
     One process works too, without torchrun. NCCL with a GPU per local rank, otherwise gloo on CPU
     (the caller installs ``training.cpu_megatron`` first).
+
+    Args:
+        tensor_model_parallel_size: TP
+        pipeline_model_parallel_size: PP
+        virtual_pipeline_model_parallel_size: Model chunks of a rank; above 1 megatron-core's
+            schedules interleave them.
+        timeout: How long a collective may wait.
 
     Raises:
         ConfigError: The number of processes is not a multiple of TP x PP.
@@ -124,6 +132,11 @@ def initialize(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=(
+            virtual_pipeline_model_parallel_size
+            if virtual_pipeline_model_parallel_size > 1
+            else None
+        ),
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )

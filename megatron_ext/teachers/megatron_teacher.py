@@ -22,12 +22,13 @@ class MegatronTeacher:
     a time.
 
     Args:
-        gpt: This rank's stage, frozen.
+        chunks: This rank's part of the model, frozen, in the order in which a microbatch passes it;
+            several under an interleaved pipeline.
         shard: This rank's columns of the teacher's vocabulary.
     """
 
-    def __init__(self, gpt: GPTModel, *, shard: VocabShard) -> None:
-        self._gpt = gpt
+    def __init__(self, chunks: Sequence[GPTModel], *, shard: VocabShard) -> None:
+        self.chunks = list(chunks)
         self._shard = shard
         self._schedule = get_forward_backward_func()
 
@@ -40,8 +41,8 @@ class MegatronTeacher:
         with torch.no_grad():
             hidden_states = self._schedule(
                 forward_step_func=_hidden_states_step,
-                data_iterator=iter(microbatches),
-                model=[self._gpt],
+                data_iterator=[iter(microbatches) for _ in self.chunks],
+                model=self.chunks,
                 num_microbatches=len(microbatches),
                 seq_length=length,
                 micro_batch_size=batch_size,
@@ -50,7 +51,10 @@ class MegatronTeacher:
             )
         return [
             TeacherTargets(
-                kind="hidden", shard=self._shard, hidden=hidden, head_weight=head_weight(self._gpt)
+                kind="hidden",
+                shard=self._shard,
+                hidden=hidden,
+                head_weight=head_weight(self.chunks[-1]),
             )
             for hidden in hidden_states
         ]

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
 from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
+from megatron_ext.training.model_chunks import ModelChunks, load_weights_of, sharded_weights
 
 _LOADING_ERRORS = (
     CheckpointingException,
@@ -108,12 +108,12 @@ def load_checkpoint(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def load_weights(checkpoint: Path, gpt: GPTModel, *, fingerprint: str) -> None:
+def load_weights(checkpoint: Path, chunks: ModelChunks, *, fingerprint: str) -> None:
     """Load a model's weights alone, and check that it was trained on this tokenizer.
 
     Args:
         checkpoint: One iteration's folder.
-        gpt: This rank's stage of the model, under any layout.
+        chunks: This rank's part of the model, under any layout.
         fingerprint: Of the tokenizer that the run gives the model.
 
     Collectives: those of ``load_checkpoint``.
@@ -131,8 +131,7 @@ def load_weights(checkpoint: Path, gpt: GPTModel, *, fingerprint: str) -> None:
             fix="copy it again: a file of it is missing or cut short",
         ) from error
     check_tokenizer(checkpoint, common, fingerprint=fingerprint)
-    state = load_checkpoint(checkpoint, {"model": gpt.sharded_state_dict()})
-    gpt.load_state_dict(state["model"])
+    load_weights_of(chunks, load_checkpoint(checkpoint, sharded_weights(chunks)))
 
 
 def _reason(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from megatron_ext.training.data.global_batches import Replica
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.learning_step import learning_step, run_projection
-from megatron_ext.training.models import build_gpt_model, freeze
+from megatron_ext.training.models import build_model_chunks, freeze
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
     TOKENIZER_FOLDER,
@@ -56,6 +56,7 @@ def distill(config: DistillConfig, inputs: Inputs) -> Path:
     groups = process_groups.initialize(
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
         timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
     )
     trainer = build_trainer(config, groups, inputs)
@@ -73,10 +74,10 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     """
     _seed(config.training.seed)
     tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
-    gpt, shard = _model("student", config.student, tokenizer, config, groups)
+    chunks, shard = _model("student", config.student, tokenizer, config, groups)
     if config.initial_checkpoint and latest_checkpoint(run_dir / CHECKPOINTS) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
-        load_weights(start, gpt, fingerprint=tokenizer.fingerprint())
+        load_weights(start, chunks, fingerprint=tokenizer.fingerprint())
     teacher = laid_out = None
     step = StudentStep(
         shard=shard,
@@ -85,25 +86,25 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
         config=config.loss,
     )
     if config.distils and config.teacher and inputs.teacher_tokenizer:
-        teacher_gpt, teacher_shard = _teacher(
+        teacher_chunks, teacher_shard = _teacher(
             config, config.teacher, inputs.teacher_tokenizer, groups
         )
-        teacher = MegatronTeacher(teacher_gpt, shard=teacher_shard)
+        teacher = MegatronTeacher(teacher_chunks, shard=teacher_shard)
         projection = run_projection(config, inputs, groups)
         if config.training.vocabulary_layout == "co_sharded":
             assert projection is not None, "checked with the objective"
             laid_out = lay_out(
                 config,
                 projection,
-                student=gpt,
-                teacher=teacher_gpt,
+                student=chunks,
+                teacher=teacher_chunks,
                 shards=(shard, teacher_shard),
                 groups=groups,
             )
         step = learning_step(
             step,
-            student=gpt,
-            teacher=teacher_gpt,
+            student=chunks[-1],
+            teacher=teacher_chunks[-1],
             teacher_shard=teacher_shard,
             config=config,
             inputs=inputs,
@@ -112,7 +113,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
             groups=groups,
         )
     # Behind the step: an objective may have parameters of its own, which are trained with these.
-    student = Student(gpt, config=config, groups=groups, rows=laid_out and laid_out.student_rows)
+    student = Student(chunks, config=config, rows=laid_out and laid_out.student_rows)
     replica = Replica(groups.dp_rank, groups.dp_size, config.training.micro_batch_size)
     groups.on_main(lambda: record_run(config, inputs.data.summary()))
     groups.on_main(lambda: tokenizer.save_pretrained(run_dir / TOKENIZER_FOLDER, overwrite=True))
@@ -139,12 +140,12 @@ def _teacher(
     teacher: TeacherConfig,
     tokenizer: MegatronTokenizerText,
     groups: ProcessGroups,
-) -> tuple[GPTModel, VocabShard]:
+) -> tuple[list[GPTModel], VocabShard]:
     """The loaded teacher, frozen."""
-    gpt, shard = _model("teacher", teacher.model, tokenizer, config, groups)
+    chunks, shard = _model("teacher", teacher.model, tokenizer, config, groups)
     checkpoint = find_checkpoint(teacher.checkpoint, where="teacher.checkpoint")
-    load_weights(checkpoint, gpt, fingerprint=tokenizer.fingerprint())
-    return freeze(gpt), shard
+    load_weights(checkpoint, chunks, fingerprint=tokenizer.fingerprint())
+    return freeze(chunks), shard
 
 
 def _model(
@@ -153,8 +154,8 @@ def _model(
     tokenizer: MegatronTokenizerText,
     config: DistillConfig,
     groups: ProcessGroups,
-) -> tuple[GPTModel, VocabShard]:
-    """This rank's stage with its first weights, and its columns of the vocabulary."""
+) -> tuple[list[GPTModel], VocabShard]:
+    """This rank's part with its first weights, and its columns of the vocabulary."""
     padded_size = padded_vocab_size(
         tokenizer.vocab_size,
         make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
@@ -162,14 +163,14 @@ def _model(
     )
     shard = groups.vocab_shard(vocab_size=tokenizer.vocab_size, padded_vocab_size=padded_size)
     check_shards_agree(shard, side=side, device=groups.device)
-    gpt = build_gpt_model(
+    chunks = build_model_chunks(
         model,
         padded_vocab_size=padded_size,
         parallel=config.parallel,
         training=config.training,
         groups=groups,
     )
-    return gpt, shard
+    return chunks, shard
 
 
 def _seed(seed: int) -> None:

@@ -33,6 +33,7 @@ from megatron_ext.losses.count_ahead import count_ahead
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.inputs import TEACHER
+from megatron_ext.training.model_chunks import has_head
 from megatron_ext.training.objective import sums_over
 from megatron_ext.training.run_constants import RunConstants
 from megatron_ext.training.student_hidden import StudentHidden
@@ -119,7 +120,7 @@ class StudentStep:
         inputs = batch.student
         output = model(inputs.tokens, inputs.position_ids, inputs.attention_mask)
         # Now: under a pipeline, other microbatches go forward before this one has its loss.
-        hidden = self.hidden.take() if self.hidden else None
+        hidden = self.hidden.take() if self.hidden and has_head(model) else None
         return output, partial(self._loss, batch, targets, hidden)
 
     def compared(self, batch: Microbatch) -> torch.Tensor:

@@ -90,6 +90,17 @@ def _check_batch(config: DistillConfig, world_size: int) -> None:
             ),
             fix="change global_batch_size, micro_batch_size or the number of processes",
         )
+    stages = parallel.pipeline_model_parallel_size
+    microbatches = training.global_batch_size // step
+    if parallel.virtual_pipeline_model_parallel_size > 1 and microbatches % stages:
+        raise ConfigError(
+            "an interleaved pipeline takes as many microbatches at a time as it has stages",
+            got=f"{microbatches} microbatches a replica (global_batch_size "
+            f"{training.global_batch_size} / {step})",
+            expected=f"a multiple of {stages}, pipeline_model_parallel_size",
+            fix="change global_batch_size or micro_batch_size, or set "
+            "virtual_pipeline_model_parallel_size to 1",
+        )
 
 
 def _check_checkpoints(config: DistillConfig) -> None:

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBloc
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.model_chunks import ModelChunks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -33,10 +34,15 @@ def build_gpt_model(
     parallel: ParallelConfig,
     training: TrainingConfig,
     groups: ProcessGroups,
+    vp_stage: int = 0,
 ) -> GPTModel:
-    """This rank's stage of a model, on its device, in the run's precision."""
+    """One chunk of this rank's part of a model, on its device, in the run's precision."""
+    stages, chunks = (
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
     # Each stage draws numbers of its own; tensor-parallel ranks of a stage must draw the same.
-    stage_seed = training.seed + 100 * groups.pp_rank
+    stage_seed = training.seed + 100 * (vp_stage * stages + groups.pp_rank)
     torch.manual_seed(stage_seed)
     model_parallel_cuda_manual_seed(stage_seed)
     gpt = GPTModel(
@@ -44,13 +50,36 @@ def build_gpt_model(
         transformer_layer_spec=_layer_spec(model, parallel),
         vocab_size=padded_vocab_size,
         max_sequence_length=model.seq_length,
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
+        pre_process=groups.is_first_stage and vp_stage == 0,
+        post_process=groups.is_last_stage and vp_stage == chunks - 1,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
         rotary_base=model.rotary_base,
+        vp_stage=vp_stage if chunks > 1 else None,
     )
     return gpt.to(device=groups.device, dtype=DTYPES[training.precision])
+
+
+def build_model_chunks(
+    model: ModelConfig,
+    *,
+    padded_vocab_size: int,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+    groups: ProcessGroups,
+) -> list[GPTModel]:
+    """This rank's part of a model: a chunk, or one for each virtual stage of the pipeline."""
+    return [
+        build_gpt_model(
+            model,
+            padded_vocab_size=padded_vocab_size,
+            parallel=parallel,
+            training=training,
+            groups=groups,
+            vp_stage=vp_stage,
+        )
+        for vp_stage in range(parallel.virtual_pipeline_model_parallel_size)
+    ]
 
 
 def transformer_config(
@@ -61,6 +90,7 @@ def transformer_config(
     ``calculate_per_token_loss`` makes the schedules sum microbatches without dividing: our losses
     arrive divided by their global counts.
     """
+    is_interleaved = parallel.virtual_pipeline_model_parallel_size > 1
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -77,6 +107,13 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=(
+            parallel.virtual_pipeline_model_parallel_size if is_interleaved else None
+        ),
+        # One batch of both directions would have two messages between the same two ranks, of which
+        # megatron-core takes one for the other where a pipeline has two stages.
+        overlap_p2p_comm=is_interleaved,
+        batch_p2p_comm=not is_interleaved,
         pipeline_dtype=DTYPES[training.precision],
         params_dtype=DTYPES[training.precision],
         bf16=training.precision == "bf16",
@@ -92,24 +129,27 @@ def transformer_config(
     )
 
 
-def wrap_in_ddp(
-    gpt: GPTModel, *, parallel: ParallelConfig, groups: ProcessGroups
-) -> DistributedDataParallel:
+def wrap_in_ddp(chunks: ModelChunks, *, parallel: ParallelConfig) -> list[DistributedDataParallel]:
     """The student behind megatron-core's gradient buffers, fp32, summed over replicas."""
-    return DistributedDataParallel(
-        config=gpt.config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
-            overlap_grad_reduce=False,
-        ),
-        module=gpt,
-    )
+    return [
+        DistributedDataParallel(
+            config=chunk.config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=parallel.use_distributed_optimizer,
+                overlap_grad_reduce=False,
+            ),
+            module=chunk,
+            # Reducing a later chunk overlaps with computing an earlier one, whole as it is.
+            disable_bucketing=index > 0,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
 
 
-def freeze(gpt: GPTModel) -> GPTModel:
+def freeze(chunks: ModelChunks) -> list[GPTModel]:
     """The model in evaluation mode without gradients."""
-    return gpt.requires_grad_(False).eval()
+    return [chunk.requires_grad_(False).eval() for chunk in chunks]
 
 
 def _layer_spec(
@@ -123,7 +163,9 @@ def _layer_spec(
     if HAVE_TE and not cpu_megatron.is_installed():
         return get_gpt_layer_with_transformer_engine_spec()
     layer = get_gpt_layer_local_spec(normalization=model.normalization)
-    layers_of_stage = model.num_layers // parallel.pipeline_model_parallel_size
+    layers_of_chunk = model.num_layers // (
+        parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    )
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * layers_of_stage, layer_norm=WrappedTorchNorm
+        layer_specs=[layer] * layers_of_chunk, layer_norm=WrappedTorchNorm
     )

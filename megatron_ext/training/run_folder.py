@@ -40,6 +40,7 @@ _MAY_CHANGE = (
     "projection",
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
+    "parallel.virtual_pipeline_model_parallel_size",
     "parallel.distributed_timeout_minutes",
     "training.train_iters",
     "training.micro_batch_size",

@@ -6,61 +6,65 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.forward_step import StepReport, StudentStep
+from megatron_ext.training.model_chunks import ModelChunks, load_weights_of, sharded_weights
 from megatron_ext.training.models import wrap_in_ddp
 from megatron_ext.training.sharded_optimizer import CHECKPOINT_FORMAT, prepare_to_load
 from megatron_ext.training.vocabulary_layout import VocabularyRows
 
 
 class Student:
-    """megatron-core's DDP, optimizer and scheduler around one stage of the student.
+    """megatron-core's DDP, optimizer and scheduler around this rank's part of the student.
 
     Args:
+        chunks: It, in the order in which a microbatch passes it.
+        config: The run.
         rows: How its head is permuted, so that checkpoints are not; None: it is not.
     """
 
     def __init__(
         self,
-        gpt: GPTModel,
+        chunks: ModelChunks,
         *,
         config: DistillConfig,
-        groups: ProcessGroups,
         rows: VocabularyRows | None = None,
     ) -> None:
-        self.gpt = gpt
+        self.chunks = list(chunks)
         self._rows = rows
-        self.ddp = wrap_in_ddp(gpt, parallel=config.parallel, groups=groups)
+        self.ddp = wrap_in_ddp(chunks, parallel=config.parallel)
         self.optimizer = get_megatron_optimizer(
-            _optimizer_config(config), [self.ddp], use_gloo_process_groups=False
+            _optimizer_config(config), self.ddp, use_gloo_process_groups=False
         )
         self.scheduler = _scheduler(self.optimizer, config)
         self._schedule = get_forward_backward_func()
-        gpt.config.finalize_model_grads_func = _finalize_sums
-        gpt.config.no_sync_func = self.ddp.no_sync
-        gpt.config.grad_scale_func = self.optimizer.scale_loss
+        # megatron-core's schedules ask the first chunk for what they do with all.
+        schedule_config = self.chunks[0].config
+        schedule_config.finalize_model_grads_func = _finalize_sums
+        no_syncs = [ddp.no_sync for ddp in self.ddp]
+        schedule_config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+        schedule_config.grad_scale_func = self.optimizer.scale_loss
 
     def forward_backward(
         self, step: StudentStep, microbatches: list[tuple[Microbatch, TeacherTargets | None]]
     ) -> list[StepReport]:
         """Accumulate the gradient of one global batch; reports on the last stage, [] elsewhere."""
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddp:
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         batch_size, length = microbatches[0][0].student.tokens.shape
         return list(
             self._schedule(
                 forward_step_func=step,
-                data_iterator=iter(microbatches),
-                model=[self.ddp],
+                data_iterator=[iter(microbatches) for _ in self.ddp],
+                model=self.ddp,
                 num_microbatches=len(microbatches),
                 seq_length=length,
                 micro_batch_size=batch_size,
@@ -81,22 +85,25 @@ class Student:
 
     def sharded_state(self, *, is_loading: bool = False) -> dict[str, Any]:
         """Weights, optimizer and scheduler for ``dist_checkpointing``, rows in the order of ids."""
-        model = self.gpt.sharded_state_dict()
+        weights = sharded_weights(self.chunks)
         if self._rows is not None:
-            model = self._rows.in_order_of_ids(self.gpt, model, is_loading=is_loading)
+            weights = {
+                name: self._rows.in_order_of_ids(chunk, weights[name], is_loading=is_loading)
+                for name, chunk in zip(weights, self.chunks, strict=True)
+            }
         if is_loading:
             prepare_to_load(self.optimizer)
         return {
-            "model": model,
+            **weights,
             "optimizer": self.optimizer.sharded_state_dict(
-                model, is_loading=is_loading, metadata=CHECKPOINT_FORMAT
+                weights, is_loading=is_loading, metadata=CHECKPOINT_FORMAT
             ),
             "scheduler": self.scheduler.state_dict(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over a loaded ``sharded_state``."""
-        self.gpt.load_state_dict(state["model"])
+        load_weights_of(self.chunks, state)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
 

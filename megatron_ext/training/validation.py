@@ -36,7 +36,7 @@ class BitsPerByte:
 def measure_bits_per_byte(
     global_batches: Iterable[Sequence[Microbatch]],
     *,
-    student: Any,
+    student: Sequence[Any],
     student_shard: VocabShard,
     teacher: Teacher | None,
     next_token: Objective,
@@ -47,6 +47,7 @@ def measure_bits_per_byte(
     Args:
         global_batches: This replica's microbatches, as many at a time as one schedule runs over,
             of a ``HeldOut``; equally many on every rank.
+        student: This rank's chunks, wrapped.
 
     Collectives: the schedules', those of ``next_token``, and one all-reduce over ``dp`` a model.
     """
@@ -68,22 +69,24 @@ def measure_bits_per_byte(
 
 
 def _student_nats(
-    sides: Sequence[TokenBatch], student: Any, shard: VocabShard, next_token: Objective
+    sides: Sequence[TokenBatch], student: Sequence[Any], shard: VocabShard, next_token: Objective
 ) -> list[torch.Tensor]:
     """Summed cross-entropy of each microbatch on the last stage, nothing elsewhere."""
-    student.eval()
+    for chunk in student:
+        chunk.eval()
     with torch.no_grad():
         sums = get_forward_backward_func()(
             forward_step_func=partial(_student_step, shard, next_token),
-            data_iterator=iter(sides),
-            model=[student],
+            data_iterator=[iter(sides) for _ in student],
+            model=list(student),
             num_microbatches=len(sides),
             seq_length=sides[0].tokens.shape[1],
             micro_batch_size=sides[0].tokens.shape[0],
             forward_only=True,
             collect_non_loss_data=True,
         )
-    student.train()
+    for chunk in student:
+        chunk.train()
     return list(sums)
 
 

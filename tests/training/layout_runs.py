@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
 from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.model_chunks import sharded_weights
 from tests.training.rank_functions import _trainer
 from tests.training.tiny_run import student_run, teacher_run
 
@@ -83,7 +84,7 @@ def run_alone(rank: int, folder: Path, runs: list[Run], seen: Run) -> list[torch
         save_checkpoint(
             Path(start.run_dir) / "checkpoints",
             0,
-            {"model": trainer.student.gpt.sharded_state_dict(), "run": trainer.run_record},
+            {**sharded_weights(trainer.student.chunks), "run": trainer.run_record},
             groups=trainer.groups,
             keep=1,
         )
@@ -104,6 +105,6 @@ def run_layouts(rank: int, folder: Path, runs: list[Run], seen: Run) -> list[tor
         else:
             trainer.train()
     trainer = _trainer(config_of(folder, seen))
-    student, teacher = trainer.student.gpt, trainer.teacher._gpt  # type: ignore[union-attr]
+    student, teacher = trainer.student.chunks[-1], trainer.teacher.chunks[-1]  # type: ignore[union-attr]
     weights = student.shared_embedding_or_output_weight(), teacher.output_layer.weight
     return [weight.detach().clone() for weight in weights]

@@ -20,6 +20,7 @@ from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
+from megatron_ext.training.model_chunks import sharded_weights
 from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.trainer import Trainer
 from tests.training.tiny_run import ITERATIONS, objective_run, student_run, teacher_run
@@ -38,7 +39,7 @@ def _train_teacher(folder: Path) -> None:
     save_checkpoint(
         Path(start.run_dir) / "checkpoints",
         0,
-        {"model": start.student.gpt.sharded_state_dict(), "run": start.run_record},
+        {**sharded_weights(start.student.chunks), "run": start.run_record},
         groups=start.groups,
         keep=1,
     )
@@ -75,7 +76,7 @@ def train_with_broken_teacher(rank: int, folder: Path, parallel: dict[str, Any])
     if trainer.groups.is_last_stage:
         assert isinstance(trainer.teacher, MegatronTeacher)
         with torch.no_grad():
-            trainer.teacher._gpt.decoder.final_layernorm.weight[0] = torch.nan
+            trainer.teacher.chunks[-1].decoder.final_layernorm.weight[0] = torch.nan
     try:
         trainer.train()
     except MegatronExtError as error:
@@ -129,6 +130,7 @@ def _trainer(config: DistillConfig) -> Trainer:
     groups = process_groups.initialize(
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
     )
     inputs = read_inputs(config, world_size=dist.get_world_size())
     return build_trainer(config, groups, inputs)

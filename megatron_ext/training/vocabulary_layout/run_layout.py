@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.model_chunks import ModelChunks
 from megatron_ext.training.vocabulary_layout.batch_places import BatchPlaces
 from megatron_ext.training.vocabulary_layout.vocabulary_rows import VocabularyRows
 
@@ -35,8 +35,8 @@ def lay_out(
     config: DistillConfig,
     projection: SparseProjection,
     *,
-    student: GPTModel,
-    teacher: GPTModel,
+    student: ModelChunks,
+    teacher: ModelChunks,
     shards: tuple[VocabShard, VocabShard],
     groups: ProcessGroups,
 ) -> RunLayout:
@@ -71,8 +71,9 @@ def lay_out(
         VocabularyRows(order, groups.tp, groups.device)
         for order in (layout.student, layout.teacher)
     )
-    student_rows.permute_(student)
-    teacher_rows.permute_(teacher)
+    for rows, chunks in ((student_rows, student), (teacher_rows, teacher)):
+        for chunk in chunks:
+            rows.permute_(chunk)
     assert config.teacher is not None
     places = BatchPlaces.of(
         layout, student=config.student, teacher=config.teacher.model, device=groups.device
