@@ -5,7 +5,8 @@ from megatron_ext.losses.base import (
     Objective,
     SumCount,
 )
-from megatron_ext.losses.combined import CombinedOutput, LossPart, reduce_counts
+from megatron_ext.losses.combined import CombinedOutput, LossPart, PlannedPart, reduce_counts
+from megatron_ext.losses.combining.announced_loss import AnnouncedLoss, announced_loss
 from megatron_ext.losses.combining.cross_tokenizer import CrossTokenizerDistillationLossFn
 from megatron_ext.losses.combining.cross_tokenizer_config import (
     CrossTokenizerLossConfig,
@@ -49,6 +50,7 @@ from megatron_ext.losses.objectives.vocab_kl import VocabKLLoss
 __all__ = [
     "LOSS_REGISTRY",
     "AlmLoss",
+    "AnnouncedLoss",
     "BoundaryColumns",
     "ChunkCompletions",
     "CombinedOutput",
@@ -76,6 +78,7 @@ __all__ = [
     "NextTokenLoss",
     "Objective",
     "PartitionKLLoss",
+    "PlannedPart",
     "ProjectedKLLoss",
     "ProjectionShard",
     "ScheduledWeighting",
@@ -89,6 +92,7 @@ __all__ = [
     "ULDLoss",
     "VocabKLLoss",
     "VocabularyMatch",
+    "announced_loss",
     "reduce_counts",
     "reduce_scores",
 ]

@@ -69,6 +69,11 @@ class DistillationInputs:
     chunk_script: torch.Tensor | None = None
     """[C] int8: number in ``alignment.audit.character_table.SCRIPTS``; for diagnostics."""
 
+    announced: float | torch.Tensor = 1.0
+    """The gradient that ``LossOutput.loss_sum`` is going to get: its weight over its global count.
+    As a tensor a scalar without a graph. Kernels write the gradient for it in their forward, and
+    another one costs a pass over that; it is not 0."""
+
     def counted_chunks(self) -> torch.Tensor:
         """int64 scalar: chunks that an objective over chunks sums over."""
         assert self.alignment is not None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
-from megatron_ext.losses.base import LossOutput, SumCount
+from megatron_ext.losses.base import DistillationInputs, LossOutput, Objective, SumCount
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,6 +29,30 @@ class LossPart:
 
     weight: float | torch.Tensor = 1.0
     """Weight of its mean in the term; as a tensor, a scalar without a graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPart:
+    """A ``LossPart`` before it is computed."""
+
+    objective: Objective
+
+    inputs: DistillationInputs
+
+    term: str
+
+    count_name: str
+
+    weight: float | torch.Tensor = 1.0
+
+    def compute(self) -> LossPart:
+        """The part; the collectives of its objective."""
+        return LossPart(
+            output=self.objective(self.inputs),
+            term=self.term,
+            count_name=self.count_name,
+            weight=self.weight,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

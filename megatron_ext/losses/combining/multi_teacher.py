@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs, LossOutput, Objective
-from megatron_ext.losses.combined import LossPart
+from megatron_ext.losses.base import DistillationInputs, Objective
+from megatron_ext.losses.combined import LossPart, PlannedPart
 from megatron_ext.losses.combining.averaged_logits import averaged_inputs, teacher_targets
 from megatron_ext.losses.combining.sample_selection import restricted
 from megatron_ext.losses.combining.teacher_scores import (
@@ -132,13 +132,19 @@ class MultiTeacherLossAggregator:
             LossError: Inputs of other teachers, dynamic weights that were not given, and what the
                 objectives raise.
         """
+        planned = self.planned(inputs, weights=weights)
+        return {name: part.compute() for name, part in planned.items()}
+
+    def planned(
+        self, inputs: Mapping[str, DistillationInputs], *, weights: torch.Tensor | None = None
+    ) -> dict[str, PlannedPart]:
+        """What ``__call__`` computes, with the objective and the inputs of each part."""
         self._check_names(inputs)
         if self.mode == "averaged_logits":
             average = averaged_inputs(
                 {name: inputs[name] for name in self.teachers}, self._static()
             )
-            output = self._objectives()[0](average)
-            return {f"{self.term}/average": self._part(output, "average", 1.0)}
+            return {f"{self.term}/average": self._part("average", average, 1.0)}
         if self.measure is not None and weights is None:
             raise LossError(
                 "the weights of the teachers follow their scores and were not given",
@@ -150,7 +156,7 @@ class MultiTeacherLossAggregator:
             weight = teacher.weight if weights is None else weights[index]
             if self.mode == "select_teacher":
                 weight = 1.0
-            part = self._part(teacher.objective(inputs[name]), name, weight * normalisation[name])
+            part = self._part(name, inputs[name], weight * normalisation[name])
             parts[f"{self.term}/{name}"] = part
         return parts
 
@@ -216,9 +222,17 @@ class MultiTeacherLossAggregator:
     def _count_name(self, name: str) -> str:
         return self.term if self.mode == "select_teacher" else f"{self.term}/{name}"
 
-    def _part(self, output: LossOutput, name: str, weight: float | torch.Tensor) -> LossPart:
-        return LossPart(
-            output=output, term=self.term, count_name=self._count_name(name), weight=weight
+    def _part(
+        self, name: str, inputs: DistillationInputs, weight: float | torch.Tensor
+    ) -> PlannedPart:
+        teacher = self.teachers.get(name)
+        return PlannedPart(
+            # An average has the one objective of all.
+            objective=self._objectives()[0] if teacher is None else teacher.objective,
+            inputs=inputs,
+            term=self.term,
+            count_name=self._count_name(name),
+            weight=weight,
         )
 
     def _normalisation(self, inputs: Mapping[str, DistillationInputs]) -> dict[str, float]:

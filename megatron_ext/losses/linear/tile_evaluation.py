@@ -79,14 +79,21 @@ def _in_one_sweep(
     if not others:
         return labelled[0], None
     main = others[0]
+    if not has_evaluation(objectives[main], inputs):
+        return None, None
+    return main, labelled[0] if labelled else None
+
+
+def has_evaluation(objective: Objective, inputs: DistillationInputs) -> bool:
+    """Whether value and gradient of an objective come from one sweep, and a cross-entropy's too."""
     on_top_tokens = (
-        isinstance(objectives[main], VocabKLLoss)
+        isinstance(objective, VocabKLLoss)
         and inputs.teacher is not None
         and inputs.teacher.kind == "topk"
     )
-    if type(objectives[main]) not in EVALUATIONS or on_top_tokens:
-        return None, None
-    return main, labelled[0] if labelled else None
+    is_learned = inputs.projection is not None and inputs.projection.learned is not None
+    is_nemo = getattr(objective, "numerics", "proper") == "nemo"
+    return type(objective) in EVALUATIONS and not (on_top_tokens or is_learned or is_nemo)
 
 
 def _under_autograd(
@@ -96,9 +103,13 @@ def _under_autograd(
     needs_gradient: bool,
 ) -> Evaluated:
     leaf = inputs.student_logits.detach().requires_grad_(needs_gradient)
-    on_leaf = replace(inputs, student_logits=leaf)
     with torch.set_grad_enabled(needs_gradient):
-        outputs = {name: objective(on_leaf) for name, objective in objectives.items()}
+        outputs = {
+            name: objective(
+                replace(inputs, student_logits=leaf, announced=_announced(scales[name]))
+            )
+            for name, objective in objectives.items()
+        }
     gradient = None
     if needs_gradient:
         sums = [output.loss_sum for output in outputs.values()]
@@ -109,6 +120,11 @@ def _under_autograd(
         {name: replace(out, loss_sum=out.loss_sum.detach()) for name, out in outputs.items()},
         gradient,
     )
+
+
+def _announced(scale: Scale) -> Scale:
+    """0 on the host is not announced: a term that weighs nothing is measured all the same."""
+    return 1.0 if isinstance(scale, float | int) and scale == 0 else scale
 
 
 def _like(scale: Scale, loss_sum: torch.Tensor) -> torch.Tensor:

@@ -146,7 +146,8 @@ class GoldLoss:
                 top_u=self.uncommon_topk,
             ),
             # So that the gradient is rounded once.
-            announced=torch.full((count,), weight, device=inputs.student_logits.device),
+            announced=torch.full((count,), weight, device=inputs.student_logits.device)
+            * inputs.announced,
             implementation=self.implementation,
         )
         return chunk_output(

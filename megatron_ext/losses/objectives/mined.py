@@ -95,6 +95,7 @@ class MinedLoss:
             temperature=self.temperature,
             direction=self.direction,
             mixture=self.mixture,
+            announced=torch.ones_like(targets.is_empty, dtype=torch.float32) * inputs.announced,
         )
         return chunk_output(
             inputs,

@@ -39,7 +39,7 @@ class NextTokenLoss:
             inputs.student_logits.flatten(0, 1),
             labels,
             inputs.student_shard,
-            announced=torch.where(labels != IGNORE_INDEX, -1.0, 0.0),
+            announced=torch.where(labels != IGNORE_INDEX, -1.0, 0.0) * inputs.announced,
             implementation=self.implementation,
         )
         return self.output(inputs, -out.log_prob, out.top_column)

@@ -171,12 +171,12 @@ class PartitionKLLoss:
         return self.temperature**2 * weight.to(dtype)
 
     def _announced(self, inputs: DistillationInputs, events: ComparedEvents) -> torch.Tensor:
-        """What each chunk's divergence gets where the sum of the loss gets 1."""
+        """What each chunk's divergence gets where the sum of the loss gets what is announced."""
         assert inputs.alignment is not None
         weight = self.chunk_weight(inputs.alignment, torch.float32)
         if inputs.chunk_mask is not None:
             weight = torch.where(inputs.chunk_mask, weight, 0.0)
-        return weight[events.chunk]
+        return weight[events.chunk] * inputs.announced
 
     def output(
         self,

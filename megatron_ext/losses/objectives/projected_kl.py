@@ -126,6 +126,7 @@ class ProjectedKLLoss:
             mixture=self.mixture,
             vocab_topk=self.vocab_topk,
             learned=projection.learned,
+            announced=torch.where(used_chunks(inputs, usable), 1.0, 0.0) * inputs.announced,
             implementation=self.implementation,
         )
         return self.output(inputs, out, usable)

@@ -128,9 +128,8 @@ class ULDLoss:
             temperature=self.temperature,
             top_u=self.top_u,
             # So that the gradient is rounded once.
-            announced=torch.full(
-                (count,), self.temperature**2, device=inputs.student_logits.device
-            ),
+            announced=torch.full((count,), self.temperature**2, device=inputs.student_logits.device)
+            * inputs.announced,
             implementation=self.implementation,
         )
 

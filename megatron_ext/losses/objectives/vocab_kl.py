@@ -105,7 +105,7 @@ class VocabKLLoss:
             temperature=self.temperature,
             direction=self.direction,
             mixture=self.mixture,
-            announced=(inputs.labels.flatten() != IGNORE_INDEX).float(),
+            announced=(inputs.labels.flatten() != IGNORE_INDEX).float() * inputs.announced,
             implementation=self.implementation,
         )
         means = {"teacher_entropy": out.teacher_entropy, "top1_agreement": out.top1_agreement}

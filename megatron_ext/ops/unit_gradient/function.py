@@ -31,5 +31,8 @@ def scale_rows_(
         return gradient
     for part in row_slices(rows, width, device=gradient.device):
         factors = scale[part, None]
+        # Only the host knows without waiting whether there is anything to do.
+        if factors.device.type == "cpu" and bool((factors == 1).all()):
+            continue
         gradient[part] = (gradient[part] * factors).masked_fill_(factors == 0, 0.0)
     return gradient

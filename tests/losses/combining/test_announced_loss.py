@@ -1,0 +1,152 @@
+"""A loss that is told its weights ahead is the loss that is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.losses import (
+    CombinedOutput,
+    DistillationInputs,
+    LossOutput,
+    NextTokenLoss,
+    PlannedPart,
+    announced_loss,
+)
+from megatron_ext.losses.linear.tile_evaluation import evaluate_tile
+from megatron_ext.ops.unit_gradient import scale_rows_
+from tests.losses.objective_cases import CASES
+
+PADDING = (3, 2)
+TERMS = {"kd": 0.7, "ce": 0.3}
+COUNTS: dict[str, torch.Tensor | int] = {"kd/a": 11, "kd/b": 0, "ce": torch.tensor(23)}
+WITH_TEACHER = [name for name, case in CASES.items() if case.kinds]
+SWEPT = [
+    "vocab_kl",
+    "partition_kl",
+    "projected_kl",
+    "projected_kl on the teacher's top tokens",
+]
+
+
+def leaf(inputs: DistillationInputs) -> DistillationInputs:
+    return replace(inputs, student_logits=inputs.student_logits.detach().clone().requires_grad_())
+
+
+def parts_of(name: str, inputs: DistillationInputs) -> dict[str, PlannedPart]:
+    """The objective as two teachers, of which one weighs by a tensor, and cross-entropy."""
+    objective = CASES[name].objective()
+    return {
+        "ce": PlannedPart(objective=NextTokenLoss(), inputs=inputs, term="ce", count_name="ce"),
+        "kd/a": PlannedPart(
+            objective=objective,
+            inputs=inputs,
+            term="kd",
+            count_name="kd/a",
+            weight=torch.tensor(1.5),
+        ),
+        "kd/b": PlannedPart(
+            objective=objective, inputs=inputs, term="kd", count_name="kd/b", weight=0.25
+        ),
+    }
+
+
+def assert_same(output: LossOutput, expected: LossOutput) -> None:
+    assert output.count == expected.count
+    torch.testing.assert_close(output.loss_sum.detach(), expected.loss_sum.detach())
+    for name, (total, count) in expected.metrics.items():
+        torch.testing.assert_close(output.metrics[name][0], total)
+        assert output.metrics[name][1] == count
+
+
+@pytest.mark.parametrize("name", WITH_TEACHER)
+@pytest.mark.parametrize("names", [("ce", "kd/a"), ("ce", "kd/a", "kd/b")], ids=["one", "two"])
+def test_total_gradient_and_metrics_are_those_of_the_parts(
+    name: str, names: tuple[str, ...]
+) -> None:
+    inputs = leaf(CASES[name].build(CASES[name].batch(), PADDING))
+    parts = {part: planned for part, planned in parts_of(name, inputs).items() if part in names}
+    found = announced_loss(parts, TERMS, COUNTS)
+    (gradient,) = torch.autograd.grad(found.total, inputs.student_logits)
+
+    plain = CombinedOutput(
+        parts={part: planned.compute() for part, planned in parts.items()}, term_weights=TERMS
+    )
+    total = plain.total(COUNTS)
+    (expected,) = torch.autograd.grad(total, inputs.student_logits)
+    torch.testing.assert_close(found.total, total)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+    assert list(found.outputs) == list(names)
+    for part in names:
+        assert_same(found.outputs[part], plain.parts[part].output)
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_cross_entropy_is_part_of_the_one_sweep(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def recorded(objectives: Any, *args: Any, **options: Any) -> Any:
+        calls.append(list(objectives))
+        return evaluate_tile(objectives, *args, **options)
+
+    monkeypatch.setattr("megatron_ext.losses.combining.announced_loss.evaluate_tile", recorded)
+    inputs = leaf(CASES[name].build(CASES[name].batch(), PADDING))
+    announced_loss(
+        {part: planned for part, planned in parts_of(name, inputs).items() if part != "kd/b"},
+        TERMS,
+        COUNTS,
+    )
+    assert calls == [["kd/a", "ce"]]
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_in_place_the_gradient_is_where_the_logits_were(name: str) -> None:
+    inputs = leaf(CASES[name].build(CASES[name].batch(), PADDING))
+    logits = inputs.student_logits.detach().clone().requires_grad_()
+    parts = parts_of(name, inputs)
+    del parts["kd/b"]
+    expected = announced_loss(parts, TERMS, COUNTS)
+    (gradient,) = torch.autograd.grad(expected.total, inputs.student_logits)
+
+    whole = logits * 1.0
+    place = whole.data_ptr()
+    parts = {
+        part: replace(planned, inputs=replace(inputs, student_logits=whole))
+        for part, planned in parts.items()
+    }
+    found = announced_loss(parts, TERMS, COUNTS, in_place=True)
+    (there,) = torch.autograd.grad(found.total, whole)
+    assert there.data_ptr() == place
+    assert torch.equal(there, gradient)
+
+
+@pytest.mark.parametrize("name", ["projected_kl", "alm", "gold"])
+@pytest.mark.parametrize("term", ["ce", "kd"])
+def test_a_term_of_weight_0_is_measured_all_the_same(name: str, term: str) -> None:
+    inputs = leaf(CASES[name].build(CASES[name].batch(), PADDING))
+    parts = parts_of(name, inputs)
+    found = announced_loss(parts, TERMS | {term: 0.0}, COUNTS)
+    for part, planned in parts.items():
+        assert_same(found.outputs[part], planned.compute().output)
+
+
+@pytest.mark.parametrize("name", ["gold", "uld", "projected_kl", "vocab_kl", "mined"])
+def test_a_gradient_that_was_announced_is_not_scaled(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors: list[torch.Tensor] = []
+
+    def record(gradient: torch.Tensor, scale: torch.Tensor, *_: object) -> torch.Tensor:
+        factors.append(scale.clone())
+        return scale_rows_(gradient, scale)
+
+    monkeypatch.setattr("megatron_ext.ops.unit_gradient.handing_over.scale_rows_", record)
+    monkeypatch.setattr("megatron_ext.ops.projected_kl.function.scale_rows_", record)
+    inputs = leaf(CASES[name].build(CASES[name].batch(), PADDING))
+    parts = {"kd/a": parts_of(name, inputs)["kd/a"]}
+    announced_loss(parts, TERMS, COUNTS).total.backward()
+    for factor in factors:
+        assert set(factor.tolist()) <= {0.0, 1.0}
