@@ -93,9 +93,12 @@ class GlobalBatches:
             stream = row % self._stream_counts[source]
             if stream in streams.positions:
                 # Rows of other replicas are passed over where a stream is shared with them.
+                known = len(streams.refused)
                 sample = streams.take(stream)
                 if self._replica.has(row):
                     own.append(sample)
+                else:
+                    del streams.refused[known:]
         self.iteration += 1
         size = self._replica.micro_batch_size
         return [own[start : start + size] for start in range(0, len(own), size)]
@@ -109,6 +112,14 @@ class GlobalBatches:
     def dropped_bytes(self) -> int:
         """Bytes read by this replica that are in no sample."""
         return sum(streams.dropped_bytes for streams in self._streams)
+
+    def restarts_since_asked(self) -> int:
+        """How often this rank's workers were started again because one had died, since the last
+        call."""
+        count = sum(streams.restarts for streams in self._streams)
+        for streams in self._streams:
+            streams.restarts = 0
+        return count
 
     def refused(self) -> list[RefusedDocument]:
         """Documents that this replica has left out since it was last asked."""

@@ -12,11 +12,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch.utils.data import DataLoader, Sampler
 
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.training.cross_tokenizer.packing.block_workers import (
+    BlockWorkers,
+    DeadWorkerError,
+)
 from megatron_ext.training.cross_tokenizer.packing.packed_dataset import (
     PackedBlock,
     PackedTextDataset,
@@ -27,6 +31,9 @@ from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 
 _EMPTY_EPOCHS: Final = 2
 """Epochs without a sample after which a stream is taken to have none."""
+
+_RESTARTS: Final = 3
+"""Times in a row that workers are started again before a block has come."""
 
 
 def stream_count(block_count: int, global_batch_size: int) -> int:
@@ -52,7 +59,9 @@ class RowStreams:
     Attributes:
         positions: Where each of the streams goes on, by its number.
         dropped_bytes: Bytes of the blocks read since this was made that are in no sample.
-        refused: Documents of these blocks that were left out.
+        refused: Documents that were left out, of the blocks whose first sample was taken; so it
+            does not depend on how far blocks were read ahead, or read again.
+        restarts: How often workers were started again because one had died.
         waited: Seconds for which ``take`` had no sample at hand.
     """
 
@@ -69,12 +78,15 @@ class RowStreams:
         self.positions = dict.fromkeys(streams, Position())
         self.dropped_bytes = 0
         self.refused: list[RefusedDocument] = []
+        self.restarts = 0
         self.waited = 0.0
         self._stream_count = stream_count
         self._loader_options = {"num_workers": num_workers, **loader_options}
         self._blocks: Iterator[PackedBlock] | None = None
         self._asked: _Asked | None = None
-        self._ready: dict[int, deque[tuple[PackedSample, Position]]] = {}
+        self._ready: dict[int, deque[_Ready]] = {}
+        self._unannounced: dict[int, tuple[RefusedDocument, ...]] = {}
+        self._restarts_in_a_row = 0
         self._last_full: dict[int, int] = {}
 
     def load_positions(self, positions: Mapping[int, Position]) -> None:
@@ -98,23 +110,27 @@ class RowStreams:
         """The next sample of a stream.
 
         Raises:
-            DataError: The stream has none, or a document cannot be read.
+            DataError: The stream has none, a document cannot be read, or workers die each time
+                that they are started.
         """
         if self._blocks is None:
             self._open()
-        ready = self._ready[stream]
-        if not ready:
+        if not self._ready[stream]:
             started = time.perf_counter()
-            while not ready:
-                self._read_block()
+            while not self._ready[stream]:
+                self._read_block_or_restart()
             self.waited += time.perf_counter() - started
-        sample, self.positions[stream] = ready.popleft()
+        taken = self._ready[stream].popleft()
+        self.positions[stream] = taken.next_position
+        self.refused += taken.refused
         assert self._asked is not None
         self._asked.waiting[stream] -= 1
-        return sample
+        return taken.sample
 
     def close(self) -> None:
         """End the workers; the next ``take`` starts them again from ``positions``."""
+        if isinstance(self._blocks, BlockWorkers):
+            self._blocks.close()
         self._blocks = None
         self._ready = {}
 
@@ -123,11 +139,30 @@ class RowStreams:
             self.dataset.collator.prepare()
         self._asked = _Asked(self.dataset, self._stream_count, self.positions)
         self._ready = {stream: deque() for stream in self.positions}
+        self._unannounced = {}
         self._last_full = {s: position.epoch - 1 for s, position in self.positions.items()}
         loader: DataLoader[PackedBlock] = DataLoader(
             self.dataset, batch_size=None, sampler=self._asked, **self._loader_options
         )
-        self._blocks = iter(loader)
+        self._blocks = BlockWorkers(loader) if loader.num_workers else iter(loader)
+
+    def _read_block_or_restart(self) -> None:
+        """Read a block; where a worker has died, start all of them again from ``positions``."""
+        try:
+            self._read_block()
+        except DeadWorkerError as error:
+            self.close()
+            if self._restarts_in_a_row == _RESTARTS:
+                raise DataError(
+                    "the workers that read the data die each time that they are started",
+                    got=f"{error}, after {_RESTARTS} starts without a block",
+                    fix="look for a lack of memory; data.num_workers 0 reads without them",
+                ) from error
+            self.restarts += 1
+            self._restarts_in_a_row += 1
+            self._open()
+        else:
+            self._restarts_in_a_row = 0
 
     def _read_block(self) -> None:
         assert self._blocks is not None
@@ -135,11 +170,16 @@ class RowStreams:
         block = next(self._blocks)
         stream, start, expected = self._asked.pending.popleft()
         self.dropped_bytes += block.dropped_bytes
-        self.refused += block.refused
         fresh = [
-            (sample, Position(start.epoch, start.block, number))
+            _Ready(sample, Position(start.epoch, start.block, number))
             for number, sample in enumerate(block.samples, start=1)
         ][start.sample :]
+        if not start.sample:
+            refused = (*self._unannounced.pop(stream, ()), *block.refused)
+            if fresh:
+                fresh[0] = fresh[0]._replace(refused=refused)
+            else:
+                self._unannounced[stream] = refused
         self._ready[stream].extend(fresh)
         self._asked.note(stream, expected=expected, samples=len(fresh))
         if block.samples:
@@ -150,6 +190,18 @@ class RowStreams:
                 got=f"{self.dataset.documents.report.bytes} bytes of text",
                 fix="raise seq_length",
             )
+
+
+class _Ready(NamedTuple):
+    """A sample that was read ahead."""
+
+    sample: PackedSample
+
+    next_position: Position
+    """Where its stream goes on behind it."""
+
+    refused: tuple[RefusedDocument, ...] = ()
+    """What was left out before it."""
 
 
 class _Asked(Sampler[tuple[int, int]]):
