@@ -78,6 +78,10 @@ class CheckpointError(MegatronExtError, RuntimeError):
     """A checkpoint that is missing, incomplete or of another model."""
 
 
+class DistributedError(MegatronExtError, RuntimeError):
+    """A rank that is stuck, gone, or was started otherwise than the others."""
+
+
 class MissingDependencyError(MegatronExtError, ImportError):
     """An optional package that this feature needs is not installed."""
 

@@ -60,6 +60,11 @@ class ProcessGroups:
         """Whether this one rank, which knows the losses, writes files and the progress line."""
         return dist.get_rank() == self._main_rank()
 
+    @property
+    def is_replica_main(self) -> bool:
+        """Whether this is the one rank of its replica that ``is_main`` is of the first."""
+        return self.is_last_stage and dist.get_rank(self.tp) == 0
+
     def on_main(self, work: Callable[[], object]) -> None:
         """Do ``work`` on the main rank while the others wait; its error is raised on every rank.
 
@@ -96,6 +101,12 @@ class ProcessGroups:
         return values
 
 
+def join(timeout: timedelta) -> None:
+    """Join the process group that torchrun describes, or one of this process alone; idempotent."""
+    if not dist.is_initialized():
+        _join(_local_device(), launched_processes(), timeout)
+
+
 def initialize(
     *,
     tensor_model_parallel_size: int,
@@ -125,8 +136,7 @@ def initialize(
         pipeline_model_parallel_size=pipeline_model_parallel_size,
     )
     device = _local_device()
-    if not dist.is_initialized():
-        _join(device, world_size, timeout)
+    join(timeout)
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(

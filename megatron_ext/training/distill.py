@@ -18,7 +18,7 @@ from megatron_ext.losses.checks.shard_check import check_shards_agree
 from megatron_ext.teachers import MegatronTeacher
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.build import padded_vocab_size
-from megatron_ext.training import cpu_megatron
+from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig, ModelConfig, TeacherConfig
@@ -33,9 +33,11 @@ from megatron_ext.training.run_folder import (
     config_values,
     record_run,
 )
+from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.training.vocabulary_layout import lay_out
+from megatron_ext.training.watchdog import GRACE, Watchdog
 
 
 def distill(config: DistillConfig, inputs: Inputs) -> Path:
@@ -53,17 +55,27 @@ def distill(config: DistillConfig, inputs: Inputs) -> Path:
     """
     if not torch.cuda.is_available():
         cpu_megatron.install()
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    process_groups.join(timeout + GRACE)
+    with Watchdog(timeout):
+        trainer = _start(config, inputs, timeout + GRACE)
+        trainer.train()
+    # Only now: a rank that failed must not wait in the teardown for peers that wait for it.
+    process_groups.finalize()
+    return trainer.run_dir
+
+
+def _start(config: DistillConfig, inputs: Inputs, timeout: timedelta) -> Trainer:
+    """The trainer in its layout, once all ranks are known to be about to do the same."""
+    check_same_start(config, inputs)
     groups = process_groups.initialize(
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
-        timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
+        timeout=timeout,
     )
-    trainer = build_trainer(config, groups, inputs)
-    trainer.train()
-    # Only now: a rank that failed must not wait in the teardown for peers that wait for it.
-    process_groups.finalize()
-    return trainer.run_dir
+    rank_phase.enter("building the models")
+    return build_trainer(config, groups, inputs)
 
 
 def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) -> Trainer:

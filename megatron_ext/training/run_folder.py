@@ -49,6 +49,9 @@ _MAY_CHANGE = (
     "training.eval_interval",
     "training.save_interval",
     "training.keep_checkpoints",
+    "training.async_save",
+    "training.nan_policy",
+    "training.max_consecutive_skips",
 )
 
 
@@ -139,7 +142,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
-    before, now = dict(_leaves(stored)), dict(_leaves(values))
+    before, now = dict(config_leaves(stored)), dict(config_leaves(values))
     for leaves in (before, now):
         # A teacher may move, but not be another iteration of its training.
         if isinstance(path_of_teacher := leaves.get(_TEACHER_CHECKPOINT), str):
@@ -156,9 +159,10 @@ def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: 
         )
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def config_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys of nested values as ``section.key``, with what they hold."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from config_leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -1,0 +1,193 @@
+"""Ends a rank on which nothing happens any more, and says which rank waits where.
+
+A collective that one rank never reaches keeps all others waiting, in C++, where Python can do
+nothing; and what NCCL or gloo say when their own time-out comes is the name of an operation. So
+each rank has a thread that looks where the main thread is. Where that is the same line of the same
+phase for the whole time-out, the rank ends with one line on where every rank is. While the main
+thread moves, however slowly, nothing is ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron_ext.errors import DistributedError, MegatronExtError
+from megatron_ext.training import rank_phase
+from megatron_ext.training.rank_report import HEARTBEAT_S, RankBoard, RankState
+
+GRACE: Final = timedelta(minutes=1)
+"""How much longer collectives wait than the watchdog, so that it speaks first."""
+
+_POLL_S: Final = 0.5
+_COMMUNICATION = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out")
+
+_STORE_ERRORS = (dist.DistError, RuntimeError, OSError, ValueError)
+
+
+class Watchdog:
+    """Watches the main thread while entered; call it on every rank, in the default group.
+
+    Args:
+        timeout: How long nothing may happen.
+        end: What becomes of the process; it gets the error.
+    """
+
+    def __init__(
+        self, timeout: timedelta, *, end: Callable[[DistributedError], None] | None = None
+    ) -> None:
+        self._timeout_s = timeout.total_seconds()
+        self._end = end or _end_process
+        self._board = RankBoard(
+            # A connection of its own: one on which the main thread waits would keep it waiting.
+            _get_default_store().clone(),  # type: ignore[attr-defined]
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+        )
+        self._main = threading.main_thread().ident
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._beat = 0
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop; an error that came from a peer is raised as one that names the peer.
+
+        Raises:
+            DistributedError: Instead of what the communication library raised.
+        """
+        if error is None:
+            self._stop()
+            return
+        if not _is_communication(error):
+            self._stop()
+            with suppress(*_STORE_ERRORS):
+                self._board.write(self._state(error=_first_line(error)))
+            return
+        # The thread goes on for the report: this rank, too, must be seen to live.
+        report = self._report()
+        self._stop()
+        raise DistributedError(
+            "another rank is gone or does not answer", got=report, fix=_FIX
+        ) from error
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(5)
+
+    def _watch(self) -> None:
+        seen: object = None
+        since = last_beat = time.monotonic()
+        while not self._stopped.wait(_POLL_S):
+            now = time.monotonic()
+            where = (rank_phase.current().number, _stack(self._main))
+            if where != seen:
+                seen, since = where, now
+            if now - last_beat >= HEARTBEAT_S or not self._beat:
+                last_beat = now
+                self._beat += 1
+                with suppress(*_STORE_ERRORS):
+                    self._board.write(self._state())
+            if now - since >= self._timeout_s:
+                self._end(self._stuck(now - since))
+                return
+
+    def _stuck(self, seconds: float) -> DistributedError:
+        own = self._state()
+        board = threading.Thread(target=self._beat_on, daemon=True)
+        board.start()
+        report = self._report()
+        return DistributedError(
+            f"rank {self._board.rank} has waited for {seconds:.0f} s in {own.phase}",
+            got=report,
+            expected="progress within parallel.distributed_timeout_minutes",
+            fix=_FIX,
+        )
+
+    def _beat_on(self) -> None:
+        """Show the others, who may be reporting as well, that this rank lives."""
+        while not self._stopped.wait(HEARTBEAT_S):
+            self._beat += 1
+            with suppress(*_STORE_ERRORS):
+                self._board.write(self._state())
+
+    def _report(self) -> str:
+        try:
+            return self._board.report()
+        except _STORE_ERRORS:
+            return "no answer from the store of the ranks: rank 0, or what launched it, is gone"
+
+    def _state(self, error: str | None = None) -> RankState:
+        phase = rank_phase.current()
+        return RankState(self._beat, phase.name, phase.iteration, _place(self._main), error)
+
+
+_FIX = "look first at the ranks that are not where the others are, and at the end of their logs"
+
+
+def _is_communication(error: BaseException) -> bool:
+    """Whether a communication library raised it."""
+    if isinstance(error, MegatronExtError) or not isinstance(error, RuntimeError):
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    return any(word in str(error).lower() for word in _COMMUNICATION)
+
+
+def _stack(thread: int | None) -> tuple[tuple[int, int], ...]:
+    """Where a thread is: code and line of every frame."""
+    frame = sys._current_frames().get(thread or 0)
+    places = []
+    while frame is not None:
+        places.append((id(frame.f_code), frame.f_lineno))
+        frame = frame.f_back
+    return tuple(places)
+
+
+def _place(thread: int | None) -> str:
+    """Its innermost frame, ``file.py:12 function``, and that of ours which called it."""
+    frame = sys._current_frames().get(thread or 0)
+    if frame is None:
+        return "no Python"
+    ours: FrameType | None = frame
+    while ours is not None and "megatron_ext" not in ours.f_code.co_filename:
+        ours = ours.f_back
+    if ours is None or ours is frame:
+        return _name(frame)
+    return f"{_name(frame)} from {_name(ours)}"
+
+
+def _name(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
+
+
+def _first_line(error: BaseException) -> str:
+    text = (str(error).splitlines() or [""])[0][:300]
+    return f"{type(error).__name__}: {text}"
+
+
+def _end_process(error: DistributedError) -> None:
+    """At once: the main thread cannot be woken, and leaving properly would wait for it."""
+    sys.stderr.write(f"error: {error}\n")
+    sys.stderr.flush()
+    os._exit(1)
