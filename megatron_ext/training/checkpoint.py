@@ -1,29 +1,26 @@
 """Checkpoints through ``megatron.core.dist_checkpointing``: complete or absent, never in between.
 
-A checkpoint is readable under any layout. It is written beside its final name and renamed when
-every rank is done; where it lies is ``training.checkpoint_folder``'s.
+A checkpoint is readable under any layout. How it is written is ``training.checkpoint_writer``'s,
+where it lies ``training.checkpoint_folder``'s.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from queue import Queue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
+from megatron_ext.training.checkpoint_folder import checkpoint_path
+from megatron_ext.training.checkpoint_writer import CheckpointWriter
 from megatron_ext.training.model_chunks import ModelChunks, load_weights_of, sharded_weights
 
 _LOADING_ERRORS = (
@@ -46,44 +43,37 @@ def save_checkpoint(
     *,
     groups: ProcessGroups,
     keep: int,
-    tokenizer: Path | None = None,
+    files: Sequence[Path] = (),
 ) -> Path:
     """Save a sharded state from all ranks, move ``latest``, drop all but the ``keep`` newest.
 
-    A copy of ``tokenizer``, a folder of ``save_pretrained``, lies in the checkpoint.
+    Args:
+        files: Files and folders that a copy of goes into the checkpoint, where they exist.
 
-    Collectives: those of ``dist_checkpointing.save`` and ``ProcessGroups.on_main``, and three
-    barriers.
+    Collectives: those of ``CheckpointWriter.save``.
+
+    Raises:
+        CheckpointError: It could not be written; on every rank.
     """
-    final = checkpoint_path(folder, iteration)
-    partial = folder / f".{final.name}.partial"
-    if groups.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    _report_writes_in_process()
-    dist_checkpointing.save(state, str(partial))
-    dist.barrier()
-    if tokenizer is not None:
-        kept = tokenizer
-        groups.on_main(lambda: shutil.copytree(kept, partial / kept.name))
-    if groups.is_main:
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        set_latest_checkpoint(final, keep=keep)
-    dist.barrier()
-    return final
+    CheckpointWriter(folder, groups=groups, keep=keep, files=files).save(iteration, state)
+    return checkpoint_path(folder, iteration)
 
 
-def _report_writes_in_process() -> None:
-    """Give megatron-core's writer a queue of this process for its results.
+def load_common(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors and objects of single ranks; plain values.
 
-    It would start a manager process on every rank to carry them, which an asynchronous save needs
-    and this one does not: seconds at the first checkpoint, and a process that outlives a killed
-    run.
+    Raises:
+        CheckpointError: It cannot be read.
     """
-    if getattr(filesystem_async, "_results_queue", None) is None:
-        filesystem_async._results_queue = Queue()
+    try:
+        return dict(dist_checkpointing.load_common_state_dict(str(checkpoint)))
+    except _LOADING_ERRORS as error:
+        raise CheckpointError(
+            "the checkpoint cannot be read",
+            where=checkpoint,
+            got=_reason(error),
+            fix="copy it again: a file of it is missing or cut short",
+        ) from error
 
 
 def load_checkpoint(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -121,16 +111,7 @@ def load_weights(checkpoint: Path, chunks: ModelChunks, *, fingerprint: str) -> 
     Raises:
         CheckpointError: Unreadable, of another shape, or of another tokenizer.
     """
-    try:
-        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
-    except _LOADING_ERRORS as error:
-        raise CheckpointError(
-            "the checkpoint cannot be read",
-            where=checkpoint,
-            got=_reason(error),
-            fix="copy it again: a file of it is missing or cut short",
-        ) from error
-    check_tokenizer(checkpoint, common, fingerprint=fingerprint)
+    check_tokenizer(checkpoint, load_common(checkpoint), fingerprint=fingerprint)
     load_weights_of(chunks, load_checkpoint(checkpoint, sharded_weights(chunks)))
 
 

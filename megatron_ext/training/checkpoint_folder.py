@@ -6,7 +6,9 @@ from. Nothing here opens a checkpoint, so that a wrong path is found before torc
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ext.atomic_file import write_text
@@ -14,6 +16,7 @@ from megatron_ext.errors import CheckpointError
 
 _LATEST = "latest"
 _PREFIX = "iter_"
+_WRITTEN_SUFFIX = ".distcp"
 _METADATA_FILE = "metadata.json"
 """What megatron-core writes last into a checkpoint, and knows one by."""
 
@@ -46,6 +49,37 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return checkpoint
 
 
+def publish_checkpoint(
+    partial: Path, final: Path, *, keep: int, files: Sequence[Path] = ()
+) -> None:
+    """Give a checkpoint that is complete its name, and call it the latest.
+
+    Args:
+        partial: Where it was written, in the folder of ``final``.
+        keep: As in ``set_latest_checkpoint``.
+        files: Files and folders that belong to it; those that do not exist are left out.
+    """
+    for source in files:
+        if source.is_dir():
+            shutil.copytree(source, partial / source.name)
+        elif source.exists():
+            shutil.copyfile(source, partial / source.name)
+    _sync_all(partial)
+    if final.exists():
+        # Of a run that went back to an earlier checkpoint. Renamed, because removing it takes time
+        # in which it would look complete.
+        _remove(final)
+    os.replace(partial, final)
+    _sync(final.parent)
+    set_latest_checkpoint(final, keep=keep)
+
+
+def remove_partial_checkpoints(folder: Path) -> None:
+    """Remove what saves and removals that were cut short have left."""
+    for leftover in [*folder.glob(f".{_PREFIX}*.partial"), *folder.glob(f".{_PREFIX}*.removed")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
 def set_latest_checkpoint(checkpoint: Path, *, keep: int) -> None:
     """Name ``checkpoint`` the latest and remove all but the ``keep`` newest up to it.
 
@@ -55,9 +89,7 @@ def set_latest_checkpoint(checkpoint: Path, *, keep: int) -> None:
     write_text(folder / _LATEST, checkpoint.name)
     done = [path for path in _complete_checkpoints(folder) if path.name <= checkpoint.name]
     for old in done[:-keep]:
-        # Renamed first, so that a removal that is cut short leaves nothing that looks complete.
-        removed = old.replace(old.with_name(f".{old.name}.removed"))
-        shutil.rmtree(removed)
+        _remove(old)
 
 
 def find_checkpoint(path: str, *, where: str) -> Path:
@@ -87,3 +119,29 @@ def find_checkpoint(path: str, *, where: str) -> Path:
 
 def _complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove one; a removal that is cut short leaves nothing that looks complete."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)
+    shutil.rmtree(checkpoint.replace(hidden))
+
+
+def _sync_all(folder: Path) -> None:
+    """Have the disk know everything in a checkpoint before ``latest`` names it.
+
+    Writers have done so for their own files.
+    """
+    for path in folder.rglob("*"):
+        if path.suffix != _WRITTEN_SUFFIX:
+            _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

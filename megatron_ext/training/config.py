@@ -146,7 +146,8 @@ class ParallelConfig:
     """Shard the optimizer's state over data-parallel ranks."""
 
     distributed_timeout_minutes: int = 30
-    """How long a collective may wait before the run ends with an error."""
+    """How long nothing may happen on a rank before the run ends with an error that says which rank
+    waits where."""
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -358,6 +359,16 @@ class TrainingConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints kept."""
 
+    async_save: bool = False
+    """Write checkpoints in the background while training goes on."""
+
+    nan_policy: Literal["stop", "skip"] = "stop"
+    """What becomes of an iteration whose loss or gradient is not finite: the end of the run, or no
+    update, counted as ``skipped_iterations``."""
+
+    max_consecutive_skips: int = 10
+    """Iterations in a row that may be skipped; one more ends the run."""
+
     def __post_init__(self) -> None:
         _check_positive(
             self,
@@ -367,6 +378,7 @@ class TrainingConfig:
             "eval_interval",
             "save_interval",
             "keep_checkpoints",
+            "max_consecutive_skips",
         )
         _check_divides(self, "global_batch_size", "micro_batch_size")
         if not 0 <= self.seed < 2**32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.microbatch import Microbatch
+from megatron_ext.training.finite_update import update_if_finite
 from megatron_ext.training.forward_step import StepReport, StudentStep
 from megatron_ext.training.model_chunks import ModelChunks, load_weights_of, sharded_weights
 from megatron_ext.training.models import wrap_in_ddp
@@ -73,10 +75,15 @@ class Student:
         )
 
     def update(self) -> float:
-        """Clip, step and move the learning rate; the global gradient norm before clipping."""
-        _, grad_norm, _ = self.optimizer.step()
-        self.scheduler.step(increment=1)
-        return float(grad_norm)
+        """Clip, step and move the learning rate, unless the gradient is not finite.
+
+        Returns:
+            The global gradient norm before clipping, the same on every rank.
+        """
+        grad_norm = update_if_finite(self.optimizer)
+        if math.isfinite(grad_norm):
+            self.scheduler.step(increment=1)
+        return grad_norm
 
     @property
     def learning_rate(self) -> float:

@@ -100,8 +100,9 @@ def run_layouts(rank: int, folder: Path, runs: list[Run], seen: Run) -> list[tor
         dist.barrier()
         trainer = _trainer(config_of(folder, run))
         if run.only_saves:
-            trainer._resume()
-            trainer._save(2)
+            saved = trainer._saved()
+            saved.load()
+            saved.save(2, is_last=True)
         else:
             trainer.train()
     trainer = _trainer(config_of(folder, seen))

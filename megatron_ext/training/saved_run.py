@@ -1,0 +1,168 @@
+"""The state of a run besides what it learns: when it is saved, and going on from it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch.distributed as dist
+
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.errors import CheckpointError
+from megatron_ext.training import random_state, rank_phase
+from megatron_ext.training.checkpoint import check_tokenizer, load_checkpoint, load_common
+from megatron_ext.training.checkpoint_folder import latest_checkpoint
+from megatron_ext.training.checkpoint_writer import CheckpointWriter
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.data.global_batches import GlobalBatches
+from megatron_ext.training.data.quarantine import forget_refused
+from megatron_ext.training.fault_counts import FaultCounts
+from megatron_ext.training.run_folder import CHECKPOINTS, PROJECTION_FILE, TOKENIZER_FOLDER
+from megatron_ext.training.student import Student
+
+_FAILED_SAVES: Final = 3
+"""Saves in a row that may fail before the run ends."""
+
+
+class Part(Protocol):
+    """Something of a run that a checkpoint keeps; the same on every rank."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain values."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from them."""
+
+
+class SavedRun:
+    """The checkpoints of a run: weights, optimizer, scheduler, data, random numbers, counts.
+
+    Args:
+        record: Saved with every checkpoint: what one needs to know to use it.
+        counts: Of faults; they are part of the state.
+        parts: What else has a state, by its name in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        *,
+        groups: ProcessGroups,
+        student: Student,
+        batches: GlobalBatches,
+        record: Mapping[str, Any],
+        counts: FaultCounts,
+        parts: Mapping[str, Part] | None = None,
+    ) -> None:
+        self._config = config
+        self._groups = groups
+        self._student = student
+        self._batches = batches
+        self._record = dict(record)
+        self._counts = counts
+        self._parts = {"faults": counts, **(parts or {})}
+        self._folder = Path(config.run_dir) / CHECKPOINTS
+        self._failed_in_a_row = 0
+        self._writer = CheckpointWriter(
+            self._folder,
+            groups=groups,
+            keep=config.training.keep_checkpoints,
+            is_async=config.training.async_save,
+            timeout_s=60.0 * config.parallel.distributed_timeout_minutes,
+            files=_files(config),
+        )
+
+    def load(self) -> int:
+        """Load the newest checkpoint of the run, if any; iterations done.
+
+        Raises:
+            CheckpointError: It is not whole, or of another model.
+            ConfigError: It is of other data.
+        """
+        checkpoint = latest_checkpoint(self._folder)
+        run_dir = Path(self._config.run_dir)
+        if checkpoint is None:
+            self._groups.on_main(lambda: forget_refused(run_dir, last_iteration=0))
+            return 0
+        common = load_common(checkpoint)
+        check_tokenizer(checkpoint, common, fingerprint=self._record["tokenizer_fingerprint"])
+        iteration = int(common["iteration"])
+        wanted = self._student.sharded_state(is_loading=True)
+        if random_state.can_load(common, self._groups):
+            wanted |= random_state.sharded_random_state(self._groups)
+        state = load_checkpoint(checkpoint, wanted)
+        self._student.load_state(state)
+        self._batches.load_state(common["data"])
+        for name, part in self._parts.items():
+            if name in common:
+                part.load_state(common[name])
+        if random_state.KEY in state:
+            random_state.load_random_state(state[random_state.KEY])
+        else:
+            seed = self._config.training.seed
+            random_state.seed_random_state(seed, iteration=iteration, groups=self._groups)
+        self._groups.on_main(lambda: forget_refused(run_dir, last_iteration=iteration))
+        return iteration
+
+    def save(self, iteration: int, *, is_last: bool) -> None:
+        """Save; a save that fails is tried again when the next one is due, unless it is the last.
+
+        Raises:
+            CheckpointError: The last one, or the third in a row, could not be written.
+        """
+        rank_phase.enter("saving")
+        self._attempt(self._writer.finish)
+        state = {
+            **self._student.sharded_state(),
+            **random_state.sharded_random_state(self._groups),
+            "iteration": iteration,
+            "data": self._data_state(),
+            "run": self._record,
+            **{name: part.state() for name, part in self._parts.items()},
+        }
+        self._attempt(lambda: self._writer.save(iteration, state), is_last=is_last)
+        if is_last:
+            self._attempt(self._writer.finish, is_last=True)
+
+    def poll(self) -> None:
+        """End a save in the background once all ranks have written it; as ``save``."""
+        self._attempt(self._writer.poll)
+
+    def finish(self) -> None:
+        """Wait for a save in the background; as ``save``.
+
+        For errors that all ranks have alike: what was saved before is good.
+        """
+        self._attempt(self._writer.finish)
+
+    def abandon(self) -> None:
+        """Give up a save in the background, on this rank alone."""
+        self._writer.abandon()
+
+    def _attempt(self, action: Callable[[], bool], *, is_last: bool = False) -> None:
+        """Do something that ends a save, or none; a failure that may be made good is a warning."""
+        try:
+            if action():
+                self._failed_in_a_row = 0
+        except CheckpointError as error:
+            self._counts.failed_saves += 1
+            self._failed_in_a_row += 1
+            if is_last or self._failed_in_a_row == _FAILED_SAVES:
+                raise
+            if self._groups.is_main:
+                sys.stderr.write(f"\nwarning: {error}; the run goes on and saves again later\n")
+
+    def _data_state(self) -> dict[str, Any]:
+        """Where the data goes on, under any layout; one all-gather of objects over ``dp``."""
+        everywhere: list[Any] = [None] * self._groups.dp_size
+        dist.all_gather_object(everywhere, self._batches.positions(), group=self._groups.dp)
+        return self._batches.state(everywhere)
+
+
+def _files(config: DistillConfig) -> Sequence[Path]:
+    """What belongs to every checkpoint besides its state."""
+    run_dir = Path(config.run_dir)
+    projection = Path(config.projection) if config.projection else run_dir / PROJECTION_FILE
+    return (run_dir / TOKENIZER_FOLDER, *([projection] if config.distils else []))
