@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses.inputs.targets import TeacherTargets
@@ -70,6 +71,20 @@ def head_weight(gpt: GPTModel) -> torch.Tensor:
     return weight
 
 
+def whole_sequence(hidden: torch.Tensor, gpt: GPTModel) -> torch.Tensor:
+    """[T, B, D] of what a stage computed: under sequence parallelism a rank has a part of T.
+
+    Collectives: one all-gather over the tensor-parallel group then. Backward: none, since every
+    rank has the whole gradient.
+    """
+    if not gpt.config.sequence_parallel:
+        return hidden
+    whole: torch.Tensor = gather_from_sequence_parallel_region(
+        hidden, tensor_parallel_output_grad=False
+    )
+    return whole
+
+
 def _hidden_states_step(inputs: Iterator[TokenInputs], gpt: GPTModel) -> tuple[torch.Tensor, Any]:
     batch = next(inputs)
     # megatron-core returns the final hidden states where a stage has no head to apply.
@@ -78,7 +93,7 @@ def _hidden_states_step(inputs: Iterator[TokenInputs], gpt: GPTModel) -> tuple[t
         hidden = gpt(batch.tokens, batch.position_ids, batch.attention_mask)
     finally:
         gpt.post_process = has_head
-    return hidden, _batch_first
+    return whole_sequence(hidden, gpt) if has_head else hidden, _batch_first
 
 
 def _batch_first(hidden: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:

@@ -145,6 +145,16 @@ class ParallelConfig:
     use_distributed_optimizer: bool = False
     """Shard the optimizer's state over data-parallel ranks."""
 
+    sequence_parallel: bool = False
+    """Give each tensor-parallel rank a part of every sequence between the layers' matrices."""
+
+    overlap_grad_reduce: bool = False
+    """Sum gradients over replicas while the backward pass still runs."""
+
+    overlap_param_gather: bool = False
+    """Gather what replicas updated while the next forward pass runs; needs
+    ``use_distributed_optimizer`` and ``overlap_grad_reduce``."""
+
     distributed_timeout_minutes: int = 30
     """How long nothing may happen on a rank before the run ends with an error that says which rank
     waits where."""
@@ -162,6 +172,20 @@ class ParallelConfig:
                 "virtual_pipeline_model_parallel_size needs a pipeline to interleave",
                 got=f"{self.virtual_pipeline_model_parallel_size} chunks of 1 pipeline stage",
                 fix="raise pipeline_model_parallel_size, or remove it",
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ConfigError(
+                "sequence_parallel needs tensor-parallel ranks to share a sequence",
+                got="tensor_model_parallel_size 1",
+                fix="raise tensor_model_parallel_size, or remove it",
+            )
+        if self.overlap_param_gather and not (
+            self.use_distributed_optimizer and self.overlap_grad_reduce
+        ):
+            raise ConfigError(
+                "overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce",
+                got=f"{self.use_distributed_optimizer} and {self.overlap_grad_reduce}",
+                fix="set both, or remove it",
             )
 
 
@@ -347,6 +371,24 @@ class TrainingConfig:
     tokens that both models have lie side by side on each rank. Losses and checkpoints are the same,
     see docs/projection.md. Needs an objective with a projection."""
 
+    variable_seq_lengths: bool = False
+    """Make the rows of a microbatch only as long as its longest, instead of ``seq_length``. Losses
+    are the same."""
+
+    seq_length_multiple: int = 64
+    """What rows of variable length are filled up to a multiple of, at most to ``seq_length``."""
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Activations of the student that the backward pass computes again instead of keeping: those of
+    whole layers, or those of the attention alone; none when not given."""
+
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Which layers ``full`` is for: all, ``recompute_num_layers`` at a time, or the first
+    ``recompute_num_layers`` of every chunk of a stage."""
+
+    recompute_num_layers: int | None = None
+    """Layers of ``recompute_method``."""
+
     seed: int = 1234
     """Seed of the initial weights and of the order of the data."""
 
@@ -378,9 +420,12 @@ class TrainingConfig:
             "eval_interval",
             "save_interval",
             "keep_checkpoints",
+            "seq_length_multiple",
+            "recompute_num_layers",
             "max_consecutive_skips",
         )
         _check_divides(self, "global_batch_size", "micro_batch_size")
+        _check_recompute(self)
         if not 0 <= self.seed < 2**32:
             raise ConfigError("seed is out of range", got=self.seed, expected="0 to 2**32 - 1")
 
@@ -440,6 +485,18 @@ class DistillConfig:
             _check_layout(name, "attention heads", heads, tp, "tensor_model_parallel_size")
             ffn = model.ffn_hidden_size or 4 * model.hidden_size
             _check_layout(name, "ffn_hidden_size", ffn, tp, "tensor_model_parallel_size")
+            if self.parallel.sequence_parallel:
+                axis = "tensor_model_parallel_size, which sequence_parallel cuts sequences by"
+                _check_layout(name, "seq_length", model.seq_length, tp, axis)
+        if self.parallel.sequence_parallel and self.training.variable_seq_lengths:
+            multiple = self.training.seq_length_multiple
+            _check_layout("run", "seq_length_multiple", multiple, tp, "tensor_model_parallel_size")
+        if self.parallel.overlap_param_gather and self.loss.linear:
+            raise ConfigError(
+                "the linear form reads the head before overlap_param_gather has gathered it",
+                got="overlap_param_gather and loss.linear",
+                fix="set one of them to false",
+            )
 
     @property
     def distils(self) -> bool:
@@ -517,6 +574,19 @@ def _check_not_negative(config: object, *names: str) -> None:
         value = getattr(config, name)
         if not value >= 0:
             raise ConfigError(f"{name} must not be negative", got=value)
+
+
+def _check_recompute(training: TrainingConfig) -> None:
+    names = ("recompute_method", "recompute_num_layers")
+    given = [name for name in names if getattr(training, name) is not None]
+    is_full = training.recompute_granularity == "full"
+    if len(given) != (2 if is_full else 0):
+        raise ConfigError(
+            "activations are recomputed layer by layer with recompute_granularity full alone",
+            got=f"recompute_granularity {training.recompute_granularity} with "
+            f"{' and '.join(given) or 'neither recompute_method nor recompute_num_layers'}",
+            expected="recompute_method and recompute_num_layers, if and only if it is full",
+        )
 
 
 def _check_divides(config: object, whole: str, part: str) -> None:

@@ -7,8 +7,8 @@ process: a torch function mode turns ``device="cuda"`` into the CPU, and the han
 installed on disk changes. Schedules, layers, collectives and optimizers run as they are, so every
 parallel layout can be tested on any machine.
 
-Not available in this mode: CUDA graphs, stream overlap, Transformer Engine (hence sequence and
-context parallelism), fused kernels.
+Not available in this mode: CUDA graphs, stream overlap, Transformer Engine (hence context
+parallelism), fused kernels.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def install() -> None:
     _keep_freed_memory()
     _installed = _CudaToCpu()
     _installed.__enter__()
+    _redirect_in_backward(_installed)
 
 
 def is_installed() -> bool:
@@ -77,6 +78,20 @@ def _is_cuda(device: object) -> bool:
     if isinstance(device, int):
         return True
     return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+
+
+def _redirect_in_backward(mode: _CudaToCpu) -> None:
+    """Let the backward pass ask for CUDA too, which layers that are computed again do.
+
+    ``torch.autograd.backward`` is a torch function itself, so it calls its engine without the mode.
+    """
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward_in_mode  # type: ignore[attr-defined]
 
 
 def _replace_cuda_calls() -> None:

@@ -16,13 +16,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBlockSubmodules
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.model_chunks import ModelChunks
+from megatron_ext.training.torch_norm import TorchNorm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -114,6 +114,16 @@ def transformer_config(
         # megatron-core takes one for the other where a pipeline has two stages.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
+        # What a stage sends is as long as its microbatch: each message says how long first.
+        variable_seq_lengths=(
+            training.variable_seq_lengths and parallel.pipeline_model_parallel_size > 1
+        ),
+        # The only one that variable_seq_lengths takes, of models without experts too.
+        moe_token_dispatcher_type="alltoall",
+        sequence_parallel=parallel.sequence_parallel,
+        recompute_granularity=training.recompute_granularity,
+        recompute_method=training.recompute_method,
+        recompute_num_layers=training.recompute_num_layers,
         pipeline_dtype=DTYPES[training.precision],
         params_dtype=DTYPES[training.precision],
         bf16=training.precision == "bf16",
@@ -137,7 +147,8 @@ def wrap_in_ddp(chunks: ModelChunks, *, parallel: ParallelConfig) -> list[Distri
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=parallel.use_distributed_optimizer,
-                overlap_grad_reduce=False,
+                overlap_grad_reduce=parallel.overlap_grad_reduce,
+                overlap_param_gather=parallel.overlap_param_gather,
             ),
             module=chunk,
             # Reducing a later chunk overlaps with computing an earlier one, whole as it is.
@@ -158,14 +169,14 @@ def _layer_spec(
     """Transformer Engine's layers where it is installed and runs, torch's everywhere else.
 
     The local spec names the final norm too: left to itself, megatron-core takes it from whichever
-    of Transformer Engine and Apex imports, and neither fits these layers.
+    of Transformer Engine and Apex imports, and neither fits these layers. Every norm is ours, which
+    sequence parallelism can have.
     """
     if HAVE_TE and not cpu_megatron.is_installed():
         return get_gpt_layer_with_transformer_engine_spec()
     layer = get_gpt_layer_local_spec(normalization=model.normalization)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
     layers_of_chunk = model.num_layers // (
         parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
     )
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * layers_of_chunk, layer_norm=WrappedTorchNorm
-    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers_of_chunk, layer_norm=TorchNorm)

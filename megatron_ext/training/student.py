@@ -41,6 +41,7 @@ class Student:
     ) -> None:
         self.chunks = list(chunks)
         self._rows = rows
+        self._gathers_late = config.parallel.overlap_param_gather
         self.ddp = wrap_in_ddp(chunks, parallel=config.parallel)
         self.optimizer = get_megatron_optimizer(
             _optimizer_config(config), self.ddp, use_gloo_process_groups=False
@@ -91,7 +92,13 @@ class Student:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def sharded_state(self, *, is_loading: bool = False) -> dict[str, Any]:
-        """Weights, optimizer and scheduler for ``dist_checkpointing``, rows in the order of ids."""
+        """Weights, optimizer and scheduler for ``dist_checkpointing``, rows in the order of ids.
+
+        Collectives: with ``overlap_param_gather`` the all-gather of the last update.
+        """
+        if self._gathers_late and not is_loading:
+            for ddp in self.ddp:
+                ddp.start_param_sync(force_sync=True)
         weights = sharded_weights(self.chunks)
         if self._rows is not None:
             weights = {
@@ -135,6 +142,7 @@ def _optimizer_config(config: DistillConfig) -> MegatronOptimizerConfig:
         clip_grad=optimizer.clip_grad,
         bf16=config.training.precision == "bf16",
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
     )
 
 

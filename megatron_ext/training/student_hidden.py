@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_ext.teachers.megatron_teacher import head_weight
+from megatron_ext.teachers.megatron_teacher import head_weight, whole_sequence
 
 
 class StudentHidden:
@@ -27,10 +27,12 @@ class StudentHidden:
 
         The gradient of the logits is whole on every tensor-parallel rank here, since the output
         layer reduces it.
+
+        Collectives: those of ``whole_sequence``.
         """
         assert self._last is not None
         hidden, self._last = self._last, None
-        return hidden.transpose(0, 1)
+        return whole_sequence(hidden, self._gpt).transpose(0, 1)
 
     @property
     def head_weight(self) -> torch.Tensor:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_ext.training.checkpoint import save_checkpoint
+from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
 from megatron_ext.training.config import DataConfig, DistillConfig, LossConfig, ParallelConfig
 from megatron_ext.training.model_chunks import sharded_weights
 from tests.training.rank_functions import _trainer
@@ -17,12 +21,13 @@ from tests.training.tiny_run import student_run, teacher_run
 LAYERS = 4
 """A multiple of the stages of every layout."""
 
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
-    "pp2-vp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "tp2-pp2": TP2 | PP2,
+    "pp2-vp2": PP2 | {"virtual_pipeline_model_parallel_size": 2},
+    "tp2-dp2": TP2,
     "pp4": {"pipeline_model_parallel_size": 4},
     "dp4": {},
-    "tp2-dp2": {"tensor_model_parallel_size": 2},
-    "tp2-pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
 }
 """Of four processes; ``pp2-vp2`` has two replicas there."""
 
@@ -31,14 +36,16 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 class Variant:
     """What is trained; the same under every layout."""
 
-    objective: str = "projected_kl"
+    objective: str
 
     packing: bool = False
 
-    untied: bool = False
+    iterations: int = 2
+
+    held_out: bool = False
 
     def __str__(self) -> str:
-        return f"{self.objective}{'-packed' * self.packing}{'-untied' * self.untied}"
+        return f"{self.objective}{'-packed' * self.packing}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,35 +60,48 @@ class AxisRun:
 
     training: Mapping[str, Any] = field(default_factory=dict)
 
+    goes_on_from: tuple[str, int] | None = None
+    """A run, and its iteration whose checkpoint this one resumes."""
+
     def config(self, folder: Path) -> DistillConfig:
-        """Its configuration; first weights and the teacher's are in ``folder``."""
+        """Its configuration; the first weights of both models are in ``folder``."""
         base = student_run(folder, self.name)
         teacher = base.teacher
         assert teacher is not None
-        start = f"start{'-untied' * self.variant.untied}"
+        training = {
+            "train_iters": self.variant.iterations,
+            "save_interval": 1,
+            "keep_checkpoints": self.variant.iterations,
+            **self.training,
+        }
         return dataclasses.replace(
             base,
-            student=dataclasses.replace(
-                base.student,
-                num_layers=LAYERS,
-                untie_embeddings_and_output_weights=self.variant.untied,
-            ),
+            student=dataclasses.replace(base.student, num_layers=LAYERS, seq_length=40),
             teacher=dataclasses.replace(
-                teacher, model=dataclasses.replace(teacher.model, num_layers=LAYERS)
+                teacher,
+                model=dataclasses.replace(teacher.model, num_layers=LAYERS, seq_length=52),
             ),
-            data=DataConfig(train=base.data.train, packing=self.variant.packing),
+            data=DataConfig(
+                train=base.data.train,
+                validation=base.data.train if self.variant.held_out else (),
+                packing=self.variant.packing,
+            ),
             loss=LossConfig(objective=self.variant.objective, ce_weight=0.5),
-            training=dataclasses.replace(
-                base.training, **{"train_iters": 2, "save_interval": 100, **self.training}
-            ),
+            training=dataclasses.replace(base.training, **training),
             parallel=ParallelConfig(**self.parallel),
-            initial_checkpoint=str(folder / start / "checkpoints"),
+            initial_checkpoint=str(folder / "start" / "checkpoints"),
         )
 
 
 def train_runs(rank: int, folder: Path, runs: Sequence[AxisRun]) -> None:
     """One run after the other."""
     for run in runs:
+        if rank == 0 and run.goes_on_from is not None:
+            before, iteration = run.goes_on_from
+            shutil.copytree(folder / before, folder / run.name)
+            checkpoints = folder / run.name / "checkpoints"
+            set_latest_checkpoint(checkpoint_path(checkpoints, iteration), keep=iteration)
+        dist.barrier()
         _trainer(run.config(folder)).train()
 
 
@@ -90,9 +110,8 @@ def start_and_train(rank: int, folder: Path, runs: Sequence[AxisRun]) -> None:
     config = teacher_run(folder)
     model = dataclasses.replace(config.student, num_layers=LAYERS)
     _save_start(dataclasses.replace(config, student=model))
-    for untied in {run.variant.untied for run in runs}:
-        first = AxisRun(name=f"start{'-untied' * untied}", variant=Variant(untied=untied))
-        _save_start(dataclasses.replace(first.config(folder), initial_checkpoint=None))
+    start = AxisRun(name="start", variant=runs[0].variant).config(folder)
+    _save_start(dataclasses.replace(start, initial_checkpoint=None))
     train_runs(rank, folder, runs)
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBlockSubmodules
 
 from megatron_ext.training import cpu_megatron, models
 from megatron_ext.training.config import ModelConfig, ParallelConfig
+from megatron_ext.training.torch_norm import TorchNorm
 from tests.process_group import run_ranks
 from tests.training.rank_functions import first_layer
 
@@ -30,4 +30,4 @@ def test_a_gpu_without_transformer_engine_gets_torch_layers_and_a_torch_norm(
     spec = models._layer_spec(model, ParallelConfig(pipeline_model_parallel_size=2))
     assert isinstance(spec, TransformerBlockSubmodules)
     assert len(spec.layer_specs) == 2
-    assert spec.layer_norm is WrappedTorchNorm
+    assert spec.layer_norm is TorchNorm

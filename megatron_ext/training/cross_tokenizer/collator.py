@@ -59,6 +59,8 @@ class CrossTokenizerCollator:
         make_sequence_length_divisible_by: What the student's rows are filled up to a multiple of.
         segment_multiple: What each text in a packed row is filled up to a multiple of, on every
             side: twice the context-parallel size where rows are cut for that.
+        row_multiple: What the longest row of a batch is filled up to a multiple of, at most to its
+            side's length, and the others to its length; None: every row to the side's length.
         cache_dir: Where tokens and alignments are kept in files, for all processes, so that each is
             made once. A student token takes about 6 bytes, and one of a teacher 5.
         cache_max_bytes: Size of the files from which on nothing is added.
@@ -80,6 +82,7 @@ class CrossTokenizerCollator:
         append_eod: bool = True,
         make_sequence_length_divisible_by: int = 1,
         segment_multiple: int = 1,
+        row_multiple: int | None = None,
         cache_dir: str | Path | None = None,
         cache_max_bytes: int = 1 << 36,
         memory_cache_bytes: int = 0,
@@ -100,6 +103,7 @@ class CrossTokenizerCollator:
             segment_multiple=segment_multiple,
             append_eod=append_eod,
             pad_id=None,
+            row_multiple=row_multiple,
         )
         self.teacher_sides = tuple(
             Side.of(
@@ -110,6 +114,7 @@ class CrossTokenizerCollator:
                 segment_multiple=segment_multiple,
                 append_eod=append_eod,
                 pad_id=spec.pad_id,
+                row_multiple=row_multiple,
             )
             for spec in self._others
         )

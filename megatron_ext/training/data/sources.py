@@ -45,6 +45,9 @@ def make_collator(
             for name, (its_tokenizer, length) in teachers.items()
         ],
         append_eod=config.data.append_eod if append_eod is None else append_eod,
+        row_multiple=(
+            config.training.seq_length_multiple if config.training.variable_seq_lengths else None
+        ),
         cache_dir=config.data.alignment_cache,
     )
 

@@ -49,9 +49,9 @@ class Layout:
         labels = np.array([segment.label_count for segment in segments], np.int64)
         lengths = -(-labels // side.segment_multiple) * side.segment_multiple
         row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-        layout = cls(segments, len(rows), side.length, labels, lengths, row_of)
-        assert layout.filled.max(initial=0) <= side.length, f"a row of {side.name} overflows"
-        return layout
+        longest = int(np.bincount(row_of, lengths, len(rows)).max(initial=0))
+        assert longest <= side.length, f"a row of {side.name} overflows"
+        return cls(segments, len(rows), side.row_length(longest), labels, lengths, row_of)
 
     @cached_property
     def filled(self) -> Counts:

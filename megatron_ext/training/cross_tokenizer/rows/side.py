@@ -38,12 +38,17 @@ class Side:
     segment_multiple: int = 1
     """What the length of each piece in a row is filled up to a multiple of."""
 
+    row_multiple: int | None = None
+    """What the longest row of a batch is filled up to a multiple of, and the others to its length;
+    None: every row has ``length`` positions."""
+
     def __post_init__(self) -> None:
-        for name in ("length", "segment_multiple"):
-            if getattr(self, name) < 1:
+        for name in ("length", "segment_multiple", "row_multiple"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ConfigError(
                     f"the {name} of {self.name} is too small",
-                    got=getattr(self, name),
+                    got=value,
                     expected=">= 1",
                 )
         if self.capacity < 1:
@@ -64,6 +69,7 @@ class Side:
         segment_multiple: int,
         append_eod: bool,
         pad_id: int | None,
+        row_multiple: int | None = None,
     ) -> Side:
         """The side of a tokenizer.
 
@@ -76,6 +82,8 @@ class Side:
             append_eod: End texts with the end-of-document token, where there is one.
             pad_id: What fills a row; the tokenizer's padding, else its end-of-document token, else
                 0 with None.
+            row_multiple: What the longest row of a batch is filled up to a multiple of, and the
+                others to its length; None: every row to the length of the side.
         """
         if length_multiple < 1:
             raise ConfigError(
@@ -89,6 +97,7 @@ class Side:
             eod=tokenizer.eod if append_eod else None,
             pad=next(pad for pad in pads if pad is not None),
             segment_multiple=segment_multiple,
+            row_multiple=row_multiple,
         )
 
     @cached_property
@@ -100,6 +109,12 @@ class Side:
     def eod_part(self) -> NDArray[np.int32] | None:
         """``eod`` as a row of one token."""
         return None if self.eod is None else np.array([self.eod], np.int32)
+
+    def row_length(self, longest: int) -> int:
+        """Positions of the rows of a batch whose longest row fills ``longest`` of them."""
+        if self.row_multiple is None:
+            return self.length
+        return min(-(-max(longest, 1) // self.row_multiple) * self.row_multiple, self.length)
 
     @property
     def capacity(self) -> int:

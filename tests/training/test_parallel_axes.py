@@ -1,0 +1,111 @@
+"""Four processes in any layout train the model that one process trains.
+
+Each run has another layout and other options that may not change a result, so that every layout,
+objective and option is met in one start of four processes; ``layout_matrix.py`` has all of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.training.metrics import read_metrics
+from tests.process_group import run_ranks
+from tests.training.axis_runs import LAYOUTS, AxisRun, Variant, start_and_train, train_runs
+from tests.training.checkpoint_tensors import weights_of
+from tests.training.test_layouts import GRADIENT_NORM_TOLERANCE, PARAMETER_TOLERANCE
+from tests.training.tiny_run import write_corpus, write_rank_list
+
+PROJECTED = Variant(objective="projected_kl", packing=True, iterations=3, held_out=True)
+PARTITION = Variant(objective="partition_kl", packing=True)
+ALM = Variant(objective="alm")
+VARIANTS = (PROJECTED, PARTITION, ALM)
+
+OVERLAPS = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
+RUNS = [
+    AxisRun(
+        name="pp2-vp2",
+        variant=PROJECTED,
+        parallel=LAYOUTS["pp2-vp2"],
+        goes_on_from=(str(PROJECTED), 1),
+    ),
+    AxisRun(
+        name="tp2-pp2",
+        variant=PROJECTED,
+        parallel=LAYOUTS["tp2-pp2"],
+        goes_on_from=("pp2-vp2", 2),
+    ),
+    AxisRun(
+        name="tp2-dp2-sequence-parallel",
+        variant=PARTITION,
+        parallel={**LAYOUTS["tp2-dp2"], "sequence_parallel": True},
+        training={"recompute_granularity": "selective"},
+    ),
+    AxisRun(
+        name="pp4-full-recompute-variable-lengths",
+        variant=ALM,
+        parallel=LAYOUTS["pp4"],
+        training={
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "variable_seq_lengths": True,
+            "seq_length_multiple": 8,
+        },
+    ),
+    AxisRun(name="dp4-overlaps", variant=ALM, parallel={**LAYOUTS["dp4"], **OVERLAPS}),
+]
+# A vector of norms counts as one weight of a model, and its gradient comes from every position.
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("axes")
+    write_corpus(folder)
+    write_rank_list(folder)
+    alone = [AxisRun(name=str(variant), variant=variant) for variant in VARIANTS]
+    run_ranks(1, start_and_train, folder, alone, timeout_s=240)
+    run_ranks(4, train_runs, folder, RUNS, timeout_s=480)
+    return folder
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_every_iteration_measures_what_one_process_measures(runs: Path, run: AxisRun) -> None:
+    alone, sharded = read_metrics(runs / str(run.variant)), read_metrics(runs / run.name)
+    assert len(alone) == run.variant.iterations
+    for one, other in zip(alone, sharded, strict=True):
+        assert one.keys() == other.keys()
+        for name in ("iteration", "tokens", "compared", "chunks"):
+            assert other[name] == one[name]
+        names = ["loss", "kd", "ce"]
+        if run.variant.held_out and one["iteration"] == run.variant.iterations:
+            names += ["student_bits_per_byte", "teacher_bits_per_byte"]
+        for name in names:
+            assert other[name] == pytest.approx(one[name], rel=1e-5), name
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=GRADIENT_NORM_TOLERANCE)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_the_trained_weights_are_those_of_one_process(runs: Path, run: AxisRun) -> None:
+    iteration = run.variant.iterations
+    start = _weights(runs / "start", 0)
+    alone = _weights(runs / str(run.variant), iteration)
+    sharded = _weights(runs / run.name, iteration)
+    assert alone.keys() == sharded.keys()
+    for name, weight in alone.items():
+        # Every matrix and every norm has learnt: an axis that forgets a gradient shows.
+        assert (weight - start[name]).abs().max() > 5e-4, name
+        rows = min(len(weight), len(sharded[name]))
+        torch.testing.assert_close(
+            sharded[name][:rows], weight[:rows], rtol=0, atol=PARAMETER_TOLERANCE, msg=name
+        )
+
+
+def _weights(run: Path, iteration: int) -> dict[str, torch.Tensor]:
+    return weights_of(run / "checkpoints" / f"iter_{iteration:07d}")
