@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 -m megatron_ext distill --config run.yaml --lr 3e-4
 
 The file holds the configuration; every key also has a flag, which wins. A run whose folder exists
-is resumed from its newest checkpoint.
+is resumed from its newest checkpoint. With --dry-run nothing is started: what needs no model is
+checked, and memory, traffic and arithmetic of the run are estimated.
 """
 
 from __future__ import annotations
@@ -16,19 +17,43 @@ import warnings
 import yaml
 
 from megatron_ext.distributed.layout import launched_processes
+from megatron_ext.errors import ConfigError
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
+from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.run_folder import config_values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
+    planning = parser.add_argument_group("dry run")
+    planning.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything that needs no model, estimate what the run takes, start nothing",
+    )
+    planning.add_argument(
+        "--world-size",
+        type=int,
+        metavar="INT",
+        help="processes that a dry run plans for; as many as were started when not given",
+    )
+    planning.add_argument(
+        "--layers",
+        choices=("local", "transformer_engine"),
+        help="layers that a dry run plans for; those that would run here when not given",
+    )
     add_config_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the resolved configuration and train."""
     config = config_from_arguments(arguments)
+    if arguments.dry_run:
+        _plan(config, arguments)
+        return
+    if arguments.world_size is not None or arguments.layers is not None:
+        raise ConfigError("--world-size and --layers plan a run", fix="add --dry-run")
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(yaml.safe_dump(config_values(config), sort_keys=False) + "\n")
         sys.stdout.flush()
@@ -40,3 +65,15 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_ext.training.distill import distill
 
     distill(config, inputs)
+
+
+def _plan(config: DistillConfig, arguments: argparse.Namespace) -> None:
+    from megatron_ext.training.dry_run import dry_run
+
+    world_size = arguments.world_size
+    if world_size is None:
+        world_size = launched_processes()
+    elif world_size < 1:
+        raise ConfigError("no run has so few processes", where="--world-size", got=world_size)
+    has_flash = {"local": False, "transformer_engine": True}.get(arguments.layers)
+    sys.stdout.write(dry_run(config, world_size=world_size, has_flash=has_flash))

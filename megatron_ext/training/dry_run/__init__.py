@@ -1,0 +1,5 @@
+"""What a run would take, without starting it."""
+
+from megatron_ext.training.dry_run.dry_run import dry_run
+
+__all__ = ["dry_run"]

@@ -1,0 +1,104 @@
+"""A run's start as far as it can be checked without a model, and what the run would take.
+
+No process group is joined, megatron-core is not imported, no model is built and no file is left:
+the index of the text goes to a temporary folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_ext.projection import SparseProjection
+from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.dry_run.checkpoint_check import check_checkpoint
+from megatron_ext.training.dry_run.pair_cost import pair_cost
+from megatron_ext.training.dry_run.plan import Plan
+from megatron_ext.training.dry_run.report import report
+from megatron_ext.training.inputs import Inputs, read_inputs
+from megatron_ext.training.run_folder import CHECKPOINTS
+
+
+def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = None) -> str:
+    """Check all that ``megatron-ext distill`` checks before it builds a model, and plan the run.
+
+    Args:
+        config: The run.
+        world_size: Processes that it is planned for.
+        has_flash: Whether layers will be Transformer Engine's; whether it is installed with None.
+
+    Returns:
+        What a user should read before starting it.
+
+    Raises:
+        MegatronExtError: Anything that can be known to be wrong.
+    """
+    if has_flash is None:
+        has_flash = find_spec("transformer_engine") is not None
+    with tempfile.TemporaryDirectory() as folder:
+        data = dataclasses.replace(config.data, index_cache=folder, alignment_cache=None)
+        inputs = read_inputs(dataclasses.replace(config, data=data), world_size=world_size)
+        summary = inputs.data.summary()
+    plan = Plan.of(
+        config,
+        world_size=world_size,
+        vocab_size=inputs.tokenizer.vocab_size,
+        teacher_vocab_sizes={
+            name: teacher.tokenizer.vocab_size for name, teacher in inputs.teachers.items()
+        },
+        has_flash=has_flash,
+    )
+    compared = _check_checkpoints(config, inputs)
+    pairs = {
+        name: pair_cost(
+            projection,
+            plan.student,
+            plan.teachers[name],
+            is_laid_out=config.training.vocabulary_layout != "original",
+        )
+        for name, projection in _projections(config, inputs).items()
+    }
+    return report(dataclasses.replace(plan, pairs=pairs), summary, compared)
+
+
+def _check_checkpoints(config: DistillConfig, inputs: Inputs) -> dict[str, bool]:
+    """Every checkpoint that the run would load, and whether it says what model it is of."""
+    compared = {}
+    fingerprint = inputs.tokenizer.fingerprint()
+    latest = latest_checkpoint(Path(config.run_dir) / CHECKPOINTS)
+    if latest is None and config.initial_checkpoint:
+        latest = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
+    if latest is not None:
+        compared[str(latest)] = check_checkpoint(
+            latest, config.student, fingerprint=fingerprint, where="student"
+        )
+    for name, teacher in config.named_teachers.items() if config.distils else ():
+        section = config.section_of(name)
+        checkpoint = find_checkpoint(teacher.checkpoint, where=f"{section}.checkpoint")
+        compared[str(checkpoint)] = check_checkpoint(
+            checkpoint,
+            teacher.model,
+            fingerprint=inputs.teachers[name].tokenizer.fingerprint(),
+            where=f"{section}.model",
+        )
+    return compared
+
+
+def _projections(config: DistillConfig, inputs: Inputs) -> dict[str, SparseProjection]:
+    """Those that are configured, and those that the run would build, built in memory."""
+    from megatron_ext.training.objective import make_objective, needs_of
+
+    found = {}
+    for name, teacher in inputs.teachers.items() if config.distils else ():
+        loss = config.loss.of_teacher(config.named_teachers[name])
+        method = needs_of(make_objective(loss)).projection
+        if teacher.projection is not None:
+            found[name] = teacher.projection
+        elif method is not None:
+            found[name] = SparseProjection.from_tokenizers(
+                inputs.tokenizer, teacher.tokenizer, method
+            )
+    return found

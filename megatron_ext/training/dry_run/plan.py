@@ -1,0 +1,139 @@
+"""The numbers that memory, wire and arithmetic of a run follow from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from megatron_ext.distributed.layout import data_parallel_size
+from megatron_ext.tokenizers.build import padded_vocab_size
+from megatron_ext.training.config import DistillConfig, ModelConfig
+from megatron_ext.training.dry_run.model_shape import ModelShape
+
+FP32: Final = 4
+ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairCost:
+    """What an objective keeps and sends for a pair of vocabularies; 0 without a projection."""
+
+    entries: int = 0
+    """Most entries of the projection on a rank."""
+
+    crossing_columns: int = 0
+    """Teacher tokens with an entry of another tensor-parallel rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run on a number of processes."""
+
+    config: DistillConfig
+    world_size: int
+    dp: int
+    student: ModelShape
+
+    teachers: Mapping[str, ModelShape]
+    """By name; none where the objective does without."""
+
+    pairs: Mapping[str, PairCost] = field(default_factory=dict)
+    """By teacher; one that is missing costs nothing."""
+
+    has_flash: bool = False
+    """Whether layers are Transformer Engine's, which keep no attention scores."""
+
+    @classmethod
+    def of(
+        cls,
+        config: DistillConfig,
+        *,
+        world_size: int,
+        vocab_size: int,
+        teacher_vocab_sizes: Mapping[str, int],
+        pairs: Mapping[str, PairCost] | None = None,
+        has_flash: bool = False,
+    ) -> Plan:
+        """The plan of a checked configuration.
+
+        Raises:
+            ConfigError: The processes do not divide into replicas.
+        """
+        parallel = config.parallel
+        named = config.named_teachers if config.distils else {}
+        return cls(
+            config=config,
+            world_size=world_size,
+            dp=data_parallel_size(
+                world_size=world_size,
+                tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+                pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            ),
+            student=_shape(config.student, vocab_size, config),
+            teachers={
+                name: _shape(teacher.model, teacher_vocab_sizes[name], config)
+                for name, teacher in named.items()
+            },
+            pairs=pairs or {},
+            has_flash=has_flash,
+        )
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight and of an activation."""
+        return ELEMENT_BYTES[self.config.training.precision]
+
+    @property
+    def batch(self) -> int:
+        """Rows of a microbatch."""
+        return self.config.training.micro_batch_size
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a replica in a step."""
+        return self.config.training.global_batch_size // (self.batch * self.dp)
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self.student.pp
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of a pipeline rank."""
+        return self.config.parallel.virtual_pipeline_model_parallel_size
+
+    @property
+    def recomputed_share(self) -> float:
+        """Share of the student's layers that run forward twice."""
+        training = self.config.training
+        if training.recompute_granularity != "full":
+            return 0.0
+        if training.recompute_method == "uniform":
+            return 1.0
+        layers = self.student.layers // self.chunks
+        return min(1.0, (training.recompute_num_layers or 0) / layers)
+
+    def hidden_bytes(self, shape: ModelShape) -> int:
+        """Bytes of a microbatch's hidden states between two layers, on a rank."""
+        ranks = shape.tp if self.config.parallel.sequence_parallel else 1
+        return self.tokens(shape) * shape.model.hidden_size * self.element // ranks
+
+    def tokens(self, shape: ModelShape) -> int:
+        """Tokens of a microbatch as a model reads it; rows are taken to be full."""
+        return self.batch * shape.model.seq_length
+
+
+def _shape(model: ModelConfig, vocab_size: int, config: DistillConfig) -> ModelShape:
+    tp = config.parallel.tensor_model_parallel_size
+    return ModelShape(
+        model=model,
+        padded_vocab_size=padded_vocab_size(
+            vocab_size,
+            make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
+            tensor_model_parallel_size=tp,
+        ),
+        tp=tp,
+        pp=config.parallel.pipeline_model_parallel_size,
+    )

@@ -1,0 +1,141 @@
+"""What a dry run found, as a page of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from megatron_ext.training.dry_run.arithmetic import step_arithmetic
+from megatron_ext.training.dry_run.memory import RankMemory, rank_memory
+from megatron_ext.training.dry_run.model_shape import ModelShape
+from megatron_ext.training.dry_run.plan import Plan
+from megatron_ext.training.dry_run.step_time import H100, step_seconds
+from megatron_ext.training.dry_run.wire import WireBytes, wire_bytes
+
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def report(plan: Plan, data: Mapping[str, Any], checkpoints: Mapping[str, bool]) -> str:
+    """The page.
+
+    Args:
+        data: The summary of ``RunData``.
+        checkpoints: Paths that the run would load, and whether they say what model they hold.
+    """
+    stages = _shown_stages(plan)
+    parts = [
+        _run(plan),
+        _text(data),
+        _checked(checkpoints),
+        _table(
+            "memory of a rank, by pipeline stage",
+            {stage: rank_memory(plan, stage) for stage in stages},
+        ),
+        _table(
+            "sent by a rank in a step, by pipeline stage",
+            {stage: wire_bytes(plan, stage) for stage in stages},
+        ),
+        _arithmetic(plan),
+        _time(plan),
+        "nothing was started, and nothing was written",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _shown_stages(plan: Plan) -> list[int]:
+    """The first, one from the middle, and the last: those between do not differ in kind."""
+    return sorted({0, min(1, plan.stages - 1), plan.stages - 1})
+
+
+def _run(plan: Plan) -> str:
+    student, training = plan.student, plan.config.training
+    layers = "Transformer Engine's" if plan.has_flash else "megatron-core's local ones"
+    lines = [
+        f"processes   {plan.world_size}: TP {student.tp} x PP {student.pp} x DP {plan.dp}",
+        f"step        {training.global_batch_size} rows in {plan.microbatches} "
+        f"microbatches of {plan.batch} for each replica",
+        f"layers      {layers}, {training.precision}",
+        f"student     {_model(student)}",
+    ]
+    lines += [f"{name:<11} {_model(teacher)}" for name, teacher in plan.teachers.items()]
+    return "\n".join(lines)
+
+
+def _model(shape: ModelShape) -> str:
+    # Of all stages and ranks; a tied head is counted where it is kept.
+    parameters = shape.tp * sum(shape.parameters(stage) for stage in range(shape.pp))
+    return (
+        f"{parameters:,} parameters on the ranks of a replica, "
+        f"{shape.padded_vocab_size:,} rows of the head, rows of {shape.model.seq_length:,} tokens"
+    )
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    lines = []
+    for split in ("train", "validation"):
+        if data.get(split):
+            found = data[split]
+            lines.append(f"{split:<11} {found['documents']:,} documents, {found['bytes']:,} bytes")
+    return "\n".join(lines)
+
+
+def _checked(checkpoints: Mapping[str, bool]) -> str:
+    lines = ["checked     configuration, run folder, files, tokenizers, pairs and projections"]
+    for path, compared in checkpoints.items():
+        what = "model and tokenizer fit" if compared else "does not say what model it holds"
+        lines.append(f"checkpoint  {path}: {what}")
+    return "\n".join(lines)
+
+
+def _table(title: str, columns: Mapping[int, RankMemory | WireBytes]) -> str:
+    """A row for each part that is not 0, and the total."""
+    values = {stage: {**asdict(part), "total": part.total} for stage, part in columns.items()}
+    rows = [title.ljust(46) + "".join(f"{f'stage {stage}':>14}" for stage in values)]
+    for name in next(iter(values.values())):
+        numbers = [part[name] for part in values.values()]
+        if any(numbers) or name == "total":
+            shown = "".join(f"{_bytes(number):>14}" for number in numbers)
+            rows.append(f"  {name.replace('_', ' '):<44}{shown}")
+    return "\n".join(rows)
+
+
+def _arithmetic(plan: Plan) -> str:
+    work = step_arithmetic(plan)
+    parts = {name: value for name, value in asdict(work).items() if name != "loss_bytes"}
+    rows = _shares(parts, work.operations)
+    return "\n".join(
+        [
+            f"operations of a step, all ranks: {work.operations:.3g}",
+            *rows,
+            f"  bytes of logits moved by the loss: {_bytes(work.loss_bytes)}",
+        ]
+    )
+
+
+def _time(plan: Plan) -> str:
+    seconds = step_seconds(plan)
+    return "\n".join(
+        [
+            f"time shares on {H100.name}, computed and not measured",
+            f"(at {H100.reached_operations:.0%} of its arithmetic and {H100.reached_bytes:.0%} of "
+            "its bytes a second, without overlap):",
+            *_shares(asdict(seconds), seconds.total),
+        ]
+    )
+
+
+def _shares(parts: Mapping[str, float], total: float) -> Sequence[str]:
+    return [
+        f"  {name.replace('_', ' '):<44}{value / total:>14.1%}"
+        for name, value in parts.items()
+        if value
+    ]
+
+
+def _bytes(number: float) -> str:
+    unit = 0
+    while number >= 1024 and unit < len(_UNITS) - 1:
+        number /= 1024
+        unit += 1
+    return f"{number:,.0f} {_UNITS[unit]}" if unit == 0 else f"{number:,.1f} {_UNITS[unit]}"

@@ -1,0 +1,111 @@
+"""``megatron-ext distill --dry-run`` finds what is wrong, says what it takes, leaves nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cli.main import main
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.dry_run import dry_run
+from tests.cli.run_files import REPOSITORY, write_config
+from tests.training.tiny_run import student_run
+
+_EIGHT_PROCESSES = ("--dry-run", "--world-size", "8")
+_LOADED = """
+import sys
+from megatron_ext.cli.main import main
+main(sys.argv[1:])
+import torch.distributed as dist
+print("megatron-core" if any(name.startswith("megatron.") for name in sys.modules) else "none")
+print(dist.is_initialized())
+"""
+
+
+def test_it_reports_on_all_processes_and_starts_and_writes_nothing(folder: Path) -> None:
+    config = student_run(folder, "planned", pipeline_model_parallel_size=2)
+    file = write_config(folder, config)
+    before = _contents(folder)
+    finished = subprocess.run(
+        [sys.executable, "-c", _LOADED, "distill", f"--config={file}", *_EIGHT_PROCESSES],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert finished.stderr == ""
+    *page, loaded, is_initialized = finished.stdout.splitlines()
+    assert (loaded, is_initialized) == ("none", "False")
+    assert page[0] == "processes   8: TP 1 x PP 2 x DP 4"
+    text = "\n".join(page)
+    for part in (
+        "24 documents",
+        "model and tokenizer fit",
+        "stage 0",
+        "stage 1",
+        "teacher targets",
+    ):
+        assert part in text
+    assert page[-1] == "nothing was started, and nothing was written"
+    assert _contents(folder) == before
+
+
+def test_processes_that_make_no_whole_replica_are_refused(folder: Path) -> None:
+    config = student_run(folder, "planned", pipeline_model_parallel_size=2)
+    with pytest.raises(ConfigError, match="whole model replicas"):
+        dry_run(config, world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"num_layers": 4}, "another num_layers"), ({"swiglu": False}, "another swiglu")],
+    ids=["depth", "activation"],
+)
+def test_a_teacher_that_its_checkpoint_does_not_fit_is_found(
+    folder: Path, change: dict[str, object], message: str
+) -> None:
+    config = student_run(folder, "planned")
+    assert config.teacher is not None
+    model = dataclasses.replace(config.teacher.model, **change)
+    wrong = dataclasses.replace(config, teacher=dataclasses.replace(config.teacher, model=model))
+    with pytest.raises(CheckpointError, match=message):
+        dry_run(wrong, world_size=1)
+
+
+def test_a_teacher_of_another_tokenizer_is_found(folder: Path) -> None:
+    config = student_run(folder, "planned")
+    assert config.teacher is not None
+    teacher = dataclasses.replace(config.teacher, tokenizer=config.tokenizer)
+    with pytest.raises(CheckpointError, match="another tokenizer"):
+        dry_run(dataclasses.replace(config, teacher=teacher), world_size=1)
+
+
+def test_a_run_is_not_planned_by_halves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_config(folder, student_run(folder, "planned"))
+    with pytest.raises(SystemExit):
+        main(["distill", "--config", str(file), "--world-size", "8"])
+    assert "add --dry-run" in capsys.readouterr().err
+
+
+def test_tensor_parallel_ranks_that_share_columns_send_them(folder: Path) -> None:
+    alone, over_two = (dry_run(_sharded(folder, ranks), world_size=ranks) for ranks in (1, 2))
+    assert "  tensor parallel" not in alone
+    assert "  tensor parallel" in over_two
+
+
+def _sharded(folder: Path, ranks: int) -> DistillConfig:
+    return student_run(folder, "planned", tensor_model_parallel_size=ranks)
+
+
+def _contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+    }

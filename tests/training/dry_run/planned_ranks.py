@@ -1,0 +1,126 @@
+"""What spawned ranks measure of models that a dry run only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_ext.distributed import process_groups
+from megatron_ext.training import cpu_megatron
+from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.models import build_model_chunks
+from megatron_ext.training.student import Student
+from tests.training.dry_run.planned_runs import BATCH, PADDED_VOCABULARY, planned_run
+
+
+class Measured(NamedTuple):
+    """On one rank, for one model."""
+
+    stage: int
+    parameters: int
+    activations: int | None
+    """Bytes that one microbatch's forward pass saves, of a layout with one stage."""
+
+
+def measure_models(
+    rank: int, layout: dict[str, int], models: Sequence[tuple[ModelConfig, str]]
+) -> list[Measured]:
+    """Every model, with its precision, under a layout."""
+    groups = _groups(layout)
+    return [_measured(model, precision, layout, groups) for model, precision in models]
+
+
+def measure_optimizer(rank: int, cases: Sequence[tuple[str, bool]]) -> list[dict[str, int]]:
+    """Bytes of what a student's training keeps on this rank, after a step.
+
+    Args:
+        cases: Precision, and whether the optimizer is distributed.
+    """
+    groups = _groups({})
+    found = []
+    for precision, is_distributed in cases:
+        config = planned_run(precision=precision, use_distributed_optimizer=is_distributed)
+        chunks = build_model_chunks(
+            config.student,
+            padded_vocab_size=PADDED_VOCABULARY,
+            parallel=config.parallel,
+            training=config.training,
+            groups=groups,
+        )
+        student = Student(chunks, config=config)
+        for weight in chunks[0].parameters():
+            weight.main_grad.fill_(1e-3)
+        student.update()
+        buffers = [b for ddp in student.ddp for b in ddp.buffers]
+        found.append(
+            {
+                "weights": _bytes(chunks[0].parameters()),
+                "gradients": sum(b.grad_data.nbytes for b in buffers),
+                "optimizer_state": _optimizer_bytes(student.optimizer, precision),
+            }
+        )
+    return found
+
+
+def _groups(layout: dict[str, int]) -> process_groups.ProcessGroups:
+    cpu_megatron.install()
+    parallel_state.destroy_model_parallel()
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, **layout}
+    return process_groups.initialize(**sizes)
+
+
+def _measured(
+    model: ModelConfig,
+    precision: Any,
+    layout: dict[str, int],
+    groups: process_groups.ProcessGroups,
+) -> Measured:
+    (gpt,) = build_model_chunks(
+        model,
+        padded_vocab_size=PADDED_VOCABULARY,
+        parallel=ParallelConfig(**layout),
+        training=TrainingConfig(train_iters=1, precision=precision),
+        groups=groups,
+    )
+    parameters = sum(weight.numel() for weight in gpt.parameters())
+    is_whole = groups.is_first_stage and groups.is_last_stage
+    return Measured(groups.pp_rank, parameters, _saved_bytes(gpt, model) if is_whole else None)
+
+
+def _saved_bytes(gpt: Any, model: ModelConfig) -> int:
+    """Bytes of all that autograd keeps of a forward pass to the last hidden states."""
+    weights = {weight.untyped_storage().data_ptr() for weight in gpt.parameters()}
+    tokens = torch.zeros(BATCH, model.seq_length, dtype=torch.long)
+    inputs = {tokens.untyped_storage().data_ptr()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights | inputs:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    gpt.post_process = False
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = gpt(tokens, torch.arange(model.seq_length).expand(BATCH, -1), None)
+    # What the head would keep of it.
+    keep(hidden)
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def _optimizer_bytes(optimizer: Any, precision: str) -> int:
+    total = 0
+    for one in optimizer.chained_optimizers:
+        for state in one.optimizer.state.values():
+            total += _bytes(value for name, value in state.items() if name.startswith("exp_avg"))
+        if precision == "bf16":
+            # The fp32 weights that AdamW moves.
+            total += _bytes(w for group in one.optimizer.param_groups for w in group["params"])
+    return total
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,70 @@
+"""Configurations for the tests of the dry run, small, with everything that changes a count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ext.tokenizers import TokenizerConfig
+from megatron_ext.training.config import (
+    DataConfig,
+    DistillConfig,
+    LossConfig,
+    ModelConfig,
+    ParallelConfig,
+    TeacherConfig,
+    TrainingConfig,
+)
+from megatron_ext.training.dry_run.plan import Plan
+
+BATCH = 2
+PADDED_VOCABULARY = 128
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 24}
+
+MODELS = [
+    (ModelConfig(**SIZES, ffn_hidden_size=96, num_query_groups=2), "fp32"),
+    (ModelConfig(**SIZES, ffn_hidden_size=96, num_query_groups=2), "bf16"),
+    (ModelConfig(**SIZES, swiglu=False, untie_embeddings_and_output_weights=True), "fp32"),
+    (
+        ModelConfig(**SIZES, normalization="LayerNorm", position_embedding_type="learned_absolute"),
+        "fp32",
+    ),
+]
+
+
+def planned_run(
+    student: ModelConfig | None = None,
+    *,
+    precision: Any = "fp32",
+    global_batch_size: int = 8,
+    packing: bool = False,
+    loss: LossConfig | None = None,
+    **parallel: Any,
+) -> DistillConfig:
+    """A student and a teacher twice as wide."""
+    teacher = ModelConfig(**{**SIZES, "hidden_size": 64, "seq_length": 40})
+    return DistillConfig(
+        run_dir="run",
+        tokenizer=TokenizerConfig(),
+        student=student or MODELS[0][0],
+        data=DataConfig(train=("text",), packing=packing),
+        teacher=TeacherConfig(tokenizer=TokenizerConfig(), model=teacher, checkpoint="teacher"),
+        loss=loss or LossConfig(),
+        training=TrainingConfig(
+            train_iters=1,
+            micro_batch_size=BATCH,
+            global_batch_size=global_batch_size,
+            precision=precision,
+        ),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def plan_of(config: DistillConfig, world_size: int = 1, *, has_flash: bool = False) -> Plan:
+    """With vocabularies of 64 and 128: heads of 128 rows, of 256 over two ranks."""
+    return Plan.of(
+        config,
+        world_size=world_size,
+        vocab_size=64,
+        teacher_vocab_sizes={"teacher": 128},
+        has_flash=has_flash,
+    )

@@ -1,0 +1,187 @@
+"""How memory, traffic and arithmetic of a plan follow from its sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_ext.training.config import LossConfig
+from megatron_ext.training.dry_run.activations import kept_activations, stage_activations
+from megatron_ext.training.dry_run.arithmetic import step_arithmetic
+from megatron_ext.training.dry_run.memory import RankMemory, rank_memory
+from megatron_ext.training.dry_run.plan import PairCost, Plan
+from megatron_ext.training.dry_run.step_time import step_seconds
+from megatron_ext.training.dry_run.wire import all_reduced, wire_bytes
+from tests.training.dry_run.planned_runs import BATCH, MODELS, plan_of, planned_run
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+TOKENS, TEACHER_TOKENS = BATCH * 24, BATCH * 40
+
+
+def last_stage(plan: Plan) -> RankMemory:
+    return rank_memory(plan, plan.stages - 1)
+
+
+def test_targets_are_the_hidden_states_of_every_microbatch_on_the_last_stage_alone() -> None:
+    plan = plan_of(planned_run(**PP2), world_size=4)
+    assert (plan.dp, plan.microbatches) == (2, 2)
+    assert rank_memory(plan, 0).teacher_targets == 0
+    assert rank_memory(plan, 1).teacher_targets == 2 * TEACHER_TOKENS * 64 * 4
+
+
+def test_logits_and_gradients_of_both_terms_are_on_the_last_stage_alone() -> None:
+    slices = 4 * (4 << 20)
+    plan = plan_of(planned_run(**PP2), world_size=2)
+    assert rank_memory(plan, 0).loss == 0
+    heads = 3 * TOKENS * 128 + TEACHER_TOKENS * 128
+    assert last_stage(plan).loss == slices + heads * 4
+    sharded = plan_of(planned_run(**TP2), world_size=2)
+    # 64 and 128 tokens are 256 rows over two ranks, by make_vocab_size_divisible_by.
+    assert last_stage(sharded).loss == slices + heads * 4
+    pairs = {"teacher": PairCost(entries=100)}
+    assert last_stage(dataclasses.replace(plan, pairs=pairs)).loss == slices + heads * 4 + 1600
+
+
+def test_tiles_take_the_place_of_all_logits() -> None:
+    whole = last_stage(plan_of(planned_run())).loss
+    loss = LossConfig(linear=True, linear_tile_rows=4)
+    tiled = last_stage(plan_of(planned_run(loss=loss))).loss
+    assert tiled < whole
+    assert tiled - 4 * (4 << 20) == 4 * (4 * 2 * 128 + 4 * 128 + TOKENS * 32 + 128 * 32)
+
+
+def test_packed_rows_bring_masks_and_layers_make_none() -> None:
+    plain, packed = (plan_of(planned_run(packing=p)) for p in (False, True))
+    masks = plain.microbatches * (TOKENS * 24 + TEACHER_TOKENS * 40)
+    assert last_stage(packed).batch - last_stage(plain).batch == masks
+    assert kept_activations(plain, 0) - kept_activations(packed, 0) == 2 * 24 * 24
+
+
+@pytest.mark.parametrize(
+    ("parallel", "microbatches", "kept"),
+    [
+        ({}, 4, [1]),
+        (PP2, 4, [2, 1]),
+        (PP2, 1, [1, 1]),
+        ({**PP2, "virtual_pipeline_model_parallel_size": 1}, 2, [2, 1]),
+    ],
+    ids=["one-stage", "two-stages", "fewer-microbatches", "plain-schedule"],
+)
+def test_a_stage_keeps_the_microbatches_between_it_and_the_last(
+    parallel: dict[str, int], microbatches: int, kept: list[int]
+) -> None:
+    config = planned_run(global_batch_size=microbatches * BATCH, **parallel)
+    plan = plan_of(config, world_size=len(kept))
+    assert plan.microbatches == microbatches
+    for stage, count in enumerate(kept):
+        one = stage_activations(plan, plan.student, stage)
+        assert kept_activations(plan, stage) == count * one
+
+
+def test_an_interleaved_pipeline_keeps_more_on_its_first_stage() -> None:
+    student = dataclasses.replace(MODELS[0][0], num_layers=4)
+    teacher = dataclasses.replace(planned_run().teacher.model, num_layers=4)
+    kept = []
+    for chunks in (1, 2):
+        config = planned_run(student, **PP2)
+        parallel = dataclasses.replace(config.parallel, virtual_pipeline_model_parallel_size=chunks)
+        its_teacher = dataclasses.replace(config.teacher, model=teacher)
+        config = dataclasses.replace(config, parallel=parallel, teacher=its_teacher)
+        kept.append(kept_activations(plan_of(config, world_size=2), 0))
+    # Two microbatches of two chunks, against five chunks of half a microbatch.
+    assert kept[1] / kept[0] == pytest.approx(5 / 4)
+
+
+def test_recomputed_layers_keep_their_input_and_cost_a_forward_pass_more() -> None:
+    config = planned_run()
+    plain = plan_of(config)
+    training = dataclasses.replace(
+        config.training,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    )
+    again = plan_of(dataclasses.replace(config, training=training))
+    inputs = 2 * TOKENS * 32 * 4
+    final_norm = TOKENS * (12 * 32 + 4)
+    assert stage_activations(again, again.student, 0) == inputs + final_norm
+    assert kept_activations(again, 0) < kept_activations(plain, 0)
+    ratio = step_arithmetic(again).student_layers / step_arithmetic(plain).student_layers
+    assert ratio == pytest.approx(4 / 3)
+
+
+def test_scores_are_what_layers_of_transformer_engine_save() -> None:
+    local, fused = (plan_of(planned_run(), has_flash=f) for f in (False, True))
+    longer = dataclasses.replace(MODELS[0][0], seq_length=48)
+    for plan, growth in ((local, pytest.approx(2.4, abs=0.3)), (fused, pytest.approx(2.0))):
+        long = plan_of(planned_run(longer), has_flash=plan.has_flash)
+        ratio = stage_activations(long, long.student, 0) / stage_activations(plan, plan.student, 0)
+        assert ratio == growth
+
+
+def test_gradients_go_around_in_fp32_and_weights_come_back_in_their_own() -> None:
+    parameters = plan_of(planned_run()).student.parameters(0)
+    plain = plan_of(planned_run(precision="bf16"), world_size=4)
+    sharded = plan_of(planned_run(precision="bf16", use_distributed_optimizer=True), world_size=4)
+    assert wire_bytes(plain, 0).data_parallel == all_reduced(4 * parameters, 4)
+    assert wire_bytes(sharded, 0).data_parallel == parameters * (4 + 2) * 3 // 4
+
+
+def test_layers_embedding_and_head_are_summed_over_tensor_parallel_ranks() -> None:
+    plan = plan_of(planned_run(**TP2), world_size=2)
+    student, teacher = TOKENS * 32 * 4, TEACHER_TOKENS * 64 * 4
+    message = (4 * 2 + 2) * student + (2 * 2 + 1) * teacher
+    assert wire_bytes(plan, 0).tensor_parallel == plan.microbatches * message
+    assert wire_bytes(plan_of(planned_run()), 0).tensor_parallel == 0
+
+
+def test_stages_send_hidden_states_on_and_gradients_back() -> None:
+    plan = plan_of(planned_run(**PP2), world_size=2)
+    student, teacher = TOKENS * 32 * 4, TEACHER_TOKENS * 64 * 4
+    first, last = (wire_bytes(plan, stage) for stage in (0, 1))
+    assert first.pipeline == plan.microbatches * (student + teacher)
+    assert last.pipeline == plan.microbatches * student
+    # The student's embedding is its head.
+    assert first.tied_embedding == last.tied_embedding == 128 * 32 * 4
+
+
+def test_columns_of_several_ranks_are_sent_for_every_chunk() -> None:
+    plan = plan_of(planned_run(**TP2), world_size=2)
+    crossing = dataclasses.replace(plan, pairs={"teacher": PairCost(crossing_columns=7)})
+    statistics = plan.microbatches * 12 * (2 * TOKENS + TEACHER_TOKENS)
+    assert wire_bytes(plan, 0).loss == statistics
+    assert wire_bytes(crossing, 0).loss == statistics + plan.microbatches * 8 * TOKENS * 7
+
+
+def test_operations_are_twice_the_weights_for_each_token() -> None:
+    plan = plan_of(planned_run(**TP2), world_size=2)
+    work = step_arithmetic(plan)
+    rows, length = 8, 24
+    # Query and output of 32, keys and values of 16; three matrices of 96.
+    weights = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96
+    assert work.student_layers == 3 * rows * 2 * length * (2 * weights + 4 * length * 32)
+    assert work.student_head == 3 * rows * 2 * length * 32 * 256
+    assert work.teacher_heads == rows * 2 * 40 * 64 * 256
+    assert step_arithmetic(plan_of(planned_run())).student_layers == work.student_layers
+
+
+def test_more_replicas_take_less_time_and_send_more() -> None:
+    model = dataclasses.replace(MODELS[0][0], hidden_size=1024, num_layers=8, seq_length=1024)
+    few, many = (
+        plan_of(planned_run(model, precision="bf16", global_batch_size=1024), world_size=size)
+        for size in (8, 512)
+    )
+    assert step_seconds(many).total < step_seconds(few).total
+    assert step_seconds(many).data_parallel > step_seconds(few).data_parallel
+    assert sum(step_seconds(few).shares().values()) == pytest.approx(1)
+
+
+def test_a_pipeline_waits_less_the_more_microbatches_it_has() -> None:
+    few, many = (
+        step_seconds(plan_of(planned_run(global_batch_size=rows, **PP2), world_size=2))
+        for rows in (4, 32)
+    )
+    assert few.bubble == pytest.approx((few.student + few.teachers) / 2)
+    assert many.bubble == pytest.approx((many.student + many.teachers) / 16)
