@@ -45,6 +45,21 @@ class PlannedPart:
 
     weight: float | torch.Tensor = 1.0
 
+    def scale(
+        self, term_weights: Mapping[str, float], global_counts: Mapping[str, torch.Tensor | int]
+    ) -> float | torch.Tensor:
+        """What its sum is multiplied by in ``CombinedOutput.total``; no wait for the device.
+
+        A float where that is known on the host, as where a weight is 0; else an fp32 scalar.
+        """
+        is_weightless = not isinstance(self.weight, torch.Tensor) and self.weight == 0
+        if is_weightless or term_weights[self.term] == 0:
+            return 0.0
+        count = global_counts[self.count_name]
+        divisor = count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+        scale = term_weights[self.term] * self.weight / divisor
+        return scale.float() if isinstance(scale, torch.Tensor) else scale
+
     def compute(self) -> LossPart:
         """The part; the collectives of its objective."""
         return LossPart(

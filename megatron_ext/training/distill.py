@@ -15,17 +15,17 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.losses.checks.shard_check import check_shards_agree
-from megatron_ext.teachers import MegatronTeacher
+from megatron_ext.teachers import MegatronTeacher, Teacher
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.config import DistillConfig, ModelConfig, TeacherConfig
+from megatron_ext.training.config import TEACHER, DistillConfig, ModelConfig
 from megatron_ext.training.data.global_batches import Replica
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
-from megatron_ext.training.learning_step import learning_step, run_projection
+from megatron_ext.training.learning_step import TaughtBy, learning_step, run_projection
 from megatron_ext.training.models import build_model_chunks, freeze
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
@@ -35,6 +35,7 @@ from megatron_ext.training.run_folder import (
 )
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
+from megatron_ext.training.term_weighting import make_weighting
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.training.vocabulary_layout import lay_out
 from megatron_ext.training.watchdog import GRACE, Watchdog
@@ -90,19 +91,14 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     if config.initial_checkpoint and latest_checkpoint(run_dir / CHECKPOINTS) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         load_weights(start, chunks, fingerprint=tokenizer.fingerprint())
-    teacher = laid_out = None
-    step = StudentStep(
-        shard=shard,
-        next_token=LOSS_REGISTRY["next_token"](),
-        distillation=None,
-        config=config.loss,
-    )
-    if config.distils and config.teacher and inputs.teacher_tokenizer:
-        teacher_chunks, teacher_shard = _teacher(
-            config, config.teacher, inputs.teacher_tokenizer, groups
-        )
-        teacher = MegatronTeacher(teacher_chunks, shard=teacher_shard)
-        projection = run_projection(config, inputs, groups)
+    laid_out = None
+    step = StudentStep(shard=shard, next_token=LOSS_REGISTRY["next_token"]())
+    teachers: dict[str, Teacher] = {}
+    taught_by = []
+    for name in config.named_teachers if config.distils else ():
+        teacher_chunks, teacher_shard = _teacher(config, name, inputs, groups)
+        teachers[name] = MegatronTeacher(teacher_chunks, shard=teacher_shard)
+        projection = run_projection(config, inputs, name, groups)
         if config.training.vocabulary_layout == "co_sharded":
             assert projection is not None, "checked with the objective"
             laid_out = lay_out(
@@ -113,17 +109,11 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
                 shards=(shard, teacher_shard),
                 groups=groups,
             )
-        step = learning_step(
-            step,
-            student=chunks[-1],
-            teacher=teacher_chunks[-1],
-            teacher_shard=teacher_shard,
-            config=config,
-            inputs=inputs,
-            projection=projection,
-            layout=laid_out and laid_out.layout,
-            groups=groups,
-        )
+        layout = laid_out and laid_out.layout
+        taught_by.append(TaughtBy(name, teacher_chunks[-1], teacher_shard, projection, layout))
+    step = learning_step(
+        step, taught_by, student=chunks[-1], config=config, inputs=inputs, groups=groups
+    )
     # Behind the step: an objective may have parameters of its own, which are trained with these.
     student = Student(chunks, config=config, rows=laid_out and laid_out.student_rows)
     replica = Replica(groups.dp_rank, groups.dp_size, config.training.micro_batch_size)
@@ -135,7 +125,8 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
         run_dir=run_dir,
         student=student,
         step=step,
-        teacher=teacher,
+        teachers=teachers,
+        weighting=make_weighting(config),
         data=inputs.data,
         replica=replica,
         batches=inputs.data.batches(replica),
@@ -148,14 +139,14 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
 
 
 def _teacher(
-    config: DistillConfig,
-    teacher: TeacherConfig,
-    tokenizer: MegatronTokenizerText,
-    groups: ProcessGroups,
+    config: DistillConfig, name: str, inputs: Inputs, groups: ProcessGroups
 ) -> tuple[list[GPTModel], VocabShard]:
-    """The loaded teacher, frozen."""
-    chunks, shard = _model("teacher", teacher.model, tokenizer, config, groups)
-    checkpoint = find_checkpoint(teacher.checkpoint, where="teacher.checkpoint")
+    """A loaded teacher, frozen."""
+    teacher, tokenizer = config.named_teachers[name], inputs.teachers[name].tokenizer
+    side = name if name == TEACHER else f"teacher {name}"
+    chunks, shard = _model(side, teacher.model, tokenizer, config, groups)
+    where = f"{config.section_of(name)}.checkpoint"
+    checkpoint = find_checkpoint(teacher.checkpoint, where=where)
     load_weights(checkpoint, chunks, fingerprint=tokenizer.fingerprint())
     return freeze(chunks), shard
 

@@ -7,8 +7,9 @@ batch is cut into microbatches and replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,22 +22,21 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import (
     CombinedOutput,
     DistillationInputs,
-    KnownAhead,
+    LayerGradients,
     LossOutput,
-    LossPart,
     Objective,
+    PlannedPart,
     SumCount,
-    TeacherTargets,
+    announced_loss,
 )
 from megatron_ext.losses.checks.finite_check import FiniteCheck, check_finite
-from megatron_ext.losses.count_ahead import count_ahead
-from megatron_ext.training.config import LossConfig
-from megatron_ext.training.data.microbatch import Microbatch
-from megatron_ext.training.inputs import TEACHER
+from megatron_ext.losses.linear import no_logits
+from megatron_ext.training.lesson import Lesson
+from megatron_ext.training.linear_forms import LinearForms
 from megatron_ext.training.model_chunks import has_head
-from megatron_ext.training.objective import sums_over
-from megatron_ext.training.run_constants import RunConstants
+from megatron_ext.training.student_head import Head, head_of, without_head
 from megatron_ext.training.student_hidden import StudentHidden
+from megatron_ext.training.teacher_term import TeacherTerm
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class GlobalCounts:
     tokens: int
     """Trained labels of the student."""
 
-    compared: int
-    """What the distillation objective counts: chunks, some of them, or labels."""
+    of_parts: Mapping[str, int]
+    """What the teachers' objectives count, chunks, some of them, or labels, by count name."""
 
     chunk_counts: ChunkCounts
     """Chunks by size, and labels in none."""
@@ -57,32 +57,33 @@ class GlobalCounts:
         """Chunks of any size."""
         return self.chunk_counts.chunks
 
+    @property
+    def compared(self) -> int:
+        """What is counted of all teachers."""
+        return sum(self.of_parts.values())
+
     @classmethod
     def of(
-        cls,
-        batches: Sequence[Microbatch],
-        groups: ProcessGroups,
-        *,
-        compared: Callable[[Microbatch], torch.Tensor],
+        cls, lessons: Sequence[Lesson], groups: ProcessGroups, *, term: TeacherTerm | None
     ) -> GlobalCounts:
-        """Counts over all microbatches and replicas; one all-reduce over ``dp``.
-
-        Args:
-            compared: int64 scalar, what the distillation objective counts in a batch.
-        """
+        """Counts over all microbatches and replicas; one all-reduce over ``dp``."""
+        batches = [lesson.batch for lesson in lessons]
         chunk_counts = astuple(sum((b.chunk_counts for b in batches), ChunkCounts()))
-        on_host = torch.tensor(
+        counted = [term.counts(lesson) if term else {} for lesson in lessons]
+        counts = torch.tensor(
             [sum(b.token_count for b in batches), *chunk_counts], device=groups.device
         )
-        of_objective = torch.stack([compared(batch) for batch in batches]).sum()
-        counts = torch.cat([of_objective[None], on_host])
+        parts = list(counted[0])
+        sums = [torch.stack([own[name] for own in counted]).sum() for name in parts]
+        if sums:
+            counts = torch.cat([counts, torch.stack(sums)])
         dist.all_reduce(counts, group=groups.dp)
-        of_objective, tokens, *of_chunks = counts.tolist()
-        names = (item.name for item in fields(ChunkCounts))
+        tokens, *rest = counts.tolist()
+        names = [item.name for item in fields(ChunkCounts)]
         return cls(
             tokens=tokens,
-            compared=of_objective,
-            chunk_counts=ChunkCounts(**dict(zip(names, of_chunks, strict=True))),
+            of_parts=dict(zip(parts, rest[len(names) :], strict=True)),
+            chunk_counts=ChunkCounts(**dict(zip(names, rest, strict=False))),
         )
 
 
@@ -95,93 +96,142 @@ class StepReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentStep:
-    """A ``forward_step_func`` for megatron-core's schedules.
-
-    Its data iterator yields (batch, targets) pairs; targets are None where there is no teacher or
-    the stage is not the last.
-    """
+    """A ``forward_step_func`` for megatron-core's schedules; its data iterator yields lessons."""
 
     shard: VocabShard
     next_token: Objective
-    distillation: Objective | None
-    config: LossConfig
-    constants: RunConstants = field(default_factory=RunConstants)
+
+    term: TeacherTerm | None = None
+    """What is learned from teachers."""
 
     hidden: StudentHidden | None = None
-    """On the last stage, for an objective that reads hidden states."""
+    """On the last stage, for objectives that read hidden states."""
 
-    counts: GlobalCounts = GlobalCounts(tokens=0, compared=0, chunk_counts=ChunkCounts())
+    linear: LinearForms | None = None
+    """In place of logits: the loss from hidden states."""
 
-    def __call__(
-        self, microbatches: Iterator[tuple[Microbatch, TeacherTargets | None]], model: Any
-    ) -> tuple[torch.Tensor, Any]:
+    counts: GlobalCounts = GlobalCounts(tokens=0, of_parts={}, chunk_counts=ChunkCounts())
+
+    term_weights: Mapping[str, float] = field(default_factory=lambda: {"kd": 1.0, "ce": 1.0})
+    """Of this global batch."""
+
+    teacher_weights: torch.Tensor | None = None
+    """Of this global batch, where they follow the text."""
+
+    gradients: LayerGradients | None = None
+    """On the last stage, where the weights follow each term's gradient."""
+
+    def __call__(self, lessons: Iterator[Lesson], model: Any) -> tuple[torch.Tensor, Any]:
         """The stage's output and the function that turns it into a loss."""
-        batch, targets = next(microbatches)
-        inputs = batch.student
-        output = model(inputs.tokens, inputs.position_ids, inputs.attention_mask)
+        lesson = next(lessons)
+        inputs = lesson.batch.student
+        is_headless = self.linear is not None and has_head(model)
+        with without_head(model) if is_headless else nullcontext():
+            output = model(inputs.tokens, inputs.position_ids, inputs.attention_mask)
+        if not has_head(model):
+            return output, partial(self._loss, lesson, None)
+        if is_headless:
+            head = head_of(model)
+            return output, partial(self._linear_loss, lesson, head)
         # Now: under a pipeline, other microbatches go forward before this one has its loss.
-        hidden = self.hidden.take() if self.hidden and has_head(model) else None
-        return output, partial(self._loss, batch, targets, hidden)
-
-    def compared(self, batch: Microbatch) -> torch.Tensor:
-        """int64 scalar: what the distillation objective counts in a batch; 0 without one."""
-        if self.distillation is None:
-            return torch.zeros((), dtype=torch.int64, device=batch.student.labels.device)
-        known = KnownAhead(
-            labels=batch.student.labels,
-            alignment=batch.sides.alignments[TEACHER],
-            teacher_labels=batch.teachers[TEACHER].labels,
-        )
-        return count_ahead(self.distillation, known, over=sums_over(self.config))
+        return output, partial(self._loss, lesson, self.hidden.take() if self.hidden else None)
 
     def _loss(
-        self,
-        batch: Microbatch,
-        targets: TeacherTargets | None,
-        hidden: torch.Tensor | None,
-        logits: torch.Tensor,
+        self, lesson: Lesson, hidden: torch.Tensor | None, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
         """megatron-core's triple: this microbatch's part of the loss, 0 tokens, what to report."""
-        inputs = self._inputs(batch, targets, hidden, logits)
-        terms = {"ce": self.next_token(inputs)}
-        if self.distillation is not None:
-            terms["kd"] = self.distillation(inputs)
+        head = self.hidden.head_weight if self.hidden else None
+        student = self._student(lesson, logits, hidden, head)
+        parts, finite = self._parts(lesson, student)
+        counts = self._counts()
+        if self.gradients is None:
+            # Nobody reads the logits again: who compares hidden states has those.
+            loss = announced_loss(parts, self.term_weights, counts, in_place=True)
+            return self._report(parts, loss.outputs, loss.total, finite)
         combined = CombinedOutput(
-            parts={
-                name: LossPart(output=output, term=name, count_name=name)
-                for name, output in terms.items()
-            },
-            term_weights={"ce": self.config.ce_weight, "kd": self.config.kd_weight},
+            parts={name: part.compute() for name, part in parts.items()},
+            term_weights=self.term_weights,
         )
-        loss = combined.total({"ce": self.counts.tokens, "kd": self.counts.compared})
-        no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)
-        metrics = {"loss": (loss.detach(), torch.ones_like(no_tokens))}
-        for name, output in terms.items():
-            metrics |= _metrics(name, output)
-        return loss, no_tokens, StepReport(metrics, check_finite(inputs))
+        self.gradients.add(combined.terms(counts))
+        outputs = {name: part.output for name, part in combined.parts.items()}
+        return self._report(parts, outputs, combined.total(counts), finite)
 
-    def _inputs(
+    def _linear_loss(
+        self, lesson: Lesson, head: Head, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
+        """The same, of a stage's last hidden states [T, B, D]."""
+        assert self.linear is not None
+        hidden = head.whole(output)
+        logits = no_logits(hidden, self.shard)
+        parts, finite = self._parts(lesson, self._student(lesson, logits, hidden, head.weight))
+        loss = self.linear.loss(parts, lesson.batch.tiles, self.term_weights, self._counts())
+        return self._report(parts, loss.outputs, loss.total, finite)
+
+    def _student(
         self,
-        batch: Microbatch,
-        targets: TeacherTargets | None,
-        hidden: torch.Tensor | None,
+        lesson: Lesson,
         logits: torch.Tensor,
+        hidden: torch.Tensor | None,
+        head_weight: torch.Tensor | None,
     ) -> DistillationInputs:
-        teacher = batch.teachers.get(TEACHER)
         return DistillationInputs(
             student_logits=logits,
             student_shard=self.shard,
-            labels=batch.student.labels,
-            teacher=targets,
-            alignment=batch.sides.alignments.get(TEACHER),
-            projection=self.constants.projection,
-            match=self.constants.match,
-            teacher_labels=teacher.labels if teacher else None,
+            labels=lesson.batch.student.labels,
             student_hidden=hidden,
-            student_head_weight=self.hidden.head_weight if self.hidden else None,
-            boundary=self.constants.boundary,
-            completions=batch.completions.get(TEACHER),
+            student_head_weight=head_weight,
         )
+
+    def _parts(
+        self, lesson: Lesson, student: DistillationInputs
+    ) -> tuple[dict[str, PlannedPart], FiniteCheck]:
+        """The parts of the loss, and whether the numbers that they read are finite."""
+        of_teachers = self.term.inputs(lesson, student) if self.term else {}
+        finite = FiniteCheck(torch.zeros(2, dtype=torch.int32, device=student.labels.device))
+        for inputs in of_teachers.values() or [student]:
+            finite = finite.merged(check_finite(self._seen(inputs)))
+        parts = {
+            "ce": PlannedPart(objective=self.next_token, inputs=student, term="ce", count_name="ce")
+        }
+        if self.term is not None:
+            parts |= self.term.aggregator.planned(of_teachers, weights=self.teacher_weights)
+        return parts, finite
+
+    def _seen(self, inputs: DistillationInputs) -> DistillationInputs:
+        """With what is there to be checked: hidden states in place of logits that are not made."""
+        hidden = inputs.student_hidden
+        if self.linear is None or hidden is None:
+            return inputs
+        width = hidden.shape[-1]
+        whole = VocabShard(start=0, stop=width, vocab_size=width, group=self.shard.group)
+        return replace(inputs, student_logits=hidden, student_shard=whole)
+
+    def _counts(self) -> dict[str, torch.Tensor | int]:
+        return {"ce": self.counts.tokens, **self.counts.of_parts}
+
+    def _report(
+        self,
+        parts: Mapping[str, PlannedPart],
+        outputs: Mapping[str, LossOutput],
+        total: torch.Tensor,
+        finite: FiniteCheck,
+    ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
+        no_tokens = torch.zeros((), dtype=torch.int, device=total.device)
+        metrics = {"loss": (total.detach(), no_tokens)}
+        shares = []
+        for name, output in outputs.items():
+            called = self.term.metric_name(name) if self.term else name
+            metrics |= _metrics(called, output)
+            if called != name or name == "ce":
+                continue
+            weight = parts[name].weight
+            count = max(self.counts.of_parts[parts[name].count_name], 1)
+            shares.append(weight * output.loss_sum.detach() / count)
+            if isinstance(weight, torch.Tensor):
+                metrics[f"{name}/weight"] = (weight, torch.ones_like(no_tokens))
+        if shares:
+            metrics["kd"] = (torch.stack(shares).sum(), no_tokens)
+        return total, no_tokens, StepReport(metrics, finite)
 
 
 def _metrics(name: str, output: LossOutput) -> dict[str, SumCount]:
@@ -194,8 +244,8 @@ def reduce_reports(
 ) -> tuple[dict[str, float], FiniteCheck]:
     """Means over the global batch on the last stage, none elsewhere, and whether numbers were bad.
 
-    One all-reduce over ``dp``. ``loss`` is the sum of the microbatches' parts, which are divided
-    already. Nothing of the same name is missing in another microbatch.
+    One all-reduce over ``dp``. What counts nothing is the sum of the microbatches' parts, which are
+    divided already. Nothing of the same name is missing in another microbatch.
     """
     if not reports:
         return {}, FiniteCheck(torch.zeros(2, dtype=torch.int32, device=groups.device))
@@ -208,7 +258,7 @@ def reduce_reports(
     totals = torch.stack([*(part.sum(dim=0) for part in sums), bad.double().sum(dim=0)])
     dist.all_reduce(totals, group=groups.dp)
     means = {
-        name: total if name == "loss" or count == 0 else total / count
+        name: total if count == 0 else total / count
         for name, (total, count) in zip(names, totals[:-1].tolist(), strict=True)
     }
     return means, FiniteCheck((totals[-1] > 0).to(torch.int32))

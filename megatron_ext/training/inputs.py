@@ -6,6 +6,7 @@ trace. torch is loaded late and megatron-core not at all.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
+from megatron_ext.training.config import TEACHER as TEACHER
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.blend import read_blend
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
@@ -23,8 +25,14 @@ if TYPE_CHECKING:
     from megatron_ext.training.data.run_data import RunData
 
 
-TEACHER = "teacher"
-"""What the teacher is called in a microbatch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherInputs:
+    """What is read for one teacher."""
+
+    tokenizer: MegatronTokenizerText
+
+    projection: SparseProjection | None
+    """The configured one; None where the run builds its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +40,16 @@ class Inputs:
     """Everything a run reads but checkpoints; the same on every rank."""
 
     tokenizer: MegatronTokenizerText
-    teacher_tokenizer: MegatronTokenizerText | None
+    teachers: Mapping[str, TeacherInputs]
+    """By name."""
+
     data: RunData
 
-    projection: SparseProjection | None
-    """The configured one; None where the run builds its own."""
+    @property
+    def teacher_tokenizer(self) -> MegatronTokenizerText | None:
+        """Of the one teacher of a ``teacher`` section."""
+        teacher = self.teachers.get(TEACHER)
+        return None if teacher is None else teacher.tokenizer
 
 
 def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
@@ -51,25 +64,28 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     _check_checkpoints(config)
     reads = config.data.conversations
     tokenizer = _tokenizer(config.tokenizer, "tokenizer", conversations=reads)
-    teacher_tokenizer = (
-        _tokenizer(config.teacher.tokenizer, "teacher.tokenizer", conversations=reads)
-        if config.teacher
-        else None
-    )
-    projection = None
-    if config.distils and config.projection:
-        projection = SparseProjection.load(
-            config.projection, student=tokenizer, teacher=teacher_tokenizer
-        )
-    _check_objective(config, tokenizer, teacher_tokenizer)
-    data = _data(config, tokenizer, teacher_tokenizer)
+    teachers = {
+        name: _teacher(config, name, tokenizer, conversations=reads)
+        for name in config.named_teachers
+    }
+    _check_loss(config, tokenizer, teachers)
+    data = _data(config, tokenizer, teachers)
     check_same_text(config, data.summary())
-    return Inputs(
-        tokenizer=tokenizer,
-        teacher_tokenizer=teacher_tokenizer,
-        data=data,
-        projection=projection,
+    return Inputs(tokenizer=tokenizer, teachers=teachers, data=data)
+
+
+def _teacher(
+    config: DistillConfig, name: str, student: MegatronTokenizerText, *, conversations: bool
+) -> TeacherInputs:
+    section = f"{config.section_of(name)}.tokenizer"
+    tokenizer = _tokenizer(
+        config.named_teachers[name].tokenizer, section, conversations=conversations
     )
+    path = config.projection_of(name)
+    projection = None
+    if config.distils and path is not None:
+        projection = SparseProjection.load(path, student=student, teacher=tokenizer)
+    return TeacherInputs(tokenizer=tokenizer, projection=projection)
 
 
 def _check_batch(config: DistillConfig, world_size: int) -> None:
@@ -105,69 +121,39 @@ def _check_batch(config: DistillConfig, world_size: int) -> None:
 
 def _check_checkpoints(config: DistillConfig) -> None:
     checkpoints = Path(config.run_dir) / CHECKPOINTS
-    if config.distils and config.teacher:
-        find_checkpoint(config.teacher.checkpoint, where="teacher.checkpoint")
+    if config.distils:
+        for name, teacher in config.named_teachers.items():
+            find_checkpoint(teacher.checkpoint, where=f"{config.section_of(name)}.checkpoint")
     if config.initial_checkpoint and latest_checkpoint(checkpoints) is None:
         find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
 
 
-def _check_objective(
+def _check_loss(
     config: DistillConfig,
     tokenizer: MegatronTokenizerText,
-    teacher_tokenizer: MegatronTokenizerText | None,
+    teachers: Mapping[str, TeacherInputs],
 ) -> None:
     # Objectives bring torch with them: seconds that the checks above do without.
-    from megatron_ext.training.objective import make_objective, needs_of
+    from megatron_ext.training.loss_check import check_loss
 
-    objective = make_objective(config.loss)
-    is_permuted = config.training.vocabulary_layout != "original"
-    if is_permuted and not (config.distils and needs_of(objective).projection):
-        raise ConfigError(
-            f"the objective {config.loss.objective} has no projection to lay the vocabularies out "
-            "by",
-            where="training.vocabulary_layout",
-            got=config.training.vocabulary_layout,
-            expected="original",
-            fix="remove it, or take an objective with a projection, see docs/losses.md",
-        )
-    if teacher_tokenizer is not None and config.distils and needs_of(objective).same_tokenizer:
-        _check_same_tokenizer(config, tokenizer, teacher_tokenizer)
-
-
-def _check_same_tokenizer(
-    config: DistillConfig, tokenizer: MegatronTokenizerText, teacher: MegatronTokenizerText
-) -> None:
-    assert config.teacher is not None
-    if tokenizer.fingerprint() != teacher.fingerprint():
-        raise ConfigError(
-            f"the objective {config.loss.objective} needs a teacher with the student's tokenizer",
-            where="teacher.tokenizer",
-            got="another vocabulary",
-            fix="take another loss.objective, see docs/losses.md",
-        )
-    for name in ("seq_length", "make_vocab_size_divisible_by"):
-        own, other = getattr(config.student, name), getattr(config.teacher.model, name)
-        if own != other:
-            raise ConfigError(
-                f"the objective {config.loss.objective} compares both models position by position "
-                "and token by token",
-                where=f"teacher.model.{name}",
-                got=other,
-                expected=f"{own}, as the student's",
-            )
+    check_loss(config, tokenizer, {name: its.tokenizer for name, its in teachers.items()})
 
 
 def _data(
     config: DistillConfig,
     tokenizer: MegatronTokenizerText,
-    teacher_tokenizer: MegatronTokenizerText | None,
+    teachers: Mapping[str, TeacherInputs],
 ) -> RunData:
     from megatron_ext.training.data.run_data import RunData
 
-    teachers = {}
-    if config.teacher and teacher_tokenizer:
-        teachers[TEACHER] = (teacher_tokenizer, config.teacher.model.seq_length)
-    return RunData.read(config, tokenizer, teachers)
+    return RunData.read(
+        config,
+        tokenizer,
+        {
+            name: (its.tokenizer, config.named_teachers[name].model.seq_length)
+            for name, its in teachers.items()
+        },
+    )
 
 
 def _tokenizer(

@@ -1,130 +1,212 @@
-"""From a student and a teacher to the forward step that learns: everything an objective reads."""
+"""From a student and its teachers to the forward step that learns: all that objectives read."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import DskdProjectors
+from megatron_ext.losses import DskdProjectors, LearnedProjection, Objective, ProjectedKLLoss
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.building.options import ProjectionMethod
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.teachers.megatron_teacher import head_weight
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config import TEACHER, DistillConfig
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
+from megatron_ext.training.linear_forms import LinearForms
+from megatron_ext.training.loss_check import teacher_objective
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.objective import make_objective, needs_of, projector_start
+from megatron_ext.training.objective import Needs, make_objective, needs_of, projector_start
 from megatron_ext.training.run_constants import RunConstants
-from megatron_ext.training.run_folder import CHECKPOINTS, PROJECTION_FILE
+from megatron_ext.training.run_folder import CHECKPOINTS, projection_file
 from megatron_ext.training.student_hidden import StudentHidden
+from megatron_ext.training.teacher_term import TeacherTerm, make_aggregator
 
 PROJECTORS = "distillation_projectors"
-"""Where the student keeps the projectors of ``dskd``: DDP, optimizer and checkpoint find them."""
+"""Where the student keeps the projectors of ``dskd``: DDP, optimizer and checkpoint find them.
+
+Those of one of several teachers have its name behind an underscore."""
+
+PROJECTION = "distillation_projection"
+"""Where the student keeps the shares of a learned projection, likewise."""
+
+
+class TaughtBy(NamedTuple):
+    """One teacher of a run, loaded."""
+
+    name: str
+
+    gpt: GPTModel
+    """The last chunk of this rank."""
+
+    shard: VocabShard
+
+    projection: SparseProjection | None
+    """What ``run_projection`` returned, by ids."""
+
+    layout: VocabularyLayout | None
+    """The order of both heads' rows; None: that of the ids."""
 
 
 def learning_step(
     step: StudentStep,
+    teachers: Sequence[TaughtBy],
     *,
     student: GPTModel,
-    teacher: GPTModel,
-    teacher_shard: VocabShard,
     config: DistillConfig,
     inputs: Inputs,
-    projection: SparseProjection | None,
-    layout: VocabularyLayout | None,
     groups: ProcessGroups,
 ) -> StudentStep:
-    """``step`` with the run's objective and what it reads.
+    """``step`` with the objectives of a run and what they read.
 
-    An objective with parameters gives them to ``student``, which is not wrapped yet.
-
-    Args:
-        projection: What ``run_projection`` returned, by ids.
-        layout: The order of both heads' rows; None: that of the ids.
+    Objectives with parameters give them to ``student``, which is not wrapped yet.
 
     Collectives: on the last stage those of ``DskdProjectors.from_heads``, where ``dskd`` starts so.
     """
-    assert inputs.teacher_tokenizer is not None
-    needs = needs_of(make_objective(config.loss))
-    if not groups.is_last_stage:
-        return dataclasses.replace(step, distillation=make_objective(config.loss))
-    constants = RunConstants.of(
-        needs,
-        tokenizers=(inputs.tokenizer, inputs.teacher_tokenizer),
-        shards=(step.shard, teacher_shard),
-        projection=projection,
-        layout=layout,
-        device=groups.device,
+    objectives: dict[str, Objective] = {}
+    constants: dict[str, RunConstants] = {}
+    for teacher in teachers:
+        objectives[teacher.name] = teacher_objective(config, teacher.name)
+        if not groups.is_last_stage:
+            continue
+        needs = needs_of(objectives[teacher.name])
+        constants[teacher.name] = _constants(config, inputs, step, teacher, needs, student, groups)
+        if needs.hidden:
+            projectors = _projectors(config, student, teacher, step.shard, constants[teacher.name])
+            _add(student, PROJECTORS, teacher.name, projectors, config, groups)
+            its = config.named_teachers[teacher.name]
+            objectives[teacher.name] = make_objective(config.loss.of_teacher(its), projectors)
+    reads_hidden = any(needs_of(objective).hidden for objective in objectives.values())
+    step = dataclasses.replace(
+        step, hidden=StudentHidden(student) if reads_hidden and groups.is_last_stage else None
     )
-    projectors = None
-    if needs.hidden:
-        projectors = _projectors(config, student, teacher, (step.shard, teacher_shard), constants)
-        # In the student's own precision: megatron-core's optimizers keep fp32 copies, and cannot
-        # save parameters of two dtypes.
-        dtype = DTYPES[config.training.precision]
-        student.add_module(PROJECTORS, projectors.to(device=groups.device, dtype=dtype))
-    return dataclasses.replace(
-        step,
-        distillation=make_objective(config.loss, projectors),
+    if config.loss.linear:
+        forms = LinearForms.of(step.next_token, objectives, tile_rows=config.loss.linear_tile_rows)
+        step = dataclasses.replace(step, linear=forms)
+    if not objectives:
+        return step
+    term = TeacherTerm(
+        aggregator=make_aggregator(config, objectives),
         constants=constants,
-        hidden=StudentHidden(student) if needs.hidden else None,
+        is_single=config.teacher is not None,
     )
+    return dataclasses.replace(step, term=term)
 
 
 def run_projection(
-    config: DistillConfig, inputs: Inputs, groups: ProcessGroups
+    config: DistillConfig, inputs: Inputs, name: str, groups: ProcessGroups
 ) -> SparseProjection | None:
-    """The configured projection, or the run's own where its objective needs one.
+    """A teacher's configured projection, or the run's own where its objective needs one.
 
     Collectives: that of ``ProcessGroups.on_main``, where the run builds its projection.
     """
-    method = needs_of(make_objective(config.loss)).projection
-    if inputs.projection is not None or method is None:
-        return inputs.projection
-    return _own_projection(config, inputs, method, groups)
+    method = needs_of(teacher_objective(config, name)).projection
+    configured = inputs.teachers[name].projection
+    if configured is not None or method is None:
+        return configured
+    return _own_projection(config, inputs, name, method, groups)
+
+
+def _constants(
+    config: DistillConfig,
+    inputs: Inputs,
+    step: StudentStep,
+    teacher: TaughtBy,
+    needs: Needs,
+    student: GPTModel,
+    groups: ProcessGroups,
+) -> RunConstants:
+    is_learned = config.loss.learned_projection and needs.shard and _learns(config, teacher.name)
+    constants = RunConstants.of(
+        dataclasses.replace(needs, shard=needs.shard and not is_learned),
+        tokenizers=(inputs.tokenizer, inputs.teachers[teacher.name].tokenizer),
+        shards=(step.shard, teacher.shard),
+        projection=teacher.projection,
+        layout=teacher.layout,
+        device=groups.device,
+    )
+    if not is_learned:
+        return constants
+    assert teacher.projection is not None
+    learned = LearnedProjection(
+        teacher.projection,
+        student_shard=step.shard,
+        teacher_shard=teacher.shard,
+        device=groups.device,
+    )
+    _add(student, PROJECTION, teacher.name, learned, config, groups)
+    return dataclasses.replace(constants, learned=learned)
+
+
+def _learns(config: DistillConfig, name: str) -> bool:
+    objective = teacher_objective(config, name)
+    return isinstance(objective, ProjectedKLLoss) and objective.numerics == "proper"
+
+
+def _add(
+    student: GPTModel,
+    what: str,
+    teacher: str,
+    module: torch.nn.Module,
+    config: DistillConfig,
+    groups: ProcessGroups,
+) -> None:
+    """Make ``module`` part of the student.
+
+    In the student's own precision: megatron-core's optimizers keep fp32 copies, and cannot save
+    parameters of two dtypes.
+    """
+    name = what if teacher == TEACHER else f"{what}_{teacher}"
+    dtype = DTYPES[config.training.precision]
+    student.add_module(name, module.to(device=groups.device, dtype=dtype))
 
 
 def _projectors(
     config: DistillConfig,
     student: GPTModel,
-    teacher: GPTModel,
-    shards: tuple[VocabShard, VocabShard],
+    teacher: TaughtBy,
+    shard: VocabShard,
     constants: RunConstants,
 ) -> DskdProjectors:
-    assert config.teacher is not None
-    if projector_start(config.loss) == "heads":
+    its = config.named_teachers[teacher.name]
+    if projector_start(config.loss.of_teacher(its)) == "heads":
         assert constants.match is not None
         return DskdProjectors.from_heads(
             head_weight(student),
-            head_weight(teacher),
+            head_weight(teacher.gpt),
             constants.match,
-            student_shard=shards[0],
-            teacher_shard=shards[1],
+            student_shard=shard,
+            teacher_shard=teacher.shard,
         )
     return DskdProjectors(
         student_hidden=config.student.hidden_size,
-        teacher_hidden=config.teacher.model.hidden_size,
+        teacher_hidden=its.model.hidden_size,
         seed=config.training.seed,
     )
 
 
 def _own_projection(
-    config: DistillConfig, inputs: Inputs, method: ProjectionMethod, groups: ProcessGroups
+    config: DistillConfig,
+    inputs: Inputs,
+    name: str,
+    method: ProjectionMethod,
+    groups: ProcessGroups,
 ) -> SparseProjection:
     """The run's own projection, built once by the main rank.
 
     One that a start without a checkpoint left is built again: it may be of another pair.
     """
-    tokenizer, teacher = inputs.tokenizer, inputs.teacher_tokenizer
-    assert teacher is not None
+    tokenizer, teacher = inputs.tokenizer, inputs.teachers[name].tokenizer
     run_dir = Path(config.run_dir)
-    path = run_dir / PROJECTION_FILE
+    path = run_dir / projection_file(name)
 
     def build() -> None:
         is_resumed = latest_checkpoint(run_dir / CHECKPOINTS) is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from megatron_ext.errors import ConfigError, LossError
@@ -94,11 +95,14 @@ def needs_of(objective: Objective) -> Needs:
     return Needs(projection="retokenized", shard=True, match=True)
 
 
-def make_objective(loss: LossConfig, projectors: DskdProjectors | None = None) -> Objective:
+def make_objective(
+    loss: LossConfig, projectors: DskdProjectors | None = None, *, section: str = "loss"
+) -> Objective:
     """The objective of ``loss`` with its options.
 
     Args:
         projectors: Those of ``dskd``; None for a stand-in, which only serves to check and count.
+        section: Of the configuration, which has the options; for errors.
 
     Raises:
         UnknownNameError: There is no such objective.
@@ -106,25 +110,26 @@ def make_objective(loss: LossConfig, projectors: DskdProjectors | None = None) -
     """
     kind: Any = LOSS_REGISTRY[loss.objective]
     values = dict(loss.options)
+    where = partial(_where, section)
     if loss.temperature is not None and loss.objective != "next_token":
         if "temperature" in values:
             raise ConfigError(
                 "the temperature is given twice",
-                where=_where(("temperature",)),
+                where=where(("temperature",)),
                 got=f"{values['temperature']}, and loss.temperature {loss.temperature}",
                 fix="remove one of them",
             )
         values["temperature"] = loss.temperature
     if kind is DskdLoss:
-        projector_start(loss)
+        projector_start(loss, section=section)
         values[_PROJECTORS] = projectors or DskdProjectors(student_hidden=1, teacher_hidden=1)
     try:
-        return build_config(kind, values, _where)  # type: ignore[no-any-return]
+        return build_config(kind, values, where)  # type: ignore[no-any-return]
     except LossError as error:
-        raise ConfigError(str(error), where=_where(())) from error
+        raise ConfigError(str(error), where=where(())) from error
 
 
-def projector_start(loss: LossConfig) -> str:
+def projector_start(loss: LossConfig, *, section: str = "loss") -> str:
     """Which of ``PROJECTOR_STARTS`` the options choose.
 
     Raises:
@@ -134,7 +139,7 @@ def projector_start(loss: LossConfig) -> str:
     if start not in PROJECTOR_STARTS:
         raise ConfigError(
             "no such start of projectors",
-            where=_where((_PROJECTORS,)),
+            where=_where(section, (_PROJECTORS,)),
             got=repr(start),
             expected=f"one of {', '.join(PROJECTOR_STARTS)}",
         )
@@ -146,5 +151,5 @@ def sums_over(loss: LossConfig) -> Over:
     return what_it_sums_over(loss.objective, loss.options)
 
 
-def _where(keys: tuple[str, ...]) -> str:
-    return ".".join(("loss.options", *keys))
+def _where(section: str, keys: tuple[str, ...]) -> str:
+    return ".".join((section, "options", *keys))

@@ -10,6 +10,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import (
     BoundaryColumns,
     CompletionTable,
+    LearnedProjection,
     ProjectionShard,
     VocabularyMatch,
 )
@@ -30,8 +31,15 @@ class RunConstants:
 
     boundary: BoundaryColumns | None = None
 
+    learned: LearnedProjection | None = None
+    """A projection that the student's parameters are part of, in place of ``projection``."""
+
     completion_table: CompletionTable | None = None
     """From which each batch's completions are looked up, on the host."""
+
+    def current_projection(self) -> ProjectionShard | None:
+        """The projection, with the shares of now where they are learned."""
+        return self.projection if self.learned is None else self.learned()
 
     @classmethod
     def of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import yaml
 from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config import TEACHER, DistillConfig
 from megatron_ext.training.config_file import read_config_file
 
 CONFIG_FILE = "config.yaml"
@@ -30,6 +31,7 @@ _MAY_CHANGE = (
     # Paths may move: what they hold is compared instead, by fingerprint and by hash.
     "tokenizer.model",
     "teacher.tokenizer.model",
+    "teacher.projection",
     "data.train",
     "data.validation",
     "data.num_workers",
@@ -38,6 +40,7 @@ _MAY_CHANGE = (
     "data.bad_documents",
     "initial_checkpoint",
     "projection",
+    "loss.linear",
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
     "parallel.virtual_pipeline_model_parallel_size",
@@ -61,6 +64,13 @@ _MAY_CHANGE = (
     "training.nan_policy",
     "training.max_consecutive_skips",
 )
+
+
+def projection_file(teacher: str) -> str:
+    """Name of the file of a run's own projection to a teacher's vocabulary."""
+    if teacher == TEACHER:
+        return PROJECTION_FILE
+    return f"projection-{teacher}.safetensors"
 
 
 def check_run_folder(config: DistillConfig) -> None:
@@ -121,11 +131,13 @@ def config_values(config: DistillConfig) -> dict[str, Any]:
 
 
 def _record(config: DistillConfig) -> dict[str, Any]:
-    """The configuration with the one checkpoint that a teacher's folder stands for now."""
+    """The configuration with the one checkpoint that each teacher's folder stands for now."""
     values = config_values(config)
-    if config.distils and config.teacher:
-        checkpoint = find_checkpoint(config.teacher.checkpoint, where=_TEACHER_CHECKPOINT)
-        values["teacher"]["checkpoint"] = str(checkpoint)
+    if config.distils:
+        for name, teacher in config.named_teachers.items():
+            section = values["teacher"] if config.teacher else values["teachers"][name]
+            where = f"{config.section_of(name)}.checkpoint"
+            section["checkpoint"] = str(find_checkpoint(teacher.checkpoint, where=where))
     return values
 
 
@@ -152,11 +164,13 @@ def _plain(value: Any) -> Any:
 def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
     before, now = dict(config_leaves(stored)), dict(config_leaves(values))
     for leaves in (before, now):
-        # A teacher may move, but not be another iteration of its training.
-        if isinstance(path_of_teacher := leaves.get(_TEACHER_CHECKPOINT), str):
-            leaves[_TEACHER_CHECKPOINT] = Path(path_of_teacher).name
+        for key, value in leaves.items():
+            # A teacher may move, but not be another iteration of its training.
+            if _of_any_teacher(key) == _TEACHER_CHECKPOINT and isinstance(value, str):
+                leaves[key] = Path(value).name
     for key in sorted(before.keys() | now.keys()):
-        if key.startswith(_MAY_CHANGE) or before.get(key) == now.get(key):
+        may_change = _of_any_teacher(key).startswith(_MAY_CHANGE)
+        if may_change or before.get(key) == now.get(key):
             continue
         raise ConfigError(
             f"the run folder holds a run with another {key}",
@@ -165,6 +179,11 @@ def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: 
             expected=repr(before.get(key)),
             fix="use another run_dir, or the configuration the run was started with",
         )
+
+
+def _of_any_teacher(key: str) -> str:
+    """A key of one of several teachers as that of the one of a ``teacher`` section."""
+    return re.sub(r"^teachers\.[^.]+\.", "teacher.", key)
 
 
 def config_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

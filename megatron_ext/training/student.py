@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +13,10 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_ext.losses import TeacherTargets
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.finite_update import update_if_finite
 from megatron_ext.training.forward_step import StepReport, StudentStep
+from megatron_ext.training.lesson import Lesson
 from megatron_ext.training.model_chunks import ModelChunks, load_weights_of, sharded_weights
 from megatron_ext.training.models import wrap_in_ddp
 from megatron_ext.training.sharded_optimizer import CHECKPOINT_FORMAT, prepare_to_load
@@ -55,20 +55,18 @@ class Student:
         schedule_config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         schedule_config.grad_scale_func = self.optimizer.scale_loss
 
-    def forward_backward(
-        self, step: StudentStep, microbatches: list[tuple[Microbatch, TeacherTargets | None]]
-    ) -> list[StepReport]:
+    def forward_backward(self, step: StudentStep, lessons: Sequence[Lesson]) -> list[StepReport]:
         """Accumulate the gradient of one global batch; reports on the last stage, [] elsewhere."""
         for ddp in self.ddp:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        batch_size, length = microbatches[0][0].student.tokens.shape
+        batch_size, length = lessons[0].batch.student.tokens.shape
         return list(
             self._schedule(
                 forward_step_func=step,
-                data_iterator=[iter(microbatches) for _ in self.ddp],
+                data_iterator=[iter(lessons) for _ in self.ddp],
                 model=self.ddp,
-                num_microbatches=len(microbatches),
+                num_microbatches=len(lessons),
                 seq_length=length,
                 micro_batch_size=batch_size,
                 forward_only=False,

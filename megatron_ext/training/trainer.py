@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import LossError
-from megatron_ext.losses import ChunkCompletions, TeacherTargets
+from megatron_ext.losses import LossWeighting, TeacherTargets
 from megatron_ext.teachers import Teacher
 from megatron_ext.training import rank_phase
 from megatron_ext.training.config import DistillConfig
@@ -23,11 +24,12 @@ from megatron_ext.training.data.quarantine import log_refused
 from megatron_ext.training.data.run_data import RunData
 from megatron_ext.training.fault_counts import FaultCounts
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep, reduce_reports
-from megatron_ext.training.inputs import TEACHER
+from megatron_ext.training.lesson import Lesson
 from megatron_ext.training.metrics import MetricsLog, plot_loss_curve, progress_bar
 from megatron_ext.training.non_finite import DivergedError, NonFinitePolicy, finite_only
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.student import Student
+from megatron_ext.training.term_weighting import SavedWeighting, layer_gradients, observe
 from megatron_ext.training.validation import BitsPerByte, measure_bits_per_byte
 from megatron_ext.training.vocabulary_layout import BatchPlaces
 
@@ -43,7 +45,12 @@ class Trainer:
     step: StudentStep
     """Template of the forward step; its counts are set for each global batch."""
 
-    teacher: Teacher | None
+    teachers: Mapping[str, Teacher]
+    """By name; none in a run that does not distil."""
+
+    weighting: LossWeighting
+    """How the terms of the loss weigh, step after step."""
+
     data: RunData
     places: BatchPlaces | None
     """Looks up batches for permuted heads; None where heads are in the order of ids."""
@@ -59,6 +66,11 @@ class Trainer:
 
     counts: FaultCounts = field(default_factory=FaultCounts)
     """What the run has survived."""
+
+    @property
+    def teacher(self) -> Teacher | None:
+        """The first teacher."""
+        return next(iter(self.teachers.values()), None)
 
     def train(self) -> None:
         """Resume where the run stands, train to ``train_iters``, leave a checkpoint and a plot.
@@ -112,8 +124,7 @@ class Trainer:
             if held_out and (is_last or iteration % training.eval_interval == 0):
                 rank_phase.enter("measuring on held-out text")
                 measured = self._validate(held_out)
-                metrics["student_bits_per_byte"] = measured.student
-                metrics["teacher_bits_per_byte"] = measured.teacher
+                metrics |= measured.metrics()
             if log is not None:
                 log.write(iteration=iteration, seconds=seconds, **metrics)
                 bar.set_postfix({"loss": f"{metrics.get('loss', math.nan):.4f}"}, refresh=False)
@@ -129,25 +140,59 @@ class Trainer:
         rank_phase.enter("reading data", iteration=iteration)
         batches = self._microbatches()
         rank_phase.enter("training")
-        counts = GlobalCounts.of(batches, self.groups, compared=self.step.compared)
-        learning_rate = self.student.learning_rate
-        reports = self.student.forward_backward(
-            dataclasses.replace(self.step, counts=counts),
-            list(zip(batches, self._targets(batches), strict=True)),
-        )
+        lessons = self._lessons(batches)
+        step = self._step(lessons, iteration)
+        counts, learning_rate = step.counts, self.student.learning_rate
+        reports = self.student.forward_backward(step, lessons)
         metrics, finite = reduce_reports(reports, self.groups)
         if policy.check_loss(metrics.get("loss", 0.0), finite, iteration=iteration):
             rank_phase.enter("updating")
             metrics["grad_norm"] = self.student.update()
-            policy.check_gradient(metrics["grad_norm"], iteration=iteration)
+            if policy.check_gradient(metrics["grad_norm"], iteration=iteration):
+                has_both = counts.tokens > 0 and counts.compared > 0
+                observe(self.weighting, metrics, step.gradients, self.groups, has_both=has_both)
         return finite_only(metrics) | {
             "learning_rate": learning_rate,
             "tokens": counts.tokens,
             "chunks": counts.chunks,
             **self.counts.metrics(),
-            **({"compared": counts.compared} if self.teacher else {}),
+            **self._counts_of_teachers(counts),
+            **self._weights_of_terms(step),
             **(dataclasses.asdict(counts.chunk_counts) if self.teacher else {}),
         }
+
+    def _lessons(self, batches: list[Microbatch]) -> list[Lesson]:
+        """What each microbatch teaches, on the last stage with the teachers' targets."""
+        if self.step.term is None:
+            return [Lesson(batch, {}, {}) for batch in batches]
+        return self.step.term.lessons(batches, self._targets(batches))
+
+    def _step(self, lessons: list[Lesson], iteration: int) -> StudentStep:
+        """The forward step of one global batch, with what all its microbatches share."""
+        term, is_last = self.step.term, self.groups.is_last_stage
+        gradients = None
+        if self.weighting.observes == "gradient_norms" and is_last:
+            gradients = layer_gradients(self.student.chunks[-1], self.groups)
+        return dataclasses.replace(
+            self.step,
+            counts=GlobalCounts.of(lessons, self.groups, term=term),
+            term_weights=self.weighting.weights(iteration - 1),
+            teacher_weights=term.weights(lessons, self.groups) if term and is_last else None,
+            gradients=gradients,
+        )
+
+    def _counts_of_teachers(self, counts: GlobalCounts) -> dict[str, int]:
+        if self.step.term is None:
+            return {}
+        names = {} if self.step.term.is_single else counts.of_parts
+        of_each = {f"compared/{name.removeprefix('kd/')}": names[name] for name in names}
+        return {"compared": counts.compared, **of_each}
+
+    def _weights_of_terms(self, step: StudentStep) -> dict[str, float]:
+        """Where they are not always the same."""
+        if self.config.loss.weighting == "fixed":
+            return {}
+        return {f"{name}_weight": weight for name, weight in step.term_weights.items()}
 
     def _microbatches(self) -> list[Microbatch]:
         """This replica's part of the next global batch, on its device."""
@@ -165,24 +210,21 @@ class Trainer:
 
     def _collate(self, samples: list[PackedSample]) -> Microbatch:
         sides = self.data.collator(samples)
-        table = self.step.constants.completion_table
-        completions = {}
-        if table is not None:
-            completions[TEACHER] = ChunkCompletions.of(
-                sides.alignments[TEACHER],
-                sides.student.labels,
-                sides.teachers[TEACHER].labels,
-                table,
-            )
-        batch = Microbatch.of(sides, completions).to(self.groups.device)
+        completions = self.step.term.completions(sides) if self.step.term else {}
+        tiles = None
+        if self.step.linear is not None and self.groups.is_last_stage:
+            tiles = self.step.linear.tiles(sides, completions)
+        batch = Microbatch.of(sides, completions, tiles).to(self.groups.device)
         return self.places(batch) if self.places else batch
 
-    def _targets(self, batches: list[Microbatch]) -> list[TeacherTargets | None]:
-        """Targets per microbatch on the last stage; None for each elsewhere."""
-        if self.teacher is None:
-            return [None] * len(batches)
-        targets = self.teacher.targets([batch.teachers[TEACHER] for batch in batches])
-        return list(targets) or [None] * len(batches)
+    def _targets(self, batches: list[Microbatch]) -> list[dict[str, TeacherTargets]]:
+        """Each teacher's targets per microbatch on the last stage; nothing for each elsewhere."""
+        found: list[dict[str, TeacherTargets]] = [{} for _ in batches]
+        for name, teacher in self.teachers.items():
+            its = teacher.targets([batch.teachers[name] for batch in batches])
+            for of_batch, target in zip(found, its, strict=False):
+                of_batch[name] = target
+        return found
 
     def _validate(self, data: HeldOut) -> BitsPerByte:
         global_batches = (
@@ -193,7 +235,7 @@ class Trainer:
             global_batches,
             student=self.student.ddp,
             student_shard=self.step.shard,
-            teacher=self.teacher,
+            teachers=self.teachers,
             next_token=self.step.next_token,
             groups=self.groups,
         )
@@ -210,6 +252,7 @@ class Trainer:
             batches=self.batches,
             record=self.run_record,
             counts=self.counts,
+            parts={"weighting": SavedWeighting(self.weighting)},
         )
 
     def _plot(self) -> None:

@@ -8,7 +8,7 @@ different tokenizers compare. Control tokens, which stand for no byte, are left 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import DistillationInputs, Objective
 from megatron_ext.teachers import Teacher
+from megatron_ext.training.config import TEACHER
 from megatron_ext.training.data.microbatch import Microbatch, TokenBatch
-from megatron_ext.training.inputs import TEACHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,17 @@ class BitsPerByte:
     """Results of one measurement; None where a model was not measured or on other stages."""
 
     student: float | None
-    teacher: float | None
+
+    teachers: Mapping[str, float | None]
+    """By name."""
+
+    def metrics(self) -> dict[str, float | None]:
+        """As the log has them; the one of a ``teacher`` section goes without a name."""
+        found = {"student_bits_per_byte": self.student}
+        for name, measured in (self.teachers or {TEACHER: None}).items():
+            suffix = "" if name == TEACHER else f"/{name}"
+            found[f"teacher_bits_per_byte{suffix}"] = measured
+        return found
 
 
 def measure_bits_per_byte(
@@ -38,7 +48,7 @@ def measure_bits_per_byte(
     *,
     student: Sequence[Any],
     student_shard: VocabShard,
-    teacher: Teacher | None,
+    teachers: Mapping[str, Teacher],
     next_token: Objective,
     groups: ProcessGroups,
 ) -> BitsPerByte:
@@ -51,20 +61,24 @@ def measure_bits_per_byte(
 
     Collectives: the schedules', those of ``next_token``, and one all-reduce over ``dp`` a model.
     """
-    student_bytes = teacher_bytes = 0
+    student_bytes = 0
     student_nats: list[torch.Tensor] = []
-    teacher_nats: list[torch.Tensor] = []
+    teacher_bytes = dict.fromkeys(teachers, 0)
+    teacher_nats: dict[str, list[torch.Tensor]] = {name: [] for name in teachers}
     for batches in global_batches:
         sides = [batch.student for batch in batches]
         student_bytes += sum(side.byte_count for side in sides)
         student_nats += _student_nats(sides, student, student_shard, next_token)
-        if teacher is not None:
-            sides = [batch.teachers[TEACHER] for batch in batches]
-            teacher_bytes += sum(side.byte_count for side in sides)
-            teacher_nats += _teacher_nats(sides, teacher, next_token)
+        for name, teacher in teachers.items():
+            sides = [batch.teachers[name] for batch in batches]
+            teacher_bytes[name] += sum(side.byte_count for side in sides)
+            teacher_nats[name] += _teacher_nats(sides, teacher, next_token)
     return BitsPerByte(
         student=_to_bits_per_byte(student_nats, student_bytes, groups),
-        teacher=_to_bits_per_byte(teacher_nats, teacher_bytes, groups),
+        teachers={
+            name: _to_bits_per_byte(teacher_nats[name], teacher_bytes[name], groups)
+            for name in teachers
+        },
     )
 
 

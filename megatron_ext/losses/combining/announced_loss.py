@@ -54,7 +54,7 @@ def announced_loss(
 
     Collectives: those of the objectives, in one order on every rank.
     """
-    scales = {name: _scale(part, term_weights, global_counts) for name, part in parts.items()}
+    scales = {name: part.scale(term_weights, global_counts) for name, part in parts.items()}
     pair = _swept_together(parts, scales)
     is_alone = set(pair) == set(parts)
     outputs: dict[str, LossOutput] = {}
@@ -75,23 +75,6 @@ def announced_loss(
         outputs={name: outputs[name] for name in parts},
         scales=scales,
     )
-
-
-def _scale(
-    part: PlannedPart,
-    term_weights: Mapping[str, float],
-    global_counts: Mapping[str, torch.Tensor | int],
-) -> Scale:
-    """What the sum of a part is multiplied by; a count of 0 has nothing to divide.
-
-    A float where that is known on the host, as where a weight is 0.
-    """
-    if _is_zero(part.weight) or term_weights[part.term] == 0:
-        return 0.0
-    count = global_counts[part.count_name]
-    divisor = count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
-    scale = term_weights[part.term] * part.weight / divisor
-    return scale.float() if isinstance(scale, torch.Tensor) else scale
 
 
 def _is_zero(scale: Scale) -> bool:

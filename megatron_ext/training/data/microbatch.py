@@ -10,6 +10,7 @@ import torch
 from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.losses import ChunkCompletions
+from megatron_ext.losses.linear import MicrobatchTiles
 from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch, SideBatch
 
 
@@ -82,9 +83,15 @@ class Microbatch:
     completions: Mapping[str, ChunkCompletions] = field(default_factory=dict)
     """For ``partition_kl``, of the teachers that have a table of them."""
 
+    tiles: Mapping[str, MicrobatchTiles] = field(default_factory=dict)
+    """Where the linear form cuts it, by teacher."""
+
     @classmethod
     def of(
-        cls, sides: CrossTokenizerBatch, completions: Mapping[str, ChunkCompletions]
+        cls,
+        sides: CrossTokenizerBatch,
+        completions: Mapping[str, ChunkCompletions],
+        tiles: Mapping[str, MicrobatchTiles] | None = None,
     ) -> Microbatch:
         """From what a collator made, on the CPU."""
         student = TokenBatch.of(sides.student)
@@ -97,6 +104,7 @@ class Microbatch:
             },
             chunk_counts=sum((_counts(sides, name) for name in sides.teachers), ChunkCounts()),
             completions=completions,
+            tiles=tiles or {},
         )
 
     @property
@@ -119,6 +127,7 @@ class Microbatch:
                 for name, side in sides.teachers.items()
             },
             completions={name: c.to(device) for name, c in self.completions.items()},
+            tiles={name: cut.to(device) for name, cut in self.tiles.items()},
         )
 
 

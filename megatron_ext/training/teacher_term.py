@@ -1,0 +1,185 @@
+"""The distillation term of a run: one teacher or several. P teachers, B rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.errors import ConfigError, LossError
+from megatron_ext.losses import (
+    ChunkCompletions,
+    DistillationInputs,
+    KnownAhead,
+    MultiTeacherLossAggregator,
+    Objective,
+    TeacherObjective,
+    TeacherTargets,
+    TeacherText,
+    reduce_scores,
+)
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
+from megatron_ext.training.data.microbatch import Microbatch
+from megatron_ext.training.lesson import Lesson
+from megatron_ext.training.objective import sums_over
+from megatron_ext.training.run_constants import RunConstants
+
+
+def make_aggregator(
+    config: DistillConfig, objectives: Mapping[str, Objective]
+) -> MultiTeacherLossAggregator:
+    """The teachers of a run together.
+
+    Args:
+        objectives: By teacher, in the order of the configuration.
+
+    Raises:
+        ConfigError: Modes, weights and objectives that do not go together.
+    """
+    loss, teachers = config.loss, config.named_teachers
+    try:
+        return MultiTeacherLossAggregator(
+            teachers={
+                name: TeacherObjective(
+                    objective=objective,
+                    weight=teachers[name].weight,
+                    over=sums_over(loss.of_teacher(teachers[name])),
+                )
+                for name, objective in objectives.items()
+            },
+            mode=loss.teacher_mode,
+            measure=None if loss.teacher_weights == "static" else loss.teacher_weights,
+            alpha=loss.teacher_weights_alpha,
+            vocab_normalisation=loss.vocab_normalisation,
+        )
+    except LossError as error:
+        raise ConfigError(str(error), where="loss.teacher_mode") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherTerm:
+    """What is learned from the teachers, microbatch after microbatch."""
+
+    aggregator: MultiTeacherLossAggregator
+
+    constants: Mapping[str, RunConstants] = field(default_factory=dict)
+    """By teacher, on the last stage."""
+
+    is_single: bool = True
+    """Whether there is but the one of a ``teacher`` section: its numbers go without a name."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the teachers, in the order of their weights."""
+        return list(self.aggregator.teachers)
+
+    def completions(self, sides: CrossTokenizerBatch) -> dict[str, ChunkCompletions]:
+        """Of the teachers that have a table of them; on the host."""
+        found = {}
+        for name, constants in self.constants.items():
+            if constants.completion_table is not None:
+                found[name] = ChunkCompletions.of(
+                    sides.alignments[name],
+                    sides.student.labels,
+                    sides.teachers[name].labels,
+                    constants.completion_table,
+                )
+        return found
+
+    def lessons(
+        self, batches: Sequence[Microbatch], targets: Sequence[Mapping[str, TeacherTargets]]
+    ) -> list[Lesson]:
+        """Microbatches with what each teacher is asked; targets are empty but on the last stage.
+
+        In the mode ``select_teacher`` a teacher is asked of the rows that it knows best.
+        Collectives, in that mode on the last stage: those of ``MultiTeacherLossAggregator.select``.
+        """
+        lessons = []
+        for batch, of_batch in zip(batches, targets, strict=True):
+            known = {name: self._known(batch, name) for name in self.names}
+            if of_batch and self.aggregator.mode == "select_teacher":
+                # Every teacher reads the same bytes of a row: their number decides nothing.
+                rows = torch.ones_like(batch.student.labels[:, 0])
+                choice = self.aggregator.select(_texts(batch, of_batch, dict.fromkeys(known, rows)))
+                known = self.aggregator.selected(known, choice)
+            lessons.append(Lesson(batch, of_batch, known))
+        return lessons
+
+    def counts(self, lesson: Lesson) -> dict[str, torch.Tensor]:
+        """int64 scalars by the count names of the parts, before the student has run."""
+        return self.aggregator.counts(lesson.known)
+
+    def weights(self, lessons: Sequence[Lesson], groups: ProcessGroups) -> torch.Tensor | None:
+        """[P] fp32 by how well each teacher knows a global batch; None for static ones.
+
+        Call it on the last stage. Collectives: those of ``scores`` for each microbatch, and one
+        all-reduce over ``dp``.
+        """
+        if self.aggregator.measure is None:
+            return None
+        totals = torch.stack(
+            [
+                self.aggregator.scores(
+                    _texts(lesson.batch, lesson.targets, _byte_counts(lesson.batch))
+                )
+                for lesson in lessons
+            ]
+        )
+        return self.aggregator.weights(reduce_scores(totals.sum(dim=0), groups.dp))
+
+    def inputs(self, lesson: Lesson, student: DistillationInputs) -> dict[str, DistillationInputs]:
+        """The student with each teacher."""
+        return {name: self._inputs(lesson, student, name) for name in self.names}
+
+    def metric_name(self, part: str) -> str:
+        """What a part is called in the log: ``kd`` of the one teacher, ``kd/NAME`` of others."""
+        return part.split("/")[0] if self.is_single else part
+
+    def _inputs(self, lesson: Lesson, student: DistillationInputs, name: str) -> DistillationInputs:
+        constants, known = self.constants[name], lesson.known[name]
+        return replace(
+            student,
+            labels=known.labels,
+            teacher=lesson.targets[name],
+            alignment=known.alignment,
+            teacher_labels=known.teacher_labels,
+            chunk_mask=known.chunk_mask,
+            projection=constants.current_projection(),
+            match=constants.match,
+            boundary=constants.boundary,
+            completions=lesson.batch.completions.get(name),
+        )
+
+    @staticmethod
+    def _known(batch: Microbatch, name: str) -> KnownAhead:
+        return KnownAhead(
+            labels=batch.student.labels,
+            alignment=batch.sides.alignments[name],
+            teacher_labels=batch.teachers[name].labels,
+        )
+
+
+def _texts(
+    batch: Microbatch,
+    targets: Mapping[str, TeacherTargets],
+    byte_counts: Mapping[str, torch.Tensor],
+) -> dict[str, TeacherText]:
+    """Of the rows of a microbatch, as each teacher reads them."""
+    return {
+        name: TeacherText(
+            targets=targets[name], labels=batch.teachers[name].labels, byte_counts=counts
+        )
+        for name, counts in byte_counts.items()
+    }
+
+
+def _byte_counts(batch: Microbatch) -> dict[str, torch.Tensor]:
+    """[B] int64 by teacher, of which only the sum means anything: bytes are known of a batch."""
+    counts = {}
+    for name, side in batch.teachers.items():
+        counts[name] = torch.zeros_like(side.labels[:, 0])
+        counts[name][0] = side.byte_count
+    return counts
