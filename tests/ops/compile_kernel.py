@@ -1,6 +1,7 @@
-"""Compile a kernel for a GPU that need not be there: ``python compile_kernel.py JSON``.
+"""Compile kernels for a GPU that need not be there: ``python compile_kernel.py``.
 
-A process of its own, since Triton decides as it is imported whether it interprets.
+It reads a module and its variants from a line of JSON, and answers with a line: the error, or
+nothing. A process of its own, since Triton decides as it is imported whether it interprets.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import os
 import subprocess
 import sys
+import traceback
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +30,53 @@ def compiles(module: str, variants: list[tuple[str, dict[str, str], dict[str, An
             those that are ``constexpr``.
     """
     pytest.importorskip("triton")
+    compiler = _compiler()
+    assert compiler.stdin is not None
+    assert compiler.stdout is not None
+    print(json.dumps([module, variants]), file=compiler.stdin, flush=True)
+    answer = compiler.stdout.readline()
+    assert answer, f"the compiler died, exit status {compiler.wait()}"
+    error = json.loads(answer)
+    if error.startswith("CANNOT"):
+        pytest.skip(error)
+    assert not error, error[-3000:]
+
+
+@cache
+def _compiler() -> subprocess.Popen[str]:
+    """One for all kernels: to import torch takes longer than to compile. Ends with its input."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    finished = subprocess.run(
-        [sys.executable, __file__, json.dumps([module, variants])],
-        capture_output=True,
+    return subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
         env=environment,
-        check=False,
     )
-    if "CANNOT" in finished.stdout:
-        pytest.skip(finished.stdout.strip())
-    assert finished.returncode == 0, finished.stderr[-3000:]
 
 
 def _main() -> None:
     import triton
+
+    # Whatever else is printed must not be taken for an answer.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        error = ""
+        if not list(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas*")):
+            error = "CANNOT: this build of triton has no assembler for NVIDIA GPUs"
+        else:
+            try:
+                _compile(*json.loads(line))
+            except Exception:
+                error = traceback.format_exc()
+        print(json.dumps(error), file=answers, flush=True)
+
+
+def _compile(module: str, variants: list[tuple[str, dict[str, str], dict[str, Any]]]) -> None:
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, variants = json.loads(sys.argv[1])
-    if not list(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas*")):
-        print("CANNOT: this build of triton has no assembler for NVIDIA GPUs")
-        return
     kernels = importlib.import_module(f"megatron_ext.ops.{module}.triton_kernels")
     for name, types, constants in variants:
         kernel = getattr(kernels, name)

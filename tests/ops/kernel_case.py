@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import lcm
+from typing import Any
 
 import pytest
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+EVERY_COMBINATION = DEVICE.type == "cuda" or bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
+"""Whether to run the whole product of ``combinations``: interpreted kernels are slow."""
+
+
+def combinations(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Values to run a kernel with, one of each axis: a diagonal, or every combination.
+
+    The diagonal has every value of every axis, and every pair of two axes whose lengths have no
+    common divisor.
+    """
+    if EVERY_COMBINATION:
+        return list(product(*axes))
+    count = lcm(*map(len, axes))
+    return [tuple(axis[i % len(axis)] for axis in axes) for i in range(count)]
 
 
 def rounding(dtype: torch.dtype) -> float:

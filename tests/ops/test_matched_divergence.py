@@ -11,7 +11,7 @@ import torch
 from chunk_pair import MANY, ChunkPair
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_case import DEVICE, DTYPES, assert_as_exact, nan_filled, rounding
+from kernel_case import DEVICE, DTYPES, assert_as_exact, combinations, nan_filled, rounding
 
 from megatron_ext.distributed import row_slices
 from megatron_ext.ops.divergence import Divergence
@@ -116,8 +116,7 @@ def check(case: Case, comparing: Comparing, implementation: Implementation, **mo
 
 @pytest.mark.usefixtures("nan_filled")
 @BY
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("direction", "dtype"), combinations(DIRECTIONS, DTYPES), ids=str)
 def test_value_and_gradient_are_those_of_the_definition(
     implementation: Implementation, direction: Divergence, dtype: torch.dtype
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_case import DEVICE, DTYPES, assert_as_exact, nan_filled, rounding
+from kernel_case import DEVICE, DTYPES, assert_as_exact, combinations, nan_filled, rounding
 
 from megatron_ext.errors import LossError
 from megatron_ext.ops.partition_kl import partition_kl_with_ce
@@ -66,9 +66,8 @@ def test_values_and_gradient_are_the_references(name: str) -> None:
 
 
 @pytest.mark.usefixtures("nan_filled")
-@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
-    ("dtype", "temperature"), [*((dtype, 1.0) for dtype in DTYPES), (torch.float32, 2.5)], ids=str
+    ("direction", "dtype", "temperature"), combinations(DIRECTIONS, DTYPES, (1.0, 2.5)), ids=str
 )
 def test_every_direction_dtype_and_temperature(
     direction: str, dtype: torch.dtype, temperature: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_case import DEVICE, DTYPES, nan_filled
+from kernel_case import DEVICE, DTYPES, combinations, nan_filled
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
@@ -21,9 +21,15 @@ def _shard(width: int, vocab: int) -> VocabShard:
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("implementation", ["triton", "torch"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width", "vocab"), [(5, 4099, 4099), (1, 17, 13), (0, 9, 9)])
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "rows", "width", "vocab"),
+    [
+        *((*case, 5, 4099, 4099) for case in combinations(DTYPES, (1.0, 2.5))),
+        (torch.float32, 2.5, 1, 17, 13),
+        (torch.float32, 1.0, 0, 9, 9),
+    ],
+    ids=str,
+)
 def test_statistics_are_those_of_the_definition(
     implementation: Implementation,
     dtype: torch.dtype,

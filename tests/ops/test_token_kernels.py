@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_case import DEVICE, DTYPES, assert_as_exact, nan_filled, rounding
+from kernel_case import DEVICE, DTYPES, assert_as_exact, combinations, nan_filled, rounding
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.ops.implementation import Implementation
@@ -24,7 +24,8 @@ pytest.importorskip("triton")
 __all__ = ["nan_filled"]
 
 BOTH = pytest.mark.parametrize("implementation", ["triton", "torch"])
-SIZES = pytest.mark.parametrize(("rows", "vocab"), [(4, 4133), (1, 7), (0, 9)])
+SMALL = [(1, 7), (0, 9)]
+"""Rows and vocabulary."""
 
 
 def _case(
@@ -41,9 +42,14 @@ def _case(
 
 @pytest.mark.usefixtures("nan_filled")
 @BOTH
-@SIZES
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize(
+    ("rows", "vocab", "dtype", "temperature"),
+    [
+        *((4, 4133, *case) for case in combinations(DTYPES, (1.0, 2.5))),
+        *((*size, torch.float32, 1.0) for size in SMALL),
+    ],
+    ids=str,
+)
 def test_cross_entropy_and_its_gradient_are_as_exact_as_torch(
     implementation: Implementation, rows: int, vocab: int, dtype: torch.dtype, temperature: float
 ) -> None:
@@ -124,9 +130,14 @@ def test_what_a_token_gets_may_differ_from_what_was_announced(
 
 @pytest.mark.usefixtures("nan_filled")
 @BOTH
-@SIZES
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "vocab", "dtype", "in_place"),
+    [
+        *((4, 4133, *case) for case in combinations(DTYPES, (False, True))),
+        *((*size, torch.float32, False) for size in SMALL),
+    ],
+    ids=str,
+)
 def test_likelihoods_and_their_gradient_are_as_exact_as_torch(
     implementation: Implementation, rows: int, vocab: int, dtype: torch.dtype, in_place: bool
 ) -> None:
