@@ -61,7 +61,6 @@ RUNS = [
     ),
     AxisRun(name="dp4-overlaps", variant=ALM, parallel={**LAYOUTS["dp4"], **OVERLAPS}),
 ]
-# A vector of norms counts as one weight of a model, and its gradient comes from every position.
 
 
 @pytest.fixture(scope="module")

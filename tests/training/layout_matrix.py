@@ -1,0 +1,87 @@
+"""Every layout of four processes against one process, by several objectives, packed and not.
+
+Run by hand, since it takes long; docs/parallelism.md records what it printed:
+
+    python -m tests.training.layout_matrix --iterations 10
+
+The last two columns are the largest relative difference of a loss of any iteration and the largest
+difference of a weight at the end, to the run of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.training.metrics import read_metrics
+from tests.process_group import run_ranks
+from tests.training.axis_runs import LAYOUTS, AxisRun, Variant, start_and_train, train_runs
+from tests.training.checkpoint_tensors import weights_of
+from tests.training.tiny_run import write_corpus, write_rank_list
+
+OBJECTIVES = ("projected_kl", "partition_kl", "alm")
+TIMEOUT_S = 3600
+
+
+def main() -> None:
+    """Train all of them and print a row of the table for each as soon as it is known."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, choices=OBJECTIVES)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
+    arguments = parser.parse_args()
+    variants = [
+        Variant(objective=objective, packing=packing, iterations=arguments.iterations)
+        for packing in (True, False)
+        for objective in arguments.objectives
+    ]
+    print("| objective | layout | seconds | loss | weights |\n|---|---|--:|--:|--:|", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_corpus(folder)
+        write_rank_list(folder)
+        alone = [_run(str(variant), variant, {}) for variant in variants]
+        run_ranks(1, start_and_train, folder, alone, timeout_s=TIMEOUT_S)
+        for variant in variants:
+            for layout in arguments.layouts:
+                run = _run(f"{variant}-{layout}", variant, LAYOUTS[layout])
+                started = time.monotonic()
+                run_ranks(4, train_runs, folder, [run], timeout_s=TIMEOUT_S)
+                seconds = time.monotonic() - started
+                loss, weights = _differences(folder, run)
+                row = f"| {variant} | {layout} | {seconds:.0f} | {loss:.1e} | {weights:.1e} |"
+                print(row, flush=True)
+
+
+def _run(name: str, variant: Variant, parallel: Mapping[str, Any]) -> AxisRun:
+    once = {"save_interval": variant.iterations}
+    return AxisRun(name=name, variant=variant, parallel=parallel, training=once)
+
+
+def _differences(folder: Path, run: AxisRun) -> tuple[float, float]:
+    alone, sharded = (read_metrics(folder / name) for name in (str(run.variant), run.name))
+    assert len(alone) == len(sharded) == run.variant.iterations
+    losses = [(row["loss"], its["loss"]) for row, its in zip(alone, sharded, strict=True)]
+    iteration = f"iter_{run.variant.iterations:07d}"
+    weights, its_weights = (
+        weights_of(folder / name / "checkpoints" / iteration)
+        for name in (str(run.variant), run.name)
+    )
+    assert weights.keys() == its_weights.keys()
+    # The vocabulary is padded by the number of tensor-parallel ranks.
+    rows = {name: min(len(weight), len(its_weights[name])) for name, weight in weights.items()}
+    return (
+        max(abs(loss - other) / abs(loss) for loss, other in losses),
+        max(
+            (weights[name][:count] - its_weights[name][:count]).abs().max().item()
+            for name, count in rows.items()
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()
