@@ -43,15 +43,17 @@ class FaultCounts:
         self.refused_documents += refused_everywhere
         self.worker_restarts += restarts_everywhere
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """Plain values for a checkpoint."""
         return dataclasses.asdict(self)
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state``."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state_dict``."""
         for field in dataclasses.fields(self):
             setattr(self, field.name, int(state.get(field.name, 0)))
 
     def metrics(self) -> dict[str, int]:
         """The totals."""
-        return {name: count for name, count in self.state().items() if name != "skips_in_a_row"}
+        return {
+            name: count for name, count in self.state_dict().items() if name != "skips_in_a_row"
+        }

@@ -29,10 +29,10 @@ _FAILED_SAVES: Final = 3
 class Part(Protocol):
     """Something of a run that a checkpoint keeps; the same on every rank."""
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Plain values."""
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from them."""
 
 
@@ -97,7 +97,7 @@ class SavedRun:
         self._batches.load_state(common["data"])
         for name, part in self._parts.items():
             if name in common:
-                part.load_state(common[name])
+                part.load_state_dict(common[name])
         if random_state.KEY in state:
             random_state.load_random_state(state[random_state.KEY])
         else:
@@ -120,7 +120,7 @@ class SavedRun:
             "iteration": iteration,
             "data": self._data_state(),
             "run": self._record,
-            **{name: part.state() for name, part in self._parts.items()},
+            **{name: part.state_dict() for name, part in self._parts.items()},
         }
         self._attempt(lambda: self._writer.save(iteration, state), is_last=is_last)
         if is_last:
@@ -162,7 +162,10 @@ class SavedRun:
 
 
 def _files(config: DistillConfig) -> Sequence[Path]:
-    """What belongs to every checkpoint besides its state."""
+    """What belongs to every checkpoint besides its state: the tokenizer, and all projections."""
     run_dir = Path(config.run_dir)
-    projection = Path(config.projection) if config.projection else run_dir / PROJECTION_FILE
-    return (run_dir / TOKENIZER_FOLDER, *([projection] if config.distils else []))
+    teachers = [*config.teachers.values(), *([config.teacher] if config.teacher else [])]
+    projections = [config.projection, *(teacher.projection for teacher in teachers)]
+    configured = sorted({Path(path) for path in projections if path})
+    own = sorted(run_dir.glob(f"{Path(PROJECTION_FILE).stem}*.safetensors"))
+    return (run_dir / TOKENIZER_FOLDER, *own, *configured)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
 
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
 
 from megatron_ext.training.cross_tokenizer.packing.packed_dataset import PackedBlock
@@ -29,6 +30,7 @@ class BlockWorkers(Iterator[PackedBlock]):
 
     def __init__(self, loader: DataLoader[PackedBlock]) -> None:
         self._blocks: Any = iter(loader)
+        _unwatch(self._blocks)
 
     def __next__(self) -> PackedBlock:
         """The next block.
@@ -61,6 +63,17 @@ class BlockWorkers(Iterator[PackedBlock]):
         for worker in self._blocks._workers:
             if not worker.is_alive():
                 raise DeadWorkerError(_how_it_ended(worker.pid, worker.exitcode))
+
+
+def _unwatch(blocks: Any) -> None:
+    """Have torch raise nothing by itself when a worker ends.
+
+    Its handler of SIGCHLD raises wherever the main thread happens to be, in the middle of an update
+    as well, where workers are forked from this process.
+    """
+    if blocks._worker_pids_set:
+        _remove_worker_pids(id(blocks))
+        blocks._worker_pids_set = False
 
 
 class _Read(threading.Thread):
