@@ -48,7 +48,8 @@ def evaluate_projected_kl(
         gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
             announced_c chunk_loss_c + sum_i weight_i token_loss_i``, rounded once; it may be
             ``student_logits`` itself. Rows of no chunk and of chunks announced 0 get exactly 0 from
-            the chunks whatever they hold. None: nothing is computed for it.
+            the chunks whatever they hold, and so do those of a chunk in which a teacher row masks
+            every reachable column: its loss is 0. None: nothing is computed for it.
         entry_gradient: [N], to which the gradient of the ``learned`` entries is added.
 
     Everything is accumulated in fp32 (fp64 for fp64 logits). No tensor over a vocabulary of more
@@ -88,11 +89,14 @@ def evaluate_projected_kl(
         token_loss = token_losses(
             student.logits, column, cross_entropy.label, statistics.untempered, student_shard
         )
-    both = (student_rows.sizes() > 0) & (teacher_rows.sizes() > 0)
-    weights = statistics.mapped.new_ones(len(both)) if announced is None else announced
+    compared = (student_rows.sizes() > 0) & (teacher_rows.sizes() > 0)
+    # A teacher that masks all that the projection reaches says nothing about it.
+    says_nothing = (statistics.teacher.log_sum == -torch.inf) & (statistics.left_out == 1)
+    compared &= _by_chunk(says_nothing.to(statistics.left_out.dtype), teacher_rows) == 0
+    weights = statistics.mapped.new_ones(len(compared)) if announced is None else announced
     wanted = Wanted(
         gradient,
-        torch.where(both, weights.to(statistics.mapped.dtype), 0.0),
+        torch.where(compared, weights.to(statistics.mapped.dtype), 0.0),
         cross_entropy,
         learned,
         entry_gradient,
@@ -100,9 +104,9 @@ def evaluate_projected_kl(
     by = KernelEvaluation if by_kernels else TorchEvaluation
     values = by(student, teacher, projection, statistics, comparing, wanted).run()
     return ProjectedKL(
-        torch.where(both, comparing.temperature**2 * values.value, 0.0),
-        values.entropy,
-        values.agreement,
+        torch.where(compared, comparing.temperature**2 * values.value, 0.0),
+        torch.where(compared, values.entropy, 0.0),
+        values.agreement & compared,
         (sum_over_rows if by_kernels else _by_chunk)(statistics.left_out, teacher_rows),
         teacher_rows.sizes().long(),
         values.rest_mass,

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,8 +11,17 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, ProjectedKLLoss, TeacherTargets
+from megatron_ext.losses import (
+    LOSS_REGISTRY,
+    DistillationInputs,
+    ProjectedKLLoss,
+    ProjectionShard,
+    TeacherTargets,
+)
+from megatron_ext.ops.divergence import Divergence
+from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.projected_kl import projected_kl_reference
+from megatron_ext.projection import SparseProjection
 from tests.losses.microbatch import Microbatch, projection_shard
 
 
@@ -181,3 +191,44 @@ def test_a_temperature_that_is_no_positive_number_is_refused(temperature: float)
 def test_an_unknown_direction_is_refused_with_the_choices() -> None:
     with pytest.raises(LossError, match="got 'both'; expected one of forward, reverse"):
         ProjectedKLLoss(direction="both")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jensen_shannon"])
+def test_a_teacher_that_masks_all_that_is_reachable_teaches_nothing(
+    direction: Divergence, implementation: Implementation
+) -> None:
+    rows = np.arange(6)
+    shards = (
+        VocabShard(start=0, stop=12, vocab_size=12),
+        VocabShard(start=0, stop=10, vocab_size=10),
+    )
+    projection = ProjectionShard.from_projection(
+        SparseProjection.from_entries(rows, rows, np.ones(6), (12, 10)),
+        student_shard=shards[0],
+        teacher_shard=shards[1],
+    )
+    ids = torch.tensor([[0, 1, 2]])
+    student = torch.randn(1, 3, 12, requires_grad=True)
+    teacher = torch.randn(1, 3, 10)
+    teacher[0, 1, :6] = -torch.inf
+    loss = ProjectedKLLoss(direction=direction, implementation=implementation)
+    out = loss(
+        DistillationInputs(
+            student_logits=student,
+            student_shard=shards[0],
+            labels=ids,
+            teacher=TeacherTargets(kind="logits", shard=shards[1], logits=teacher),
+            alignment=AlignmentBatch.from_chunk_ids(ids, ids),
+            projection=projection,
+        )
+    )
+    out.loss_sum.backward()
+
+    assert out.chunk_loss is not None
+    assert student.grad is not None
+    assert out.chunk_loss[1] == 0
+    assert (out.chunk_loss[[0, 2]] > 0).all()
+    assert not student.grad[0, 1].any()
+    assert (student.grad[0, [0, 2]] != 0).any(dim=-1).all()
+    assert all(value.isfinite() for value, _ in out.metrics.values())
