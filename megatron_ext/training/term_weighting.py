@@ -44,21 +44,6 @@ def make_weighting(config: DistillConfig) -> LossWeighting:
         raise ConfigError(str(error), where=_SECTION) from error
 
 
-class SavedWeighting:
-    """A weighting as the part of a checkpoint that it is."""
-
-    def __init__(self, weighting: LossWeighting) -> None:
-        self._weighting = weighting
-
-    def state(self) -> dict[str, Any]:
-        """Plain values."""
-        return self._weighting.state_dict()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from them."""
-        self._weighting.load_state_dict(state)
-
-
 def layer_gradients(gpt: GPTModel, groups: ProcessGroups) -> LayerGradients:
     """What measures the terms' gradients: over the matrices of a last stage's last layer."""
     matrices = [weight for weight in gpt.decoder.layers[-1].parameters() if weight.dim() > 1]

@@ -29,7 +29,7 @@ from megatron_ext.training.metrics import MetricsLog, plot_loss_curve, progress_
 from megatron_ext.training.non_finite import DivergedError, NonFinitePolicy, finite_only
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.student import Student
-from megatron_ext.training.term_weighting import SavedWeighting, layer_gradients, observe
+from megatron_ext.training.term_weighting import layer_gradients, observe
 from megatron_ext.training.validation import BitsPerByte, measure_bits_per_byte
 from megatron_ext.training.vocabulary_layout import BatchPlaces
 
@@ -252,7 +252,7 @@ class Trainer:
             batches=self.batches,
             record=self.run_record,
             counts=self.counts,
-            parts={"weighting": SavedWeighting(self.weighting)},
+            parts={"weighting": self.weighting},
         )
 
     def _plot(self) -> None:
