@@ -21,7 +21,6 @@ from tests.ops.allocation_record import AllocationRecord
 BATCH, CHUNKS, VOCABS = 4, 8, (600, 500)
 
 WIDE = {
-    "mined": "the teacher's probabilities on the student's tokens, in fp32 [C, Vps]",
     "dskd": "its projected logits, and their gradients, whole",
 }
 """Objective -> what it still makes."""

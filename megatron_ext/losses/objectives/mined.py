@@ -8,12 +8,15 @@ from typing import ClassVar, get_args
 import torch
 
 from megatron_ext.alignment.chunk_class import ChunkClass
+from megatron_ext.distributed.row_slices import row_slices
+from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_projection, check_student
 from megatron_ext.losses.checks.option_check import check_choice
 from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.inputs.carried_targets import Sharing, carried_targets
+from megatron_ext.losses.inputs.projection_shard import ProjectionShard
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.vocab_kl import vocab_kl
 
@@ -34,8 +37,8 @@ class MinedLoss:
     teacher's, on tokens that nothing maps to), and those of ``losses/diagnostics``.
 
     Teacher targets: ``logits``, ``hidden``. Collectives on the tensor-parallel group, forward:
-    those of ``carried_targets`` and of ``ops/vocab_kl``, eight all-reduces and one all-gather of
-    [C', Vt] a slice of C' chunks; backward none. Keeps [C, Vps] of each model.
+    a slice of C' chunks those of ``carried_targets`` and of ``ops/vocab_kl``, eight all-reduces and
+    one all-gather of [C', Vt]; backward none. Keeps [C, Vps] in the student's dtype.
 
     Source: FuseLLM (Wan et al. 2024, arXiv 2401.10491), in the form that tokenkit gives it, from
     which this differs as ``docs/losses.md`` says.
@@ -76,18 +79,51 @@ class MinedLoss:
         alignment, teacher = check_alignment(inputs, objective=self.name)
         projection = check_projection(inputs, objective=self.name)
         # Chunks of other classes take part, since to select would be to wait for the device.
+        student_logits = inputs.student_logits.flatten(0, 1)[alignment.student_spans[:, 0]]
+        teacher_logits = teacher.to_logits().flatten(0, 1)[alignment.teacher_spans[:, 0]]
+        slices = row_slices(
+            len(student_logits), inputs.student_shard.width, device=student_logits.device
+        )
+        sizes = [rows.stop - rows.start for rows in slices] or [0]
+        compared = [
+            self._compare(inputs, student, of_teacher, teacher.shard, projection)
+            for student, of_teacher in zip(
+                student_logits.split(sizes), teacher_logits.split(sizes), strict=True
+            )
+        ]
+        loss, entropy, agreement, offsupport = map(torch.cat, zip(*compared, strict=True))
+        return chunk_output(
+            inputs,
+            loss,
+            usable=alignment.chunk_class == ChunkClass.ONE_TO_ONE,
+            means={
+                "teacher_entropy": entropy,
+                "top1_agreement": agreement,
+                "offsupport_mass": offsupport,
+            },
+        )
+
+    def _compare(
+        self,
+        inputs: DistillationInputs,
+        student_logits: torch.Tensor,
+        teacher_logits: torch.Tensor,
+        teacher_shard: VocabShard,
+        projection: ProjectionShard,
+    ) -> tuple[torch.Tensor, ...]:
+        """Loss, entropy, agreement and teacher's mass elsewhere of a few chunks."""
         targets = carried_targets(
-            teacher.to_logits().flatten(0, 1)[alignment.teacher_spans[:, 0]],
+            teacher_logits,
             projection,
-            teacher_shard=teacher.shard,
+            teacher_shard=teacher_shard,
             temperature=self.temperature,
             sharing=self.sharing,
         )
+        empty = targets.is_empty
         # A stand-in that is finite where there is no distribution; its loss is not looked at.
-        log_probs = targets.log_probs.masked_fill_(targets.is_empty[:, None], 0.0)
-        student = inputs.student_logits.flatten(0, 1)[alignment.student_spans[:, 0]]
+        log_probs = targets.log_probs.masked_fill_(empty[:, None], 0.0)
         out = vocab_kl(
-            student.masked_fill(projection.row_mass == 0, -torch.inf),
+            student_logits.masked_fill(projection.row_mass == 0, -torch.inf),
             # At the temperature already.
             log_probs.mul_(self.temperature),
             student_shard=inputs.student_shard,
@@ -95,17 +131,13 @@ class MinedLoss:
             temperature=self.temperature,
             direction=self.direction,
             mixture=self.mixture,
-            announced=torch.ones_like(targets.is_empty, dtype=torch.float32) * inputs.announced,
+            announced=torch.ones_like(empty, dtype=torch.float32) * inputs.announced,
         )
-        return chunk_output(
-            inputs,
-            torch.where(targets.is_empty, 0.0, out.row_loss),
-            usable=alignment.chunk_class == ChunkClass.ONE_TO_ONE,
-            means={
-                "teacher_entropy": out.teacher_entropy.masked_fill(targets.is_empty, 0.0),
-                "top1_agreement": out.top1_agreement & ~targets.is_empty,
-                "offsupport_mass": targets.offsupport_mass,
-            },
+        return (
+            torch.where(empty, 0.0, out.row_loss),
+            out.teacher_entropy.masked_fill(empty, 0.0),
+            out.top1_agreement & ~empty,
+            targets.offsupport_mass,
         )
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
