@@ -14,6 +14,18 @@ def scaled(logits, temperature, HAS_TEMPERATURE: tl.constexpr):
 
 
 @triton.jit
+def row_values(start_of_row, columns, held, inside):
+    """A row's logits at ``columns`` in fp32, -inf where not ``inside``.
+
+    All that are ``held`` in memory are loaded, padding too: the end of a padded row is at a
+    multiple of 16 columns, so that a thread loads 16 bytes at once. A mask that ends anywhere
+    makes it load them one by one.
+    """
+    loaded = tl.load(start_of_row + columns, mask=held, other=-float("inf"))
+    return tl.where(inside, loaded.to(tl.float32), -float("inf"))
+
+
+@triton.jit
 def add_exponentials(peak, total, values):
     """``peak`` and ``total = sum(exp(value - peak))`` after a block of values, -inf ones included.
 

@@ -18,6 +18,7 @@ def test_softmax_statistics() -> None:
         "column_ptr": "*i64",
         "row_stride": "i32",
         "width": "i32",
+        "held_width": "i32",
         "rows": "i32",
         "temperature": "fp32",
     }
@@ -60,7 +61,10 @@ def test_sorted_l1() -> None:
     flags = {"HAS_TEMPERATURE": True, "BLOCK": 1024}
     variants: list[tuple[str, dict[str, str], dict[str, Any]]] = []
     for kind in LOGITS:
-        select = _mean_rows("first_chunk", "row_stride", "width", "places", "capacity") | {
+        select = _mean_rows(
+            "first_chunk", "row_stride", "width", "padded_width", "places", "capacity"
+        )
+        select |= {
             "logits_ptr": kind,
             "excluded_ptr": "*i1",
             "values_ptr": "*fp32",
@@ -110,6 +114,7 @@ def test_vocab_kl() -> None:
         "student_stride": "i32",
         "teacher_stride": "i32",
         "width": "i32",
+        "held_width": "i32",
         "rows": "i32",
         "temperature": "fp32",
     }
@@ -146,7 +151,13 @@ def test_vocab_kl() -> None:
 def test_partition_kl() -> None:
     sizes = dict.fromkeys(("row_stride", "width", "rows"), "i32")
     split = {"set_ptr": "*i32", "bits_ptr": "*i32", "lanes_ptr": "*fp32", "column_ptr": "*i64"}
-    split |= {**sizes, "masked_ptr": "*i1", "words": "i32", "temperature": "fp32"}
+    split |= {
+        **sizes,
+        "padded_width": "i32",
+        "masked_ptr": "*i1",
+        "words": "i32",
+        "temperature": "fp32",
+    }
     pair = {
         "partner_ptr": "*i32",
         "student_row_ptr": "*i64",
@@ -205,7 +216,7 @@ def test_matched_divergence() -> None:
     vectors = ("value", "row_slope", "best", "base", "shift", "centre", "scale")
     types |= {f"{name}_ptr": "*fp32" for name in vectors}
     strides = ("student_stride", "teacher_stride", "gradient_stride", "moved_stride")
-    sizes = ("first_chunk", "width", "valid_width", "column_start")
+    sizes = ("first_chunk", "width", "padded_width", "valid_width", "column_start")
     types |= dict.fromkeys((*strides, *sizes), "i32")
     types |= {"temperature": "fp32", "mixture": "fp32"}
     variants: list[tuple[str, dict[str, str], dict[str, Any]]] = []
@@ -226,7 +237,7 @@ def test_matched_divergence() -> None:
     compiles("matched_divergence", variants)
 
 
-_VALUES = ("value_ptr", "row_slope_ptr", "best_ptr", "column_ptr", "column_start")
+_VALUES = ("value_ptr", "row_slope_ptr", "best_ptr", "column_ptr", "column_start", "padded_width")
 _NOT_COMPARED = (
     "gradient_ptr",
     "gradient_stride",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_case import DEVICE, DTYPES, assert_as_exact, nan_filled, rounding
+from kernel_case import DEVICE, DTYPES, assert_as_exact, combinations, nan_filled, rounding
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.implementation import Implementation
@@ -56,10 +56,14 @@ def _reference(
 
 @pytest.mark.usefixtures("nan_filled")
 @BOTH
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(("rows", "vocab"), [(3, 4133), (1, 7), (0, 9)])
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "direction", "rows", "vocab"),
+    [
+        *((*case, 3, 4133) for case in combinations(DTYPES, (1.0, 2.5), DIRECTIONS)),
+        *((torch.float32, 1.0, "forward", *size) for size in [(1, 7), (0, 9)]),
+    ],
+    ids=str,
+)
 def test_values_and_the_gradient_are_as_exact_as_torch(
     implementation: Implementation,
     dtype: torch.dtype,
@@ -306,6 +310,7 @@ def test_shards_give_what_one_rank_does(implementation: Implementation, directio
             temperature=1.3,
             with_plain=False,
             read=None,
+            held_width=cut.stop - cut.start,
             by_kernel=by_kernel,
         )
         for cut in cuts
@@ -320,7 +325,16 @@ def test_shards_give_what_one_rank_does(implementation: Implementation, directio
     comparing = Comparing(1.3, direction)  # type: ignore[arg-type]
     weight = torch.ones(3, device=DEVICE)
     sweeps = [
-        PairSweep(student[:, cut], teacher[:, cut], merged(0), merged(1), weight, None, comparing)
+        PairSweep(
+            student[:, cut],
+            teacher[:, cut],
+            merged(0),
+            merged(1),
+            weight,
+            None,
+            comparing,
+            cut.stop - cut.start,
+        )
         for cut in cuts
     ]
     value, centre, entropy = sum(sweep.run(by_kernel=by_kernel) for sweep in sweeps)

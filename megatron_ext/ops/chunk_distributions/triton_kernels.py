@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import scaled
+from megatron_ext.ops.triton_math import row_values, scaled
 
 
 @triton.jit
@@ -14,12 +14,13 @@ def row_probabilities(
     peak_ptr,
     log_sum_ptr,
     columns,
+    held,
     inside,
     temperature,
     HAS_TEMPERATURE: tl.constexpr,
 ):
     """Softmax of a row at ``columns``, 0 where not ``inside``. ``row`` is int64."""
-    loaded = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=-float("inf"))
+    loaded = row_values(logits_ptr + row * row_stride, columns, held, inside)
     values = scaled(loaded, temperature, HAS_TEMPERATURE)
     probabilities = tl.exp(values - tl.load(peak_ptr + row) - tl.load(log_sum_ptr + row))
     return tl.where(inside, probabilities, 0.0)
@@ -35,6 +36,7 @@ def mean_probabilities(
     peak_ptr,
     log_sum_ptr,
     columns,
+    held,
     inside,
     temperature,
     HAS_TEMPERATURE: tl.constexpr,
@@ -51,6 +53,7 @@ def mean_probabilities(
             peak_ptr,
             log_sum_ptr,
             columns,
+            held,
             inside,
             temperature,
             HAS_TEMPERATURE,
@@ -88,6 +91,7 @@ def chunk_means_kernel(
         peak_ptr,
         log_sum_ptr,
         columns,
+        columns < width,
         columns < valid_width,
         temperature,
         HAS_TEMPERATURE,

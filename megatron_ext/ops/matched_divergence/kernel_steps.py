@@ -119,6 +119,7 @@ def compare_by_kernel(pair: MatchedPair, chunks: slice, moved: torch.Tensor | No
             column_ptr=column,
             first_chunk=chunks.start,
             width=width,
+            padded_width=student.shard.width,
             column_start=student.shard.start,
             BLOCK=small_block(width, config.block),
             num_warps=config.num_warps,

@@ -58,6 +58,7 @@ def _both_sides(
     pairs_ptr,
     moved_row_ptr,
     columns,
+    held,
     inside,
     temperature,
     MOVED: tl.constexpr,
@@ -65,8 +66,8 @@ def _both_sides(
     BLOCK: tl.constexpr,
 ):
     """P^ and Q^ at a block of student columns, 0 where not common, and which are."""
-    pair = tl.load(pairs_ptr + columns, mask=inside, other=-1)
-    common = pair >= 0
+    pair = tl.load(pairs_ptr + columns, mask=held, other=-1)
+    common = inside & (pair >= 0)
     q = mean_probabilities(
         student_ptr,
         student_order_ptr,
@@ -76,13 +77,14 @@ def _both_sides(
         student_peak_ptr,
         student_log_sum_ptr,
         columns,
+        held,
         common,
         temperature,
         HAS_TEMPERATURE,
         BLOCK,
     )
     if MOVED:
-        p = tl.load(moved_row_ptr + columns, mask=common, other=0.0)
+        p = tl.where(common, tl.load(moved_row_ptr + columns, mask=held, other=0.0), 0.0)
     else:
         p = mean_probabilities(
             teacher_ptr,
@@ -93,6 +95,7 @@ def _both_sides(
             teacher_peak_ptr,
             teacher_log_sum_ptr,
             pair,
+            common,
             common,
             temperature,
             HAS_TEMPERATURE,
@@ -126,6 +129,7 @@ def compare_kernel(
     teacher_stride,
     moved_stride,
     width,
+    padded_width,
     column_start,
     temperature,
     mixture,
@@ -163,6 +167,7 @@ def compare_kernel(
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
+            held = columns < padded_width
             p, q, common = _both_sides(
                 student_ptr,
                 student_order_ptr,
@@ -183,6 +188,7 @@ def compare_kernel(
                 pairs_ptr,
                 moved_row_ptr,
                 columns,
+                held,
                 inside,
                 temperature,
                 MOVED,
@@ -201,6 +207,7 @@ def compare_kernel(
                     student_peak_ptr,
                     student_log_sum_ptr,
                     columns,
+                    held,
                     common,
                     temperature,
                     HAS_TEMPERATURE,
@@ -279,6 +286,7 @@ def gradient_kernel(
     # Chunks without rows have nothing to write.
     for start in range(0, tl.where(end > begin, width, 0), BLOCK):
         columns = start + tl.arange(0, BLOCK)
+        held = columns < width
         valid = columns < valid_width
         p, q, common = _both_sides(
             student_ptr,
@@ -300,6 +308,7 @@ def gradient_kernel(
             pairs_ptr,
             moved_row_ptr,
             columns,
+            held,
             valid,
             temperature,
             MOVED,
@@ -317,6 +326,7 @@ def gradient_kernel(
                 student_peak_ptr,
                 student_log_sum_ptr,
                 columns,
+                held,
                 valid,
                 temperature,
                 HAS_TEMPERATURE,
@@ -327,4 +337,4 @@ def gradient_kernel(
             # The gradient may be the logits, which other threads may still be reading.
             tl.debug_barrier()
             place_of = gradient_ptr + row * gradient_stride + columns
-            tl.store(place_of, out.to(gradient_ptr.dtype.element_ty), mask=columns < width)
+            tl.store(place_of, out.to(gradient_ptr.dtype.element_ty), mask=held)

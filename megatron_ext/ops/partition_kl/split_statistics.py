@@ -116,7 +116,8 @@ def split_statistics(
     """Peaks and sums of each row's members and others, from one read. No graph, no collectives.
 
     Args:
-        logits: [T, Vp], any float dtype, contiguous in its columns. Padding is not read.
+        logits: [T, Vp], any float dtype, contiguous in its columns. Padding counts for nothing,
+            whatever it holds.
         temperature: Of the members; nothing else has one.
         every_row: Read rows of neither singles nor chains too; they have no members. Else they
             have nothing, whatever they hold.
@@ -179,6 +180,7 @@ def _by_kernel(
             is_masked,
             logits.stride(0),
             width,
+            logits.shape[1],
             rows,
             bits.shape[1],
             temperature,

@@ -7,7 +7,7 @@ pair of its row and a teacher's.
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import finite_peak, scaled
+from megatron_ext.ops.triton_math import finite_peak, row_values, scaled
 
 FORWARD: tl.constexpr = tl.constexpr(0)
 REVERSE: tl.constexpr = tl.constexpr(1)
@@ -26,6 +26,7 @@ def split_statistics_kernel(
     masked_ptr,
     row_stride,
     width,
+    padded_width,
     rows,
     words,
     temperature,
@@ -54,7 +55,8 @@ def split_statistics_kernel(
     for start in range(0, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
-        logits = tl.load(start_of_row + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        held = columns < padded_width
+        logits = row_values(start_of_row, columns, held, inside)
         word = tl.load(start_of_bits + columns // 32, mask=inside & has_members, other=0)
         is_member = ((word >> (columns % 32)) & 1) != 0
         values = tl.where(is_member, scaled(logits, temperature, HAS_TEMPERATURE), logits)
@@ -242,8 +244,9 @@ def single_rows_kernel(
     for start in range(0, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
-        logits = tl.load(start_of_row + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        partner = tl.load(partner_ptr + columns, mask=inside, other=-1)
+        held = columns < padded_width
+        logits = row_values(start_of_row, columns, held, inside)
+        partner = tl.where(inside, tl.load(partner_ptr + columns, mask=held, other=-1), -1)
         is_shared = partner != -1
         loaded = partner_logits(start_of_teacher, start_of_arrived, partner, HAS_ARRIVED)
         log_p = scaled(loaded, temperature, HAS_TEMPERATURE) - p_peak - p_log_sum
@@ -268,7 +271,7 @@ def single_rows_kernel(
             tl.store(
                 start_of_gradient + columns,
                 tl.where(inside, gradient, 0.0).to(gradient_ptr.dtype.element_ty),
-                mask=columns < padded_width,
+                mask=held,
             )
     if STORES_SUMS:
         tl.store(sums_ptr + chunk, value_sum)
@@ -307,12 +310,14 @@ def other_rows_kernel(
         whole_log_sum = tl.load(tokens_ptr + rows + row)
         token_weight = tl.load(tokens_ptr + 2 * rows + row)
     end = tl.where(tl.load(set_ptr + row) == 0, 0, padded_width)
-    read_end = tl.where((weight == 0.0) & (token_weight == 0.0), 0, width)
+    # A row without a weight is not looked at.
+    is_read = (weight != 0.0) | (token_weight != 0.0)
+    read_end = tl.where(is_read, width, 0)
+    held_end = tl.where(is_read, padded_width, 0)
     for start in range(0, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < read_end
-        place = logits_ptr + row * row_stride + columns
-        logits = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
+        logits = row_values(logits_ptr + row * row_stride, columns, columns < held_end, inside)
         gradient = tl.where(weight == 0.0, 0.0, tl.exp(logits - peak - log_sum) * weight)
         if HAS_LABELS:
             hit = tl.where(columns == label, 1.0, 0.0)

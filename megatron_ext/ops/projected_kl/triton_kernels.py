@@ -10,7 +10,7 @@ import math
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import scaled
+from megatron_ext.ops.triton_math import row_values, scaled
 
 FLOOR = tl.constexpr(1024 * 1.1754943508222875e-38)
 """``probability_floor`` of fp32."""
@@ -24,6 +24,7 @@ def probabilities(
     row,
     row_stride,
     columns,
+    held,
     inside,
     lse_ptr,
     rows,
@@ -32,7 +33,7 @@ def probabilities(
 ):
     """Logarithms of a row's probabilities at ``columns``, -inf outside. ``lse`` is [2, T]."""
     start = logits_ptr + row.to(tl.int64) * row_stride
-    loaded = tl.load(start + columns, mask=inside, other=-float("inf"))
+    loaded = row_values(start, columns, held, inside)
     peak = tl.load(lse_ptr + row)
     log_sum = tl.load(lse_ptr + rows + row)
     return scaled(loaded, temperature, HAS_TEMPERATURE) - peak - log_sum
@@ -46,6 +47,7 @@ def chunk_mean(
     end,
     row_stride,
     columns,
+    held,
     inside,
     lse_ptr,
     rows,
@@ -66,6 +68,7 @@ def chunk_mean(
             row,
             row_stride,
             columns,
+            held,
             inside,
             lse_ptr,
             rows,
@@ -149,6 +152,7 @@ def sum_columns(
                 row,
                 row_stride,
                 source,
+                inside,
                 inside,
                 lse_ptr,
                 rows,
@@ -325,6 +329,7 @@ def crossing_teacher_kernel(
         row_stride,
         home,
         home >= 0,
+        home >= 0,
         lse_ptr,
         rows,
         temperature,
@@ -402,6 +407,7 @@ def slopes_kernel(
     home = tl.load(home_ptr + slot, mask=exists, other=-1)
     begin = tl.load(chunk_ptr + first_chunk + chunk)
     end = tl.load(chunk_ptr + first_chunk + chunk + 1)
+    is_own = (home >= 0) & (slot >= crossing)
     p, log_p = chunk_mean(
         logits_ptr,
         order_ptr,
@@ -409,7 +415,8 @@ def slopes_kernel(
         end,
         row_stride,
         home,
-        (home >= 0) & (slot >= crossing),
+        is_own,
+        is_own,
         lse_ptr,
         rows,
         temperature,
@@ -464,7 +471,7 @@ def with_labels(
         if HAS_TEMPERATURE:
             peak = tl.load(plain_lse_ptr + row)
             log_sum = tl.load(plain_lse_ptr + rows + row)
-            log_q = loaded.to(tl.float32) - peak - log_sum
+            log_q = loaded - peak - log_sum
         label = tl.load(label_ptr + row)
         out = out + weight * (tl.exp(log_q) - tl.where(columns == label, 1.0, 0.0))
     return out
@@ -545,7 +552,8 @@ def sweep_kernel(
     Pass "values": what direct pairs add to D; for chunks whose gradient is known by then (forward,
     one student row) the gradient, for others each row's ``sum q W f`` and ``sum q W 1`` of the
     block, ``dots`` [2, T, blocks]. Pass "gradient": the gradient of these others, from ``dots``
-    [2, T], their sums. Columns between ``width`` and ``padded_width`` are written as 0.
+    [2, T], their sums. Columns between ``width`` and ``padded_width`` are padding, which
+    has no partner and no mass: they count for nothing and are written as 0.
     """
     pid = tl.program_id(0)
     chunk = pid // block_count
@@ -561,7 +569,8 @@ def sweep_kernel(
     if works:
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
-        partner = tl.load(partner_ptr + columns, mask=inside, other=-1)
+        held = columns < padded_width
+        partner = tl.load(partner_ptr + columns, mask=held, other=-1)
         is_direct = partner >= 0
         teacher_begin = tl.load(teacher_chunk_ptr + first_chunk + chunk)
         teacher_end = tl.load(teacher_chunk_ptr + first_chunk + chunk + 1)
@@ -572,6 +581,7 @@ def sweep_kernel(
             teacher_end,
             teacher_stride,
             partner,
+            is_direct,
             is_direct,
             teacher_lse_ptr,
             teacher_rows,
@@ -586,6 +596,7 @@ def sweep_kernel(
             end,
             student_stride,
             columns,
+            held,
             inside,
             student_lse_ptr,
             student_rows,
@@ -613,7 +624,7 @@ def sweep_kernel(
             is_residual = partner < -1
             residual = residual_ptr + chunk.to(tl.int64) * residual_stride - 2 - partner
             carried = tl.where(is_direct, slope, tl.load(residual, mask=is_residual, other=0.0))
-            row_mass = tl.load(row_mass_ptr + columns, mask=inside, other=0.0)
+            row_mass = tl.load(row_mass_ptr + columns, mask=held, other=0.0)
             announced = tl.load(announced_ptr + first_chunk + chunk)
             scale = temperature * announced / (tl.maximum(end - begin, 1) * mass)
             centre = -1.0
@@ -622,7 +633,7 @@ def sweep_kernel(
             for place in range(begin, end):
                 row = tl.load(student_order_ptr + place).to(tl.int64)
                 start = student_ptr + row * student_stride
-                loaded = tl.load(start + columns, mask=inside, other=-float("inf"))
+                loaded = row_values(start, columns, held, inside)
                 peak = tl.load(student_lse_ptr + row)
                 log_sum = tl.load(student_lse_ptr + student_rows + row)
                 row_log_q = scaled(loaded, temperature, HAS_TEMPERATURE) - peak - log_sum
@@ -654,7 +665,7 @@ def sweep_kernel(
                         )
                     out = tl.where(inside, out, 0.0).to(gradient_ptr.dtype.element_ty)
                     written = gradient_ptr + row * gradient_stride + columns
-                    tl.store(written, out, mask=columns < padded_width)
+                    tl.store(written, out, mask=held)
                 else:
                     summed = dots_ptr + row * block_count + block
                     tl.store(summed, tl.sum(row_q * carried, axis=0))
@@ -690,7 +701,7 @@ def outside_kernel(
         out = tl.zeros((BLOCK,), tl.float32)
         if HAS_LABELS:
             start = student_ptr + row * student_stride
-            loaded = tl.load(start + columns, mask=inside, other=-float("inf"))
+            loaded = row_values(start, columns, columns < padded_width, inside)
             out = with_labels(
                 out,
                 loaded,
@@ -768,6 +779,7 @@ def entry_gradient_kernel(
                     row,
                     student_stride,
                     source,
+                    exists,
                     exists,
                     lse_ptr,
                     rows,

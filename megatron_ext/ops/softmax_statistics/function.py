@@ -42,16 +42,15 @@ def row_statistics(
     """Softmax statistics of each row, in fp32 (fp64 for fp64 logits). No graph, no collectives.
 
     Args:
-        logits: [T, Vp], any float dtype, contiguous in its columns. Padding is not read.
+        logits: [T, Vp], any float dtype, contiguous in its columns. Padding counts for nothing,
+            whatever it holds.
         members: bool [Vp]; a second peak and sum are those of its columns. None: the first again.
         read: bool [T]; the others are not read and have nothing, whatever they hold. None: all.
     """
-    logits = logits.detach()[:, : shard.valid_width]
-    if members is not None:
-        members = members[: shard.valid_width]
-    if logits.shape[1] and uses_triton(implementation, logits):
-        return _by_kernel(logits, temperature, members, read)
-    found = _by_torch(logits, temperature, members)
+    logits, width = logits.detach(), shard.valid_width
+    if width and uses_triton(implementation, logits):
+        return _by_kernel(logits, width, temperature, members, read)
+    found = _by_torch(logits[:, :width], temperature, None if members is None else members[:width])
     if read is None:
         return found
     return RowStatistics(*(torch.where(read, part, torch.zeros_like(part)) for part in found))
@@ -75,13 +74,14 @@ def _by_torch(
 
 def _by_kernel(
     logits: torch.Tensor,
+    width: int,
     temperature: float,
     members: torch.Tensor | None,
     read: torch.Tensor | None,
 ) -> RowStatistics:
     from megatron_ext.ops.softmax_statistics.triton_kernels import row_statistics_kernel
 
-    rows, width = logits.shape
+    rows, held_width = logits.shape
     peak, total = torch.empty(2, 2, rows, dtype=torch.float32, device=logits.device)
     column = torch.empty(rows, dtype=torch.int64, device=logits.device)
 
@@ -95,6 +95,7 @@ def _by_kernel(
             column,
             logits.stride(0),
             width,
+            held_width,
             rows,
             temperature,
             HAS_MEMBERS=members is not None,
@@ -106,7 +107,7 @@ def _by_kernel(
 
     if rows:
         flags = (members is not None, read is not None, temperature != 1.0)
-        key = ("row_statistics", logits.dtype, width, *flags)
+        key = ("row_statistics", logits.dtype, width, held_width, *flags)
         launch(chosen_config(key, SWEEP_CONFIGS, launch))
     if members is None:
         peak[1], total[1] = peak[0], total[0]

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import add_exponentials, finite_peak, scaled
+from megatron_ext.ops.triton_math import add_exponentials, finite_peak, row_values, scaled
 
 
 @triton.jit
@@ -16,6 +16,7 @@ def row_statistics_kernel(
     column_ptr,
     row_stride,
     width,
+    held_width,
     rows,
     temperature,
     HAS_MEMBERS: tl.constexpr,
@@ -23,7 +24,10 @@ def row_statistics_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a row. ``peak`` and ``total`` are [2, T] (all columns, members), ``column`` [T]."""
+    """A program a row. ``peak`` and ``total`` are [2, T] (all columns, members), ``column`` [T].
+
+    Columns from ``width`` to ``held_width`` are there and count for nothing (``row_values``).
+    """
     row = tl.program_id(0).to(tl.int64)
     start_of_row = logits_ptr + row * row_stride
     best = -float("inf")
@@ -38,14 +42,15 @@ def row_statistics_kernel(
     for start in range(0, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
-        loaded = tl.load(start_of_row + columns, mask=inside, other=-float("inf"))
+        held = columns < held_width
+        loaded = row_values(start_of_row, columns, held, inside)
         values = scaled(loaded, temperature, HAS_TEMPERATURE)
         block_best, block_column = tl.max(values, axis=0, return_indices=True)
         column = tl.where(block_best > best, start + block_column, column)
         best = tl.maximum(best, block_best)
         peak, total = add_exponentials(peak, total, values)
         if HAS_MEMBERS:
-            is_member = tl.load(members_ptr + columns, mask=inside, other=0) != 0
+            is_member = tl.load(members_ptr + columns, mask=held, other=0) != 0
             chosen = tl.where(is_member, values, -float("inf"))
             member_peak, member_total = add_exponentials(member_peak, member_total, chosen)
     tl.store(peak_ptr + row, finite_peak(peak))

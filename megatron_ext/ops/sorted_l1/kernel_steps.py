@@ -54,6 +54,7 @@ def select_by_kernel(
             chunks.start,
             model.logits.stride(0),
             width,
+            model.shard.width,
             places,
             capacity,
             model.temperature,

@@ -19,10 +19,10 @@ def _keys(probabilities, counted):
 
 
 @triton.jit
-def _counted(excluded_ptr, columns, width, HAS_EXCLUDED: tl.constexpr):
+def _counted(excluded_ptr, columns, held, width, HAS_EXCLUDED: tl.constexpr):
     counted = columns < width
     if HAS_EXCLUDED:
-        counted = counted & (tl.load(excluded_ptr + columns, mask=counted, other=1) == 0)
+        counted = counted & (tl.load(excluded_ptr + columns, mask=held, other=1) == 0)
     return counted
 
 
@@ -40,6 +40,7 @@ def select_kernel(
     first_chunk,
     row_stride,
     width,
+    padded_width,
     places,
     capacity,
     temperature,
@@ -64,7 +65,8 @@ def select_kernel(
         counts = tl.zeros([32], tl.int32)
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            counted = _counted(excluded_ptr, columns, width, HAS_EXCLUDED)
+            held = columns < padded_width
+            counted = _counted(excluded_ptr, columns, held, width, HAS_EXCLUDED)
             probabilities = mean_probabilities(
                 logits_ptr,
                 order_ptr,
@@ -74,6 +76,7 @@ def select_kernel(
                 peak_ptr,
                 log_sum_ptr,
                 columns,
+                held,
                 counted,
                 temperature,
                 HAS_TEMPERATURE,
@@ -95,7 +98,8 @@ def select_kernel(
     rest = 0.0
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        counted = _counted(excluded_ptr, columns, width, HAS_EXCLUDED)
+        held = columns < padded_width
+        counted = _counted(excluded_ptr, columns, held, width, HAS_EXCLUDED)
         probabilities = mean_probabilities(
             logits_ptr,
             order_ptr,
@@ -105,6 +109,7 @@ def select_kernel(
             peak_ptr,
             log_sum_ptr,
             columns,
+            held,
             counted,
             temperature,
             HAS_TEMPERATURE,
@@ -201,6 +206,7 @@ def spread_kernel(
         centre = tl.load(centre_ptr + row)
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
+            held = columns < width
             valid = columns < valid_width
             probabilities = row_probabilities(
                 logits_ptr,
@@ -209,6 +215,7 @@ def spread_kernel(
                 peak_ptr,
                 log_sum_ptr,
                 columns,
+                held,
                 valid,
                 temperature,
                 HAS_TEMPERATURE,
@@ -218,7 +225,7 @@ def spread_kernel(
             # The gradient may be the logits, which other threads may still be reading.
             tl.debug_barrier()
             place_of = gradient_ptr + row * gradient_stride + columns
-            tl.store(place_of, slope.to(gradient_ptr.dtype.element_ty), mask=columns < width)
+            tl.store(place_of, slope.to(gradient_ptr.dtype.element_ty), mask=held)
 
 
 @triton.jit

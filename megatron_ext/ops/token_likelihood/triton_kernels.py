@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import scaled
+from megatron_ext.ops.triton_math import row_values, scaled
 
 SMALL_MASS = tl.constexpr(-20.0)
 """log of a mass below which its shares are computed from logits: dividing by it loses digits."""
@@ -55,11 +55,12 @@ def token_gradient_kernel(
     for start in range(0, used, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
-        loaded = tl.load(start_of_row + columns, mask=inside, other=-float("inf"))
+        held = columns < padded_width
+        loaded = row_values(start_of_row, columns, held, inside)
         values = scaled(loaded, temperature, HAS_TEMPERATURE)
         gradient = tl.exp((values - peak) - log_sum)
         if HAS_MEMBERS:
-            is_member = tl.load(members_ptr + columns, mask=inside, other=0) != 0
+            is_member = tl.load(members_ptr + columns, mask=held, other=0) != 0
             gradient = gradient * tl.where(is_member, multiple - total, -total)
             if (on_mass != 0.0) & (log_mass <= SMALL_MASS):
                 shares = tl.exp((values - member_peak) - member_log_sum)
@@ -68,7 +69,7 @@ def token_gradient_kernel(
             gradient = gradient * -total
         gradient = gradient + tl.where(columns == token_column, on_token, 0.0)
         gradient = tl.where(inside, gradient, 0.0)
-        tl.store(place + columns, gradient.to(loaded.dtype), mask=columns < padded_width)
+        tl.store(place + columns, gradient.to(place.dtype.element_ty), mask=columns < padded_width)
     for start in range(used, padded_width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         nothing = tl.zeros((BLOCK,), dtype=place.dtype.element_ty)

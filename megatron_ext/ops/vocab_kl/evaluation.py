@@ -77,6 +77,7 @@ def evaluate_vocab_kl(
     by_kernel = uses_triton(implementation, student_logits, teacher_logits)
     width = student_shard.valid_width
     student, teacher = student_logits.detach()[:, :width], teacher_logits.detach()[:, :width]
+    held_width = min(student_logits.shape[1], teacher_logits.shape[1])
     weight, label_weight = _weights(student_logits, labels, announced, label_announced)
     read = None
     if announced is not None:
@@ -89,6 +90,7 @@ def evaluate_vocab_kl(
         temperature=temperature,
         with_plain=with_plain,
         read=read,
+        held_width=held_width,
         by_kernel=by_kernel,
     )
     lanes = [local.student, local.teacher, local.shared]
@@ -107,7 +109,7 @@ def evaluate_vocab_kl(
         cross_entropy = cross_entropy.masked_fill(label_weight == 0, 0.0)
         term = LabelTerm(column, label_weight, plain)
     comparing = Comparing(temperature, direction, mixture)
-    sweep = PairSweep(student, teacher, own, other, weight, term, comparing)
+    sweep = PairSweep(student, teacher, own, other, weight, term, comparing, held_width)
     # The teacher's mass where the student has some: minus the sum of the forward KL's slopes.
     centre = -torch.exp((shared.peak - other.peak) + (shared.log_sum - other.log_sum))
     at_once = gradient if direction == "forward" else None

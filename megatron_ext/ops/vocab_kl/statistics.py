@@ -37,6 +37,7 @@ def pair_statistics(
     temperature: float,
     with_plain: bool,
     read: torch.Tensor | None,
+    held_width: int,
     by_kernel: bool,
 ) -> PairStatistics:
     """Statistics of each row in fp32 (fp64 where the student's logits are). No graph.
@@ -46,9 +47,13 @@ def pair_statistics(
         teacher: [T, V].
         with_plain: Whether to sum the student at temperature 1 as well.
         read: bool [T]; the others have nothing, whatever they hold. None: all.
+        held_width: Columns that rows of both have in memory, padding included.
     """
-    compute = _by_kernel if by_kernel and student.numel() else _by_torch
-    peak, total, column = compute(student, teacher, temperature, with_plain, read)
+    if by_kernel and student.numel():
+        found = _by_kernel(student, teacher, temperature, with_plain, read, held_width)
+    else:
+        found = _by_torch(student, teacher, temperature, with_plain, read)
+    peak, total, column = found
     lanes = [Lane(*lane) for lane in zip(peak, total, strict=True)]
     return PairStatistics(
         lanes[0], lanes[1], lanes[2], lanes[3] if with_plain else None, (column[0], column[1])
@@ -101,6 +106,7 @@ def _by_kernel(
     temperature: float,
     with_plain: bool,
     read: torch.Tensor | None,
+    held_width: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from megatron_ext.ops.vocab_kl.triton_kernels import pair_statistics_kernel
 
@@ -120,6 +126,7 @@ def _by_kernel(
             student.stride(0),
             teacher.stride(0),
             width,
+            held_width,
             rows,
             temperature,
             HAS_READ=read is not None,
@@ -130,6 +137,6 @@ def _by_kernel(
         )
 
     flags = (with_plain, read is not None, temperature != 1.0)
-    key = ("vocab_kl_statistics", student.dtype, teacher.dtype, width, *flags)
+    key = ("vocab_kl_statistics", student.dtype, teacher.dtype, width, held_width, *flags)
     launch(chosen_config(key, SWEEP_CONFIGS, launch))
     return peak, total, column

@@ -62,6 +62,9 @@ class PairSweep(NamedTuple):
     label: LabelTerm | None
     comparing: Comparing
 
+    held_width: int
+    """Columns that rows of both have in memory, padding included; at least V."""
+
     def run(
         self,
         *,
@@ -152,6 +155,7 @@ class PairSweep(NamedTuple):
                 self.teacher.stride(0),
                 out.stride(0),
                 width,
+                self.held_width,
                 out.shape[1],
                 rows,
                 temperature,
@@ -166,7 +170,7 @@ class PairSweep(NamedTuple):
             )
 
         flags = (direction, with_sums, gradient is not None, label is not None, temperature != 1.0)
-        key = ("vocab_kl", self.student.dtype, self.teacher.dtype, *flags)
+        key = ("vocab_kl", self.student.dtype, self.teacher.dtype, width, self.held_width, *flags)
         launch_rows(key, launch, self.student if gradient is None else gradient)
 
 

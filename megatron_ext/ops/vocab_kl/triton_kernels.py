@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import add_exponentials, finite_peak, scaled
+from megatron_ext.ops.triton_math import add_exponentials, finite_peak, row_values, scaled
 
 SMALLEST = tl.constexpr(-87.33654475055310898657)
 """log of the smallest normal number: what counts as the logarithm of no mass."""
@@ -20,6 +20,7 @@ def pair_statistics_kernel(
     student_stride,
     teacher_stride,
     width,
+    held_width,
     rows,
     temperature,
     HAS_READ: tl.constexpr,
@@ -29,7 +30,8 @@ def pair_statistics_kernel(
 ):
     """A program a row. ``peak`` and ``total`` are [4, T], ``column`` [2, T].
 
-    Student; teacher; teacher where the student has mass; student at temperature 1, if plain.
+    Student; teacher; teacher where the student has mass; student at temperature 1, if plain. Both
+    models' columns from ``width`` to ``held_width`` are there and count for nothing.
     """
     row = tl.program_id(0).to(tl.int64)
     student_row = student_ptr + row * student_stride
@@ -51,8 +53,9 @@ def pair_statistics_kernel(
     for start in range(0, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
-        student = tl.load(student_row + columns, mask=inside, other=-float("inf"))
-        teacher = tl.load(teacher_row + columns, mask=inside, other=-float("inf"))
+        held = columns < held_width
+        student = row_values(student_row, columns, held, inside)
+        teacher = row_values(teacher_row, columns, held, inside)
 
         values = scaled(student, temperature, HAS_TEMPERATURE)
         best, column = tl.max(values, axis=0, return_indices=True)
@@ -60,8 +63,7 @@ def pair_statistics_kernel(
         student_best = tl.maximum(student_best, best)
         student_peak, student_total = add_exponentials(student_peak, student_total, values)
         if HAS_PLAIN:
-            plain = student.to(tl.float32)
-            plain_peak, plain_total = add_exponentials(plain_peak, plain_total, plain)
+            plain_peak, plain_total = add_exponentials(plain_peak, plain_total, student)
 
         others = scaled(teacher, temperature, HAS_TEMPERATURE)
         best, column = tl.max(others, axis=0, return_indices=True)
@@ -127,6 +129,7 @@ def vocab_kl_kernel(
     teacher_stride,
     gradient_stride,
     width,
+    held_width,
     padded_width,
     rows,
     temperature,
@@ -138,8 +141,9 @@ def vocab_kl_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a row. ``gradient`` may be ``student``.
+    """A program a row. ``gradient`` may be ``student``; it has ``padded_width`` columns.
 
+    Both models' columns from ``width`` to ``held_width`` are there and count for nothing.
     ``vectors`` is fp32 [9, T]: the student's peak and log-sum, the teacher's, the sum S of slopes,
     what D gets times the temperature, the student's peak and log-sum at temperature 1, and what the
     cross-entropy gets. ``column`` is int64 [T]: the label's, -1 where it is not among these.
@@ -171,8 +175,9 @@ def vocab_kl_kernel(
     for start in range(0, used, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
-        student = tl.load(student_row + columns, mask=inside, other=-float("inf"))
-        teacher = tl.load(teacher_row + columns, mask=inside, other=-float("inf"))
+        held = columns < held_width
+        student = row_values(student_row, columns, held, inside)
+        teacher = row_values(teacher_row, columns, held, inside)
         log_q = (scaled(student, temperature, HAS_TEMPERATURE) - student_peak) - student_log_sum
         log_p = (scaled(teacher, temperature, HAS_TEMPERATURE) - teacher_peak) - teacher_log_sum
         value, slope, q, uncertainty = divergence_terms(log_p, log_q, mixture, DIRECTION)
@@ -183,14 +188,13 @@ def vocab_kl_kernel(
         if HAS_GRADIENT:
             gradient = tl.where(weight == 0.0, 0.0, (slope - q * centre) * weight)
             if HAS_LABELS:
-                if HAS_TEMPERATURE:
-                    plain = tl.exp((student.to(tl.float32) - plain_peak) - plain_log_sum)
-                else:
-                    plain = q
+                plain = tl.exp(student - plain_peak - plain_log_sum) if HAS_TEMPERATURE else q
                 excess = plain - tl.where(columns == label_column, 1.0, 0.0)
                 gradient += tl.where(label_weight == 0.0, 0.0, excess * label_weight)
             gradient = tl.where(inside, gradient, 0.0)
-            tl.store(place + columns, gradient.to(student.dtype), mask=columns < padded_width)
+            tl.store(
+                place + columns, gradient.to(place.dtype.element_ty), mask=columns < padded_width
+            )
     if HAS_SUMS:
         tl.store(sums_ptr + row, value_sum)
         tl.store(sums_ptr + rows + row, slope_sum)
