@@ -85,5 +85,6 @@ def _centre(
     if task.matching.with_rest:
         slope = task.rest.slope[slot]
         return torch.zeros_like(used), row_slope + model.member_mass * slope + chosen
-    shift = model.mean_over_rows(row_slope) / (used * used)
+    # Not over its square, which can underflow.
+    shift = model.mean_over_rows(row_slope) / used / used
     return shift, row_slope / used[slot] - shift[slot] * model.member_mass + chosen
