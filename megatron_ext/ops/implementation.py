@@ -31,15 +31,19 @@ def uses_triton(implementation: Implementation, *logits: torch.Tensor) -> bool:
     """Whether the kernels run on these logits of one device.
 
     Raises:
-        LossError: ``triton`` was asked for and cannot run on them.
+        LossError: ``triton`` was asked for and cannot run on them; or the kernels would, but their
+            columns are not next to one another, or their GPU is not the current one.
     """
     fits = all(tensor.dtype in KERNEL_DTYPES for tensor in logits)
     on_gpu = all(tensor.is_cuda for tensor in logits)
     installed = importlib.util.find_spec("triton") is not None
-    if implementation == "auto":
-        return fits and on_gpu and installed
     if implementation == "torch":
         return False
+    if implementation == "auto":
+        if not (fits and on_gpu and installed):
+            return False
+        _check_memory(logits)
+        return True
     if not installed:
         raise LossError("the Triton kernels need triton", fix="pip install triton==3.6.0")
     if not fits:
@@ -55,9 +59,30 @@ def uses_triton(implementation: Implementation, *logits: torch.Tensor) -> bool:
             got=f"logits on {', '.join(str(tensor.device) for tensor in logits)}",
             fix="take implementation 'torch' or 'auto', or set TRITON_INTERPRET=1 to test them",
         )
+    _check_memory(logits)
     return True
 
 
 def interpreted() -> bool:
     """Whether Triton runs kernels in Python on the CPU, which it decides as it is imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _check_memory(logits: tuple[torch.Tensor, ...]) -> None:
+    """Kernels step from column to column by one element, on the device that is current."""
+    strided = [x for x in logits if x.ndim and x.shape[-1] > 1 and x.stride(-1) != 1]
+    if strided:
+        raise LossError(
+            "the Triton kernels read columns that are next to one another",
+            got=", ".join(f"{tuple(x.shape)} with strides {x.stride()}" for x in strided),
+            expected="a last stride of 1",
+            fix="pass logits.contiguous()",
+        )
+    devices = {x.device for x in logits if x.is_cuda}
+    if devices and devices != {torch.device("cuda", torch.cuda.current_device())}:
+        raise LossError(
+            "the Triton kernels run on the current device",
+            got=f"logits on {', '.join(sorted(map(str, devices)))}",
+            expected=f"cuda:{torch.cuda.current_device()}",
+            fix="torch.cuda.set_device(logits.device) before the loss",
+        )

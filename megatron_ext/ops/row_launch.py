@@ -7,10 +7,9 @@ from typing import Final
 
 import torch
 
-from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, fitting_config
 
 _TIMED_ROWS: Final = 512
-_COLUMNS_A_WARP: Final = 256
 
 
 def launch_rows(
@@ -28,15 +27,6 @@ def launch_rows(
         return
 
     def time(config: LaunchConfig) -> None:
-        launch(_fitting(config, width), torch.empty_like(output[:_TIMED_ROWS]))
+        launch(fitting_config(config, width), torch.empty_like(output[:_TIMED_ROWS]))
 
-    launch(_fitting(chosen_config((key, width), SWEEP_CONFIGS, time), width), output)
-
-
-def _fitting(config: LaunchConfig, width: int) -> LaunchConfig:
-    """So few warps that no two of them hold one element: one could store what another has to load.
-
-    ``width`` has to be the widest that the kernel walks.
-    """
-    block = small_block(width, config.block)
-    return LaunchConfig(block, max(1, min(config.num_warps, block // _COLUMNS_A_WARP)))
+    launch(fitting_config(chosen_config((key, width), SWEEP_CONFIGS, time), width), output)
