@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
+from megatron_ext.training import rank_phase
 from megatron_ext.training.checkpoint_folder import (
     checkpoint_path,
     publish_checkpoint,
@@ -143,6 +144,8 @@ class CheckpointWriter:
         if self._under_way is None:
             return False
         while not self.poll():
+            # Writers have a time-out of their own.
+            rank_phase.tick()
             time.sleep(_POLL_S)
         return True
 

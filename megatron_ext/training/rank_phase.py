@@ -28,6 +28,11 @@ def enter(name: str, *, iteration: int | None = None) -> None:
     )
 
 
+def tick() -> None:
+    """Note progress within a phase, where a loop may stay at one line for long."""
+    enter(_current.name)
+
+
 def current() -> RankPhase:
     """The phase that was entered last."""
     return _current

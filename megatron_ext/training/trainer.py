@@ -241,6 +241,7 @@ class Trainer:
         )
 
     def _held_out(self, data: HeldOut, rows: list[PackedSample]) -> Microbatch:
+        rank_phase.tick()
         batch = Microbatch.of(data.dataset.collator(rows), {}).to(self.groups.device)
         return self.places(batch) if self.places else batch
 

@@ -4,7 +4,8 @@ A collective that one rank never reaches keeps all others waiting, in C++, where
 nothing; and what NCCL or gloo say when their own time-out comes is the name of an operation. So
 each rank has a thread that looks where the main thread is. Where that is the same line of the same
 phase for the whole time-out, the rank ends with one line on where every rank is. While the main
-thread moves, however slowly, nothing is ended.
+thread moves, however slowly, nothing is ended; loops that wait at one line say so with
+``rank_phase.tick``.
 """
 
 from __future__ import annotations
