@@ -13,7 +13,10 @@ from megatron_ext.training.config import LossConfig, ParallelConfig, TrainingCon
 from megatron_ext.training.inputs import read_inputs
 from tests.training.test_config import distill_config
 
-INTERLEAVED: dict[str, Any] = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+INTERLEAVED: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": 2,
+}
 OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
