@@ -401,6 +401,13 @@ class TrainingConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints kept."""
 
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard's event files; none when not given."""
+
+    wandb_project: str | None = None
+    """Project of Weights & Biases that the run is logged to; ``WANDB_MODE=offline`` in the
+    environment keeps it on this machine."""
+
     async_save: bool = False
     """Write checkpoints in the background while training goes on."""
 

@@ -20,6 +20,7 @@ from megatron_ext.training.config import TEACHER as TEACHER
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.blend import read_blend
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
+from megatron_ext.training.watching.writers import check_writers
 
 if TYPE_CHECKING:
     from megatron_ext.training.data.run_data import RunData
@@ -61,6 +62,7 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     _check_batch(config, world_size)
     read_blend(config.data.train, where="data.train")
     check_run_folder(config)
+    check_writers(config)
     _check_checkpoints(config)
     reads = config.data.conversations
     tokenizer = _tokenizer(config.tokenizer, "tokenizer", conversations=reads)

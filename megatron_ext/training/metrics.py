@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_ext.atomic_file import write_bytes, write_text
+from megatron_ext.training.watching.writers import MetricsWriter
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss_curve.png"
+_MEASURED = ("seconds", "tokens_per_second", "memory_bytes")
 
 
 class MetricsLog:
@@ -22,9 +25,13 @@ class MetricsLog:
     Args:
         run_dir: Folder of the run.
         last_iteration: Rows after it are dropped: a resumed run computes them again.
+        writers: Get every row as well, and are closed with the log.
     """
 
-    def __init__(self, run_dir: Path, *, last_iteration: int) -> None:
+    def __init__(
+        self, run_dir: Path, *, last_iteration: int, writers: Sequence[MetricsWriter] = ()
+    ) -> None:
+        self._writers = writers
         self._path = run_dir / METRICS_FILE
         rows = [row for row in read_metrics(run_dir) if row["iteration"] <= last_iteration]
         write_text(self._path, "".join(_line(row) for row in rows))
@@ -34,6 +41,8 @@ class MetricsLog:
         """Append one row and flush it."""
         self._file.write(_line(row))
         self._file.flush()
+        for writer in self._writers:
+            writer.write(row)
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -45,6 +54,8 @@ class MetricsLog:
         traceback: TracebackType | None,
     ) -> None:
         self._file.close()
+        for writer in self._writers:
+            writer.close()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -57,6 +68,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         if line.endswith("\n"):
             rows.append(json.loads(line))
     return rows
+
+
+def without_measurements(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a row is the same whenever and wherever a run is made."""
+    return {name: value for name, value in row.items() if not name.startswith(_MEASURED)}
 
 
 def progress_bar(description: str, *, total: int, done: int) -> tqdm[Any]:

@@ -60,6 +60,8 @@ _MAY_CHANGE = (
     "training.eval_interval",
     "training.save_interval",
     "training.keep_checkpoints",
+    "training.tensorboard_dir",
+    "training.wandb_project",
     "training.async_save",
     "training.nan_policy",
     "training.max_consecutive_skips",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.finite_update import update_if_finite
-from megatron_ext.training.forward_step import StepReport, StudentStep
+from megatron_ext.training.forward_step import StepReport
 from megatron_ext.training.lesson import Lesson
 from megatron_ext.training.model_chunks import ModelChunks, load_weights_of, sharded_weights
 from megatron_ext.training.models import wrap_in_ddp
 from megatron_ext.training.sharded_optimizer import CHECKPOINT_FORMAT, prepare_to_load
 from megatron_ext.training.vocabulary_layout import VocabularyRows
+
+ForwardStep = Callable[[Iterator[Lesson], Any], tuple[torch.Tensor, Any]]
+"""A ``forward_step_func`` of megatron-core's schedules over lessons: a ``StudentStep``."""
 
 
 class Student:
@@ -55,7 +58,7 @@ class Student:
         schedule_config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         schedule_config.grad_scale_func = self.optimizer.scale_loss
 
-    def forward_backward(self, step: StudentStep, lessons: Sequence[Lesson]) -> list[StepReport]:
+    def forward_backward(self, step: ForwardStep, lessons: Sequence[Lesson]) -> list[StepReport]:
         """Accumulate the gradient of one global batch; reports on the last stage, [] elsewhere."""
         for ddp in self.ddp:
             ddp.zero_grad_buffer()

@@ -32,6 +32,9 @@ from megatron_ext.training.student import Student
 from megatron_ext.training.term_weighting import layer_gradients, observe
 from megatron_ext.training.validation import BitsPerByte, measure_bits_per_byte
 from megatron_ext.training.vocabulary_layout import BatchPlaces
+from megatron_ext.training.watching.step_clock import StepClock
+from megatron_ext.training.watching.step_watch import StepWatch
+from megatron_ext.training.watching.writers import open_writers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,9 @@ class Trainer:
 
     counts: FaultCounts = field(default_factory=FaultCounts)
     """What the run has survived."""
+
+    clock: StepClock = field(default_factory=StepClock)
+    """What the phases of a step take."""
 
     @property
     def teacher(self) -> Teacher | None:
@@ -104,8 +110,9 @@ class Trainer:
             print(f"the run in {self.run_dir} is finished: {done} iterations are done", flush=True)
             self._plot()
             return
+        writers = open_writers(self.config, last_iteration=done)
         with (
-            MetricsLog(self.run_dir, last_iteration=done) as log,
+            MetricsLog(self.run_dir, last_iteration=done, writers=writers) as log,
             progress_bar("distil" if self.teacher else "train", total=total, done=done) as bar,
         ):
             self._loop(saved, done, total, log, bar)
@@ -115,6 +122,7 @@ class Trainer:
         self, saved: SavedRun, done: int, total: int, log: MetricsLog | None, bar: Any
     ) -> None:
         training, held_out = self.config.training, self.data.held_out
+        watch = StepWatch(self.clock, self.batches)
         for iteration in range(done + 1, total + 1):
             started = time.perf_counter()
             metrics = self._iterate(iteration)
@@ -123,31 +131,37 @@ class Trainer:
             is_last = iteration == total
             if held_out and (is_last or iteration % training.eval_interval == 0):
                 rank_phase.enter("measuring on held-out text")
-                measured = self._validate(held_out)
-                metrics |= measured.metrics()
+                with self.clock.phase("evaluation"):
+                    metrics |= self._validate(held_out).metrics()
+            measured = watch.row(metrics, seconds=seconds)
             if log is not None:
-                log.write(iteration=iteration, seconds=seconds, **metrics)
+                log.write(iteration=iteration, seconds=seconds, **measured, **metrics)
                 bar.set_postfix({"loss": f"{metrics.get('loss', math.nan):.4f}"}, refresh=False)
                 bar.update()
                 if "student_bits_per_byte" in metrics:
                     self._plot()
             if is_last or iteration % training.save_interval == 0:
-                saved.save(iteration, is_last=is_last)
+                with self.clock.phase("checkpoint"):
+                    saved.save(iteration, is_last=is_last)
 
     def _iterate(self, iteration: int) -> dict[str, Any]:
         """One optimizer step; the last stage returns what it measured, the others only a little."""
         policy = NonFinitePolicy(self.config.training, self.groups, self.counts)
         rank_phase.enter("reading data", iteration=iteration)
-        batches = self._microbatches()
+        with self.clock.phase("data"):
+            batches = self._microbatches()
         rank_phase.enter("training")
-        lessons = self._lessons(batches)
+        with self.clock.phase("teacher"):
+            lessons = self._lessons(batches)
         step = self._step(lessons, iteration)
         counts, learning_rate = step.counts, self.student.learning_rate
-        reports = self.student.forward_backward(step, lessons)
+        with self.clock.phase("student"):
+            reports = self.student.forward_backward(self.clock.with_timed_loss(step), lessons)
         metrics, finite = reduce_reports(reports, self.groups)
         if policy.check_loss(metrics.get("loss", 0.0), finite, iteration=iteration):
             rank_phase.enter("updating")
-            metrics["grad_norm"] = self.student.update()
+            with self.clock.phase("optimizer"):
+                metrics["grad_norm"] = self.student.update()
             if policy.check_gradient(metrics["grad_norm"], iteration=iteration):
                 has_both = counts.tokens > 0 and counts.compared > 0
                 observe(self.weighting, metrics, step.gradients, self.groups, has_both=has_both)

@@ -1,0 +1,1 @@
+"""What a run measures of itself besides its loss, and where its numbers go."""

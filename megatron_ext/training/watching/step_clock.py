@@ -1,0 +1,114 @@
+"""Seconds that phases of a step take, on the device that does the work, without waiting for it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A moment on a device."""
+
+    def query(self) -> bool:
+        """Whether it has come."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds to a later one."""
+
+
+class HostMark:
+    """A moment on the CPU, which has come when it is made."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: HostMark) -> float:
+        return (later.seconds - self.seconds) * 1e3
+
+
+@dataclass(slots=True)
+class _Span:
+    name: str
+    start: Mark
+    end: Mark | None = None
+    inner: list[_Span] = field(default_factory=list)
+
+    def add_to(self, seconds: dict[str, float]) -> float:
+        """Add what is this phase's alone; seconds of all of it."""
+        assert self.end is not None
+        whole = self.start.elapsed_time(self.end) / 1e3
+        alone = whole - sum(span.add_to(seconds) for span in self.inner)
+        seconds[self.name] = seconds.get(self.name, 0.0) + alone
+        return whole
+
+
+class StepClock:
+    """Adds up phases; the time of a phase within another is the inner one's alone.
+
+    On a GPU a phase lies between two events of its stream. A phase whose second event has not come
+    when the clock is read counts in the next reading, so that nothing ever waits.
+
+    Args:
+        mark: Makes a mark of now; an event of the current stream, or the host's time without a GPU.
+    """
+
+    def __init__(self, mark: Callable[[], Mark] | None = None) -> None:
+        self._mark = mark or (_device_mark if torch.cuda.is_available() else HostMark)
+        self._open: list[_Span] = []
+        self._closed: deque[_Span] = deque()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what runs inside as ``name``."""
+        span = _Span(name, self._mark())
+        self._open.append(span)
+        try:
+            yield
+        finally:
+            self._open.pop()
+            span.end = self._mark()
+            if self._open:
+                self._open[-1].inner.append(span)
+            else:
+                self._closed.append(span)
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, whose calls are counted as ``name``."""
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with self.phase(name):
+                return function(*arguments, **options)
+
+        return timed
+
+    def with_timed_loss(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A ``forward_step_func`` of megatron-core whose loss function is counted as ``loss``."""
+
+        def forward_step(*arguments: Any) -> Any:
+            output, loss = step(*arguments)
+            return output, self.timed("loss", loss)
+
+        return forward_step
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase that has ended since the last reading."""
+        seconds: dict[str, float] = {}
+        # In order: an outermost phase has not ended before those inside it.
+        while self._closed and self._closed[0].end is not None and self._closed[0].end.query():
+            self._closed.popleft().add_to(seconds)
+        return seconds
+
+
+def _device_mark() -> Mark:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

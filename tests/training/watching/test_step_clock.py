@@ -1,0 +1,118 @@
+"""What a phase of a step takes is its own time, and nothing waits to learn it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_ext.training.watching.step_clock import StepClock
+from megatron_ext.training.watching.step_watch import StepWatch
+
+
+class Device:
+    """Reaches its marks when it is told to, a second of its own after the other."""
+
+    def __init__(self) -> None:
+        self.marked = self.reached = 0
+
+    def mark(self) -> Reached:
+        self.marked += 1
+        return Reached(self, self.marked)
+
+
+class Reached:
+    def __init__(self, device: Device, number: int) -> None:
+        self.device, self.number = device, number
+
+    def query(self) -> bool:
+        return self.number <= self.device.reached
+
+    def elapsed_time(self, later: Reached) -> float:
+        assert later.query(), "this would wait for the device"
+        return 1e3 * (later.number - self.number)
+
+
+class Batches:
+    waited = 0.0
+
+
+def run_phases(clock: StepClock, *names: str) -> None:
+    for name in names:
+        with clock.phase(name):
+            pass
+
+
+def test_an_inner_phase_is_not_counted_in_the_outer_one() -> None:
+    device = Device()
+    clock = StepClock(device.mark)
+    with clock.phase("student"):
+        run_phases(clock, "loss", "loss")
+    device.reached = device.marked
+    # Marks 1 to 6: five seconds, of which two are the loss's.
+    assert clock.read() == {"student": 3.0, "loss": 2.0}
+    assert clock.read() == {}
+
+
+def test_phases_that_the_device_has_not_ended_are_in_the_next_reading() -> None:
+    device = Device()
+    clock = StepClock(device.mark)
+    run_phases(clock, "teacher")
+    with clock.phase("student"):
+        run_phases(clock, "loss")
+    device.reached = 5
+    assert clock.read() == {"teacher": 1.0}
+    run_phases(clock, "optimizer")
+    device.reached = device.marked
+    assert clock.read() == {"student": 2.0, "loss": 1.0, "optimizer": 1.0}
+
+
+def test_the_host_is_timed_where_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    moments = iter([1.0, 3.5])
+    monkeypatch.setattr("time.perf_counter", lambda: next(moments))
+    clock = StepClock()
+    run_phases(clock, "data")
+    assert clock.read() == {"data": 2.5}
+
+
+def test_a_phase_that_fails_is_over() -> None:
+    device = Device()
+    clock = StepClock(device.mark)
+    with pytest.raises(ValueError, match="broken"), clock.phase("data"):
+        raise ValueError("broken")
+    run_phases(clock, "teacher")
+    device.reached = device.marked
+    assert clock.read() == {"data": 1.0, "teacher": 1.0}
+
+
+def test_the_loss_of_a_forward_step_is_timed_and_passed_on() -> None:
+    device = Device()
+    clock = StepClock(device.mark)
+
+    def step(lessons: Any, model: Any) -> Any:
+        return "output", lambda output, non_loss_data=False: (output, non_loss_data)
+
+    with clock.phase("student"):
+        output, loss = clock.with_timed_loss(step)(iter([]), "model")
+        assert (output, loss(output)) == ("output", ("output", False))
+        assert loss(output, non_loss_data=True) == ("output", True)
+    device.reached = device.marked
+    assert clock.read() == {"student": 3.0, "loss": 2.0}
+
+
+def test_a_row_has_throughput_waiting_and_memory() -> None:
+    device, batches = Device(), Batches()
+    clock = StepClock(device.mark)
+    watch = StepWatch(clock, batches)  # type: ignore[arg-type]
+    batches.waited = 0.5
+    run_phases(clock, "data")
+    device.reached = device.marked
+    row = watch.row({"tokens": 100}, seconds=4.0)
+    assert row.pop("memory_bytes") > 1 << 20
+    assert row == {"tokens_per_second": 25.0, "seconds/waiting": 0.5, "seconds/data": 1.0}
+    batches.waited = 0.75
+    assert watch.row({"tokens": 1}, seconds=1.0)["seconds/waiting"] == 0.25
+    # The streams were opened again.
+    batches.waited = 0.25
+    assert watch.row({"tokens": 1}, seconds=1.0)["seconds/waiting"] == 0.25
