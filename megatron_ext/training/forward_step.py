@@ -161,7 +161,7 @@ class StudentStep:
     ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
         """The same, of a stage's last hidden states [T, B, D]."""
         assert self.linear is not None
-        hidden = head.whole(output)
+        hidden = head.whole(output, self.shard.group)
         logits = no_logits(hidden, self.shard)
         parts, finite = self._parts(lesson, self._student(lesson, logits, hidden, head.weight))
         loss = self.linear.loss(parts, lesson.batch.tiles, self.term_weights, self._counts())

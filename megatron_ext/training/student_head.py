@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from megatron_ext.distributed.shard_collectives import copy_to_shards
 from megatron_ext.teachers.megatron_teacher import head_weight
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Head(NamedTuple):
@@ -24,21 +25,21 @@ class Head(NamedTuple):
 
     sequence_parallel: bool
 
-    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
+    def whole(self, hidden: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
         """[B, T, D] of a last stage's output [T, B, D], or this rank's part of T.
 
         The gradient that comes back is of this rank's columns, and is summed over the
-        tensor-parallel group. Collectives: backward one all-reduce of [T, B, D]; under sequence
+        tensor-parallel ``group``. Collectives: backward one all-reduce of [B, T, D]; under sequence
         parallelism forward one all-gather, backward one reduce-scatter.
         """
         if self.sequence_parallel:
             gathered = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True
             )
-        else:
-            gathered = copy_to_tensor_model_parallel_region(hidden)
-        batch_first: torch.Tensor = gathered.transpose(0, 1)
-        return batch_first.contiguous()
+            batch_first: torch.Tensor = gathered.transpose(0, 1).contiguous()
+            return batch_first
+        # megatron-core's own copy loses the sum of a gradient that is not contiguous.
+        return copy_to_shards(hidden.transpose(0, 1).contiguous(), group)
 
 
 def head_of(model: Any) -> Head:
