@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,14 @@ def write_corpus(folder: Path) -> Path:
 def write_rank_list(folder: Path) -> Path:
     """The head of Tekken's vocabulary as Megatron's JSON rank list: an odd size, quick to train."""
     path = folder / "ranks.json"
-    vocabulary_file = json.loads(Path(vocabulary("tekken_240911.json")).read_text())
-    path.write_text(json.dumps(vocabulary_file["vocab"][: STUDENT_VOCAB_SIZE - 100]))
+    path.write_text(_rank_list())
     return path
+
+
+@cache
+def _rank_list() -> str:
+    vocabulary_file = json.loads(Path(vocabulary("tekken_240911.json")).read_text())
+    return json.dumps(vocabulary_file["vocab"][: STUDENT_VOCAB_SIZE - 100])
 
 
 def teacher_run(folder: Path) -> DistillConfig:
