@@ -128,6 +128,14 @@ def _check_given(config: DistillConfig) -> None:
             got=f"the objective {loss.objective}",
             expected="fixed or scheduled",
         )
+    recomputed = config.training.recompute_granularity
+    if loss.weighting == "gradient_magnitude" and recomputed is not None:
+        raise ConfigError(
+            "gradients of single terms cannot pass activations that are computed again",
+            where="loss.weighting",
+            got=f"{loss.weighting}, and training.recompute_granularity {recomputed}",
+            fix="take another weighting, or keep activations",
+        )
     for name in loss.weighting_options:
         if name.startswith("_") or name in ("kd", "ce", "terms"):
             raise ConfigError(

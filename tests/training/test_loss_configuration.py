@@ -1,0 +1,195 @@
+"""Teachers, weights and forms of the loss as a configuration names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.losses import GradientMagnitudeWeighting, MatchedWeighting, ScheduledWeighting
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.config_file import build_config
+from megatron_ext.training.loss_check import check_loss, teacher_objective
+from megatron_ext.training.run_folder import _check_same_run, config_values
+from megatron_ext.training.term_weighting import make_weighting
+from tests.training.cross_tokenizer.readers import student_tokenizer, teacher_tokenizer
+
+MODEL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+TEACHER = {"tokenizer": {}, "model": MODEL, "checkpoint": "c"}
+
+
+def config_of(**changes: Any) -> DistillConfig:
+    values: dict[str, Any] = {
+        "run_dir": "r",
+        "tokenizer": {},
+        "student": MODEL,
+        "data": {"train": ["x"]},
+        "training": {"train_iters": 5},
+        "teachers": {"big": TEACHER, "small": TEACHER},
+    }
+    return build_config(DistillConfig, values | changes, ".".join)
+
+
+def check(config: DistillConfig, **tokenizers: MegatronTokenizerText) -> None:
+    teachers = {name: teacher_tokenizer() for name in config.named_teachers}
+    check_loss(config, student_tokenizer(), teachers | tokenizers)
+
+
+def test_teachers_are_sections_by_name_or_a_list_with_names() -> None:
+    named = config_of()
+    listed = config_of(teachers=[{"name": "big", **TEACHER}, {"name": "small", **TEACHER}])
+    assert named == listed
+    assert list(named.named_teachers) == ["big", "small"]
+    assert list(config_of(teacher=TEACHER, teachers={}).named_teachers) == ["teacher"]
+
+
+def test_a_written_configuration_is_read_as_it_was() -> None:
+    config = config_of()
+    assert build_config(DistillConfig, config_values(config), ".".join) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"teachers": [{"name": "a", **TEACHER}, {"name": "a", **TEACHER}]}, "no names of their"),
+        ({"teachers": [TEACHER]}, "no names of their own; got None"),
+        ({"teachers": {"a/b": TEACHER}}, "cannot be called so; got 'a/b'"),
+        ({"teachers": {"average": TEACHER}}, "cannot be called so"),
+        ({"teachers": {"a": TEACHER | {"weight": -1.0}}}, "teachers.a: a teacher's weight"),
+        ({"teachers": {"a": TEACHER | {"wait": 1.0}}}, "teachers.a.wait: unknown"),
+        ({"teachers": {"a": TEACHER | {"objective": "next_token"}}}, "reads no teacher"),
+        ({"teacher": TEACHER}, "teachers are given twice"),
+        ({"projection": "p"}, "a projection is of one teacher"),
+        ({"teachers": {}}, "needs a teacher"),
+        (
+            {"parallel": {"pipeline_model_parallel_size": 2}, "student": MODEL | {"num_layers": 4}}
+            | {"teachers": {"a": TEACHER | {"model": MODEL | {"num_layers": 3}}}},
+            "the teacher a's num_layers do not divide",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_teachers_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(**changes)
+    assert words in str(caught.value)
+
+
+def test_a_teacher_has_the_objective_and_options_of_the_loss_but_for_its_own() -> None:
+    teachers = {
+        "a": TEACHER | {"options": {"exact_token_match_only": True}, "temperature": 3.0},
+        "b": TEACHER | {"objective": "strict_topk", "options": {"top_k": 8}},
+    }
+    loss = {"options": {"vocab_topk": 16}, "temperature": 2.0}
+    config = config_of(teachers=teachers, loss=loss)
+    assert teacher_objective(config, "a") == teacher_objective(
+        config_of(
+            teachers={"a": TEACHER},
+            loss={"options": {"vocab_topk": 16, "exact_token_match_only": True}, "temperature": 3},
+        ),
+        "a",
+    )
+    assert teacher_objective(config, "b") == teacher_objective(
+        config_of(
+            teachers={"b": TEACHER},
+            loss={"objective": "strict_topk", "options": {"top_k": 8}, "temperature": 2.0},
+        ),
+        "b",
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ({"teacher_mode": "averaged_logits"}, "averaged logits need teachers with the student's"),
+        (
+            {"teacher_mode": "select_teacher", "teacher_weights": "entropy"},
+            "loss.teacher_mode: dynamic weights",
+        ),
+        ({"linear": True, "teacher_mode": "select_teacher"}, "loss.teacher_mode: the linear form"),
+        ({"linear": True, "learned_projection": True}, "loss.learned_projection: the linear form"),
+        ({"linear": True, "weighting": "gradient_magnitude"}, "loss.weighting: the linear form"),
+        ({"linear": True, "objective": "dskd"}, "loss.linear: the objective big has no linear"),
+        ({"objective": "alm", "learned_projection": True}, "no objective learns a projection"),
+        (
+            {"weighting": "matched", "weighting_options": {"decoy": 0.5}},
+            "loss.weighting_options.decoy: unknown",
+        ),
+        ({"weighting": "matched", "weighting_options": {"decay": 2.0}}, "expected in [0, 1)"),
+        ({"weighting": "matched", "kd_weight": 2.0}, "loss.kd_weight: the weighting matched sets"),
+        ({"weighting_options": {"kd": 2.0}}, "loss.weighting_options.kd: no such option"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_what_does_not_go_together_is_refused_before_a_model_is_built(
+    loss: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config_of(loss=loss))
+    assert words in str(caught.value)
+
+
+def test_two_teachers_have_no_common_vocabulary_layout() -> None:
+    training = {"train_iters": 5, "vocabulary_layout": "co_sharded"}
+    with pytest.raises(ConfigError, match="laid out for a pair"):
+        check(config_of(training=training))
+
+
+def test_an_option_of_a_teacher_is_refused_where_it_is() -> None:
+    teachers = {"a": TEACHER | {"options": {"top_kk": 3}}}
+    with pytest.raises(ConfigError, match=r"teachers\.a\.options\.top_kk: unknown"):
+        check(config_of(teachers=teachers))
+
+
+def test_a_weighting_has_the_weights_of_the_loss_and_its_own_options() -> None:
+    loss = {
+        "weighting": "scheduled",
+        "kd_weight": 2.0,
+        "weighting_options": {"kd_schedule": "linear"},
+    }
+    assert make_weighting(config_of(loss=loss)) == ScheduledWeighting(
+        kd=2.0, ce=1.0, kd_schedule="linear", steps=5
+    )
+    matched = {"weighting": "matched", "ce_weight": 0.5, "weighting_options": {"decay": 0.5}}
+    assert make_weighting(config_of(loss=matched)) == MatchedWeighting(ce=0.5, decay=0.5)
+    pulled = make_weighting(config_of(loss={"weighting": "gradient_magnitude"}))
+    assert pulled == GradientMagnitudeWeighting()
+
+
+def test_weights_that_follow_distillation_need_some() -> None:
+    loss = LossConfig(objective="next_token", weighting="matched")
+    config = config_of(loss={"objective": loss.objective, "weighting": loss.weighting})
+    with pytest.raises(ConfigError, match="needs distillation to weigh"):
+        make_weighting(config)
+
+
+def test_gradients_of_terms_need_activations_that_are_kept() -> None:
+    training = {"train_iters": 5, "recompute_granularity": "selective"}
+    config = config_of(training=training, loss={"weighting": "gradient_magnitude"})
+    with pytest.raises(ConfigError, match="computed again"):
+        make_weighting(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"tokenizer": {"model": "moved"}}, None),
+        ({"projection": "moved"}, None),
+        ({"checkpoint": "moved/c"}, None),
+        ({"checkpoint": "d"}, "teachers.small.checkpoint"),
+        ({"weight": 2.0}, "teachers.small.weight"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_run_goes_on_with_the_same_teachers_wherever_they_are(
+    changes: dict[str, Any], refused: str | None, tmp_path: Any
+) -> None:
+    before = config_values(config_of())
+    now = config_values(config_of(teachers={"big": TEACHER, "small": TEACHER | changes}))
+    if refused is None:
+        _check_same_run(before, now, tmp_path)
+        return
+    with pytest.raises(ConfigError, match=f"another {refused}"):
+        _check_same_run(before, now, tmp_path)

@@ -1,0 +1,216 @@
+"""A student learns from several teachers, the same under every layout."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.training.metrics import read_metrics
+from tests.process_group import run_ranks
+from tests.training.checkpoint_tensors import weights_of
+from tests.training.teacher_runs import ITERATIONS, Run, train_runs, train_teachers
+from tests.training.tiny_run import write_corpus, write_rank_list
+
+THREE: dict[str, dict[str, Any]] = {
+    "other": {},
+    "again": {"objective": "partition_kl", "weight": 0.5},
+    "own": {"objective": "alm", "options": {"debias": False}, "weight": 2.0, "temperature": 2.0},
+}
+ALIKE: dict[str, dict[str, Any]] = {"own-a": {"weight": 0.5}, "own-b": {"weight": 2.0}}
+DYNAMIC: dict[str, Any] = {
+    "teacher_weights": "bits_per_byte",
+    "teacher_weights_alpha": 4.0,
+    "weighting": "matched",
+    "weighting_options": {"decay": 0.5},
+    "learned_projection": True,
+    "ce_weight": 1.0,
+}
+SELECTED: dict[str, Any] = {"teacher_mode": "select_teacher"}
+UNWEIGHTED = {name: teacher | {"weight": 1.0} for name, teacher in THREE.items()}
+VOCAB: dict[str, Any] = {"objective": "vocab_kl"}
+
+ALONE = [
+    Run("three", THREE, is_measured=True),
+    Run("three-linear", THREE, {"linear": True, "linear_tile_rows": 48}),
+    Run("dynamic", THREE, DYNAMIC),
+    Run("selected", UNWEIGHTED, SELECTED),
+    Run("one", {"own": {}}, VOCAB),
+    Run("averaged", ALIKE, VOCAB | {"teacher_mode": "averaged_logits"}),
+    Run("pulled", None, {"weighting": "gradient_magnitude", "ce_weight": 1.0}),
+]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "dp2": {},
+}
+SHARDED = ["dynamic", "three", "three-linear", "selected", "pulled"]
+OF_LAYOUT = {
+    "tp2": ["dynamic", "three-linear"],
+    "pp2": ["dynamic"],
+    "dp2": ["dynamic", "selected"],
+}
+"""What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
+if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
+    OBJECTIVES: dict[str, dict[str, Any]] = {
+        "projected_kl": {},
+        "partition_kl": {},
+        "alm": {"debias": False},
+    }
+    for name, options in OBJECTIVES.items():
+        loss = {"objective": name, "options": options}
+        two = {"other": {}, "again": {"weight": 0.5}}
+        ALONE += [Run(f"{name}-1", None, loss), Run(f"{name}-2", two, loss)]
+        SHARDED += [f"{name}-1", f"{name}-2"]
+    OF_LAYOUT = dict.fromkeys(LAYOUTS, SHARDED)
+CASES = [(name, layout) for layout, names in OF_LAYOUT.items() for name in names]
+
+# fp32 sums in another order, as in test_layouts.
+TOLERANCE = 1e-5
+PARAMETER_TOLERANCE = 2e-5
+GRADIENT_NORM_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teachers")
+    write_corpus(folder)
+    write_rank_list(folder)
+    run_ranks(1, train_teachers, folder, ALONE, timeout_s=900)
+    by_name = {run.name: run for run in ALONE}
+    sharded = [
+        by_name[name]._replace(name=f"{name}-{layout}", parallel=LAYOUTS[layout])
+        for name, layout in CASES
+    ]
+    run_ranks(2, train_runs, folder, sharded, timeout_s=900)
+    return folder
+
+
+def test_each_teacher_has_its_own_numbers_and_their_weighted_sum_is_the_term(runs: Path) -> None:
+    for row in read_metrics(runs / "three"):
+        terms = [row["kd/other"], 0.5 * row["kd/again"], 2.0 * row["kd/own"]]
+        assert all(term > 0 for term in terms)
+        assert row["kd"] == pytest.approx(sum(terms), rel=1e-5)
+        assert row["loss"] == pytest.approx(row["kd"] + 0.5 * row["ce"], rel=1e-5)
+        counts = [row[f"compared/{name}"] for name in THREE]
+        assert row["compared"] == sum(counts)
+        # A teacher with the student's tokenizer has a chunk at each label.
+        assert counts[2] == row["tokens"] > counts[0]
+        assert row["kd/other/teacher_entropy"] > 0
+        assert row["kd/again/teacher_rest"] > 0
+
+
+def test_every_teacher_is_measured_on_held_out_text(runs: Path) -> None:
+    last = read_metrics(runs / "three")[-1]
+    own, other, again = (last[f"teacher_bits_per_byte/{n}"] for n in ("own", "other", "again"))
+    assert other == again
+    assert own != other
+    assert all(math.isfinite(value) and value > 0 for value in (own, other))
+
+
+def test_the_average_of_equal_teachers_is_one_of_them(runs: Path) -> None:
+    expected = read_metrics(runs / "one")
+    assert expected[0]["kd"] > 0
+    for row, one in zip(read_metrics(runs / "averaged"), expected, strict=True):
+        for key in ("loss", "kd", "ce", "grad_norm"):
+            assert row[key] == pytest.approx(one[key], rel=TOLERANCE)
+
+
+def test_the_weights_of_teachers_follow_how_well_they_know_the_text(runs: Path) -> None:
+    for row in read_metrics(runs / "dynamic"):
+        weights = {name: row[f"kd/{name}/weight"] for name in THREE}
+        assert sum(weights.values()) == pytest.approx(1.0, rel=1e-5)
+        assert weights["other"] == weights["again"]
+        assert abs(weights["own"] - weights["other"]) > 1e-3
+        assert row["kd"] == pytest.approx(
+            sum(weight * row[f"kd/{name}"] for name, weight in weights.items()), rel=1e-5
+        )
+
+
+def test_distillation_is_matched_to_the_size_of_cross_entropy(runs: Path) -> None:
+    first, second = read_metrics(runs / "dynamic")
+    assert first["kd_weight"] == 1.0
+    assert second["kd_weight"] == pytest.approx(first["ce"] / first["kd"], rel=1e-5)
+    assert second["loss"] == pytest.approx(
+        second["kd_weight"] * second["kd"] + second["ce"], rel=1e-5
+    )
+
+
+def test_terms_are_weighed_by_the_size_of_their_gradients(runs: Path) -> None:
+    first, second = read_metrics(runs / "pulled")
+    assert (first["kd_weight"], first["ce_weight"]) == (0.5, 0.5)
+    assert second["kd_weight"] + second["ce_weight"] == pytest.approx(1.0)
+    # Distillation pulls less than cross-entropy at the first step.
+    assert second["kd_weight"] > 0.6
+    assert second["loss"] == pytest.approx(
+        second["kd_weight"] * second["kd"] + second["ce_weight"] * second["ce"], rel=1e-5
+    )
+
+
+def test_each_sample_is_learned_from_one_teacher(runs: Path) -> None:
+    for row, whole in zip(
+        read_metrics(runs / "selected"), read_metrics(runs / "three"), strict=True
+    ):
+        assert 0 < row["compared"] < whole["compared"]
+
+
+def test_a_loss_without_logits_trains_the_same_student(runs: Path) -> None:
+    rows, linear = read_metrics(runs / "three"), read_metrics(runs / "three-linear")
+    for row, other in zip(rows, linear, strict=True):
+        for key in ("loss", "kd", "kd/other", "kd/again", "kd/own", "ce", "ce/accuracy"):
+            assert other[key] == pytest.approx(row[key], rel=TOLERANCE)
+    assert_same_weights(runs, "three-linear", "three")
+
+
+def test_a_learned_projection_is_trained_and_saved_with_the_student(runs: Path) -> None:
+    first, last = (_weights(runs / "dynamic", iteration) for iteration in (1, ITERATIONS))
+    key = "distillation_projection_other.logits"
+    assert (last[key] - first[key]).abs().max() > 1e-5
+    assert not [name for name in last if "projection_again" in name or "projection_own" in name]
+    assert not [name for name in _weights(runs / "three") if "projection" in name]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), CASES, ids=[f"{name}-{layout}" for name, layout in CASES]
+)
+def test_a_layout_trains_the_student_of_one_process(runs: Path, name: str, layout: str) -> None:
+    alone, sharded = read_metrics(runs / name), read_metrics(runs / f"{name}-{layout}")
+    for row, expected in zip(sharded, alone, strict=True):
+        for key, value in expected.items():
+            if key.startswith("compared"):
+                assert row[key] == value
+            elif key in ("loss", "ce") or (key.startswith("kd") and key.count("/") < 2):
+                assert row[key] == pytest.approx(value, rel=TOLERANCE)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENT_NORM_TOLERANCE)
+    assert_same_weights(runs, f"{name}-{layout}", name)
+
+
+def test_a_run_goes_on_exactly_with_the_weights_it_had_come_to(runs: Path) -> None:
+    before = read_metrics(runs / "dynamic-dp2")
+    again = Run("dynamic-dp2", THREE, DYNAMIC, goes_on=True)
+    run_ranks(2, train_runs, runs, [again])
+    after = read_metrics(runs / "dynamic-dp2")
+    keys = ("loss", "kd", "ce", "grad_norm", "kd_weight", "kd/other/weight")
+    assert [[row[key] for key in keys] for row in after] == [
+        [row[key] for key in keys] for row in before
+    ]
+
+
+def assert_same_weights(runs: Path, name: str, expected: str) -> None:
+    start = weights_of(runs / "start" / "checkpoints" / "iter_0000000")
+    ours, theirs = _weights(runs / name), _weights(runs / expected)
+    assert ours.keys() == theirs.keys()
+    assert any((theirs[key] - start[key]).abs().max() > 1e-4 for key in start)
+    for key, weight in theirs.items():
+        count = min(len(weight), len(ours[key]))
+        torch.testing.assert_close(
+            ours[key][:count], weight[:count], rtol=0, atol=PARAMETER_TOLERANCE
+        )
+
+
+def _weights(run: Path, iteration: int = ITERATIONS) -> dict[str, torch.Tensor]:
+    return weights_of(run / "checkpoints" / f"iter_{iteration:07d}")
