@@ -184,20 +184,22 @@ class CheckpointWriter:
         # Only one rank knows what it noted, and only the coordinator which writers failed.
         reasons: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reasons, save.noted.first() or reason)
-        known = [found for found in reasons if found]
-        try:
-            if known:
-                known.sort(key=_is_vague)
-                raise self._error(save.iteration, known[0])
+        known = sorted((found for found in reasons if found), key=_is_vague)
+        if not known:
             final = checkpoint_path(self._folder, save.iteration)
-            self._groups.on_main(
-                lambda: publish_checkpoint(save.partial, final, keep=self._keep, files=self._files)
-            )
-        except OSError as error:
-            raise self._error(save.iteration, str(error)) from error
-        finally:
-            if self._groups.is_main:
-                remove_partial_checkpoints(self._folder)
+            try:
+                self._groups.on_main(
+                    lambda: publish_checkpoint(
+                        save.partial, final, keep=self._keep, files=self._files
+                    )
+                )
+            except OSError as error:
+                known = [str(error)]
+            else:
+                return
+        # Before any rank goes on, or ends and has the others ended.
+        self._groups.on_main(lambda: remove_partial_checkpoints(self._folder))
+        raise self._error(save.iteration, known[0])
 
     def _error(self, iteration: int, reason: str) -> CheckpointError:
         return CheckpointError(
@@ -221,6 +223,7 @@ _NO_RESULT = "results_queue should not be empty"
 
 
 def _is_vague(reason: str) -> bool:
+    """Whether another rank may know more."""
     return "another rank" in reason or "without a result" in reason
 
 
