@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -53,3 +55,53 @@ def kill(process: subprocess.Popen[str]) -> None:
     """SIGKILL for the process and for those it forked to write a checkpoint."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+class PreloadedRun:
+    """``megatron-ext`` in a process of its own that is forked from one with the imports done.
+
+    Args:
+        arguments: Of the command line.
+        output: File for what it prints.
+    """
+
+    def __init__(self, *arguments: str, output: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        # What tests/process_group.py asks for: whoever comes first starts the server.
+        context.set_forkserver_preload(["megatron_ext.training.distill"])
+        self.output = output
+        self._process: Any = context.Process(target=_run_preloaded, args=(arguments, output))
+        self._process.start()
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return bool(self._process.is_alive())
+
+    def kill(self) -> None:
+        """SIGKILL for the process and for those it forked to write a checkpoint."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
+
+    def finish(self) -> str:
+        """What it printed; it must succeed."""
+        self._process.join(180)
+        self.kill()
+        text = self.output.read_text(encoding="utf-8")
+        assert self._process.exitcode == 0, text
+        return text
+
+
+def _run_preloaded(arguments: tuple[str, ...], output: Path) -> None:
+    os.setsid()
+    # One thread, for the same sums in every process; no GPU, for the same run on every machine.
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with output.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    from megatron_ext.cli.main import main
+
+    main(arguments)

@@ -1,0 +1,276 @@
+"""What spawned ranks run in the tests of faults: PP2, a student alone, next-token training."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+
+from megatron_ext.errors import DistributedError, MegatronExtError
+from megatron_ext.training import rank_phase, rank_report, watchdog
+from megatron_ext.training.config import DataConfig, DistillConfig, LossConfig
+from megatron_ext.training.inputs import read_inputs
+from megatron_ext.training.metrics import read_metrics
+from megatron_ext.training.saved_run import SavedRun
+from megatron_ext.training.start_agreement import check_same_start
+from megatron_ext.training.trainer import Trainer
+from megatron_ext.training.watchdog import Watchdog
+from tests.training.rank_functions import _trainer
+from tests.training.tiny_run import student_run
+
+
+def config_of(folder: Path, name: str, **training: Any) -> DistillConfig:
+    """Four steps, a checkpoint after each; ``training`` changes that section."""
+    config = student_run(folder, name, pipeline_model_parallel_size=2)
+    settings: dict[str, Any] = {
+        "train_iters": 4,
+        "micro_batch_size": 2,
+        "global_batch_size": 4,
+        "save_interval": 1,
+        "keep_checkpoints": 2,
+    }
+    return dataclasses.replace(
+        config,
+        teacher=None,
+        data=DataConfig(train=config.data.train),
+        loss=LossConfig(objective="next_token"),
+        training=dataclasses.replace(config.training, **settings | training),
+    )
+
+
+def survive_faults(rank: int, folder: Path) -> dict[str, Any]:
+    """One fault after the other, on both ranks; what came of each on this one."""
+    return {
+        "agreement": _disagree(rank, folder),
+        "whole": _run(config_of(folder, "whole", save_interval=4)),
+        "gradient": _run(
+            config_of(folder, "gradient", nan_policy="skip", save_interval=4),
+            lambda trainer: _spoil_gradient(trainer, rank, 2),
+        ),
+        "loss": _run(
+            config_of(folder, "loss", nan_policy="skip", save_interval=4),
+            lambda trainer: _spoil_weight(trainer, rank, {2}),
+        ),
+        "stop": _run(
+            config_of(folder, "stop", save_interval=2),
+            lambda trainer: _spoil_gradient(trainer, rank, 3),
+        ),
+        "too-many": _run(
+            config_of(
+                folder, "too-many", nan_policy="skip", max_consecutive_skips=1, save_interval=2
+            ),
+            lambda trainer: _spoil_weight(trainer, rank, {2, 3}),
+        ),
+        "full-disk": _full_disk(rank, folder, is_async=False),
+        "full-disk-async": _full_disk(rank, folder, is_async=True),
+        "full-disk-common": _full_disk_for_common_state(rank, folder),
+        "stuck": _stuck(rank),
+    }
+
+
+def _run(config: DistillConfig, spoil: Callable[[Trainer], None] | None = None) -> dict[str, Any]:
+    trainer = _trainer(config)
+    if spoil:
+        spoil(trainer)
+    error = None
+    try:
+        trainer.train()
+    except MegatronExtError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    weights = [p.detach().clone() for p in trainer.student.chunks[0].parameters()]
+    run = Path(config.run_dir)
+    return {
+        "error": error,
+        "counts": trainer.counts.state_dict(),
+        "metrics": read_metrics(run),
+        "weights": weights,
+        "latest": _latest(run),
+        "hidden": _hidden(run),
+    }
+
+
+def _hidden(run: Path) -> list[str]:
+    return [path.name for path in (run / "checkpoints").glob(".*")]
+
+
+def _latest(run: Path) -> str | None:
+    path = run / "checkpoints" / "latest"
+    return path.read_text() if path.exists() else None
+
+
+def _spoil_gradient(trainer: Trainer, rank: int, at: int) -> None:
+    """Of the first stage alone, behind the reduction."""
+    _before_and_after(
+        trainer, at={at}, after=lambda: _fill_gradient(trainer) if rank == 0 else None
+    )
+
+
+def _fill_gradient(trainer: Trainer) -> None:
+    next(iter(trainer.student.chunks[0].parameters())).main_grad[0] = torch.nan
+
+
+def _spoil_weight(trainer: Trainer, rank: int, at: set[int]) -> None:
+    """Of the last stage, for as long as it computes."""
+    if rank == 0:
+        return
+    weight = trainer.student.chunks[-1].decoder.final_layernorm.weight
+    kept: list[torch.Tensor] = []
+
+    def spoil() -> None:
+        kept.append(weight.detach().clone())
+        weight.data.fill_(torch.nan)
+
+    _before_and_after(trainer, at=at, before=spoil, after=lambda: weight.data.copy_(kept.pop()))
+
+
+def _before_and_after(
+    trainer: Trainer,
+    *,
+    at: set[int],
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+) -> None:
+    """Do something around the schedule of some iterations."""
+    student, calls = trainer.student, [0]
+    real = student.forward_backward
+
+    def forward_backward(*arguments: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] not in at:
+            return real(*arguments, **named)
+        before()
+        reports = real(*arguments, **named)
+        after()
+        return reports
+
+    student.forward_backward = forward_backward  # type: ignore[method-assign]
+
+
+def _full_disk(rank: int, folder: Path, *, is_async: bool) -> dict[str, Any]:
+    """Rank 1's writers find the disk full at the second save, and at the last, the fourth."""
+    seen: list[tuple[str | None, list[str]]] = []
+    real = SavedRun.save
+
+    def save(saved: SavedRun, iteration: int, *, is_last: bool) -> None:
+        with _disk_full(rank == 1 and iteration in (2, 4)):
+            real(saved, iteration, is_last=is_last)
+        seen.append((_latest(folder / name), _hidden(folder / name)))
+
+    name = f"full-disk-{is_async}"
+    SavedRun.save = save  # type: ignore[method-assign]
+    try:
+        return _run(config_of(folder, name, async_save=is_async)) | {"seen": seen}
+    finally:
+        SavedRun.save = real  # type: ignore[method-assign]
+
+
+@contextmanager
+def _disk_full(is_full: bool) -> Iterator[None]:
+    """Writers, which are forked from here, write to a device that has no room."""
+    if not is_full:
+        yield
+        return
+
+    def open_full(path: Any, mode: str) -> Any:
+        return open("/dev/full", mode, buffering=0)
+
+    filesystem_async.open = open_full  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del filesystem_async.open  # type: ignore[attr-defined]
+
+
+def _full_disk_for_common_state(rank: int, folder: Path) -> dict[str, Any]:
+    """What rank 0 writes alone, at the last save."""
+    config = config_of(folder, "full-disk-common", train_iters=1)
+    real = TorchCommonSaveStrategy.save_common
+
+    def save_common(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if rank == 0:
+        TorchCommonSaveStrategy.save_common = save_common
+    try:
+        return _run(config)
+    finally:
+        TorchCommonSaveStrategy.save_common = real
+
+
+def _disagree(rank: int, folder: Path) -> list[str | None]:
+    """As started alike, with another learning rate on rank 1, and with another installation."""
+    config = config_of(folder, "agreement")
+    inputs = read_inputs(config, world_size=2)
+    found: list[str | None] = []
+    other = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, lr=0.5 if rank else 1e-3)
+    )
+    for started in (config, other):
+        try:
+            check_same_start(started, inputs)
+            found.append(None)
+        except MegatronExtError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def _stuck(rank: int) -> list[str]:
+    """Rank 1 is late for a collective; what each rank's watchdog says, which ends neither here."""
+    _quick_heartbeats()
+    said: list[DistributedError] = []
+    with Watchdog(timedelta(seconds=2), end=said.append):
+        # Slow, but moving: nothing to complain of.
+        for _ in range(6):
+            rank_phase.tick()
+            time.sleep(0.5)
+        assert not said
+        if rank == 1:
+            rank_phase.enter("reading data", iteration=7)
+            _sleep_through()
+        rank_phase.enter("updating", iteration=7)
+        dist.barrier()
+    return [str(error) for error in said]
+
+
+def _sleep_through() -> None:
+    time.sleep(6)
+
+
+def _quick_heartbeats() -> None:
+    for module in (watchdog, rank_report):
+        module.HEARTBEAT_S = 0.3  # type: ignore[attr-defined]
+    watchdog._POLL_S = 0.1  # type: ignore[misc]
+
+
+def lose_peer(rank: int, folder: Path) -> None:
+    """Rank 1 dies in the middle of an iteration; rank 0 writes down what it is told."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    _quick_heartbeats()
+    rank_phase.enter("training", iteration=3)
+    try:
+        with Watchdog(timedelta(seconds=30)):
+            dist.barrier()
+            time.sleep(1)
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+    except DistributedError as error:
+        (folder / "error").write_text(str(error))

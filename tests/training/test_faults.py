@@ -1,0 +1,143 @@
+"""What a run survives, and how it ends where it cannot: alike on every rank, nothing lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.process_group import run_ranks
+from tests.training.fault_runs import lose_peer, survive_faults
+from tests.training.tiny_run import write_corpus, write_rank_list
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("faults")
+    write_corpus(folder)
+    write_rank_list(folder)
+    return run_ranks(2, survive_faults, folder, timeout_s=300)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "loss"])
+def test_an_iteration_that_is_not_finite_is_skipped_on_every_rank(
+    ranks: list[dict[str, Any]], kind: str
+) -> None:
+    whole = ranks[0]["whole"]["metrics"]
+    for rank in ranks:
+        run = rank[kind]
+        assert run["error"] is None
+        assert run["counts"]["skipped_iterations"] == 1
+        assert run["counts"]["skips_in_a_row"] == 0
+        assert all(weight.isfinite().all() for weight in run["weights"])
+        first, skipped, after, last = run["metrics"]
+        assert first["loss"] == whole[0]["loss"]
+        assert [row["skipped_iterations"] for row in run["metrics"]] == [0, 1, 1, 1]
+        # Neither weights nor learning rate moved, and the data went on.
+        assert "grad_norm" not in skipped
+        assert after["learning_rate"] == whole[1]["learning_rate"]
+        assert [row["tokens"] for row in run["metrics"]] == [row["tokens"] for row in whole]
+        assert last["loss"] != whole[3]["loss"]
+        assert run["latest"] == "iter_0000004"
+
+
+def test_a_run_stops_before_anything_of_the_bad_iteration_is_saved(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        run = rank["stop"]
+        assert "DivergedError: the gradient norm is not finite at iteration 3" in run["error"]
+        assert run["latest"] == "iter_0000002"
+        assert len(run["metrics"]) == 2
+        assert all(weight.isfinite().all() for weight in run["weights"])
+
+
+def test_skips_in_a_row_have_a_limit(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        run = rank["too-many"]
+        assert run["error"] is not None
+        assert "iteration 3" in run["error"]
+        assert run["counts"]["skips_in_a_row"] == 2
+        assert run["latest"] == "iter_0000002"
+
+
+@pytest.mark.parametrize("name", ["full-disk", "full-disk-async"])
+def test_a_full_disk_costs_no_checkpoint_and_the_run_goes_on(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    for rank in ranks:
+        run = rank[name]
+        assert len(run["metrics"]) == 4
+        # The second save failed, and so did the fourth.
+        assert run["counts"]["failed_saves"] == 2
+        assert run["metrics"][-1]["failed_saves"] == 1
+    latest = [latest for latest, _ in ranks[0]["full-disk"]["seen"]]
+    assert latest == ["iter_0000001", "iter_0000001", "iter_0000003"]
+    assert all(hidden == [] for _, hidden in ranks[0]["full-disk"]["seen"])
+
+
+@pytest.mark.parametrize("name", ["full-disk", "full-disk-async"])
+def test_a_full_disk_at_the_last_save_is_an_error_on_every_rank(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    for rank in ranks:
+        run = rank[name]
+        assert "the checkpoint of iteration 4 could not be written" in run["error"]
+        assert "rank 1: " in run["error"]
+        assert "No space left on device" in run["error"]
+        assert "make room" in run["error"]
+        assert run["latest"] == "iter_0000003"
+        assert run["hidden"] == []
+
+
+def test_what_rank_0_cannot_write_alone_is_an_error_on_every_rank(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        run = rank["full-disk-common"]
+        assert "No space left on device" in run["error"]
+        assert run["latest"] is None
+        assert run["hidden"] == []
+
+
+def test_ranks_that_were_started_otherwise_are_told_the_key(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        alike, other = rank["agreement"]
+        assert alike is None
+        assert "rank 1 was started otherwise than rank 0: optimizer.lr;" in other
+        assert "got 0.5 on rank 1; expected 0.001" in other
+
+
+def test_a_stuck_rank_is_named_with_where_it_is(ranks: list[dict[str, Any]]) -> None:
+    for number, where in enumerate(("updating", "reading data")):
+        (said,) = ranks[number]["stuck"]
+        assert f"rank {number} has waited for 2 s in {where}" in said
+        assert "rank 0: updating, iteration 7, at " in said
+        assert "rank 1: reading data, iteration 7, at fault_runs.py:" in said
+        assert "_sleep_through" in said
+
+
+def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=lose_peer, args=(rank, tmp_path)) for rank in range(2)]
+    started = time.monotonic()
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(90)
+        process.kill()
+    text = (tmp_path / "error").read_text()
+    assert "another rank is gone or does not answer" in text
+    assert "rank 1: no sign of life since training, iteration 3" in text
+    assert "rank 0: training, iteration 3" in text
+    assert time.monotonic() - started < 60
+
+
+def test_the_weights_of_a_run_without_faults_are_finite(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert all(torch.isfinite(weight).all() for weight in rank["whole"]["weights"])
+        assert rank["whole"]["counts"] == dict.fromkeys(rank["whole"]["counts"], 0)
