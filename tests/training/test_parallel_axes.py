@@ -79,7 +79,10 @@ def test_every_iteration_measures_what_one_process_measures(runs: Path, run: Axi
     alone, sharded = read_metrics(runs / str(run.variant)), read_metrics(runs / run.name)
     assert len(alone) == run.variant.iterations
     for one, other in zip(alone, sharded, strict=True):
-        assert one.keys() == other.keys()
+        # What a step took its time for depends on where a run was started.
+        assert {name for name in one if not name.startswith("seconds")} == {
+            name for name in other if not name.startswith("seconds")
+        }
         for name in ("iteration", "tokens", "compared", "chunks"):
             assert other[name] == one[name]
         names = ["loss", "kd", "ce"]
