@@ -7,7 +7,7 @@ import torch
 from kernel_case import DEVICE, DTYPES, rounding
 
 from megatron_ext.ops.implementation import Implementation
-from megatron_ext.ops.unit_gradient import scale_rows_
+from megatron_ext.ops.unit_gradient import hand_over, scale_rows_
 
 pytest.importorskip("triton")
 
@@ -32,3 +32,13 @@ def test_rows_are_scaled_and_rounded_once(
     torch.testing.assert_close(
         out.double()[scaled], expected[scaled], rtol=1.001 * rounding(dtype), atol=1e-7
     )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+def test_rows_announced_nothing_are_left_alone(implementation: Implementation) -> None:
+    gradient = torch.tensor([[1.0, 2.0], [7.0, 7.0], [3.0, 4.0]], device=DEVICE)
+    announced = torch.tensor([1.0, 0.0, 0.5], device=DEVICE)
+    got = torch.tensor([1.0, 3.0, 1.0], device=DEVICE)
+    out = hand_over(gradient, got, announced, implementation)
+    # A forward writes 0 there; the mark shows that nobody came by.
+    assert out.tolist() == [[1.0, 2.0], [7.0, 7.0], [6.0, 8.0]]

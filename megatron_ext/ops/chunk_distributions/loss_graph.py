@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_ext.ops.implementation import Implementation
-from megatron_ext.ops.unit_gradient import hand_over
+from megatron_ext.ops.unit_gradient import hand_over_chunks
 
 Evaluate = Callable[[torch.Tensor | None], tuple[torch.Tensor, ...]]
 """A core with everything bound but its ``gradient``; its first output is [C], the loss."""
@@ -31,10 +31,12 @@ def with_graph(
         announced: [C], what the core was told that each chunk's loss will get.
         in_place: Hand the logits themselves to the core, to be written over.
 
-    Keeps the gradient [T, Vp] for backward, which has no collectives.
+    Keeps the gradient [T, Vp] for backward, which has no collectives. Without grad mode, or for
+    logits that need no gradient, there is none, and nothing is written over.
     """
+    wanted = torch.is_grad_enabled() and logits.requires_grad
     outputs: tuple[torch.Tensor, ...] = _WithGraph.apply(
-        logits, evaluate, slots, announced, in_place, implementation
+        logits, evaluate, slots, announced, wanted, in_place, implementation
     )
     return outputs
 
@@ -47,12 +49,13 @@ class _WithGraph(torch.autograd.Function):
         evaluate: Evaluate,
         slots: torch.Tensor,
         announced: torch.Tensor | None,
+        wanted: bool,
         in_place: bool,
         implementation: Implementation,
     ) -> tuple[torch.Tensor, ...]:
-        if not ctx.needs_input_grad[0]:
+        if not wanted:
             return evaluate(None)
-        gradient = logits if in_place else torch.empty_like(logits)
+        gradient = logits.detach() if in_place else torch.empty_like(logits)
         outputs = evaluate(gradient)
         if in_place:
             torch.autograd.graph.increment_version(logits)
@@ -65,11 +68,5 @@ class _WithGraph(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         gradient, slots, announced = ctx.saved_tensors
-        got = _by_row(grad, slots)
-        told = None if announced is None else _by_row(announced, slots)
-        return hand_over(gradient, got, told, ctx.implementation), None, None, None, None, None
-
-
-def _by_row(values: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """[T] from [C], 0 in rows of no chunk."""
-    return torch.cat([values, values.new_zeros(1)])[slots]
+        out = hand_over_chunks(gradient, grad, announced, slots, ctx.implementation)
+        return out, *[None] * 6

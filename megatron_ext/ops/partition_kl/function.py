@@ -20,7 +20,7 @@ from megatron_ext.ops.partition_kl.chains import Chains, SingleRows, chunk_slots
 from megatron_ext.ops.partition_kl.evaluation import evaluate_partition_kl
 from megatron_ext.ops.partition_kl.shared_columns import SharedColumns
 from megatron_ext.ops.partition_kl.values import Comparison, PartitionValues
-from megatron_ext.ops.unit_gradient import scale_rows_
+from megatron_ext.ops.unit_gradient import hand_over, hand_over_chunks
 
 
 class PartitionKLWithCE(NamedTuple):
@@ -193,11 +193,8 @@ class _PartitionKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         gradient, announced, slots = ctx.saved_tensors
-        if announced is not None:
-            grad = (grad / announced).masked_fill_(announced == 0, 0.0)
-        # Rows of no chunk hold zeros.
-        factors = torch.cat([grad, grad.new_ones(1)])[slots]
-        return _scaled(gradient, factors, ctx.implementation), None, None, None, None, None
+        out = hand_over_chunks(gradient, grad, announced, slots, ctx.implementation)
+        return out, *[None] * 5
 
 
 class _PartitionKLWithCE(torch.autograd.Function):
@@ -223,18 +220,9 @@ class _PartitionKLWithCE(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        factors = grad.expand(len(gradient))
-        return _scaled(gradient, factors, ctx.implementation), None, None, None, None, None
+        rows = grad.expand(len(gradient))
+        return hand_over(gradient, rows, None, ctx.implementation), *[None] * 5
 
 
 def _weighted(losses: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (losses * weight.to(losses.dtype)).masked_fill_(weight == 0, 0.0).sum()
-
-
-def _scaled(
-    gradient: torch.Tensor, factors: torch.Tensor, implementation: Implementation
-) -> torch.Tensor:
-    """The gradient times a factor a row, written over it: what is saved can be used once."""
-    scale_rows_(gradient, factors, implementation)
-    torch.autograd.graph.increment_version(gradient)
-    return gradient

@@ -18,7 +18,7 @@ from megatron_ext.ops.projected_kl.evaluation import evaluate_projected_kl
 from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries
 from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
 from megatron_ext.ops.projected_kl.values import Comparing, CrossEntropy, ProjectedKL
-from megatron_ext.ops.unit_gradient import scale_rows_
+from megatron_ext.ops.unit_gradient import hand_over, hand_over_chunks
 
 
 def projected_kl(
@@ -62,8 +62,8 @@ def projected_kl(
             the rest as one; of equals at the end all are kept. None: on every column.
         learned: Entries of ``weight`` that have a gradient as well, as if each were free.
         announced: fp32 [C], the gradient that each chunk's loss is going to get; None: 1. It is
-            written in the forward, and another one costs a pass. Rows announced 0 are exactly 0,
-            and NaN if they get something else.
+            written in the forward, and another one costs a pass. A chunk announced 0 has no
+            gradient, whatever it gets.
         in_place: Overwrite the student's logits with their gradient.
         diagnostics: Whether to say ``teacher_entropy`` and ``top1_agreement``.
 
@@ -159,11 +159,7 @@ def projected_kl_with_ce(
 
 
 class _ProjectedKL(torch.autograd.Function):
-    """Keeps the gradient that the forward wrote, and hands out the same memory at each backward.
-
-    It is weighed in place, through ``data`` since a graph that is retained may come back with other
-    weights: then it is weighed again, by their ratio.
-    """
+    """Keeps the gradient that the forward wrote, and hands it over (``ops/unit_gradient``)."""
 
     @staticmethod
     def forward(
@@ -180,8 +176,7 @@ class _ProjectedKL(torch.autograd.Function):
         if in_place and needed:
             # A reader of the logits that comes later is an error of autograd, not a wrong number.
             torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(gradient, evaluate.keywords["student_rows"].slots)
-        ctx.weighted_by = torch.ones_like(out.chunk_loss) if announced is None else announced
+        ctx.save_for_backward(gradient, evaluate.keywords["student_rows"].slots, announced)
         ctx.implementation = implementation
         ctx.mark_non_differentiable(*(x for x in out[1:] if x is not None))
         return tuple(out)
@@ -189,10 +184,9 @@ class _ProjectedKL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        gradient, slots = ctx.saved_tensors
-        factor = torch.nn.functional.pad(_over(grad_loss, ctx.weighted_by), (0, 1))[slots]
-        ctx.weighted_by = grad_loss
-        return scale_rows_(gradient.data, factor, ctx.implementation), *[None] * 5
+        gradient, slots, announced = ctx.saved_tensors
+        out = hand_over_chunks(gradient, grad_loss, announced, slots, ctx.implementation)
+        return out, *[None] * 5
 
 
 class _WithLearned(torch.autograd.Function):
@@ -254,7 +248,6 @@ class _WithCrossEntropy(torch.autograd.Function):
         if in_place and needed:
             torch.autograd.graph.increment_version(logits)
         ctx.save_for_backward(gradient, entry_gradient)
-        ctx.weighted_by = torch.ones_like(total)
         ctx.implementation = implementation
         ctx.mark_non_differentiable(*(x for x in out if x is not None))
         return total, *out
@@ -264,9 +257,8 @@ class _WithCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         gradient, entry_gradient = ctx.saved_tensors
         if gradient is not None:
-            factor = _over(grad_total, ctx.weighted_by).expand(gradient.shape[0])
-            ctx.weighted_by = grad_total
-            gradient = scale_rows_(gradient.data, factor, ctx.implementation)
+            rows = grad_total.expand(gradient.shape[0])
+            gradient = hand_over(gradient, rows, None, ctx.implementation)
         if entry_gradient is not None:
             entry_gradient = entry_gradient * grad_total
         return gradient, None, None, None, entry_gradient, None, None, None
@@ -276,14 +268,6 @@ def _room_for_gradient(logits: torch.Tensor, needed: bool, in_place: bool) -> to
     if not needed:
         return None
     return logits.detach() if in_place else torch.empty_like(logits)
-
-
-def _over(grad: torch.Tensor, weighted_by: torch.Tensor) -> torch.Tensor:
-    """What rows that hold the gradient for ``weighted_by`` are multiplied by to get ``grad``'s.
-
-    A row at 0 holds nothing to multiply: NaN, where it was to get something after all.
-    """
-    return torch.where(grad == 0, 0.0, grad / weighted_by)
 
 
 def _weighted(values: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

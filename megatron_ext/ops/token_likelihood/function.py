@@ -77,7 +77,7 @@ class _TokenLikelihood(torch.autograd.Function):
         ctx: Any, on_token: torch.Tensor, on_mass: torch.Tensor, *_: Any
     ) -> tuple[torch.Tensor, None, None, None, None]:
         logits, token_id, members, *vectors = ctx.saved_tensors
-        gradient = logits if ctx.in_place else torch.empty_like(logits)
+        gradient = logits.detach() if ctx.in_place else torch.empty_like(logits)
         student = ModelRows(logits, token_id, members, ctx.shard)
         write_likelihood_gradient(
             student,
