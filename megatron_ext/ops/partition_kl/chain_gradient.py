@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, scaled_logits
-from megatron_ext.ops.launch import SWEEP_CONFIGS, small_block
+from megatron_ext.ops.launch import SWEEP_CONFIGS, fitting_config
 from megatron_ext.ops.partition_kl.chain_chunks import ChosenLogits
 from megatron_ext.ops.partition_kl.plan import TokenTerm
 from megatron_ext.ops.partition_kl.single_sweeps import token_numbers
@@ -107,7 +107,7 @@ def sweep_other_rows_(
         return
     parts = torch.stack([*chains.finite_rest(), chains.grads.rest]).float()
     rests = parts.new_zeros(3, rows).index_copy_(1, chosen.row, parts)
-    config = SWEEP_CONFIGS[0]
+    config = fitting_config(SWEEP_CONFIGS[0], shard.width)
     other_rows_kernel[(rows,)](
         logits,
         chains.split.of_row,
@@ -121,7 +121,7 @@ def sweep_other_rows_(
         shard.width,
         rows,
         HAS_LABELS=tokens is not None,
-        BLOCK=small_block(shard.width, config.block),
+        BLOCK=config.block,
         num_warps=config.num_warps,
     )
     count, block = len(chosen.column), 256

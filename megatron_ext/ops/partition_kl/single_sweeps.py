@@ -9,7 +9,13 @@ import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp
-from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.launch import (
+    SWEEP_CONFIGS,
+    LaunchConfig,
+    chosen_config,
+    fitting_config,
+    small_block,
+)
 from megatron_ext.ops.partition_kl.plan import TokenTerm
 from megatron_ext.ops.partition_kl.single_chunks import SingleChunks, rest_terms
 
@@ -156,6 +162,7 @@ class _Sweep:
 
         chunks, plan, tokens = self._chunks, self._chunks.plan, self._chunks.tokens
         width = plan.student_shard.valid_width
+        config = fitting_config(config, plan.student_shard.width)
         single_rows_kernel[(len(student_row),)](
             chunks.student_logits,
             chunks.teacher_logits,
@@ -185,7 +192,7 @@ class _Sweep:
             HAS_LABELS=tokens is not None and gradient is not None,
             HAS_TEMPERATURE=plan.temperature != 1.0,
             HAS_ARRIVED=self._arrived.shape[1] > 0,
-            BLOCK=small_block(plan.student_shard.width, config.block),
+            BLOCK=config.block,
             num_warps=config.num_warps,
         )
 

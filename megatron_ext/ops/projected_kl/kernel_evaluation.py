@@ -13,7 +13,7 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp, merge_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkRows
-from megatron_ext.ops.launch import LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.launch import LaunchConfig, chosen_config, fitting_config, small_block
 from megatron_ext.ops.projected_kl.chunk_statistics import ChunkStatistics
 from megatron_ext.ops.projected_kl.comparison import probability_floor
 from megatron_ext.ops.projected_kl.cross_entropy import label_columns
@@ -84,9 +84,8 @@ class KernelEvaluation:
             self.label_weight = weight.float().masked_fill(label < 0, 0.0)
         self.tempered = comparing.temperature != 1.0
         self.slot_blocks = -(-len(self.plan.home) // _SLOT_BLOCK)
-        self.config = self._config()
-        self.block = small_block(student.shard.width, self.config.block)
-        self.column_blocks = -(-student.shard.width // self.block)
+        self.config = fitting_config(self._config(), student.shard.width)
+        self.column_blocks = -(-student.shard.width // self.config.block)
 
     def run(self) -> ChunkValues:
         """See ``evaluate_projected_kl`` for the collectives."""
@@ -248,8 +247,7 @@ class KernelEvaluation:
         from megatron_ext.ops.projected_kl.triton_kernels import sweep_kernel
 
         shard, gradient = self.student.shard, self.wanted.gradient
-        block = small_block(shard.width, config.block)
-        blocks = -(-shard.width // block)
+        blocks = -(-shard.width // config.block)
         sweep_kernel[(tile.chunks * blocks,)](
             *self._read(self.student, self.student_lse)[:-1],
             shard.valid_width,
@@ -283,17 +281,17 @@ class KernelEvaluation:
             HAS_DIAGNOSTICS=self.comparing.diagnostics,
             HAS_LABELS=self.label is not None,
             HAS_TEMPERATURE=self.tempered,
-            BLOCK=block,
+            BLOCK=config.block,
             num_warps=config.num_warps,
         )
 
     def _config(self) -> LaunchConfig:
         """Of the sweep; timed without its gradient, which may overwrite the logits."""
-        count = min(self.student.rows.chunk_count, 1024)
+        count = min(self.student.rows.chunk_count, self._tile_chunks(), 1024)
 
         def run(config: LaunchConfig) -> None:
-            block = small_block(self.student.shard.width, config.block)
-            self.column_blocks = -(-self.student.shard.width // block)
+            config = fitting_config(config, self.student.shard.width)
+            self.column_blocks = -(-self.student.shard.width // config.block)
             self._sweep(self._tile(0, count, 0), 0, "values", None, config)
 
         if not count:
@@ -357,7 +355,8 @@ class KernelEvaluation:
             self.label_weight,
             self.column_blocks,
             HAS_LABELS=self.label is not None,
-            BLOCK=self.block,
+            BLOCK=self.config.block,
+            num_warps=self.config.num_warps,
         )
 
     def _wants_gradient(self) -> bool:
