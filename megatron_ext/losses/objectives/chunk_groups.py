@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.ops.index_sum import index_sum
 
 
 class ChunkGroups(NamedTuple):
@@ -26,7 +27,7 @@ class ChunkGroups(NamedTuple):
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sums of ``values`` [C] over each group, [C]: at every chunk its group's."""
-        return torch.zeros_like(values).index_add(0, self.group, values)[self.group]
+        return index_sum(values, self.group, len(values))[self.group]
 
 
 def chunk_groups(

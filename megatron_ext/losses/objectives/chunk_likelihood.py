@@ -16,6 +16,7 @@ from megatron_ext.losses.inputs.counted_ids import counted_ids
 from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.ops.chunk_reduce import chunk_slots
 from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.index_sum import index_sum
 from megatron_ext.ops.token_likelihood import ModelRows, TokenLikelihood, token_likelihood
 
 
@@ -118,8 +119,7 @@ def _place_after(spans: torch.Tensor, labels: torch.Tensor, length: int) -> _Pla
 
 
 def _sum_rows(values: torch.Tensor, chunk_id: torch.Tensor, count: int) -> torch.Tensor:
-    sums = values.new_zeros(count + 1)
-    return sums.index_add(0, chunk_slots(chunk_id, count), values)[:-1]
+    return index_sum(values, chunk_slots(chunk_id, count), count + 1)[:-1]
 
 
 def _rows(

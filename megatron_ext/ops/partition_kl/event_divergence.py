@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_ext.ops.divergence import Divergence, divergence_terms
+from megatron_ext.ops.index_sum import index_sum
 
 IMPOSSIBLE: Final = -1e9
 """Log-mass of an event that cannot happen: finite, so that sums and gradients of it are."""
@@ -18,7 +19,7 @@ def segment_log_softmax(values: torch.Tensor, segment: torch.Tensor, count: int)
     peak = values.detach().new_full((count,), -torch.inf)
     peak = peak.scatter_reduce(0, segment, values.detach(), "amax")
     shifted = values - peak[segment]
-    total = shifted.new_zeros(count).index_add(0, segment, shifted.exp())
+    total = index_sum(shifted.exp(), segment, count)
     return shifted - total[segment].log()
 
 
@@ -70,12 +71,11 @@ class _EventDivergence(torch.autograd.Function):
             for side in (student.detach(), teacher.to(student.dtype))
         )
         terms = divergence_terms(log_p, log_q, direction, mixture)
-        sums = terms.value.new_zeros(2, count)
-        sums.index_add_(1, segment, torch.stack([terms.value, terms.slope]))
-        grad = (terms.slope - log_q.exp() * sums[1, segment]).div_(temperature)
+        total = index_sum(terms.slope, segment, count)
+        grad = (terms.slope - log_q.exp() * total[segment]).div_(temperature)
         ctx.save_for_backward(grad, segment)
         ctx.mark_non_differentiable(log_q, log_p)
-        return sums[0], log_q, log_p
+        return index_sum(terms.value, segment, count), log_q, log_p
 
     @staticmethod
     @once_differentiable
