@@ -21,19 +21,25 @@ import pytest
 HOPPER = ("cuda", 90, 32)
 
 
-def compiles(module: str, variants: list[tuple[str, dict[str, str], dict[str, Any]]]) -> None:
+def compiles(
+    module: str,
+    variants: list[tuple[str, dict[str, str], dict[str, Any]]],
+    *,
+    containing: str = "",
+) -> None:
     """Assert that kernels of a module compile to machine code.
 
     Args:
         module: As in ``megatron_ext.ops.<module>.triton_kernels``.
         variants: Name of the kernel, types of its arguments as Triton spells them, and values of
-            those that are ``constexpr``.
+            those that are ``constexpr``. A type with ``:16`` behind it is that of a multiple of 16.
+        containing: What their PTX must contain.
     """
     pytest.importorskip("triton")
     compiler = _compiler()
     assert compiler.stdin is not None
     assert compiler.stdout is not None
-    print(json.dumps([module, variants]), file=compiler.stdin, flush=True)
+    print(json.dumps([module, variants, containing]), file=compiler.stdin, flush=True)
     answer = compiler.stdout.readline()
     assert answer, f"the compiler died, exit status {compiler.wait()}"
     error = json.loads(answer)
@@ -72,7 +78,9 @@ def _main() -> None:
         print(json.dumps(error), file=answers, flush=True)
 
 
-def _compile(module: str, variants: list[tuple[str, dict[str, str], dict[str, Any]]]) -> None:
+def _compile(
+    module: str, variants: list[tuple[str, dict[str, str], dict[str, Any]]], containing: str
+) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -80,9 +88,17 @@ def _compile(module: str, variants: list[tuple[str, dict[str, str], dict[str, An
     kernels = importlib.import_module(f"megatron_ext.ops.{module}.triton_kernels")
     for name, types, constants in variants:
         kernel = getattr(kernels, name)
-        signature = dict.fromkeys(kernel.arg_names, "constexpr") | types
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        assert triton.compile(source, target=GPUTarget(*HOPPER)).asm["cubin"]
+        plain = {argument: kind.removesuffix(":16") for argument, kind in types.items()}
+        signature = dict.fromkeys(kernel.arg_names, "constexpr") | plain
+        multiples = {
+            (place,): [["tt.divisibility", 16]]
+            for place, argument in enumerate(kernel.arg_names)
+            if types.get(argument, "").endswith(":16")
+        }
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)
+        compiled = triton.compile(source, target=GPUTarget(*HOPPER))
+        assert compiled.asm["cubin"]
+        assert containing in compiled.asm["ptx"], f"no {containing} in {name}"
 
 
 if __name__ == "__main__":

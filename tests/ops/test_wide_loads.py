@@ -1,0 +1,46 @@
+"""Kernels read rows 16 bytes at once, at vocabularies that end anywhere in a padded row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from compile_kernel import compiles
+
+WIDE = "ld.global.v4"
+ROW = {"logits_ptr": "*bf16:16", "row_stride": "i32:16", "width": "i32", "temperature": "fp32"}
+PAIR = {"student_ptr": "*bf16:16", "teacher_ptr": "*bf16:16", "width": "i32", "rows": "i32"}
+PAIR |= {"student_stride": "i32:16", "teacher_stride": "i32:16", "temperature": "fp32"}
+LANES = {"peak_ptr": "*fp32", "total_ptr": "*fp32", "column_ptr": "*i64"}
+PLAIN = {"HAS_TEMPERATURE": False, "BLOCK": 4096}
+
+Variant = tuple[str, str, dict[str, str], dict[str, Any]]
+
+
+def _variants() -> list[Variant]:
+    no_sets = {"members_ptr": None, "read_ptr": None, "HAS_MEMBERS": False, "HAS_READ": False}
+    row = ROW | LANES | {"held_width": "i32:16", "rows": "i32"}
+    pair = PAIR | LANES | {"held_width": "i32:16"}
+    no_read = {"read_ptr": None, "HAS_READ": False, "HAS_PLAIN": False}
+    bits = {"set_ptr": "*i32", "bits_ptr": "*i32", "lanes_ptr": "*fp32", "masked_ptr": "*i1"}
+    bits |= {"padded_width": "i32:16", "words": "i32", "rows": "i32", "column_ptr": "*i64"}
+    means = {"order_ptr": "*i32", "offsets_ptr": "*i32", "out_ptr": "*fp32", "valid_width": "i32"}
+    means |= {"peak_ptr": "*fp32", "log_sum_ptr": "*fp32", "first_chunk": "i32"}
+    return [
+        ("softmax_statistics", "row_statistics_kernel", row, no_sets | PLAIN),
+        ("vocab_kl", "pair_statistics_kernel", pair, no_read | PLAIN),
+        (
+            "partition_kl",
+            "split_statistics_kernel",
+            ROW | bits,
+            {"HAS_UNSCALED": False, "EVERY_ROW": True} | PLAIN,
+        ),
+        ("chunk_distributions", "chunk_means_kernel", ROW | means | {"width": "i32:16"}, PLAIN),
+    ]
+
+
+@pytest.mark.parametrize(("module", "kernel", "types", "constants"), _variants())
+def test_rows_are_read_in_wide_loads(
+    module: str, kernel: str, types: dict[str, str], constants: dict[str, Any]
+) -> None:
+    compiles(module, [(kernel, types, constants)], containing=WIDE)
