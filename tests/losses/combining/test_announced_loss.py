@@ -144,7 +144,6 @@ def test_a_gradient_that_was_announced_is_not_scaled(
         return scale_rows_(gradient, scale)
 
     monkeypatch.setattr("megatron_ext.ops.unit_gradient.handing_over.scale_rows_", record)
-    monkeypatch.setattr("megatron_ext.ops.projected_kl.function.scale_rows_", record)
     inputs = leaf(CASES[name].build(CASES[name].batch(), PADDING))
     parts = {"kd/a": parts_of(name, inputs)["kd/a"]}
     announced_loss(parts, TERMS, COUNTS).total.backward()
