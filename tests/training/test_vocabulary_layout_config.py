@@ -44,7 +44,8 @@ def test_an_objective_without_a_projection_has_nothing_to_lay_out_by(
 
 
 def test_an_objective_with_a_projection_may_have_one(config: DistillConfig) -> None:
-    assert read_inputs(config, world_size=1).projection is None
+    inputs = read_inputs(config, world_size=1)
+    assert [teacher.projection for teacher in inputs.teachers.values()] == [None]
 
 
 def test_a_run_may_go_on_with_or_without_a_layout(config: DistillConfig) -> None:
