@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -91,6 +92,27 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     if config.initial_checkpoint and latest_checkpoint(run_dir / CHECKPOINTS) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         load_weights(start, chunks, fingerprint=tokenizer.fingerprint())
+    return teach(chunks, shard, config=config, groups=groups, inputs=inputs, make_student=Student)
+
+
+def teach(
+    chunks: list[GPTModel],
+    shard: VocabShard,
+    *,
+    config: DistillConfig,
+    groups: ProcessGroups,
+    inputs: Inputs,
+    make_student: Callable[..., Student],
+) -> Trainer:
+    """Everything a run needs around a student that holds its first weights and is not wrapped yet.
+
+    Args:
+        shard: This rank's columns of the student's vocabulary.
+        make_student: ``Student``, or one that leaves the update to another loop.
+
+    Collectives: those of ``build_trainer`` but for the student's own.
+    """
+    tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
     laid_out = None
     step = StudentStep(shard=shard, next_token=LOSS_REGISTRY["next_token"]())
     teachers: dict[str, Teacher] = {}
@@ -115,7 +137,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
         step, taught_by, student=chunks[-1], config=config, inputs=inputs, groups=groups
     )
     # Behind the step: an objective may have parameters of its own, which are trained with these.
-    student = Student(chunks, config=config, rows=laid_out and laid_out.student_rows)
+    student = make_student(chunks, config=config, rows=laid_out and laid_out.student_rows)
     replica = Replica(groups.dp_rank, groups.dp_size, config.training.micro_batch_size)
     groups.on_main(lambda: record_run(config, inputs.data.summary()))
     groups.on_main(lambda: tokenizer.save_pretrained(run_dir / TOKENIZER_FOLDER, overwrite=True))
@@ -159,6 +181,28 @@ def _model(
     groups: ProcessGroups,
 ) -> tuple[list[GPTModel], VocabShard]:
     """This rank's part with its first weights, and its columns of the vocabulary."""
+    shard = model_shard(side, model, tokenizer, config, groups)
+    chunks = build_model_chunks(
+        model,
+        padded_vocab_size=shard.width * config.parallel.tensor_model_parallel_size,
+        parallel=config.parallel,
+        training=config.training,
+        groups=groups,
+    )
+    return chunks, shard
+
+
+def model_shard(
+    side: str,
+    model: ModelConfig,
+    tokenizer: MegatronTokenizerText,
+    config: DistillConfig,
+    groups: ProcessGroups,
+) -> VocabShard:
+    """This rank's columns of a model's vocabulary.
+
+    Collectives: those of ``check_shards_agree``.
+    """
     padded_size = padded_vocab_size(
         tokenizer.vocab_size,
         make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
@@ -166,14 +210,7 @@ def _model(
     )
     shard = groups.vocab_shard(vocab_size=tokenizer.vocab_size, padded_vocab_size=padded_size)
     check_shards_agree(shard, side=side, device=groups.device)
-    chunks = build_model_chunks(
-        model,
-        padded_vocab_size=padded_size,
-        parallel=config.parallel,
-        training=config.training,
-        groups=groups,
-    )
-    return chunks, shard
+    return shard
 
 
 def _seed(seed: int) -> None:

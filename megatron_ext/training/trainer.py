@@ -149,11 +149,11 @@ class Trainer:
         policy = NonFinitePolicy(self.config.training, self.groups, self.counts)
         rank_phase.enter("reading data", iteration=iteration)
         with self.clock.phase("data"):
-            batches = self._microbatches()
+            batches = self.microbatches()
         rank_phase.enter("training")
         with self.clock.phase("teacher"):
-            lessons = self._lessons(batches)
-        step = self._step(lessons, iteration)
+            lessons = self.lessons(batches)
+        step = self.step_of(lessons, iteration)
         counts, learning_rate = step.counts, self.student.learning_rate
         with self.clock.phase("student"):
             reports = self.student.forward_backward(self.clock.with_timed_loss(step), lessons)
@@ -175,13 +175,13 @@ class Trainer:
             **(dataclasses.asdict(counts.chunk_counts) if self.teacher else {}),
         }
 
-    def _lessons(self, batches: list[Microbatch]) -> list[Lesson]:
+    def lessons(self, batches: list[Microbatch]) -> list[Lesson]:
         """What each microbatch teaches, on the last stage with the teachers' targets."""
         if self.step.term is None:
             return [Lesson(batch, {}, {}) for batch in batches]
         return self.step.term.lessons(batches, self._targets(batches))
 
-    def _step(self, lessons: list[Lesson], iteration: int) -> StudentStep:
+    def step_of(self, lessons: list[Lesson], iteration: int) -> StudentStep:
         """The forward step of one global batch, with what all its microbatches share."""
         term, is_last = self.step.term, self.groups.is_last_stage
         gradients = None
@@ -208,9 +208,9 @@ class Trainer:
             return {}
         return {f"{name}_weight": weight for name, weight in step.term_weights.items()}
 
-    def _microbatches(self) -> list[Microbatch]:
+    def microbatches(self) -> list[Microbatch]:
         """This replica's part of the next global batch, on its device."""
-        microbatches = [self._collate(rows) for rows in self.batches.take()]
+        microbatches = [self.collate(rows) for rows in self.batches.take()]
         refused = self.batches.refused()
         for document in refused if self.groups.is_replica_main else ():
             log_refused(self.run_dir, document, iteration=self.batches.iteration)
@@ -222,7 +222,8 @@ class Trainer:
             )
         return microbatches
 
-    def _collate(self, samples: list[PackedSample]) -> Microbatch:
+    def collate(self, samples: list[PackedSample]) -> Microbatch:
+        """Rows as a microbatch of this run, on its device."""
         sides = self.data.collator(samples)
         completions = self.step.term.completions(sides) if self.step.term else {}
         tiles = None
@@ -242,7 +243,7 @@ class Trainer:
 
     def _validate(self, data: HeldOut) -> BitsPerByte:
         global_batches = (
-            [self._held_out(data, rows) for rows in microbatches]
+            [self.held_out_microbatch(data, rows) for rows in microbatches]
             for microbatches in data.global_batches(self.replica)
         )
         return measure_bits_per_byte(
@@ -254,7 +255,8 @@ class Trainer:
             groups=self.groups,
         )
 
-    def _held_out(self, data: HeldOut, rows: list[PackedSample]) -> Microbatch:
+    def held_out_microbatch(self, data: HeldOut, rows: list[PackedSample]) -> Microbatch:
+        """Held-out rows of this replica, on its device, for bits per byte."""
         rank_phase.tick()
         batch = Microbatch.of(data.dataset.collator(rows), {}).to(self.groups.device)
         return self.places(batch) if self.places else batch

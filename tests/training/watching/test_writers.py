@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ class Recorder:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Recorder]]:
     """Both packages, and what was opened of them."""
     found: dict[str, Recorder] = {}
 
@@ -46,9 +47,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
         sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=opens("tensorboard"))
     )
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=opens("wandb")))
-    for name in ("tensorboard_writer", "wandb_writer"):
-        monkeypatch.delitem(sys.modules, f"megatron_ext.training.watching.{name}", raising=False)
-    return found
+    # What imports the packages, is imported anew, and not kept.
+    modules = [f"megatron_ext.training.watching.{name}_writer" for name in ("tensorboard", "wandb")]
+    for module in modules:
+        sys.modules.pop(module, None)
+    yield found
+    for module in modules:
+        sys.modules.pop(module, None)
 
 
 def watched(tmp_path: Path, **keys: str) -> DistillConfig:
