@@ -194,12 +194,12 @@ def every_layout(rank: int) -> dict[str, dict[Case, Rank]]:
     """Each case on every layout that four ranks make."""
     results = {}
     for name, (cp_size, tp_size) in GROUPS.items():
-        cp, tp = _groups(rank, cp_size, tp_size)
+        cp, tp = make_groups(rank, cp_size, tp_size)
         results[name] = {case: on_this_rank(*case, cp=cp, tp=tp) for case in CASES}
     return results
 
 
-def _groups(
+def make_groups(
     rank: int, cp_size: int, tp_size: int
 ) -> tuple[tuple[int, int, Any], tuple[int, int, Any]]:
     """This rank's context-parallel and tensor-parallel groups; the rest are replicas."""

@@ -223,7 +223,9 @@ def test_eight_microbatches_add_up_to_one(name: str) -> None:
     parts = [run(case, case.build(batch.samples(slice(row, row + 1)), (3, 1))) for row in range(8)]
     for key, value in sums_of(whole).items():
         summed = torch.stack([sums_of(output)[key] for output, _ in parts]).sum(dim=0)
-        torch.testing.assert_close(summed, value, rtol=2e-6, atol=1e-6)
+        # What is one class's alone can be a thousandth of the loss.
+        atol = 0.0 if key == "loss" else 1e-6
+        torch.testing.assert_close(summed, value, rtol=1e-6, atol=atol)
     assert_close(torch.cat([grad for _, grad in parts]), whole_grad, 1e-6)
 
 
