@@ -35,6 +35,9 @@ class KnownAhead:
     teacher_labels: torch.Tensor | None = None
     """[B, Tt] int64, for objectives that read them; None: every chunk has all of them."""
 
+    word_starts: torch.Tensor | None = None
+    """[V] bool, by a label of the student's: whether it begins a word; see ``BoundaryColumns``."""
+
     @property
     def aligned(self) -> AlignmentBatch:
         """The alignment.

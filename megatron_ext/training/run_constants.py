@@ -31,6 +31,9 @@ class RunConstants:
 
     boundary: BoundaryColumns | None = None
 
+    word_starts: torch.Tensor | None = None
+    """bool [V] by the student's labels, where there are boundaries; for ``KnownAhead``."""
+
     learned: LearnedProjection | None = None
     """A projection that the student's parameters are part of, in place of ``projection``."""
 
@@ -54,6 +57,8 @@ class RunConstants:
     ) -> RunConstants:
         """What ``needs`` names, of the student and the teacher.
 
+        Collectives: for boundaries an all-gather of bytes over the student's shards.
+
         Args:
             projection: Of the pair; None where nothing of it is needed.
             layout: The order of both heads' rows; None: that of the ids. The completion table is
@@ -63,7 +68,7 @@ class RunConstants:
             MegatronExtError: The pair has not what the objective needs.
         """
         student_shard, teacher_shard = shards
-        shard = match = boundary = table = None
+        shard = match = boundary = word_starts = table = None
         if projection is not None and needs.shard:
             shard = ProjectionShard.from_projection(
                 projection.permuted(layout) if layout else projection,
@@ -86,6 +91,13 @@ class RunConstants:
                 layout=layout,
                 device=device,
             )
+            word_starts = boundary.of_labels(student_shard)
         if needs.completions:
             table = CompletionTable.from_tokenizers(*tokenizers)
-        return cls(projection=shard, match=match, boundary=boundary, completion_table=table)
+        return cls(
+            projection=shard,
+            match=match,
+            boundary=boundary,
+            word_starts=word_starts,
+            completion_table=table,
+        )

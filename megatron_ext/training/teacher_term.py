@@ -153,12 +153,13 @@ class TeacherTerm:
             completions=lesson.batch.completions.get(name),
         )
 
-    @staticmethod
-    def _known(batch: Microbatch, name: str) -> KnownAhead:
+    def _known(self, batch: Microbatch, name: str) -> KnownAhead:
+        constants = self.constants.get(name)
         return KnownAhead(
             labels=batch.student.labels,
             alignment=batch.sides.alignments[name],
             teacher_labels=batch.teachers[name].labels,
+            word_starts=constants.word_starts if constants else None,
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_ext.distributed.shard_collectives import gather_columns
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 
@@ -86,6 +87,11 @@ class BoundaryColumns:
             student=_local(_members(student, student_shard), student_shard, "student", device),
             teacher=_local(_members(teacher, teacher_shard), teacher_shard, "teacher", device),
         )
+
+    def of_labels(self, student_shard: VocabShard) -> torch.Tensor:
+        """The student's whole set, bool [Vps of all ranks]. One all-gather of bytes."""
+        own = self.student.to(torch.uint8)[None]
+        return gather_columns(own, student_shard.group)[0].bool()
 
 
 def _word_starts(

@@ -21,6 +21,7 @@ from megatron_ext.losses.objectives.chunk_likelihood import (
     ChunkLikelihoods,
     chunk_likelihoods,
     labelled_chunks,
+    places_after,
 )
 from megatron_ext.ops.binary_divergence import (
     Difference,
@@ -166,16 +167,24 @@ class AlmLoss:
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """See ``CountsAhead``: chunks with all their labels.
 
-        Exact for ``merge`` "none", but for chunks that a model makes impossible, which no data
-        tells. Merged groups are fewer: how many depends on the teacher's predictions or on which
-        tokens begin a word, so that there this is an upper bound.
+        Exact but for chunks that a model makes impossible, which no data tells, with ``merge``
+        "none", and "words" where ``known`` has the teacher's labels and ``word_starts``. Otherwise
+        merged groups are fewer than this says: how many, depends on what the teacher predicts.
         """
         alignment = known.aligned
         labels, ids = [known.labels.flatten()], [alignment.student_chunk_id.flatten()]
         if known.teacher_labels is not None:
             labels.append(known.teacher_labels.flatten())
             ids.append(alignment.teacher_chunk_id.flatten())
-        return known.chunks(labelled_chunks(labels, ids, alignment.chunk_count))
+        usable = labelled_chunks(labels, ids, alignment.chunk_count)
+        if self.merge != "words" or known.word_starts is None or known.teacher_labels is None:
+            return known.chunks(usable)
+        if known.chunk_mask is not None:
+            usable = usable & known.chunk_mask
+        places = places_after(alignment, known.labels, known.teacher_labels)
+        starts = known.word_starts[labels[0].clamp(min=0)] & (labels[0] >= 0)
+        closes = starts[places[0].row] | ~(usable & places[0].exists & places[1].exists)
+        return (usable & chunk_groups(alignment, usable=usable, closes=closes).is_last).sum()
 
     def _groups(
         self, inputs: DistillationInputs, alignment: AlignmentBatch, chunks: ChunkLikelihoods

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
@@ -82,9 +83,7 @@ def chunk_likelihoods(
 
     count = alignment.chunk_count
     usable = used_chunks(inputs, labelled_chunks(labels, chunk_ids, count))
-    spans = alignment.student_spans, alignment.teacher_spans
-    lengths = inputs.labels.shape[1], teacher_labels.shape[1]
-    places = [_place_after(*side) for side in zip(spans, labels, lengths, strict=True)]
+    places = places_after(alignment, inputs.labels, teacher_labels)
     follows = usable & places[0].exists & places[1].exists
     boundaries = [
         torch.where(follows, side.log_mass[place.row], 0.0)
@@ -104,18 +103,26 @@ def labelled_chunks(
     return missing == 0
 
 
-class _Place(NamedTuple):
+class PlaceAfter(NamedTuple):
     """The row after each chunk [C], some row where there is none."""
 
     row: torch.Tensor
     exists: torch.Tensor
 
 
-def _place_after(spans: torch.Tensor, labels: torch.Tensor, length: int) -> _Place:
+def places_after(
+    alignment: AlignmentBatch, labels: torch.Tensor, teacher_labels: torch.Tensor
+) -> tuple[PlaceAfter, PlaceAfter]:
+    """What follows each chunk in the student's rows and in the teacher's; labels [B, T]."""
+    student, teacher = alignment.student_spans, alignment.teacher_spans
+    return _place_after(student, labels), _place_after(teacher, teacher_labels)
+
+
+def _place_after(spans: torch.Tensor, labels: torch.Tensor) -> PlaceAfter:
     """A row follows where it is of the same sequence and predicts a token that is there."""
-    within = spans[:, 1] % length != 0
+    within = spans[:, 1] % labels.shape[1] != 0
     row = torch.where(within, spans[:, 1], 0)
-    return _Place(row, within & (labels[row] >= 0))
+    return PlaceAfter(row, within & (labels.flatten()[row] >= 0))
 
 
 def _sum_rows(values: torch.Tensor, chunk_id: torch.Tensor, count: int) -> torch.Tensor:

@@ -201,6 +201,33 @@ def test_the_count_is_known_ahead_exactly_or_from_above(merge: Any) -> None:
     assert count == ahead if merge == "none" else count <= ahead
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_words_of_a_text_are_known_ahead(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = inputs_with(STUDENT, TEACHER)
+    assert inputs.teacher_labels is not None
+    assert inputs.boundary is not None
+    for labels in (inputs.labels, inputs.teacher_labels):
+        labels[torch.rand(labels.shape, generator=generator) < 0.1] = IGNORE_INDEX
+    mask = torch.rand(7, generator=generator) < 0.9
+    inputs = replace(inputs, chunk_mask=mask)
+    known = KnownAhead(
+        labels=inputs.labels,
+        alignment=inputs.alignment,
+        chunk_mask=mask,
+        teacher_labels=inputs.teacher_labels,
+        word_starts=inputs.boundary.of_labels(inputs.student_shard),
+    )
+    objective = AlmLoss(merge="words")
+    assert int(objective.count_ahead(known)) == int(objective(inputs).count)
+
+
+def test_some_words_are_of_several_chunks() -> None:
+    """So that the test above can fail."""
+    inputs = inputs_with(STUDENT, TEACHER)
+    assert int(AlmLoss(merge="words")(inputs).count) < int(AlmLoss()(inputs).count)
+
+
 def test_a_boundary_without_mass_gives_a_finite_loss_and_gradient() -> None:
     inputs = inputs_with(STUDENT, TEACHER)
     logits = inputs.student_logits.detach().float()
