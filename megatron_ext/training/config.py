@@ -239,8 +239,8 @@ class DataConfig:
     """Text to train on and text to measure on."""
 
     train: tuple[str, ...]
-    """Training files: JSON lines, Parquet, Arrow or plain text; also folders, patterns, and a blend
-    as ``weight path weight path``."""
+    """Training files: JSON lines, Parquet, Arrow, plain text, or Megatron's ``.bin`` with ``.idx``
+    by their prefix; also folders, patterns, and a blend as ``weight path weight path``."""
 
     validation: tuple[str, ...] = ()
     """Held-out files."""
@@ -321,6 +321,10 @@ class LossConfig:
 
     vocab_normalisation: Literal["none", "log_vocab", "nemo"] = "none"
     """What the sizes of the teachers' vocabularies do to their weights in a sum."""
+    indexed_tokenizer: str | None = None
+    """What made the ids of a ``.bin`` that has no report of ``megatron-ext tokenize`` beside it:
+    ``student``, the name of a teacher, or a tokenizer file or folder."""
+
 
     learned_projection: bool = False
     """Train the shares of the projection's inexact rows with the student (projected_kl)."""

@@ -24,23 +24,32 @@ class FaultCounts:
     refused_documents: int = 0
     """Documents that were left out, where ``data.bad_documents`` is ``skip``."""
 
+    retokenized_documents: int = 0
+    """Documents of a ``.bin`` of the student's vocabulary that were trained as other ids than they
+    are kept as: those that its tokenizer gives their text."""
+
     worker_restarts: int = 0
     """How often data workers that had died were started again, where there are any."""
 
     failed_saves: int = 0
     """Checkpoints that could not be written."""
 
-    def add_data_faults(self, *, refused: int, restarts: int, device: torch.device) -> None:
+    def add_data_faults(
+        self, *, refused: int, retokenized: int, restarts: int, device: torch.device
+    ) -> None:
         """Add what each rank has found since it last said so; one all-reduce over all ranks.
 
         Args:
             refused: Documents, on one rank of each replica; 0 on the others, which read the same.
+            retokenized: Likewise.
             restarts: Of this rank's own workers.
+            device: Of the collective.
         """
-        found = torch.tensor([refused, restarts], device=device)
+        found = torch.tensor([refused, retokenized, restarts], device=device)
         dist.all_reduce(found)
-        refused_everywhere, restarts_everywhere = found.tolist()
+        refused_everywhere, retokenized_everywhere, restarts_everywhere = found.tolist()
         self.refused_documents += refused_everywhere
+        self.retokenized_documents += retokenized_everywhere
         self.worker_restarts += restarts_everywhere
 
     def state_dict(self) -> dict[str, int]:

@@ -35,6 +35,7 @@ _MAY_CHANGE = (
     "data.train",
     "data.validation",
     "data.num_workers",
+    "data.indexed_tokenizer",
     "data.index_cache",
     "data.alignment_cache",
     "data.bad_documents",

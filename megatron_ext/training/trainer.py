@@ -211,14 +211,16 @@ class Trainer:
     def microbatches(self) -> list[Microbatch]:
         """This replica's part of the next global batch, on its device."""
         microbatches = [self.collate(rows) for rows in self.batches.take()]
-        refused = self.batches.refused()
+        refused, retokenized = self.batches.refused(), self.batches.retokenized_since_asked()
         for document in refused if self.groups.is_replica_main else ():
             log_refused(self.run_dir, document, iteration=self.batches.iteration)
-        if self.config.data.num_workers or self.config.data.bad_documents == "skip":
+        data = self.config.data
+        if data.num_workers or data.bad_documents == "skip" or self.data.has_student_ids:
             self.counts.add_data_faults(
                 refused=len(refused) * self.groups.is_replica_main,
                 restarts=self.batches.restarts_since_asked(),
                 device=self.groups.device,
+                retokenized=retokenized * self.groups.is_replica_main,
             )
         return microbatches
 

@@ -93,12 +93,13 @@ class GlobalBatches:
             stream = row % self._stream_counts[source]
             if stream in streams.positions:
                 # Rows of other replicas are passed over where a stream is shared with them.
-                known = len(streams.refused)
+                known, counted = len(streams.refused), streams.retokenized
                 sample = streams.take(stream)
                 if self._replica.has(row):
                     own.append(sample)
                 else:
                     del streams.refused[known:]
+                    streams.retokenized = counted
         self.iteration += 1
         size = self._replica.micro_batch_size
         return [own[start : start + size] for start in range(0, len(own), size)]
@@ -127,6 +128,14 @@ class GlobalBatches:
         for streams in self._streams:
             streams.refused = []
         return found
+
+    def retokenized_since_asked(self) -> int:
+        """Documents that are kept as ids of the student's vocabulary and that its tokenizer gives
+        other ids, of this replica, since the last call."""
+        count = sum(streams.retokenized for streams in self._streams)
+        for streams in self._streams:
+            streams.retokenized = 0
+        return count
 
     def close(self) -> None:
         """End the workers."""

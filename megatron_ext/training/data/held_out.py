@@ -21,6 +21,9 @@ class HeldOut:
         dataset: The texts, without an end-of-document token, so that labels are the text.
         global_batch_size: G
 
+    Attributes:
+        refused: Documents that were left out, which ``data.bad_documents: skip`` allows.
+
     Raises:
         DataError: No row fits the models.
     """
@@ -30,6 +33,7 @@ class HeldOut:
         self.dataset = dataset
         self.samples = list(chain.from_iterable(block.samples for block in blocks))
         self.dropped_bytes = sum(block.dropped_bytes for block in blocks)
+        self.refused = [document for block in blocks for document in block.refused]
         if not self.samples:
             raise DataError(
                 "no held-out text fits the models' sequence lengths",

@@ -11,6 +11,7 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.cross_tokenizer.collator import CrossTokenizerCollator
 from megatron_ext.training.data.global_batches import GlobalBatches, Replica, WeightedDataset
 from megatron_ext.training.data.held_out import HeldOut
+from megatron_ext.training.data.indexed.id_tokenizers import IdTokenizers
 from megatron_ext.training.data.sources import (
     held_out_dataset,
     make_collator,
@@ -50,16 +51,26 @@ class RunData:
             MegatronExtError: Files that cannot be read, hold nothing, or fit no row.
         """
         collator = make_collator(config, tokenizer, teachers)
-        sources = training_sources(config, collator)
+        known = IdTokenizers(
+            student=tokenizer,
+            teachers={name: its for name, (its, _) in teachers.items()},
+            named=config.data.indexed_tokenizer,
+        )
+        sources = training_sources(config, collator, known)
         held_out = None
         if config.data.validation:
             # Without an end-of-document token labels are the text, whose bytes are counted.
             reader = make_collator(config, tokenizer, teachers, append_eod=False)
             held_out = HeldOut(
-                held_out_dataset(config, reader),
+                held_out_dataset(config, reader, known),
                 global_batch_size=config.training.global_batch_size,
             )
         return cls(collator=collator, sources=sources, held_out=held_out, config=config)
+
+    @property
+    def has_student_ids(self) -> bool:
+        """Whether documents to train on are kept as ids of the student's tokenizer."""
+        return any(source.dataset.documents.has_student_ids for source in self.sources)
 
     def batches(self, replica: Replica) -> GlobalBatches:
         """Global batches from the first one on, as a replica reads them."""
@@ -85,5 +96,6 @@ class RunData:
                 **summary([held_out.dataset]),
                 "rows": len(held_out.samples),
                 "dropped_bytes": held_out.dropped_bytes,
+                "refused": [document._asdict() for document in held_out.refused],
             },
         }

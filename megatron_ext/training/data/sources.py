@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from itertools import groupby
 from typing import Any, Final
 
+from megatron_ext.distributed.layout import sequence_multiple
+from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DataConfig, DistillConfig
 from megatron_ext.training.cross_tokenizer.collator import CrossTokenizerCollator
 from megatron_ext.training.cross_tokenizer.corpus.dataset import ArrowTextDataset, CorpusNames
+from megatron_ext.training.cross_tokenizer.corpus.documents import Documents
+from megatron_ext.training.cross_tokenizer.corpus.joined_documents import JoinedDocuments
 from megatron_ext.training.cross_tokenizer.packing.packed_dataset import PackedTextDataset
 from megatron_ext.training.cross_tokenizer.teacher_spec import TeacherCTSpec
 from megatron_ext.training.data.blend import read_blend
 from megatron_ext.training.data.global_batches import WeightedDataset
+from megatron_ext.training.data.indexed.id_tokenizers import IdTokenizers
+from megatron_ext.training.data.indexed.indexed_file import indexed_prefixes
+from megatron_ext.training.data.indexed.indexed_texts import IndexedTexts
 
 _BLOCK_BYTES: Final = 1 << 22
 _RUN_DOCUMENTS: Final = 64
@@ -48,40 +56,53 @@ def make_collator(
         row_multiple=(
             config.training.seq_length_multiple if config.training.variable_seq_lengths else None
         ),
+        filled_multiple=sequence_multiple(
+            context_parallel_size=config.parallel.context_parallel_size,
+            tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+            sequence_parallel=config.parallel.sequence_parallel,
+        ),
         cache_dir=config.data.alignment_cache,
     )
 
 
 def training_sources(
-    config: DistillConfig, collator: CrossTokenizerCollator
+    config: DistillConfig, collator: CrossTokenizerCollator, tokenizers: IdTokenizers
 ) -> list[WeightedDataset]:
     """The training data by its blend.
 
+    Args:
+        config: The run.
+        collator: What the samples are for.
+        tokenizers: Those that may have made ids in the data.
+
     Raises:
         DataError: Files that cannot be read, or hold nothing.
-        ConfigError: A blend that is none.
+        ConfigError: A blend that is none, or ids of an unknown tokenizer.
     """
     rows = config.training.global_batch_size
     return [
-        WeightedDataset(source.weight, _dataset(config, source.paths, collator, rows))
+        WeightedDataset(source.weight, _dataset(config, source.paths, collator, tokenizers, rows))
         for source in read_blend(config.data.train, where="data.train")
     ]
 
 
-def held_out_dataset(config: DistillConfig, collator: CrossTokenizerCollator) -> PackedTextDataset:
-    """The held-out texts in their order, each in rows of its own.
-
-    Raises:
-        DataError: Files that cannot be read, or hold nothing.
-    """
-    documents = _documents(config.data, config.data.validation, "data.validation")
-    return PackedTextDataset(documents, collator, shuffle=False, pack=False)
+def held_out_dataset(
+    config: DistillConfig, collator: CrossTokenizerCollator, tokenizers: IdTokenizers
+) -> PackedTextDataset:
+    """The held-out texts in their order, each in rows of its own; as ``training_sources``."""
+    documents = _documents(config.data, config.data.validation, tokenizers, "data.validation")
+    refuse_bad = config.data.bad_documents == "stop"
+    return PackedTextDataset(documents, collator, shuffle=False, pack=False, refuse_bad=refuse_bad)
 
 
 def _dataset(
-    config: DistillConfig, paths: Sequence[str], collator: CrossTokenizerCollator, rows: int
+    config: DistillConfig,
+    paths: Sequence[str],
+    collator: CrossTokenizerCollator,
+    tokenizers: IdTokenizers,
+    rows: int,
 ) -> PackedTextDataset:
-    documents = _documents(config.data, paths, "data.train")
+    documents = _documents(config.data, paths, tokenizers, "data.train")
     blocks = _BLOCKS_A_ROW * rows
     # Rows are filled from one block: it should hold text for some sixteen, of four bytes a token.
     least = 64 * config.student.seq_length if config.data.packing else 1
@@ -96,15 +117,47 @@ def _dataset(
     )
 
 
-def _documents(data: DataConfig, paths: Sequence[str], where: str) -> ArrowTextDataset:
+def _documents(
+    data: DataConfig, paths: Sequence[str], tokenizers: IdTokenizers, where: str
+) -> Documents:
+    """What ``paths`` hold, in their order."""
+    prefixes = {path: indexed_prefixes(path) for path in paths}
+    parts: list[Documents] = []
+    for is_indexed, run in groupby(paths, key=lambda path: bool(prefixes[path])):
+        if is_indexed:
+            found = [prefix for path in run for prefix in prefixes[path]]
+            parts += [_indexed(data, prefix, tokenizers, where) for prefix in found]
+        else:
+            parts.append(_texts(data, list(run), where))
+    return parts[0] if len(parts) == 1 else JoinedDocuments(parts)
+
+
+def _texts(data: DataConfig, paths: list[str], where: str) -> ArrowTextDataset:
     return ArrowTextDataset(
-        list(paths),
+        paths,
         text_key=data.text_key,
         conversations=data.conversations,
         messages_key=data.messages_key,
         cache_dir=data.index_cache,
         refuse_bad=data.bad_documents == "stop",
         called=CorpusNames(where, "data.text_key", "data.messages_key"),
+    )
+
+
+def _indexed(data: DataConfig, prefix: str, tokenizers: IdTokenizers, where: str) -> IndexedTexts:
+    if data.conversations:
+        raise ConfigError(
+            "a .bin with its .idx holds texts, and data.conversations asks for conversations",
+            where=where,
+            got=prefix,
+            expected="the records that it was made of, or data.conversations false",
+        )
+    tokenizer = tokenizers.of(prefix)
+    return IndexedTexts(
+        prefix,
+        tokenizer,
+        are_the_students=tokenizer.fingerprint() == tokenizers.student.fingerprint(),
+        cache_dir=data.index_cache,
     )
 
 

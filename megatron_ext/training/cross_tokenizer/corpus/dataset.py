@@ -112,6 +112,14 @@ class ArrowTextDataset(Dataset[dict[str, Any] | ConversationRecord]):
         """``file:row`` of a document."""
         return self._reader.place(index)
 
+    def student_ids(self, index: int) -> None:
+        """None: the documents are kept as text."""
+
+    @property
+    def has_student_ids(self) -> bool:
+        """False: the documents are kept as text."""
+        return False
+
     @property
     def sizes(self) -> NDArray[np.int64]:
         """[D] UTF-8 bytes of each document; of a conversation, of what its messages say."""

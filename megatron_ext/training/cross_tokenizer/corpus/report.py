@@ -30,6 +30,15 @@ class CorpusReport:
         if len(self.places) < _PLACES_SHOWN:
             self.places.append(f"{place}: {reason}")
 
+    def add(self, other: CorpusReport) -> None:
+        """Add what became of the rows of other files."""
+        self.rows += other.rows
+        self.documents += other.documents
+        self.bytes += other.bytes
+        self.empty_rows += other.empty_rows
+        self.bad_rows += other.bad_rows
+        self.places += other.places[: _PLACES_SHOWN - len(self.places)]
+
     def __str__(self) -> str:
         lines = [f"{self.documents:,} documents of {self.bytes:,} bytes in {self.rows:,} rows"]
         if self.empty_rows or self.bad_rows:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from megatron_ext.errors import ConversationError, MegatronExtError
+from megatron_ext.errors import ConversationError, MegatronExtError, TokenizerError
 from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText
 from megatron_ext.training.cross_tokenizer.aligning.aligner import Content
 from megatron_ext.training.cross_tokenizer.aligning.cut import cut
 from megatron_ext.training.cross_tokenizer.collator import CrossTokenizerCollator
-from megatron_ext.training.cross_tokenizer.corpus.dataset import ArrowTextDataset
+from megatron_ext.training.cross_tokenizer.corpus.documents import Documents
 from megatron_ext.training.cross_tokenizer.packing.block_order import BlockOrder
 from megatron_ext.training.cross_tokenizer.packing.pack import pack_rows
 from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
@@ -40,6 +40,10 @@ class PackedBlock:
 
     refused: tuple[RefusedDocument, ...] = ()
     """Documents that were left out whole; their bytes are among ``dropped_bytes``."""
+
+    retokenized: int = 0
+    """Documents that are kept as ids of the student's vocabulary, whose text its tokenizer gives
+    other ids, which are the ones in the samples."""
 
 
 class PackedTextDataset(Dataset[PackedBlock]):
@@ -69,7 +73,7 @@ class PackedTextDataset(Dataset[PackedBlock]):
 
     def __init__(
         self,
-        documents: ArrowTextDataset,
+        documents: Documents,
         collator: CrossTokenizerCollator,
         *,
         seed: int = 1234,
@@ -120,10 +124,9 @@ class PackedTextDataset(Dataset[PackedBlock]):
         numbers = self.order.documents(*key).tolist()
         # In the order of the files, which is how they are read fastest.
         contents, refused = self._contents(sorted(numbers))
-        numbers = [number for number in numbers if number in contents]
-        aligned, unaligned = self._aligned(numbers, [contents[number] for number in numbers])
+        aligned, unaligned = self._aligned({n: contents[n] for n in numbers if n in contents})
         capacities = [side.capacity for side in self.collator.sides]
-        pieces = [piece for text in aligned for piece in cut(text, capacities)]
+        pieces = [piece for text in aligned.values() for piece in cut(text, capacities)]
         rows = self._rows(pieces)
         if self.order.shuffle:
             # Packing puts long pieces first.
@@ -134,7 +137,13 @@ class PackedTextDataset(Dataset[PackedBlock]):
             tuple(PackedSample(tuple(pieces[index] for index in row)) for row in rows),
             max(whole - taken, 0),
             (*refused, *unaligned),
+            sum(self._is_retokenized(number, text) for number, text in aligned.items()),
         )
+
+    def _is_retokenized(self, number: int, text: AlignedText) -> bool:
+        """Whether the student reads other ids than the document is kept as."""
+        kept = self.documents.student_ids(number)
+        return kept is not None and not np.array_equal(kept, text.student_ids)
 
     def _rows(self, pieces: list[AlignedText]) -> list[list[int]]:
         """Which pieces share a row."""
@@ -156,20 +165,22 @@ class PackedTextDataset(Dataset[PackedBlock]):
         for number in numbers:
             try:
                 contents[number] = self.documents.content(number)
-            except ConversationError as error:
+            except (ConversationError, TokenizerError) as error:
                 refused.append(self._refused(number, error))
         return contents, refused
 
     def _aligned(
-        self, numbers: list[int], contents: list[Content]
-    ) -> tuple[list[AlignedText], list[RefusedDocument]]:
+        self, contents: dict[int, Content]
+    ) -> tuple[dict[int, AlignedText], list[RefusedDocument]]:
+        """Texts by the numbers of their documents."""
         try:
-            return self.collator.aligner.align(contents), []
+            texts = self.collator.aligner.align(list(contents.values()))
+            return dict(zip(contents, texts, strict=True)), []
         except MegatronExtError:
-            aligned, refused = [], []
-            for number, content in zip(numbers, contents, strict=True):
+            aligned, refused = {}, []
+            for number, content in contents.items():
                 try:
-                    aligned += self.collator.aligner.align([content])
+                    (aligned[number],) = self.collator.aligner.align([content])
                 except MegatronExtError as error:
                     refused.append(self._refused(number, error))
             return aligned, refused

@@ -61,6 +61,8 @@ class RowStreams:
         dropped_bytes: Bytes of the blocks read since this was made that are in no sample.
         refused: Documents that were left out, of the blocks whose first sample was taken; so it
             does not depend on how far blocks were read ahead, or read again.
+        retokenized: How many documents the student reads as other ids than they are kept as, of
+            the same blocks.
         restarts: How often workers were started again because one had died.
         waited: Seconds for which ``take`` had no sample at hand.
     """
@@ -78,6 +80,7 @@ class RowStreams:
         self.positions = dict.fromkeys(streams, Position())
         self.dropped_bytes = 0
         self.refused: list[RefusedDocument] = []
+        self.retokenized = 0
         self.restarts = 0
         self.waited = 0.0
         self._stream_count = stream_count
@@ -85,7 +88,7 @@ class RowStreams:
         self._blocks: Iterator[PackedBlock] | None = None
         self._asked: _Asked | None = None
         self._ready: dict[int, deque[_Ready]] = {}
-        self._unannounced: dict[int, tuple[RefusedDocument, ...]] = {}
+        self._unannounced: dict[int, _Findings] = {}
         self._restarts_in_a_row = 0
         self._last_full: dict[int, int] = {}
 
@@ -122,7 +125,8 @@ class RowStreams:
             self.waited += time.perf_counter() - started
         taken = self._ready[stream].popleft()
         self.positions[stream] = taken.next_position
-        self.refused += taken.refused
+        self.refused += taken.findings.refused
+        self.retokenized += taken.findings.retokenized
         assert self._asked is not None
         self._asked.waiting[stream] -= 1
         return taken.sample
@@ -175,11 +179,11 @@ class RowStreams:
             for number, sample in enumerate(block.samples, start=1)
         ][start.sample :]
         if not start.sample:
-            refused = (*self._unannounced.pop(stream, ()), *block.refused)
+            findings = self._unannounced.pop(stream, _Findings()).with_those_of(block)
             if fresh:
-                fresh[0] = fresh[0]._replace(refused=refused)
+                fresh[0] = fresh[0]._replace(findings=findings)
             else:
-                self._unannounced[stream] = refused
+                self._unannounced[stream] = findings
         self._ready[stream].extend(fresh)
         self._asked.note(stream, expected=expected, samples=len(fresh))
         if block.samples:
@@ -192,6 +196,16 @@ class RowStreams:
             )
 
 
+class _Findings(NamedTuple):
+    """What is to be said of the documents of blocks."""
+
+    refused: tuple[RefusedDocument, ...] = ()
+    retokenized: int = 0
+
+    def with_those_of(self, block: PackedBlock) -> _Findings:
+        return _Findings((*self.refused, *block.refused), self.retokenized + block.retokenized)
+
+
 class _Ready(NamedTuple):
     """A sample that was read ahead."""
 
@@ -200,8 +214,8 @@ class _Ready(NamedTuple):
     next_position: Position
     """Where its stream goes on behind it."""
 
-    refused: tuple[RefusedDocument, ...] = ()
-    """What was left out before it."""
+    findings: _Findings = _Findings()
+    """What is said with it."""
 
 
 class _Asked(Sampler[tuple[int, int]]):

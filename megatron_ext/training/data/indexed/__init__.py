@@ -1,0 +1,1 @@
+"""Megatron's indexed datasets, ``.bin`` with ``.idx``, as texts that a run reads."""
