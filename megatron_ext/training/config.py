@@ -35,6 +35,9 @@ class ModelConfig:
     num_query_groups: int | None = None
     """Key-value heads of grouped-query attention; as many as attention heads when not given."""
 
+    kv_channels: int | None = None
+    """Width of an attention head; hidden_size / num_attention_heads when not given."""
+
     ffn_hidden_size: int | None = None
     """Inner width of the feed-forward layers; 4 x hidden_size when not given."""
 
@@ -47,17 +50,49 @@ class ModelConfig:
     rotary_base: int = 10000
     """Base period of rotary embeddings."""
 
+    use_rope_scaling: bool = False
+    """Scale rotary embeddings as Llama 3.1 and 3.2 do."""
+
+    rope_scaling_factor: float = 8.0
+    """Factor of that scaling: 8 in Llama 3.1, 32 in Llama 3.2."""
+
+    window_size: int | None = None
+    """Tokens that attention sees in the layers that do not see all. megatron-core has no such
+    layers beside masks, so ``seq_length`` must not be longer: up to there they see all."""
+
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Normalisation of every layer."""
 
+    layernorm_epsilon: float = 1e-5
+    """What normalisations add to the variance."""
+
+    layernorm_zero_centered_gamma: bool = False
+    """Weights of normalisations are added to one (Gemma)."""
+
+    qk_layernorm: bool = False
+    """Normalise each head's query and key (Qwen3)."""
+
+    add_qkv_bias: bool = False
+    """Biases of query, key and value (Qwen2)."""
+
     swiglu: bool = True
     """Gated SiLU feed-forward layers; GELU otherwise."""
+
+    gate_activation: Literal["silu", "gelu_tanh"] = "silu"
+    """What the gate of ``swiglu`` layers goes through: SiLU, or GELU in its tanh form (Gemma)."""
+
+    scale_embeddings: bool = False
+    """Multiply embeddings by the square root of hidden_size (Gemma)."""
 
     untie_embeddings_and_output_weights: bool = False
     """Give the head weights of its own."""
 
     init_method_std: float = 0.02
     """Standard deviation of the initial weights."""
+
+    vocab_size: int | None = None
+    """Rows that the embedding has at least, as in checkpoints with more rows than their tokenizer
+    has ids; as many as ids when not given."""
 
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
@@ -69,22 +104,49 @@ class ModelConfig:
             "hidden_size",
             "num_attention_heads",
             "num_query_groups",
+            "kv_channels",
             "ffn_hidden_size",
             "seq_length",
             "rotary_base",
+            "rope_scaling_factor",
+            "window_size",
+            "layernorm_epsilon",
+            "vocab_size",
             "make_vocab_size_divisible_by",
         )
         _check_not_negative(self, "init_method_std")
-        _check_divides(self, "hidden_size", "num_attention_heads")
-        head_width = self.hidden_size // self.num_attention_heads
+        if self.kv_channels is None:
+            _check_divides(self, "hidden_size", "num_attention_heads")
+        if self.window_size is not None and self.seq_length > self.window_size:
+            raise ConfigError(
+                "some layers of this model do not see whole sequences of seq_length",
+                got=f"seq_length {self.seq_length}, window_size {self.window_size}",
+                fix="set seq_length to window_size at most",
+            )
+        if self.layernorm_zero_centered_gamma and self.normalization != "RMSNorm":
+            raise ConfigError(
+                "layernorm_zero_centered_gamma is of RMSNorm alone", got=self.normalization
+            )
+        if self.gate_activation != "silu" and not self.swiglu:
+            raise ConfigError("gate_activation needs a gate", got="swiglu false")
+        head_width = self.head_width
         if self.position_embedding_type == "rope" and head_width % 2:
             raise ConfigError(
                 "rotary embeddings need heads of an even width",
-                got=f"{head_width} (hidden_size / num_attention_heads)",
+                got=f"{head_width} (kv_channels, or hidden_size / num_attention_heads)",
                 fix="change one of them, or position_embedding_type",
             )
         if self.num_query_groups is not None:
             _check_divides(self, "num_attention_heads", "num_query_groups")
+
+    @property
+    def head_width(self) -> int:
+        """Width of an attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    def padded_ids(self, vocab_size: int) -> int:
+        """Rows that a vocabulary of ``vocab_size`` ids has before it is padded."""
+        return max(vocab_size, self.vocab_size or 0)
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -255,6 +317,10 @@ class DataConfig:
     """Field of a record that holds the turns of a conversation; told of each record when not
     given."""
 
+    indexed_tokenizer: str | None = None
+    """What made the ids of a ``.bin`` that has no report of ``megatron-ext tokenize`` beside it:
+    ``student``, the name of a teacher, or a tokenizer file or folder."""
+
     append_eod: bool = True
     """End every document with the end-of-document token."""
 
@@ -321,10 +387,6 @@ class LossConfig:
 
     vocab_normalisation: Literal["none", "log_vocab", "nemo"] = "none"
     """What the sizes of the teachers' vocabularies do to their weights in a sum."""
-    indexed_tokenizer: str | None = None
-    """What made the ids of a ``.bin`` that has no report of ``megatron-ext tokenize`` beside it:
-    ``student``, the name of a teacher, or a tokenizer file or folder."""
-
 
     learned_projection: bool = False
     """Train the shares of the projection's inexact rows with the student (projected_kl)."""

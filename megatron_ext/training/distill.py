@@ -204,7 +204,7 @@ def model_shard(
     Collectives: those of ``check_shards_agree``.
     """
     padded_size = padded_vocab_size(
-        tokenizer.vocab_size,
+        model.padded_ids(tokenizer.vocab_size),
         make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
     )

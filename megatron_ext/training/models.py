@@ -6,6 +6,8 @@ everything else: width, depth, vocabulary, sequence length.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -17,14 +19,20 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBlockSubmodules
+from torch.nn import functional
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.model_chunks import ModelChunks
+from megatron_ext.training.scaled_embedding import scale_embeddings
 from megatron_ext.training.torch_norm import TorchNorm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 def build_gpt_model(
@@ -55,8 +63,12 @@ def build_gpt_model(
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
         rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
         vp_stage=vp_stage if chunks > 1 else None,
     )
+    if model.scale_embeddings and gpt.pre_process:
+        scale_embeddings(gpt.embedding)
     return gpt.to(device=groups.device, dtype=DTYPES[training.precision])
 
 
@@ -96,12 +108,16 @@ def transformer_config(
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
         ffn_hidden_size=model.ffn_hidden_size,
         normalization=model.normalization,
-        layernorm_epsilon=1e-5,
+        layernorm_epsilon=model.layernorm_epsilon,
+        layernorm_zero_centered_gamma=model.layernorm_zero_centered_gamma,
+        qk_layernorm=model.qk_layernorm,
         gated_linear_unit=model.swiglu,
-        activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        activation_func=_ACTIVATIONS[model.gate_activation] if model.swiglu else functional.gelu,
         add_bias_linear=False,
+        add_qkv_bias=model.add_qkv_bias,
         init_method_std=model.init_method_std,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -173,9 +189,12 @@ def _layer_spec(
     sequence parallelism can have.
     """
     if HAVE_TE and not cpu_megatron.is_installed():
-        return get_gpt_layer_with_transformer_engine_spec()
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
     layer = get_gpt_layer_local_spec(normalization=model.normalization)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+    if model.qk_layernorm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = TorchNorm
     layers_of_chunk = model.num_layers // (
         parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
     )

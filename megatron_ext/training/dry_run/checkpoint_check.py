@@ -19,7 +19,12 @@ _SHAPES: Final = (
     "ffn_hidden_size",
     "position_embedding_type",
     "normalization",
+    "layernorm_zero_centered_gamma",
+    "qk_layernorm",
+    "add_qkv_bias",
     "swiglu",
+    "gate_activation",
+    "scale_embeddings",
     "untie_embeddings_and_output_weights",
 )
 """Keys of a model without which its weights do not fit."""

@@ -30,7 +30,7 @@ class ModelShape:
     @property
     def head_width(self) -> int:
         """Width of one attention head."""
-        return self.model.hidden_size // self.model.num_attention_heads
+        return self.model.head_width
 
     @property
     def heads(self) -> int:
@@ -64,6 +64,13 @@ class ModelShape:
         attention = hidden * width * (2 * self.heads + 2 * self.query_groups)
         return attention + hidden * self.ffn * (3 if self.model.swiglu else 2)
 
+    @property
+    def _attention_extras(self) -> int:
+        """Biases and norms of query, key and value of a layer, on a rank."""
+        bias = self.head_width * (self.heads + 2 * self.query_groups)
+        norms = 2 * self.head_width * (2 if self.model.normalization == "LayerNorm" else 1)
+        return bias * self.model.add_qkv_bias + norms * self.model.qk_layernorm
+
     def is_last(self, stage: int) -> bool:
         """Whether a stage has the head."""
         return stage == self.pp - 1
@@ -71,7 +78,7 @@ class ModelShape:
     def parameters(self, stage: int) -> int:
         """Parameters of a stage on one rank, as megatron-core's ``GPTModel`` has them."""
         norm = self.model.hidden_size * (2 if self.model.normalization == "LayerNorm" else 1)
-        total = self.layers * (self.layer_products + 2 * norm)
+        total = self.layers * (self.layer_products + 2 * norm + self._attention_extras)
         vocabulary = self.head_rows * self.model.hidden_size
         if stage == 0:
             total += vocabulary

@@ -130,7 +130,7 @@ def _shape(model: ModelConfig, vocab_size: int, config: DistillConfig) -> ModelS
     return ModelShape(
         model=model,
         padded_vocab_size=padded_vocab_size(
-            vocab_size,
+            model.padded_ids(vocab_size),
             make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
             tensor_model_parallel_size=tp,
         ),

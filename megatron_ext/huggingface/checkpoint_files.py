@@ -1,0 +1,178 @@
+"""The folder of a HuggingFace checkpoint: which tensors it has and where, told from file headers.
+
+Only ``config.json``, the index and the headers of safetensors files are read; torch is not loaded,
+and nothing that could run code is ever opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_ext.errors import CheckpointError
+
+CONFIG_FILE: Final = "config.json"
+WEIGHTS_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+METADATA_KEY: Final = "__metadata__"
+
+_LARGEST_HEADER: Final = 100 << 20
+"""What the safetensors library itself accepts."""
+_LENGTH_BYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor in a safetensors file."""
+
+    file: Path
+
+    dtype: str
+    """As safetensors spells it: ``BF16``, ``F32`` ..."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """A folder with ``config.json`` and safetensors files.
+
+    Args:
+        folder: It.
+    """
+
+    folder: Path
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """``config.json``.
+
+        Raises:
+            CheckpointError: It is missing, or no JSON object.
+        """
+        return read_json(self.folder / CONFIG_FILE)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """All tensors by name.
+
+        Raises:
+            CheckpointError: There are no safetensors files, one is missing, cut short or malformed,
+                or the index does not say what the files hold.
+        """
+        index = self.folder / INDEX_FILE
+        if index.is_file():
+            return self._indexed(index)
+        single = self.folder / WEIGHTS_FILE
+        if single.is_file():
+            return read_header(single)
+        pickled = sorted(path.name for path in self.folder.glob("*.bin"))
+        raise CheckpointError(
+            "the folder has no weights in safetensors files",
+            where=self.folder,
+            got=f"{pickled[0]}, a pickle, which could run code" if pickled else "none",
+            expected=f"{WEIGHTS_FILE}, or {INDEX_FILE} with its files",
+            fix="save the model again with save_pretrained of transformers"
+            if pickled
+            else "download the folder again, with its weights",
+        )
+
+    def _indexed(self, index: Path) -> dict[str, StoredTensor]:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) and name == os.path.basename(name) and name not in ("", "..")
+            for name in weight_map.values()
+        ):
+            raise CheckpointError(
+                "the index does not say which file has which tensor",
+                where=index,
+                expected="weight_map, tensors to names of files beside it",
+            )
+        headers = {name: read_header(self.folder / name) for name in sorted({*weight_map.values()})}
+        for name, file in weight_map.items():
+            if name not in headers[file]:
+                raise CheckpointError(
+                    f"a file has not the tensor that {INDEX_FILE} says is in it",
+                    where=self.folder / file,
+                    expected=name,
+                    fix="download that file again",
+                )
+        return {name: headers[file][name] for name, file in weight_map.items()}
+
+
+def is_checkpoint_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is of HuggingFace: it has a ``config.json`` that names an architecture."""
+    file = Path(path) / CONFIG_FILE
+    if not file.is_file():
+        return False
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and ("architectures" in config or "model_type" in config)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: It is missing, or holds something else.
+    """
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError("cannot read the file", where=file, got=error.strerror) from error
+    except ValueError as error:
+        raise CheckpointError("the file is not JSON", where=file, got=error) from error
+    if not isinstance(values, dict):
+        raise CheckpointError("the file holds no JSON object", where=file)
+    return values
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, from its header alone.
+
+    Raises:
+        CheckpointError: The file is missing, no safetensors file, or cut short.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            text = stream.read(length) if length <= min(size, _LARGEST_HEADER) else b""
+    except OSError as error:
+        raise CheckpointError(
+            "cannot read a file of the checkpoint",
+            where=file,
+            got=error.strerror,
+            fix="download it again",
+        ) from error
+    try:
+        header = json.loads(text)
+        header.pop(METADATA_KEY, None)
+        tensors = {
+            name: StoredTensor(file=file, dtype=row["dtype"], shape=tuple(row["shape"]))
+            for name, row in header.items()
+        }
+        end = max((row["data_offsets"][1] for row in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            "the file is no safetensors file, or is cut short",
+            where=file,
+            got=f"{size} bytes",
+            fix="download it again",
+        ) from error
+    if _LENGTH_BYTES + length + end != size:
+        raise CheckpointError(
+            "the file is not as long as its header says",
+            where=file,
+            got=f"{size} bytes",
+            expected=f"{_LENGTH_BYTES + length + end}",
+            fix="download it again",
+        )
+    return tensors

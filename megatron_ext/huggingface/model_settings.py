@@ -1,0 +1,188 @@
+"""``config.json`` as settings of a model, and settings as a ``config.json``.
+
+Settings go by the names of ``training.config.ModelConfig``: all that shape the model, and none of
+how it is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles
+from megatron_ext.huggingface.families import FAMILIES, UNSUPPORTED, Family
+from megatron_ext.huggingface.rotary import rotary_config, rotary_settings
+from megatron_ext.huggingface.tensor_map import TensorMap
+
+_NAMES: Final = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "layernorm_epsilon": "rms_norm_eps",
+    "init_method_std": "initializer_range",
+    "vocab_size": "vocab_size",
+}
+"""Settings that are keys of ``config.json`` by another name."""
+
+COMMON: Final[Mapping[str, Any]] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "gate_activation": "silu",
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "layernorm_zero_centered_gamma": False,
+    "scale_embeddings": False,
+}
+"""Llama's, from which families differ."""
+
+
+def family_of(files: CheckpointFiles) -> Family:
+    """The family of a checkpoint.
+
+    Raises:
+        CheckpointError: It is of none that is known.
+    """
+    architectures = files.config.get("architectures") or []
+    for name in architectures:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    reasons = [UNSUPPORTED[name] for name in architectures if name in UNSUPPORTED]
+    raise CheckpointError(
+        f"this architecture is not read{f': {reasons[0]}' if reasons else ''}",
+        where=files.folder / CONFIG_FILE,
+        got=", ".join(map(str, architectures)) or "none",
+        expected=f"one of {', '.join(FAMILIES)}",
+    )
+
+
+def model_settings(files: CheckpointFiles) -> dict[str, Any]:
+    """What ``config.json`` says of the model.
+
+    Raises:
+        CheckpointError: A key is missing, or asks for something that megatron-core has not.
+    """
+    family, where = family_of(files), files.folder / CONFIG_FILE
+    return settings_of(family, files.config, where=where)
+
+
+def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
+    """What the values of a ``config.json`` say of a model; see ``model_settings``."""
+    config = {**family.defaults, **config}
+    _check_allowed(family, config, where)
+    missing = [name for name in _NAMES.values() if config.get(name) is None]
+    if missing:
+        raise CheckpointError("a key is missing", where=where, expected=missing[0])
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    return {
+        **COMMON,
+        **{name: config[key] for name, key in _NAMES.items()},
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "kv_channels": width,
+        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
+        "window_size": _window(config),
+        **rotary_settings(config, where=where),
+        **family.settings,
+    }
+
+
+def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -> dict[str, Any]:
+    """A ``config.json`` of a model that came from no HuggingFace checkpoint.
+
+    Raises:
+        CheckpointError: No family has such a model.
+    """
+    for family in FAMILIES.values():
+        config = {
+            "architectures": [family.architecture],
+            "model_type": family.model_type,
+            **{key: settings[name] for name, key in _NAMES.items()},
+            "num_key_value_heads": settings["num_query_groups"],
+            "head_dim": settings["kv_channels"],
+            "tie_word_embeddings": not settings["untie_embeddings_and_output_weights"],
+            "max_position_embeddings": max_position_embeddings,
+            **{key: values[0] for key, values in family.allowed.items()},
+            **rotary_config(settings),
+        }
+        if "sliding_window" in family.defaults:
+            config["sliding_window"] = settings["window_size"]
+        found = settings_of(family, config, where=CONFIG_FILE)
+        if all(settings[name] == value for name, value in found.items()):
+            return config
+    raise CheckpointError(
+        "no architecture of transformers that is written here has such a model",
+        got={name: settings[name] for name in COMMON if settings[name] != COMMON[name]},
+        expected=f"a model of {', '.join(FAMILIES)}",
+    )
+
+
+def tensor_map(family: Family, settings: Mapping[str, Any]) -> TensorMap:
+    """The tensors of a model of a family; one with a tied head has none of its own."""
+    is_untied = settings["untie_embeddings_and_output_weights"]
+    return TensorMap(family.rules if is_untied else family.rules[:-1], settings)
+
+
+def check_tensors(files: CheckpointFiles, tensors: TensorMap, family: Family) -> None:
+    """Check that a checkpoint holds the tensors that its configuration asks for, and no others.
+
+    Raises:
+        CheckpointError: One is missing, too much, or of another shape.
+    """
+    expected = tensors.shapes()
+    for name, shape in expected.items():
+        stored = files.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(
+                "the checkpoint has not all tensors of its configuration",
+                where=files.folder,
+                got=f"no {name}",
+                expected=f"{name} of shape {list(shape)}",
+                fix="download its weights again, or correct config.json",
+            )
+        if stored.shape != shape:
+            raise CheckpointError(
+                f"the tensor {name} has another shape than its configuration says",
+                where=stored.file,
+                got=list(stored.shape),
+                expected=list(shape),
+                fix="correct config.json",
+            )
+    # A head that is tied is the embedding, whether a file repeats it or not.
+    known = (*family.ignored, family.rules[-1].parts[0].name)
+    extra = [name for name in files.tensors if name not in expected and not name.endswith(known)]
+    if extra:
+        raise CheckpointError(
+            f"the checkpoint has tensors that are no part of a {family.architecture}",
+            where=files.tensors[extra[0]].file,
+            got=f"{extra[0]}{f' and {len(extra) - 1} more' if len(extra) > 1 else ''}",
+            fix="correct config.json, or remove them",
+        )
+
+
+def _check_allowed(family: Family, config: Mapping[str, Any], where: object) -> None:
+    if config.get("quantization_config"):
+        raise CheckpointError(
+            "the weights are quantised",
+            where=where,
+            got=config["quantization_config"].get("quant_method"),
+            expected="a checkpoint in bf16, fp16 or fp32",
+        )
+    for key, values in family.allowed.items():
+        if key in config and config[key] not in values:
+            raise CheckpointError(
+                f"megatron-core has no {family.architecture} with such a {key}",
+                where=where,
+                got=repr(config[key]),
+                expected=" or ".join(map(repr, values)),
+            )
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """How far attention sees at least, in any layer; None: all."""
+    if config.get("use_sliding_window") is False:
+        return None
+    window = config.get("sliding_window")
+    return None if window is None else int(window)

@@ -1,0 +1,68 @@
+"""Rotary embeddings in ``config.json`` and in megatron-core.
+
+transformers 5 has all under ``rope_parameters``; earlier releases have ``rope_theta`` and
+``rope_scaling``. What is written is the earlier form, which both read.
+
+megatron-core's scaling of Llama 3 has a factor of its own and fixed other numbers: low and high
+frequency factors of 1 and 4, and 8,192 original positions. All of Meta's models have those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from megatron_ext.errors import CheckpointError
+
+LLAMA3: Final = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What megatron-core's scaling is fixed to."""
+
+
+def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
+    """``rotary_base``, ``use_rope_scaling`` and ``rope_scaling_factor`` of a configuration.
+
+    Raises:
+        CheckpointError: megatron-core has no such embeddings.
+    """
+    parameters = dict(config.get("rope_parameters") or {})
+    theta = parameters.pop("rope_theta", config.get("rope_theta"))
+    scaling = dict(config.get("rope_scaling") or {}) or parameters
+    theta = scaling.pop("rope_theta", theta)
+    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
+    scaling.pop("type", None)
+    if theta is None or theta != int(theta):
+        raise CheckpointError(
+            "the base of the rotary embeddings cannot be used",
+            where=where,
+            got=theta,
+            expected="a whole number",
+        )
+    shares = {config.get("partial_rotary_factor"), scaling.pop("partial_rotary_factor", None)}
+    if shares - {None, 1}:
+        raise CheckpointError("only a part of each head is rotated", where=where, got=shares)
+    settings = {"rotary_base": int(theta), "use_rope_scaling": False, "rope_scaling_factor": 8.0}
+    if kind == "default":
+        return settings
+    if kind == "llama3" and all(scaling.get(name) == value for name, value in LLAMA3.items()):
+        return settings | {
+            "use_rope_scaling": True,
+            "rope_scaling_factor": float(scaling["factor"]),
+        }
+    raise CheckpointError(
+        "the rotary embeddings are scaled in a way that megatron-core has not",
+        where=where,
+        got={"rope_type": kind, **scaling},
+        expected=f"default, or llama3 with {LLAMA3}",
+    )
+
+
+def rotary_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of ``config.json`` that say the same."""
+    scaling = None
+    if settings["use_rope_scaling"]:
+        scaling = {"rope_type": "llama3", "factor": settings["rope_scaling_factor"], **LLAMA3}
+    return {"rope_theta": float(settings["rotary_base"]), "rope_scaling": scaling}

@@ -1,0 +1,165 @@
+"""How the tensors of two models relate: a table, and what follows from it for one model.
+
+A tensor of a megatron-core ``GPTModel`` is the rows of one or several HuggingFace tensors, one
+below the other. ``linear_qkv`` has them by query group, ``r`` query heads to a group:
+
+    q_0 .. q_(r-1), k_0, v_0;  q_r .. q_(2r-1), k_1, v_1;  ...
+
+``linear_fc1`` has the rows of the gate, then those of the other half. Everything else is one tensor
+as it is. So any rectangle of a megatron-core tensor, which is what a rank has of it, is a few
+rectangles of HuggingFace tensors, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Size = Literal["hidden", "query", "key_value", "head", "ffn", "vocabulary"]
+"""What a side of a tensor is as long as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A HuggingFace tensor; ``{layer}`` stands for the number of the layer."""
+
+    name: str
+    shape: tuple[Size, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A tensor of ``GPTModel``, in all layers or outside of them, and what it is made of."""
+
+    megatron: str
+    """Its key in a checkpoint of megatron-core."""
+
+    parts: tuple[Part, ...]
+
+    order: Literal["stacked", "by_query_group"] = "stacked"
+
+    @property
+    def is_of_layers(self) -> bool:
+        """Whether every layer has one."""
+        return "{layer}" in self.parts[0].name
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of a HuggingFace tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronTensor:
+    """One tensor of ``GPTModel``, of one layer where it is in layers."""
+
+    key: str
+
+    layer: int | None
+    """None outside of the layers."""
+
+    blocks: tuple[Block, ...]
+    """Its rows, from the first on."""
+
+    columns: int | None
+    """None of a vector."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that HuggingFace tensors fill; a padded vocabulary has more."""
+        return sum(block.stop - block.start for block in self.blocks)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what HuggingFace tensors fill."""
+        return (self.rows,) if self.columns is None else (self.rows, self.columns)
+
+    def rows_of(self, name: str) -> Iterator[tuple[Block, int]]:
+        """The blocks of one HuggingFace tensor, each with the row that it begins at here."""
+        row = 0
+        for block in self.blocks:
+            if block.name == name:
+                yield block, row
+            row += block.stop - block.start
+
+
+class TensorMap:
+    """The tensors of one model on both sides.
+
+    Args:
+        rules: Of its family.
+        settings: Of the model, by the names of ``training.config.ModelConfig``.
+    """
+
+    def __init__(self, rules: Sequence[Rule], settings: Mapping[str, Any]) -> None:
+        self._rules = {rule.megatron: rule for rule in rules}
+        self._sizes = _sizes(settings)
+        self._groups = int(settings["num_query_groups"])
+        self.layers = int(settings["num_layers"])
+
+    def megatron_tensors(self) -> Iterator[MegatronTensor]:
+        """All of them, layer by layer, in the order of the table."""
+        rules = list(self._rules.values())
+        inner = [index for index, rule in enumerate(rules) if rule.is_of_layers]
+        for rule in rules[: inner[0]]:
+            yield self.tensor(rule.megatron)
+        for layer in range(self.layers):
+            for index in inner:
+                yield self.tensor(rules[index].megatron, layer)
+        for rule in rules[inner[-1] + 1 :]:
+            yield self.tensor(rule.megatron)
+
+    def keys(self) -> tuple[str, ...]:
+        """Keys of a megatron-core checkpoint."""
+        return tuple(self._rules)
+
+    def tensor(self, key: str, layer: int | None = None) -> MegatronTensor:
+        """The one with a key, in one layer where it is in layers.
+
+        Raises:
+            KeyError: The family has no such tensor.
+        """
+        rule = self._rules[key]
+        blocks = self._by_query_group if rule.order == "by_query_group" else self._stacked
+        shape = rule.parts[0].shape
+        return MegatronTensor(
+            key=key,
+            layer=layer,
+            blocks=tuple(blocks(rule, layer)),
+            columns=self._sizes[shape[1]] if len(shape) > 1 else None,
+        )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every HuggingFace tensor of the model with its shape, in order."""
+        return {
+            part.name.format(layer=tensor.layer): tuple(self._sizes[size] for size in part.shape)
+            for tensor in self.megatron_tensors()
+            for part in self._rules[tensor.key].parts
+        }
+
+    def _stacked(self, rule: Rule, layer: int | None) -> Iterator[Block]:
+        for part in rule.parts:
+            yield Block(part.name.format(layer=layer), 0, self._sizes[part.shape[0]])
+
+    def _by_query_group(self, rule: Rule, layer: int | None) -> Iterator[Block]:
+        for group in range(self._groups):
+            for part in rule.parts:
+                rows = self._sizes[part.shape[0]] // self._groups
+                yield Block(part.name.format(layer=layer), group * rows, (group + 1) * rows)
+
+
+def _sizes(settings: Mapping[str, Any]) -> dict[Size, int]:
+    head = settings["kv_channels"] or settings["hidden_size"] // settings["num_attention_heads"]
+    return {
+        "hidden": settings["hidden_size"],
+        "query": settings["num_attention_heads"] * head,
+        "key_value": settings["num_query_groups"] * head,
+        "head": head,
+        "ffn": settings["ffn_hidden_size"],
+        "vocabulary": settings["vocab_size"],
+    }

@@ -1,0 +1,1 @@
+"""HuggingFace checkpoints in runs: read into a model, imported to a checkpoint, exported again."""

@@ -1,0 +1,87 @@
+"""What spawned ranks run: HuggingFace checkpoints as megatron-core models under several layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+from megatron_ext.distributed import process_groups
+from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
+from megatron_ext.huggingface.model_settings import model_settings
+from megatron_ext.tokenizers.build import padded_vocab_size
+from megatron_ext.training import cpu_megatron
+from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.huggingface.weights import load_huggingface
+from megatron_ext.training.models import build_model_chunks
+from tests.huggingface.tiny_models import VOCAB_SIZE, some_tokens
+
+
+def logits_of(
+    rank: int, folders: dict[str, Path], layouts: dict[str, dict[str, int]]
+) -> dict[tuple[str, str], torch.Tensor]:
+    """Logits [B, T, V] of each checkpoint under each layout, on the ranks of the last stage."""
+    found = {}
+    for layout, sizes in layouts.items():
+        parallel = ParallelConfig(**sizes)
+        groups = _groups(parallel)
+        for name, folder in folders.items():
+            logits = _logits(folder, parallel, groups)
+            if logits is not None:
+                found[name, layout] = logits
+    return found
+
+
+def _groups(parallel: ParallelConfig) -> process_groups.ProcessGroups:
+    cpu_megatron.install()
+    parallel_state.destroy_model_parallel()
+    return process_groups.initialize(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+    )
+
+
+def _logits(
+    folder: Path, parallel: ParallelConfig, groups: process_groups.ProcessGroups
+) -> torch.Tensor | None:
+    tokens = some_tokens()
+    settings = model_settings(CheckpointFiles(folder))
+    model = ModelConfig(**settings, seq_length=tokens.shape[1], make_vocab_size_divisible_by=8)
+    chunks = build_model_chunks(
+        model,
+        padded_vocab_size=padded_vocab_size(
+            VOCAB_SIZE,
+            make_vocab_size_divisible_by=8,
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        ),
+        parallel=parallel,
+        training=TrainingConfig(train_iters=1),
+        groups=groups,
+    )
+    load_huggingface(folder, chunks, model)
+
+    def forward(batches: Any, chunk: Any) -> Any:
+        del batches
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        return chunk(tokens, positions, None), lambda output, non_loss_data: output
+
+    with torch.no_grad():
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(()) for _ in chunks],
+            model=chunks,
+            num_microbatches=dist.get_world_size(groups.pp),
+            seq_length=tokens.shape[1],
+            micro_batch_size=len(tokens),
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    if not groups.is_last_stage:
+        return None
+    return gather_from_tensor_model_parallel_region(outputs[-1])[..., :VOCAB_SIZE].clone()

@@ -1,0 +1,74 @@
+"""Tiny models of each family, made by transformers' own classes with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 101
+"""Odd, so that every layout pads it."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 8}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+}
+"""transformers' name and what its configuration differs in, by a name of our own."""
+
+
+def hf_model(name: str) -> Any:
+    """A model with random weights everywhere, norms and biases included."""
+    import transformers
+
+    kind, options = MODELS[name]
+    config = getattr(transformers, f"{_CONFIGS.get(kind, kind)}Config")(**{**SIZES, **options})
+    torch.manual_seed(sorted(MODELS).index(name))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name or parameter_name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+_CONFIGS = {"Gemma3": "Gemma3Text"}
+
+
+def save_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    """It as a folder of two safetensors files or more."""
+    hf_model(name).to(dtype).save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+def some_tokens() -> torch.Tensor:
+    """[2, 24] int64"""
+    return torch.randint(0, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(7))
