@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,16 @@ def _by_content(value: str) -> str:
         return value
     try:
         file = file_kind(value).file if os.path.isdir(value) else Path(value)
-        return _sha256(file.read_bytes())
+        status = file.stat()
+        return _sha256_of(file, status.st_size, status.st_mtime_ns)
     except (OSError, TokenizerError):
         return value
+
+
+@lru_cache(maxsize=64)
+def _sha256_of(file: Path, size: int, modified: int) -> str:
+    """The hash of a file, read once as long as it has this size and time of change."""
+    return _sha256(file.read_bytes())
 
 
 def _written(value: Any) -> str:

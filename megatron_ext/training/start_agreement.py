@@ -9,11 +9,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import megatron_ext
 from megatron_ext.errors import ConfigError
+from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
+from megatron_ext.projection import SparseProjection
+from megatron_ext.projection.sparse_projection import ARRAYS
+from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import Inputs
@@ -64,13 +69,34 @@ def start_of(config: DistillConfig, inputs: Inputs) -> dict[str, str]:
     }
     for split, summary in inputs.data.summary().items():
         start[f"text of data.{split}"] = str((summary or {}).get("sha256"))
+    start |= _tokenizer("tokenizer", inputs.tokenizer)
+    for name, teacher in inputs.teachers.items():
+        section = config.section_of(name)
+        start |= _tokenizer(f"{section}.tokenizer", teacher.tokenizer)
+        if teacher.projection is not None:
+            start[f"content of {section}.projection"] = _projection_digest(teacher.projection)
     return start | {
-        "vocabulary of tokenizer": inputs.tokenizer.fingerprint(),
         "latest checkpoint": latest.name if latest else "none",
         "version of torch": torch.__version__,
         "version of megatron-core": version("megatron-core"),
         "version of megatron-ext": f"{megatron_ext.__version__} (sources {_source_digest()})",
     }
+
+
+def _tokenizer(section: str, tokenizer: MegatronTokenizerText) -> dict[str, str]:
+    """Its vocabulary, and all else that ids depend on: a path may hold something else elsewhere."""
+    identity = json.dumps(tokenizer_identity(tokenizer), sort_keys=True)
+    return {
+        f"vocabulary of {section}": tokenizer.fingerprint(),
+        f"content of {section}": hashlib.sha256(identity.encode()).hexdigest(),
+    }
+
+
+def _projection_digest(projection: SparseProjection) -> str:
+    digest = hashlib.sha256()
+    for name in ARRAYS:
+        digest.update(np.ascontiguousarray(getattr(projection, name)).tobytes())
+    return digest.hexdigest()
 
 
 @cache
