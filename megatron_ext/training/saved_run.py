@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 import torch.distributed as dist
 
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.errors import CheckpointError
+from megatron_ext.errors import CheckpointError, ProjectionError
 from megatron_ext.training import random_state, rank_phase
 from megatron_ext.training.checkpoint import check_tokenizer, load_checkpoint, load_common
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
@@ -19,6 +19,7 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.global_batches import GlobalBatches
 from megatron_ext.training.data.quarantine import forget_refused
 from megatron_ext.training.fault_counts import FaultCounts
+from megatron_ext.training.learned_projections import LearnedProjections, learned_projection_file
 from megatron_ext.training.run_folder import CHECKPOINTS, PROJECTION_FILE, TOKENIZER_FOLDER
 from megatron_ext.training.student import Student
 
@@ -43,6 +44,7 @@ class SavedRun:
         record: Saved with every checkpoint: what one needs to know to use it.
         counts: Of faults; they are part of the state.
         parts: What else has a state, by its name in the checkpoint.
+        learned: Projections that are trained, which each save writes as files too.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class SavedRun:
         record: Mapping[str, Any],
         counts: FaultCounts,
         parts: Mapping[str, Part] | None = None,
+        learned: LearnedProjections | None = None,
     ) -> None:
         self._config = config
         self._groups = groups
@@ -63,6 +66,7 @@ class SavedRun:
         self._record = dict(record)
         self._counts = counts
         self._parts = {"faults": counts, **(parts or {})}
+        self._learned = learned
         self._folder = Path(config.run_dir) / CHECKPOINTS
         self._failed_in_a_row = 0
         self._writer = CheckpointWriter(
@@ -122,9 +126,18 @@ class SavedRun:
             "run": self._record,
             **{name: part.state_dict() for name, part in self._parts.items()},
         }
-        self._attempt(lambda: self._writer.save(iteration, state), is_last=is_last)
+        self._attempt(lambda: self._write(iteration, state), is_last=is_last)
         if is_last:
             self._attempt(self._writer.finish, is_last=True)
+
+    def _write(self, iteration: int, state: dict[str, Any]) -> bool:
+        """The learned projections, of which the checkpoint gets a copy, and the checkpoint."""
+        if self._learned is not None:
+            try:
+                self._groups.on_main(self._learned.write)
+            except ProjectionError as error:
+                raise CheckpointError(str(error)) from error
+        return self._writer.save(iteration, state)
 
     def poll(self) -> None:
         """End a save in the background once all ranks have written it; as ``save``."""
@@ -168,4 +181,5 @@ def _files(config: DistillConfig) -> Sequence[Path]:
     projections = [config.projection, *(teacher.projection for teacher in teachers)]
     configured = sorted({Path(path) for path in projections if path})
     own = sorted(run_dir.glob(f"{Path(PROJECTION_FILE).stem}*.safetensors"))
-    return (run_dir / TOKENIZER_FOLDER, *own, *configured)
+    learned = [run_dir / learned_projection_file(name) for name in config.named_teachers]
+    return (run_dir / TOKENIZER_FOLDER, *own, *configured, *learned)

@@ -24,6 +24,7 @@ from megatron_ext.training.data.quarantine import log_refused
 from megatron_ext.training.data.run_data import RunData
 from megatron_ext.training.fault_counts import FaultCounts
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep, reduce_reports
+from megatron_ext.training.learned_projections import LearnedProjections
 from megatron_ext.training.lesson import Lesson
 from megatron_ext.training.metrics import MetricsLog, plot_loss_curve, progress_bar
 from megatron_ext.training.non_finite import DivergedError, NonFinitePolicy, finite_only
@@ -218,9 +219,9 @@ class Trainer:
         if data.num_workers or data.bad_documents == "skip" or self.data.has_student_ids:
             self.counts.add_data_faults(
                 refused=len(refused) * self.groups.is_replica_main,
+                retokenized=retokenized * self.groups.is_replica_main,
                 restarts=self.batches.restarts_since_asked(),
                 device=self.groups.device,
-                retokenized=retokenized * self.groups.is_replica_main,
             )
         return microbatches
 
@@ -255,6 +256,7 @@ class Trainer:
             teachers=self.teachers,
             next_token=self.step.next_token,
             groups=self.groups,
+            tile_rows=self.config.loss.linear_tile_rows if self.step.linear is not None else None,
         )
 
     def held_out_microbatch(self, data: HeldOut, rows: list[PackedSample]) -> Microbatch:
@@ -272,7 +274,14 @@ class Trainer:
             record=self.run_record,
             counts=self.counts,
             parts={"weighting": self.weighting},
+            learned=self._learned_projections(),
         )
+
+    def _learned_projections(self) -> LearnedProjections | None:
+        term = self.step.term
+        if term is None or not self.config.loss.learned_projection:
+            return None
+        return LearnedProjections.of(self.run_dir, term)
 
     def _plot(self) -> None:
         plot_loss_curve(self.run_dir, title=self.run_dir.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +20,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import DistillationInputs, Objective
+from megatron_ext.losses import Objective
 from megatron_ext.teachers import Teacher
 from megatron_ext.training.config import TEACHER
 from megatron_ext.training.data.microbatch import Microbatch, TokenBatch
+from megatron_ext.training.model_chunks import has_head
+from megatron_ext.training.student_head import head_of, without_head
+from megatron_ext.training.text_nats import TextNats
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ def measure_bits_per_byte(
     teachers: Mapping[str, Teacher],
     next_token: Objective,
     groups: ProcessGroups,
+    tile_rows: int | None = None,
 ) -> BitsPerByte:
     """Bits per byte over this replica's microbatches and all others.
 
@@ -58,9 +63,13 @@ def measure_bits_per_byte(
         global_batches: This replica's microbatches, as many at a time as one schedule runs over,
             of a ``HeldOut``; equally many on every rank.
         student: This rank's chunks, wrapped.
+        tile_rows: Make logits of so many positions at a time, from hidden states and heads; all of
+            a microbatch with None.
 
-    Collectives: the schedules', those of ``next_token``, and one all-reduce over ``dp`` a model.
+    Collectives: the schedules', those of ``next_token`` in every tile, and one all-reduce over
+    ``dp`` a model.
     """
+    nats = TextNats(next_token, tile_rows)
     student_bytes = 0
     student_nats: list[torch.Tensor] = []
     teacher_bytes = dict.fromkeys(teachers, 0)
@@ -68,11 +77,11 @@ def measure_bits_per_byte(
     for batches in global_batches:
         sides = [batch.student for batch in batches]
         student_bytes += sum(side.byte_count for side in sides)
-        student_nats += _student_nats(sides, student, student_shard, next_token)
+        student_nats += _student_nats(sides, student, student_shard, nats)
         for name, teacher in teachers.items():
             sides = [batch.teachers[name] for batch in batches]
             teacher_bytes[name] += sum(side.byte_count for side in sides)
-            teacher_nats[name] += _teacher_nats(sides, teacher, next_token)
+            teacher_nats[name] += _teacher_nats(sides, teacher, nats)
     return BitsPerByte(
         student=_to_bits_per_byte(student_nats, student_bytes, groups),
         teachers={
@@ -83,14 +92,14 @@ def measure_bits_per_byte(
 
 
 def _student_nats(
-    sides: Sequence[TokenBatch], student: Sequence[Any], shard: VocabShard, next_token: Objective
+    sides: Sequence[TokenBatch], student: Sequence[Any], shard: VocabShard, nats: TextNats
 ) -> list[torch.Tensor]:
     """Summed cross-entropy of each microbatch on the last stage, nothing elsewhere."""
     for chunk in student:
         chunk.eval()
     with torch.no_grad():
         sums = get_forward_backward_func()(
-            forward_step_func=partial(_student_step, shard, next_token),
+            forward_step_func=partial(_student_step, shard, nats),
             data_iterator=[iter(sides) for _ in student],
             model=list(student),
             num_microbatches=len(sides),
@@ -105,32 +114,31 @@ def _student_nats(
 
 
 def _student_step(
-    shard: VocabShard, next_token: Objective, sides: Iterator[TokenBatch], model: Any
+    shard: VocabShard, nats: TextNats, sides: Iterator[TokenBatch], model: Any
 ) -> tuple[torch.Tensor, Any]:
     side = next(sides)
+    is_headless = nats.tile_rows is not None and has_head(model)
+    with without_head(model) if is_headless else nullcontext():
+        output = model(side.tokens, side.position_ids, side.attention_mask)
 
-    def nats(logits: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
-        return _cross_entropy(logits, side.labels, shard, next_token)
+    def of_logits(logits: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
+        return nats.of_logits(logits, side.labels, shard)
 
-    return model(side.tokens, side.position_ids, side.attention_mask), nats
+    def of_hidden(hidden: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
+        head = head_of(model)
+        return nats.of_hidden(head.whole(hidden, shard.group), head.weight, side.labels, shard)
+
+    return output, of_hidden if is_headless else of_logits
 
 
 def _teacher_nats(
-    sides: Sequence[TokenBatch], teacher: Teacher, next_token: Objective
+    sides: Sequence[TokenBatch], teacher: Teacher, nats: TextNats
 ) -> list[torch.Tensor]:
-    targets = teacher.targets(sides)
     with torch.no_grad():
         return [
-            _cross_entropy(target.to_logits(), side.labels, target.shard, next_token)
-            for target, side in zip(targets, sides, strict=False)
+            nats.of_targets(target, side.labels)
+            for target, side in zip(teacher.targets(sides), sides, strict=False)
         ]
-
-
-def _cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, next_token: Objective
-) -> torch.Tensor:
-    inputs = DistillationInputs(student_logits=logits, student_shard=shard, labels=labels)
-    return next_token(inputs).loss_sum
 
 
 def _to_bits_per_byte(

@@ -1,0 +1,106 @@
+"""What spawned ranks run in the tests of what a run leaves and says: TP2."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.losses import DistillationInputs, LearnedProjection, LossOutput, Objective
+from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.learned_projections import learned_projection_file
+from megatron_ext.training.metrics import read_metrics
+from megatron_ext.training.trainer import Trainer
+from megatron_ext.training.validation import BitsPerByte
+from tests.training.rank_functions import _train_teacher, _trainer
+from tests.training.tiny_run import objective_run, student_run
+
+TILE_ROWS = 7
+
+
+def leave_results(rank: int, folder: Path) -> dict[str, Any]:
+    """Runs that learn a projection, measure by tiles, and read ids; what each came to."""
+    _train_teacher(folder)
+    return {
+        "learned": _learn_projection(folder),
+        "measured": _measure(folder),
+        "ids": _read_ids(folder),
+    }
+
+
+def _learn_projection(folder: Path) -> dict[str, torch.Tensor]:
+    """Shares after two steps, and those that a run from their file begins with."""
+    loss = LossConfig(learned_projection=True, kd_weight=30.0)
+    config = _sharded(objective_run(folder, "learned", loss), save_interval=1)
+    trainer = _trainer(config)
+    start = _shares(trainer)
+    trainer.train()
+    file = Path(config.run_dir) / learned_projection_file("teacher")
+    _of(trainer).to_projection().save(folder / f"trained-{dist.get_rank()}.safetensors")
+    again = _trainer(
+        dataclasses.replace(config, run_dir=str(folder / "again"), projection=str(file))
+    )
+    return {"start": start, "trained": _shares(trainer), "again": _shares(again)}
+
+
+def _of(trainer: Trainer) -> LearnedProjection:
+    assert trainer.step.term is not None
+    learned = trainer.step.term.constants["teacher"].learned
+    assert learned is not None
+    return learned
+
+
+def _shares(trainer: Trainer) -> torch.Tensor:
+    return _of(trainer)._shares().detach().clone()
+
+
+class _Watched:
+    """Cross-entropy that notes of how many positions it has seen logits at once."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self.rows: list[int] = []
+
+    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+        self.rows.append(inputs.student_logits[..., 0].numel())
+        return self._objective(inputs)
+
+
+def _measure(folder: Path) -> dict[str, tuple[BitsPerByte, list[int]]]:
+    """Held-out bits per byte of one student from whole logits and from tiles."""
+    config = student_run(folder, "measured", tensor_model_parallel_size=2)
+    loss = dataclasses.replace(config.loss, linear=True, linear_tile_rows=TILE_ROWS)
+    trainer = _trainer(dataclasses.replace(config, loss=loss))
+    assert trainer.data.held_out is not None
+    found = {}
+    for name, linear in (("tiles", trainer.step.linear), ("whole", None)):
+        watched = _Watched(trainer.step.next_token)
+        step = dataclasses.replace(trainer.step, linear=linear, next_token=watched)
+        measured = dataclasses.replace(trainer, step=step)._validate(trainer.data.held_out)
+        found[name] = (measured, watched.rows)
+    return found
+
+
+def _read_ids(folder: Path) -> list[Any]:
+    """The log of a run on the ids at ``ids``, of which some are no text or not the tokenizer's."""
+    config = _sharded(objective_run(folder, "on-ids", LossConfig(objective="next_token")))
+    data = dataclasses.replace(
+        config.data,
+        train=(str(folder / "ids"),),
+        indexed_tokenizer="student",
+        bad_documents="skip",
+    )
+    _trainer(dataclasses.replace(config, data=data, teacher=None)).train()
+    return read_metrics(Path(config.run_dir))
+
+
+def _sharded(config: DistillConfig, **training: Any) -> DistillConfig:
+    """Under TP2."""
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, tensor_model_parallel_size=2),
+        training=dataclasses.replace(config.training, **training),
+    )

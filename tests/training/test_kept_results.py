@@ -1,0 +1,130 @@
+"""What a run leaves beside its checkpoints, and what it says of the text that it read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.projection import SparseProjection
+from megatron_ext.projection.known_files.inspection import Inspection
+from megatron_ext.projection.known_files.loose_entries import LooseEntries
+from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
+from megatron_ext.tokenizers import build_tokenizer
+from megatron_ext.training.data.global_batches import Replica
+from megatron_ext.training.data.run_data import RunData
+from tests.process_group import run_ranks
+from tests.training.data.indexed_files import write_ids
+from tests.training.kept_runs import TILE_ROWS, leave_results
+from tests.training.tiny_run import SENTENCES, student_run, write_corpus, write_rank_list
+
+WHOLE = Replica(0, 1, 2)
+SPOILT = 3
+"""Document, from 1, that ends within a character."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kept")
+    write_corpus(folder)
+    write_rank_list(folder)
+    tokenizer = build_tokenizer(student_run(folder, "run").tokenizer)
+    texts = [[tokenizer.text_to_ids(text)] for text in SENTENCES]
+    half = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"\xe6")
+    letters = [i for letter in "dropout" for i in tokenizer.text_to_ids(letter)]
+    write_ids(folder / "ids", [*texts[:2], [[*texts[0][0], half]], *texts[2:], [letters]])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(2, leave_results, folder, timeout_s=300)
+
+
+def test_a_learned_projection_is_left_as_a_file_that_has_the_trained_shares(
+    folder: Path, ranks: list[dict[str, Any]]
+) -> None:
+    config = student_run(folder, "learned")
+    assert config.teacher is not None
+    student, teacher = map(build_tokenizer, (config.tokenizer, config.teacher.tokenizer))
+    path = folder / "learned" / "learned_projection.safetensors"
+    kept = SparseProjection.load(path, student=student, teacher=teacher)
+    for rank in range(2):
+        assert kept == SparseProjection.load(folder / f"trained-{rank}.safetensors")
+        assert torch.equal(ranks[rank]["learned"]["trained"], ranks[0]["learned"]["trained"])
+    start = SparseProjection.load(folder / "learned" / "projection.safetensors")
+    assert np.array_equal(kept.indices, start.indices)
+    assert np.abs(kept.values - start.values).max() > 1e-4
+    several = (np.diff(kept.indptr) > 1) & ~kept.is_exact_row
+    shares = kept.values[several[kept.entry_rows]]
+    assert np.allclose(shares, ranks[0]["learned"]["trained"].numpy(), rtol=1e-6, atol=0)
+    # What ``megatron-ext projection inspect`` says of it.
+    inspection = Inspection.of(LooseEntries.of(kept), TokenizerPair(student, teacher))
+    assert (
+        inspection.defects
+        == Inspection.of(LooseEntries.of(start), TokenizerPair(student, teacher)).defects
+    )
+
+
+def test_every_checkpoint_has_the_shares_of_its_iteration(
+    folder: Path, ranks: list[dict[str, Any]]
+) -> None:
+    first, last = (
+        SparseProjection.load(
+            folder / f"learned/checkpoints/iter_{iteration:07}/learned_projection.safetensors"
+        )
+        for iteration in (1, 2)
+    )
+    assert last == SparseProjection.load(folder / "learned" / "learned_projection.safetensors")
+    assert np.array_equal(first.indices, last.indices)
+    assert not np.array_equal(first.values, last.values)
+
+
+def test_a_run_starts_where_the_file_is(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        shares = rank["learned"]
+        assert torch.allclose(shares["again"], shares["trained"], rtol=1e-6, atol=0)
+        assert (shares["again"] - shares["start"]).abs().max() > 1e-4
+
+
+def test_held_out_text_is_measured_by_tiles_where_the_loss_is(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        (tiled, rows_of_tiles), (whole, rows) = (rank["measured"][k] for k in ("tiles", "whole"))
+        assert whole.student is not None
+        assert tiled.student == pytest.approx(whole.student, rel=1e-6)
+        assert tiled.teachers["teacher"] == pytest.approx(whole.teachers["teacher"], rel=1e-6)
+        assert max(rows_of_tiles) == TILE_ROWS < min(rows)
+        assert sum(rows_of_tiles) == sum(rows)
+
+
+def test_documents_of_ids_that_cannot_be_read_and_that_differ_are_in_the_log(
+    folder: Path, ranks: list[dict[str, Any]]
+) -> None:
+    (log,) = {json.dumps(rank["ids"]) for rank in ranks}
+    rows = json.loads(log)
+    quarantine = (folder / "on-ids" / "quarantine.jsonl").read_text().splitlines()
+    refused = [json.loads(line) for line in quarantine]
+    assert {document["place"] for document in refused} == {f"{folder}/ids.bin:{SPOILT}"}
+    assert "spell no UTF-8" in refused[0]["reason"]
+    assert rows[-1]["refused_documents"] == len(refused)
+    config = student_run(folder, "run")
+    data = dataclasses.replace(
+        config.data, train=(f"{folder}/ids",), validation=(), indexed_tokenizer="student"
+    )
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(data, bad_documents="skip"),
+        training=dataclasses.replace(config.training, global_batch_size=4),
+    )
+    reader = RunData.read(config, build_tokenizer(config.tokenizer), {}).batches(WHOLE)
+    expected = 0
+    for row in rows:
+        reader.take()
+        expected += reader.retokenized_since_asked()
+        assert row["retokenized_documents"] == expected
+    assert expected
