@@ -30,6 +30,18 @@ class ProcessGroups:
 
     device: torch.device
 
+    @classmethod
+    def from_megatron(cls, device: torch.device) -> ProcessGroups:
+        """Those of this rank, once megatron-core has made its groups."""
+        from megatron.core import parallel_state
+
+        return cls(
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            pp=parallel_state.get_pipeline_model_parallel_group(),
+            dp=parallel_state.get_data_parallel_group(),
+            device=device,
+        )
+
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank embeds tokens."""
@@ -150,12 +162,7 @@ def initialize(
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )
-    return ProcessGroups(
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(),
-        device=device,
-    )
+    return ProcessGroups.from_megatron(device)
 
 
 def finalize() -> None:

@@ -225,9 +225,15 @@ class Trainer:
             )
         return microbatches
 
-    def collate(self, samples: list[PackedSample]) -> Microbatch:
-        """Rows as a microbatch of this run, on its device."""
-        sides = self.data.collator(samples)
+    def collate(
+        self, samples: list[PackedSample], *, held_out: HeldOut | None = None
+    ) -> Microbatch:
+        """Rows as a microbatch of this run, on its device.
+
+        Args:
+            held_out: What they are of, where that is not the training text.
+        """
+        sides = (held_out.dataset.collator if held_out else self.data.collator)(samples)
         completions = self.step.term.completions(sides) if self.step.term else {}
         tiles = None
         if self.step.linear is not None and self.groups.is_last_stage:

@@ -1,0 +1,293 @@
+"""Distillation under Megatron-LM's own loop: what its ``pretrain`` is given.
+
+The configuration says what is learned: the student, its teachers, their tokenizers, the data and
+the loss. Megatron-LM's flags say how: its optimizer, schedule, logging and checkpoints. The layout
+and the batch sizes are in both, and must be the same.
+
+    distillation = PretrainDistillation.from_file("run.yaml", get_args)
+    distillation.take_schedule(megatron.training.training)
+    sys.argv[1:1] = distillation.flags()
+    pretrain(
+        distillation.datasets_provider,
+        distillation.model_provider,
+        ModelType.encoder_or_decoder,
+        distillation.forward_step,
+    )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+
+from megatron_ext.distributed.layout import launched_processes
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import ConfigError
+from megatron_ext.tokenizers import build_tokenizer
+from megatron_ext.training import cpu_megatron
+from megatron_ext.training.checkpoint import load_weights
+from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config_file import build_config, read_config_file
+from megatron_ext.training.distill import model_shard, teach
+from megatron_ext.training.inputs import Inputs, read_inputs
+from megatron_ext.training.lesson import Lesson
+from megatron_ext.training.megatron_lm.loop_arguments import (
+    check_arguments,
+    check_padded_vocab_size,
+    loop_flags,
+)
+from megatron_ext.training.megatron_lm.microbatch_streams import HeldOutStream, TrainingStream
+from megatron_ext.training.models import build_gpt_model
+from megatron_ext.training.start_agreement import check_same_start
+from megatron_ext.training.student import Student
+from megatron_ext.training.trainer import Trainer
+
+_REPORTED: Final = ("loss", "ce", "kd")
+"""Terms that Megatron-LM logs."""
+
+
+class PretrainDistillation:
+    """What Megatron-LM's ``pretrain`` calls, for one run.
+
+    Args:
+        config: What is learned.
+        arguments: Returns Megatron-LM's arguments once there are any; ``megatron.training``'s
+            ``get_args``.
+
+    Raises:
+        ConfigError: A setting that only our own loop has.
+    """
+
+    def __init__(self, config: DistillConfig, arguments: Callable[[], Any]) -> None:
+        _check_settings(config)
+        self.config = config
+        self._arguments = arguments
+        self._chunks: list[GPTModel] = []
+        self._inputs: Inputs | None = None
+        self._groups: ProcessGroups | None = None
+        self._shard: VocabShard | None = None
+        self._trainer: Trainer | None = None
+        self._step: Any = None
+        self._scale = 1.0
+
+    @classmethod
+    def from_file(cls, path: str | Path, arguments: Callable[[], Any]) -> PretrainDistillation:
+        """From the YAML file of ``megatron-ext distill``.
+
+        Raises:
+            ConfigError: The file is no such configuration.
+        """
+        values, where = read_config_file(path)
+        return cls(build_config(DistillConfig, values, where), arguments)
+
+    def flags(self) -> list[str]:
+        """Megatron-LM's flags for the run; those of a command line may follow them.
+
+        The layout, the batch sizes and the student's sizes are checked again later: another value
+        of one of these is an error.
+        """
+        tokenizer = build_tokenizer(self.config.tokenizer)
+        return loop_flags(self.config, vocab_size=tokenizer.vocab_size)
+
+    def model_provider(
+        self, pre_process: bool = True, post_process: bool = True, **options: Any
+    ) -> GPTModel:
+        """The student's next chunk; with the last one everything that teaches it.
+
+        Args:
+            pre_process: Whether it embeds tokens; ours knows from the layout.
+            post_process: Whether it has the head.
+            options: ``vp_stage`` and what releases pass besides.
+
+        Collectives: those of ``training.distill.teach``, with the last chunk.
+        """
+        if self._groups is None:
+            self._start()
+        assert self._groups is not None
+        assert self._inputs is not None
+        assert self._shard is not None
+        parallel = self.config.parallel
+        self._chunks.append(
+            build_gpt_model(
+                self.config.student,
+                padded_vocab_size=self._padded_vocab_size,
+                parallel=parallel,
+                training=self.config.training,
+                groups=self._groups,
+                vp_stage=options.get("vp_stage") or 0,
+            )
+        )
+        if len(self._chunks) == parallel.virtual_pipeline_model_parallel_size:
+            if self.config.initial_checkpoint:
+                start = find_checkpoint(self.config.initial_checkpoint, where="initial_checkpoint")
+                fingerprint = self._inputs.tokenizer.fingerprint()
+                load_weights(start, self._chunks, fingerprint=fingerprint)
+            self._trainer = teach(
+                self._chunks,
+                self._shard,
+                config=self.config,
+                groups=self._groups,
+                inputs=self._inputs,
+                make_student=_LentStudent,
+            )
+        return self._chunks[-1]
+
+    def datasets_provider(
+        self, train_val_test_num_samples: Sequence[int], vp_stage: int | None = None
+    ) -> tuple[TrainingStream, HeldOutStream | None, None]:
+        """Microbatches without end, of the training text and of what is held out.
+
+        For ``--dataloader-type external``, which passes them through. Every rank reads its own.
+        With ``--dataloader-save`` a run goes on where its checkpoint was; else it reads again what
+        it is through.
+        """
+        trainer = self._built()
+        args = self._arguments()
+        done = getattr(args, "consumed_train_samples", 0) // args.global_batch_size
+        held_out = trainer.data.held_out
+        return (
+            TrainingStream(trainer, done=done, folder=getattr(args, "dataloader_save", None)),
+            HeldOutStream(trainer, held_out) if held_out else None,
+            None,
+        )
+
+    # Every tensor- and pipeline-parallel rank has microbatches, not the first alone.
+    datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+    def forward_step(self, lessons: Iterator[Lesson], model: Any) -> tuple[torch.Tensor, Any]:
+        """The stage's output, and the function that turns it into Megatron-LM's loss triple."""
+        output, loss = self._step(lessons, _InItsPrecision(model))
+        return output, partial(self._scaled, loss)
+
+    def _scaled(
+        self, loss: Callable[..., Any], output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Of every microbatch one token, by whose number Megatron-LM divides the gradient.
+
+        What it logs it divides by a sum of counts: a term that is divided already counts as this
+        microbatch's part of one.
+        """
+        total, no_tokens, report = loss(output)
+        part = torch.full_like(total, 1 / self._scale, dtype=torch.float32)
+        terms = {
+            name: torch.stack([value.float(), part if name in self._divided else count.float()])
+            for name, (value, count) in report.metrics.items()
+            if name in _REPORTED
+        }
+        return total * self._scale, torch.ones_like(no_tokens), terms
+
+    @property
+    def _divided(self) -> tuple[str, ...]:
+        """Terms whose sum over microbatches and replicas is the mean over a global batch."""
+        term = self._built().step.term
+        return ("loss",) if term is None or term.is_single else ("loss", "kd")
+
+    def take_schedule(self, module: ModuleType) -> None:
+        """Let the teachers' schedules run before the student's in ``megatron.training.training``.
+
+        A forward step cannot: by then a stage of a pipeline waits for another.
+        """
+        original = module.get_forward_backward_func
+
+        def get_forward_backward_func(*arguments: Any, **options: Any) -> Callable[..., Any]:
+            return self._with_lessons(original(*arguments, **options))
+
+        module.get_forward_backward_func = get_forward_backward_func  # type: ignore[attr-defined]
+
+    def _with_lessons(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        def run(**options: Any) -> Any:
+            trainer = self._built()
+            streams, model = options["data_iterator"], options["model"]
+            # Of an interleaved pipeline's streams, one for each chunk, which all are alike.
+            stream = streams[0] if isinstance(streams, list) else streams
+            count = options["num_microbatches"]
+            lessons = trainer.lessons([next(stream) for _ in range(count)])
+            self._step = trainer.step_of(lessons, iteration=1)
+            self._scale = float(count * trainer.groups.dp_size * trainer.groups.cp_size)
+            several = isinstance(model, list) and len(model) > 1
+            iterators = [iter(lessons) for _ in model] if several else iter(lessons)
+            length = lessons[0].batch.row_length
+            return schedule(**{**options, "data_iterator": iterators, "seq_length": length})
+
+        return run
+
+    def _start(self) -> None:
+        """Read everything once Megatron-LM has made its process groups."""
+        check_arguments(self._arguments(), self.config)
+        self._inputs = read_inputs(self.config, world_size=launched_processes())
+        check_same_start(self.config, self._inputs)
+        self._groups = ProcessGroups.from_megatron(_device())
+        self._shard = model_shard(
+            "student", self.config.student, self._inputs.tokenizer, self.config, self._groups
+        )
+        check_padded_vocab_size(self._arguments(), self._padded_vocab_size)
+
+    @property
+    def _padded_vocab_size(self) -> int:
+        assert self._shard is not None
+        return self._shard.width * self.config.parallel.tensor_model_parallel_size
+
+    def _built(self) -> Trainer:
+        if self._trainer is None:
+            raise ConfigError(
+                "the model was not built by model_provider",
+                fix="give pretrain the model_provider of this object",
+            )
+        return self._trainer
+
+
+class _InItsPrecision:
+    """A model whose output is not made fp32, which ``Float16Module`` does with all logits.
+
+    Our losses add up in fp32 whatever they read.
+
+    Args:
+        model: A chunk as Megatron-LM has wrapped it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.module = model
+
+    def __call__(self, *inputs: Any) -> Any:
+        model = self.module
+        while not isinstance(model, (GPTModel, Float16Module)):
+            model = model.module
+        options = {"fp32_output": False} if isinstance(model, Float16Module) else {}
+        return self.module(*inputs, **options)
+
+
+class _LentStudent(Student):
+    """A student that Megatron-LM wraps, updates and saves."""
+
+    def __init__(self, chunks: Sequence[GPTModel], **_: Any) -> None:
+        self.chunks = list(chunks)
+
+
+def _check_settings(config: DistillConfig) -> None:
+    for where, value, expected in (
+        ("training.vocabulary_layout", config.training.vocabulary_layout, "original"),
+        ("loss.weighting", config.loss.weighting, "fixed"),
+        ("parallel.context_parallel_size", getattr(config.parallel, "context_parallel_size", 1), 1),
+    ):
+        if value != expected:
+            raise ConfigError(
+                "only megatron-ext distill has this, not Megatron-LM's loop",
+                where=where,
+                got=value,
+                expected=expected,
+            )
+
+
+def _device() -> torch.device:
+    if cpu_megatron.is_installed():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,185 @@
+"""Runs under our loop and under Megatron-LM's, on spawned ranks."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.distributed import process_groups
+from megatron_ext.training import cpu_megatron
+from megatron_ext.training.config import DistillConfig, ParallelConfig
+from megatron_ext.training.data.global_batches import GlobalBatches
+from megatron_ext.training.distill import build_trainer
+from megatron_ext.training.inputs import read_inputs
+from megatron_ext.training.megatron_lm.loop_arguments import loop_flags
+from megatron_ext.training.megatron_lm.microbatch_streams import TrainingStream
+from megatron_ext.training.megatron_lm.pretrain import PretrainDistillation
+from megatron_ext.training.metrics import read_metrics
+from tests.training import pretrain_stand_in
+from tests.training.tiny_run import STUDENT_VOCAB_SIZE, student_run, teacher_run
+
+STEPS = 2
+TERMS = ("loss", "ce", "kd", "grad_norm")
+
+
+LAYERS = 4
+"""A multiple of the stages of every layout."""
+
+
+def pretrain_config(
+    folder: Path, name: str, *, precision: Literal["fp32", "bf16"] = "fp32", **parallel: Any
+) -> DistillConfig:
+    """Two steps."""
+    config = student_run(folder, name)
+    assert config.teacher is not None
+    teacher_model = dataclasses.replace(config.teacher.model, num_layers=LAYERS)
+    return dataclasses.replace(
+        config,
+        student=dataclasses.replace(config.student, num_layers=LAYERS),
+        teacher=dataclasses.replace(config.teacher, model=teacher_model),
+        training=dataclasses.replace(
+            config.training, train_iters=STEPS, save_interval=STEPS, precision=precision
+        ),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def arguments_of(config: DistillConfig, **changes: Any) -> dict[str, Any]:
+    """What Megatron-LM's parser makes of a configuration's flags."""
+    words = loop_flags(config, vocab_size=STUDENT_VOCAB_SIZE)
+    found: dict[str, Any] = dict(_DEFAULTS)
+    for flag, value in zip(words, [*words[1:], "--"], strict=True):
+        if flag.startswith("--"):
+            name = flag.removeprefix("--").replace("-", "_")
+            found[name] = value.startswith("--") or _parsed(value)
+    found["virtual_pipeline_model_parallel_size"] = found.pop(
+        "num_virtual_stages_per_pipeline_rank", None
+    )
+    return {**found, **changes}
+
+
+_DEFAULTS = {
+    "bf16": False,
+    "use_distributed_optimizer": False,
+    "sequence_parallel": False,
+    "group_query_attention": False,
+    "swiglu": False,
+    "untie_embeddings_and_output_weights": False,
+    "consumed_train_samples": 0,
+    "dataloader_save": None,
+}
+
+
+def _parsed(value: str) -> object:
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        return value
+
+
+def train_under_both(
+    rank: int, folder: Path, layouts: dict[str, dict[str, Any]]
+) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Of each layout what our log has, and what Megatron-LM's loop reports on this rank."""
+    teacher = teacher_run(folder)
+    _ours(
+        dataclasses.replace(
+            teacher, student=dataclasses.replace(teacher.student, num_layers=LAYERS)
+        )
+    )
+    found = {}
+    for name, options in layouts.items():
+        config = pretrain_config(folder, f"{name}-ours", **options)
+        _ours(config)
+        _initialize(config)
+        lent = dataclasses.replace(config, run_dir=str(folder / f"{name}-lent"))
+        pretrain_stand_in.set_args(**arguments_of(lent))
+        distillation = PretrainDistillation(lent, pretrain_stand_in.get_args)
+        original = pretrain_stand_in.get_forward_backward_func
+        distillation.take_schedule(pretrain_stand_in)
+        try:
+            logged = pretrain_stand_in.pretrain(
+                distillation.datasets_provider,
+                distillation.model_provider,
+                None,
+                distillation.forward_step,
+            )
+        finally:
+            pretrain_stand_in.get_forward_backward_func = original
+        found[name] = (read_metrics(Path(config.run_dir)), logged)
+    return found
+
+
+class Resumed(NamedTuple):
+    """Tokens of the second global batch, and how many global batches were read for it."""
+
+    at_once: list[Any]
+    from_a_state: list[Any]
+    by_reading_again: list[Any]
+    reads: list[int]
+
+
+def resume_streams(rank: int, folder: Path, layout: dict[str, Any]) -> Resumed:
+    """The text of one run: read on, and from where a checkpoint says it stood."""
+    config = pretrain_config(folder, "resumed", **layout)
+    _initialize(config)
+    pretrain_stand_in.set_args(**arguments_of(config))
+    distillation = PretrainDistillation(config, pretrain_stand_in.get_args)
+    distillation.model_provider()
+    trainer = distillation._built()
+    training = config.training
+    count = training.global_batch_size // (training.micro_batch_size * trainer.groups.dp_size)
+    stream, *_ = distillation.datasets_provider([1, 1, 0])
+    for _ in range(count):
+        next(stream)
+    # Where ``save_checkpoint`` of Megatron-LM puts it.
+    file = folder / f"state/iter_0000001/mp_rank_00/train_dataloader_dprank{rank:03d}.pt"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"dataloader_state_dict": stream.save_state()}, file)
+    dist.barrier()
+    found = [_tokens(stream, count)]
+    reads = []
+    for saved in (str(folder / "state"), None):
+        fresh = dataclasses.replace(trainer, batches=trainer.data.batches(trainer.replica))
+        with patch.object(GlobalBatches, "take", autospec=True, side_effect=_TAKE) as take:
+            found.append(_tokens(TrainingStream(fresh, done=1, folder=saved), count))
+        reads.append(take.call_count)
+    return Resumed(*found, reads)
+
+
+_TAKE = GlobalBatches.take
+
+
+def _tokens(stream: Any, count: int) -> list[Any]:
+    return [next(stream).student.tokens.tolist() for _ in range(count)]
+
+
+def train_and_resume(
+    rank: int, folder: Path, layouts: dict[str, dict[str, Any]]
+) -> tuple[dict[str, tuple[list[Any], list[Any]]], Resumed]:
+    """Both, in one start of ranks."""
+    return train_under_both(rank, folder, layouts), resume_streams(rank, folder, {})
+
+
+def _ours(config: DistillConfig) -> None:
+    groups = _initialize(config)
+    inputs = read_inputs(config, world_size=dist.get_world_size())
+    build_trainer(config, groups, inputs).train()
+    dist.barrier()
+
+
+def _initialize(config: DistillConfig) -> process_groups.ProcessGroups:
+    cpu_megatron.install()
+    parallel_state.destroy_model_parallel()
+    return process_groups.initialize(
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
+    )

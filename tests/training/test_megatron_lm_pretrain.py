@@ -1,0 +1,153 @@
+"""Megatron-LM's loop learns what ours does, from the functions that its ``pretrain`` is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.megatron_lm.loop_arguments import (
+    check_arguments,
+    check_padded_vocab_size,
+)
+from megatron_ext.training.megatron_lm.pretrain import PretrainDistillation
+from tests.process_group import run_ranks
+from tests.training.pretrain_runs import (
+    STEPS,
+    TERMS,
+    Resumed,
+    arguments_of,
+    pretrain_config,
+    train_and_resume,
+)
+from tests.training.tiny_run import write_corpus, write_rank_list
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2-sharded-optimizer": {"use_distributed_optimizer": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2-vp2-bf16": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "precision": "bf16",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrain")
+    write_corpus(folder)
+    write_rank_list(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[tuple[dict[str, Any], Resumed]]:
+    """What each rank found."""
+    return run_ranks(2, train_and_resume, folder, LAYOUTS, timeout_s=240)
+
+
+@pytest.fixture
+def runs(found: list[tuple[dict[str, Any], Resumed]]) -> list[dict[str, Any]]:
+    return [runs for runs, _ in found]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_step_has_the_losses_and_the_gradient_of_our_own_loop(
+    runs: list[dict[str, Any]], layout: str
+) -> None:
+    ours, lent = runs[-1][layout]
+    assert len(ours) == STEPS
+    for row, logged in zip(ours, lent, strict=False):
+        # Megatron-LM scales the loss by the number of microbatches, and the gradient back.
+        assert {name: logged[name] for name in TERMS} == pytest.approx(
+            {name: row[name] for name in TERMS}, rel=1e-5
+        )
+    assert ours[0]["loss"] != pytest.approx(ours[1]["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_held_out_text_is_measured_by_the_same_terms(
+    runs: list[dict[str, Any]], layout: str
+) -> None:
+    held_out = runs[-1][layout][1][STEPS]
+    assert set(held_out) == {"loss", "ce", "kd"}
+    assert held_out["loss"] == pytest.approx(held_out["kd"] + held_out["ce"] / 2, rel=1e-5)
+
+
+def test_a_stage_without_a_head_reports_nothing(runs: list[dict[str, Any]]) -> None:
+    assert [set(row) for row in runs[0]["pp2"][1]] == [{"grad_norm"}, {"grad_norm"}, set()]
+
+
+def test_the_text_goes_on_where_a_checkpoint_says_it_stood(
+    found: list[tuple[dict[str, Any], Resumed]],
+) -> None:
+    for _, resumed in found:
+        assert resumed.from_a_state == resumed.at_once
+        assert resumed.by_reading_again == resumed.at_once
+        # One for the tokens, and without a state the one before.
+        assert resumed.reads == [1, 2]
+
+
+def test_the_functions_take_what_every_release_passes() -> None:
+    provide, forward = PretrainDistillation.model_provider, PretrainDistillation.forward_step
+    me = object()
+    # 0.16, and the main branch in August 2026.
+    inspect.signature(provide).bind(me, pre_process=True, post_process=False)
+    options = {"vp_stage": None, "config": None, "pg_collection": None}
+    inspect.signature(provide).bind(me, pre_process=True, post_process=False, **options)
+    datasets = PretrainDistillation.datasets_provider
+    inspect.signature(datasets).bind(me, [1, 1, 1])
+    inspect.signature(datasets).bind(me, [1, 1, 1], vp_stage=0)
+    assert datasets.is_distributed  # type: ignore[attr-defined]
+    inspect.signature(forward).bind(me, iter([]), object())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("tensor_model_parallel_size", 2),
+        ("global_batch_size", 16),
+        ("seq_length", 40),
+        ("bf16", True),
+        ("dataloader_type", "single"),
+        ("num_layers", 8),
+        ("num_query_groups", 4),
+        ("context_parallel_size", 2),
+        ("iterations_to_skip", [3]),
+    ],
+)
+def test_arguments_of_another_run_are_refused(tmp_path: Path, flag: str, value: object) -> None:
+    config = pretrain_config(tmp_path, "run")
+    check_arguments(SimpleNamespace(**arguments_of(config)), config)
+    changed = {**arguments_of(config), flag: value}
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')}"):
+        check_arguments(SimpleNamespace(**changed), config)
+
+
+def test_evaluation_without_held_out_text_is_refused(tmp_path: Path) -> None:
+    config = pretrain_config(tmp_path, "run")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, validation=()))
+    arguments = arguments_of(config)
+    assert arguments["eval_iters"] == 0
+    check_arguments(SimpleNamespace(**arguments), config)
+    with pytest.raises(ConfigError, match="--eval-iters"):
+        check_arguments(SimpleNamespace(**{**arguments, "eval_iters": 10}), config)
+
+
+def test_a_vocabulary_of_another_size_is_refused() -> None:
+    check_padded_vocab_size(SimpleNamespace(padded_vocab_size=8064), 8064)
+    with pytest.raises(ConfigError, match="--padded-vocab-size"):
+        check_padded_vocab_size(SimpleNamespace(padded_vocab_size=8192), 8064)
+
+
+def test_what_only_our_loop_has_is_refused(tmp_path: Path) -> None:
+    config = pretrain_config(tmp_path, "run")
+    training = dataclasses.replace(config.training, vocabulary_layout="co_sharded")
+    with pytest.raises(ConfigError, match=r"training\.vocabulary_layout"):
+        PretrainDistillation(dataclasses.replace(config, training=training), SimpleNamespace)
