@@ -7,8 +7,7 @@ process: a torch function mode turns ``device="cuda"`` into the CPU, and the han
 installed on disk changes. Schedules, layers, collectives and optimizers run as they are, so every
 parallel layout can be tested on any machine.
 
-Not available in this mode: CUDA graphs, stream overlap, Transformer Engine (hence context
-parallelism), fused kernels.
+Not available in this mode: CUDA graphs, stream overlap, Transformer Engine, fused kernels.
 """
 
 from __future__ import annotations
@@ -68,6 +67,8 @@ class _CudaToCpu(TorchFunctionMode):
             args = (args[0], "cpu", *args[2:])
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
+        # There is nothing to pin memory for, and torch refuses.
+        kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
 
 

@@ -1,0 +1,151 @@
+"""Attention over sequences that are cut over context-parallel ranks.
+
+S positions of this rank, T of whole sequences, B rows, H heads, G key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_ext.distributed.context_rank import ContextRank, in_order
+from megatron_ext.errors import ConfigError
+
+
+class ContextAttention(MegatronModule):  # type: ignore[misc]
+    """A core attention for megatron-core's layer specs, on any number of context-parallel ranks.
+
+    Each rank has the queries of its own positions (``ContextRank``) and gathers the keys and values
+    of all, as Transformer Engine does with ``cp_comm_type="all_gather"``. A slice of queries is
+    compared with the keys up to its end and no further, so that the ranks have equal work.
+
+    Equivalent, of whole sequences: ``scaled_dot_product_attention(q, k, v, ~attention_mask)``,
+    which it calls: no scores are kept where torch has a fused kernel.
+
+    Collectives: forward one all-gather of [T, B, G, 2 D], backward one reduce-scatter of it.
+
+    Args:
+        config: Of the model.
+        layer_number: Unused; nothing depends on the layer.
+        attn_mask_type: Causal.
+        attention_type: ``self``.
+        softmax_scale: What scores are multiplied by; ``1 / sqrt(D)`` with None.
+        pg_collection: Has the context-parallel group.
+        unused: What releases of megatron-core pass besides.
+
+    Raises:
+        ConfigError: A configuration with something that it does not do.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        _check(config, attn_mask_type, attention_type)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self._group: dist.ProcessGroup = pg_collection.cp
+        self._rank = ContextRank(
+            rank=dist.get_rank(self._group), size=dist.get_world_size(self._group)
+        )
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: [S, B, H, D]
+            key: [S, B, G, D]
+            value: [S, B, G, D]
+            attention_mask: [B or 1, 1, S, T] bool, True where a position does not see another; it
+                must hide all that is ahead. None: that alone is hidden.
+            attn_mask_type: Causal, whatever is said here.
+            attention_bias: None.
+            packed_seq_params: None: several texts in a row are told apart by the mask.
+
+        Returns:
+            [S, B, H D]
+        """
+        assert attention_bias is None
+        assert packed_seq_params is None
+        keys, values = self._gathered(key, value)
+        width = len(query) // 2
+        parts = []
+        for index, first in enumerate(self._rank.first_positions(len(keys))):
+            rows, seen = slice(index * width, (index + 1) * width), first + width
+            if attention_mask is None:
+                sees = query.new_ones(width, seen, dtype=torch.bool).tril(first)
+            else:
+                sees = ~attention_mask[..., rows, :seen]
+            parts.append(self._attend(query[rows], keys[:seen], values[:seen], sees))
+        return torch.cat(parts)
+
+    def _gathered(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, B, G, D] of all ranks, in the order of positions."""
+        if self._rank.size == 1:
+            return key, value
+        both = torch.cat((key, value), dim=-1)
+        whole = in_order(
+            gather_from_sequence_parallel_region(both, group=self._group), self._rank.size
+        )
+        keys, values = whole.chunk(2, dim=-1)
+        return keys, values
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sees: torch.Tensor
+    ) -> torch.Tensor:
+        """[S, B, H D]"""
+        heads = query.shape[2] // keys.shape[2]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            keys.repeat_interleave(heads, dim=2).permute(1, 2, 0, 3),
+            values.repeat_interleave(heads, dim=2).permute(1, 2, 0, 3),
+            attn_mask=sees,
+            scale=self._scale,
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str) -> None:
+    for what, got, expected in (
+        ("attention_type", attention_type, "self"),
+        ("attn_mask_type", mask, AttnMaskType.causal),
+        ("attention_dropout", config.attention_dropout, 0.0),
+        ("softmax_type", config.softmax_type, "vanilla"),
+        ("window_size", config.window_size, None),
+        ("multi_latent_attention", config.multi_latent_attention, False),
+    ):
+        if got != expected:
+            raise ConfigError(
+                "attention over context-parallel ranks does not have it",
+                where=what,
+                got=got,
+                expected=expected,
+                fix="set context_parallel_size to 1",
+            )

@@ -1,0 +1,38 @@
+"""Transformer Engine's attention, for rows of one text and of several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+from megatron_ext.training.context_attention import ContextAttention
+
+
+class RowAttention(TEDotProductAttention):  # type: ignore[misc]
+    """Transformer Engine's where a microbatch has no mask, ``ContextAttention`` where it has one.
+
+    Rows of several texts come with a mask that keeps them apart. Transformer Engine's causal
+    attention reads none, and takes no other over context-parallel ranks.
+
+    Args:
+        options: As a layer spec's core attention is built.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._masked = ContextAttention(**options)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """[S, B, H D]; see ``ContextAttention``."""
+        attend = super().forward if attention_mask is None else self._masked
+        out: torch.Tensor = attend(query, key, value, attention_mask, **options)
+        return out

@@ -1,0 +1,140 @@
+"""Attention over context-parallel ranks is that of whole sequences, gradients included."""
+
+from __future__ import annotations
+
+import math
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_ext.distributed.context_rank import ContextRank, in_order
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.context_attention import ContextAttention
+from tests.process_group import run_ranks
+from tests.training.context_attention_cases import (
+    CASES,
+    SIZES,
+    Attended,
+    Case,
+    every_size,
+    mask,
+    whole,
+)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[int, list[Attended]]]:
+    """One spawn for all sizes and cases."""
+    return run_ranks(4, every_size)
+
+
+def plain(case: Case, dtype: torch.dtype) -> Attended:
+    """By softmax(q k^T) v of whole sequences."""
+    *inputs, grad = (part.to(dtype) for part in whole(case))
+    query, key, value = (part.requires_grad_() for part in inputs)
+    heads = case.heads // case.groups
+    scores = torch.einsum("ibhd,jbhd->bhij", query, key.repeat_interleave(heads, dim=2))
+    scores = (scores * (case.scale or 1 / math.sqrt(case.width))).masked_fill(
+        mask(case), -torch.inf
+    )
+    values = value.repeat_interleave(heads, dim=2)
+    output = torch.einsum("bhij,jbhd->ibhd", scores.softmax(dim=-1), values).flatten(2)
+    output.backward(grad)
+    return Attended(output.detach(), query.grad, key.grad, value.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_output_and_gradients_are_those_of_whole_sequences(
+    case: Case, size: int, ranks: list[dict[int, list[Attended]]]
+) -> None:
+    truth, single = plain(case, torch.float64), plain(case, torch.float32)
+    for first in range(0, 4 // size * size, size):
+        parts = [ranks[first + rank][size][CASES.index(case)] for rank in range(size)]
+        for name, expected, rounded in zip(Attended._fields, truth, single, strict=True):
+            joined = in_order(torch.cat([getattr(part, name) for part in parts]), size)
+            # No worse than twice what the plain expression loses to fp32, and its last places.
+            allowed = 2 * (rounded - expected).abs().max() + 1e-6 * expected.abs().max()
+            assert (joined - expected).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_of_rows_are_put_in_order_again(size: int) -> None:
+    rows = torch.arange(3 * 24).view(3, 24)
+    parts = [ContextRank(rank=rank, size=size).cut(rows) for rank in range(size)]
+    assert all(part.shape == (3, 24 // size) for part in parts)
+    joined = in_order(torch.cat([part.t() for part in parts]), size)
+    assert torch.equal(joined, rows.t())
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"window_size": (8, 0)}, "window_size"),
+        ({"softmax_type": "off-by-one"}, "softmax_type"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(options: dict[str, Any], where: str) -> None:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, **{"attention_dropout": 0.0, **options}
+    )
+    with pytest.raises(ConfigError, match=f"{where}: attention over context-parallel ranks"):
+        ContextAttention(
+            config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self"
+        )
+
+
+def test_other_masks_and_kinds_are_refused() -> None:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, attention_dropout=0.0
+    )
+    for kind, named in ((AttnMaskType.padding, "self"), (AttnMaskType.causal, "cross")):
+        with pytest.raises(ConfigError):
+            ContextAttention(
+                config=config, layer_number=1, attn_mask_type=kind, attention_type=named
+            )
+
+
+class StandIn(torch.nn.Module):
+    """For Transformer Engine's attention, which needs a GPU."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros_like(query).flatten(2)
+
+
+def test_transformer_engine_has_rows_without_a_mask_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("megatron.core.extensions.transformer_engine")
+    module.TEDotProductAttention = StandIn
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "megatron_ext.training.te_attention", raising=False)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda _: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 1)
+    row_attention = import_module("megatron_ext.training.te_attention").RowAttention
+    del sys.modules["megatron_ext.training.te_attention"]
+    case = CASES[1]
+    config = TransformerConfig(
+        num_layers=1, hidden_size=30, num_attention_heads=6, attention_dropout=0.0
+    )
+    attend = row_attention(
+        config=config,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        pg_collection=type("Groups", (), {"cp": object()}),
+    )
+    query, key, value, _ = whole(case)
+    options = {"attn_mask_type": AttnMaskType.causal, "attention_bias": None}
+    assert not attend(query, key, value, None, **options).any()
+    found = attend(query, key, value, mask(case), **options)
+    torch.testing.assert_close(found, plain(case, torch.float32).output, rtol=1e-5, atol=1e-6)
+    assert not list(attend.parameters())
