@@ -28,6 +28,12 @@ class ProcessGroups:
     dp: dist.ProcessGroup
     """Data-parallel: the replicas."""
 
+    cp: dist.ProcessGroup
+    """Context-parallel: ranks that share every sequence of a replica."""
+
+    dp_cp: dist.ProcessGroup
+    """Replicas and the context-parallel ranks of each together: who gradients are summed over."""
+
     device: torch.device
 
     @classmethod
@@ -39,6 +45,8 @@ class ProcessGroups:
             tp=parallel_state.get_tensor_model_parallel_group(),
             pp=parallel_state.get_pipeline_model_parallel_group(),
             dp=parallel_state.get_data_parallel_group(),
+            cp=parallel_state.get_context_parallel_group(),
+            dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
             device=device,
         )
 
@@ -68,6 +76,16 @@ class ProcessGroups:
         return dist.get_world_size(self.dp)
 
     @property
+    def cp_rank(self) -> int:
+        """Which part of every sequence this rank has."""
+        return dist.get_rank(self.cp)
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share a sequence."""
+        return dist.get_world_size(self.cp)
+
+    @property
     def is_main(self) -> bool:
         """Whether this one rank, which knows the losses, writes files and the progress line."""
         return dist.get_rank() == self._main_rank()
@@ -75,7 +93,7 @@ class ProcessGroups:
     @property
     def is_replica_main(self) -> bool:
         """Whether this is the one rank of its replica that ``is_main`` is of the first."""
-        return self.is_last_stage and dist.get_rank(self.tp) == 0
+        return self.is_last_stage and dist.get_rank(self.tp) == 0 and self.cp_rank == 0
 
     def on_main(self, work: Callable[[], object]) -> None:
         """Do ``work`` on the main rank while the others wait; its error is raised on every rank.
@@ -95,7 +113,8 @@ class ProcessGroups:
     def _main_rank(self) -> int:
         """Global rank for which ``is_main`` holds: the first of the last stage.
 
-        megatron-core lays ranks out with tensor parallelism innermost and stages outermost.
+        megatron-core lays ranks out with tensor parallelism innermost, then context parallelism,
+        and stages outermost.
         """
         stages = dist.get_world_size(self.pp)
         return dist.get_world_size() // stages * (stages - 1)
@@ -124,9 +143,10 @@ def initialize(
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
     virtual_pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
     timeout: timedelta = timedelta(minutes=30),
 ) -> ProcessGroups:
-    """Join the process group that torchrun describes and cut it into a TP x PP x DP layout.
+    """Join the process group that torchrun describes and cut it into a TP x CP x DP x PP layout.
 
     One process works too, without torchrun. NCCL with a GPU per local rank, otherwise gloo on CPU
     (the caller installs ``training.cpu_megatron`` first).
@@ -136,16 +156,18 @@ def initialize(
         pipeline_model_parallel_size: PP
         virtual_pipeline_model_parallel_size: Model chunks of a rank; above 1 megatron-core's
             schedules interleave them.
+        context_parallel_size: CP
         timeout: How long a collective may wait.
 
     Raises:
-        ConfigError: The number of processes is not a multiple of TP x PP.
+        ConfigError: The number of processes is not a multiple of TP x CP x PP.
     """
     world_size = launched_processes()
     data_parallel_size(
         world_size=world_size,
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
     )
     device = _local_device()
     join(timeout)
@@ -159,6 +181,7 @@ def initialize(
             if virtual_pipeline_model_parallel_size > 1
             else None
         ),
+        context_parallel_size=context_parallel_size,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )

@@ -1,4 +1,4 @@
-"""What a teacher is. B batch, T tokens."""
+"""What a teacher is. B batch, T tokens of whole rows, S those that this rank has."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class TokenInputs(Protocol):
 
     @property
     def tokens(self) -> torch.Tensor:
-        """[B, T] int64"""
+        """[B, S] int64"""
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """[B, T] int64"""
+        """[B, S] int64"""
 
     @property
     def attention_mask(self) -> torch.Tensor | None:
-        """[B, 1, T, T] bool: what a position does not see; None where that is all behind it."""
+        """[B, 1, S, T] bool: what a position does not see; None where that is all behind it."""
 
 
 class Teacher(Protocol):

@@ -45,7 +45,8 @@ class MegatronTeacher:
                 data_iterator=[iter(microbatches) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(microbatches),
-                seq_length=length,
+                # megatron-core divides the length of whole rows over context-parallel ranks.
+                seq_length=length * self.chunks[0].config.context_parallel_size,
                 micro_batch_size=batch_size,
                 forward_only=True,
                 collect_non_loss_data=True,

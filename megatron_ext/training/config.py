@@ -204,6 +204,9 @@ class ParallelConfig:
     """Model chunks of a pipeline rank, which megatron-core's interleaved schedule takes turns with;
     1 for the plain schedule."""
 
+    context_parallel_size: int = 1
+    """Processes that share every sequence, of the student and of the teachers."""
+
     use_distributed_optimizer: bool = False
     """Shard the optimizer's state over data-parallel ranks."""
 
@@ -227,6 +230,7 @@ class ParallelConfig:
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
             "virtual_pipeline_model_parallel_size",
+            "context_parallel_size",
             "distributed_timeout_minutes",
         )
         if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:

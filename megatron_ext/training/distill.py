@@ -74,6 +74,7 @@ def _start(config: DistillConfig, inputs: Inputs, timeout: timedelta) -> Trainer
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.parallel.context_parallel_size,
         timeout=timeout,
     )
     rank_phase.enter("building the models")

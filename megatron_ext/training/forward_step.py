@@ -66,7 +66,10 @@ class GlobalCounts:
     def of(
         cls, lessons: Sequence[Lesson], groups: ProcessGroups, *, term: TeacherTerm | None
     ) -> GlobalCounts:
-        """Counts over all microbatches and replicas; one all-reduce over ``dp``."""
+        """Counts over all microbatches and replicas; one all-reduce over ``dp``.
+
+        Ranks that share a replica's sequences know all of its rows, and count the same.
+        """
         batches = [lesson.batch for lesson in lessons]
         chunk_counts = astuple(sum((b.chunk_counts for b in batches), ChunkCounts()))
         counted = [term.counts(lesson) if term else {} for lesson in lessons]
@@ -244,8 +247,8 @@ def reduce_reports(
 ) -> tuple[dict[str, float], FiniteCheck]:
     """Means over the global batch on the last stage, none elsewhere, and whether numbers were bad.
 
-    One all-reduce over ``dp``. What counts nothing is the sum of the microbatches' parts, which are
-    divided already. Nothing of the same name is missing in another microbatch.
+    One all-reduce over ``dp_cp``. What counts nothing is the sum of the microbatches' parts, which
+    are divided already. Nothing of the same name is missing in another microbatch.
     """
     if not reports:
         return {}, FiniteCheck(torch.zeros(2, dtype=torch.int32, device=groups.device))
@@ -256,7 +259,7 @@ def reduce_reports(
     ]
     bad = torch.stack([report.finite.bad for report in reports])
     totals = torch.stack([*(part.sum(dim=0) for part in sums), bad.double().sum(dim=0)])
-    dist.all_reduce(totals, group=groups.dp)
+    dist.all_reduce(totals, group=groups.dp_cp)
     means = {
         name: total if count == 0 else total / count
         for name, (total, count) in zip(names, totals[:-1].tolist(), strict=True)

@@ -96,6 +96,7 @@ def _check_batch(config: DistillConfig, world_size: int) -> None:
         world_size=world_size,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
     )
     step = training.micro_batch_size * replicas
     if training.global_batch_size % step:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megatron_ext.distributed.context_rank import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import DskdProjectors, LearnedProjection, Objective, ProjectedKLLoss
@@ -97,6 +98,7 @@ def learning_step(
         aggregator=make_aggregator(config, objectives),
         constants=constants,
         is_single=config.teacher is not None,
+        context=ContextRank.of(groups.cp),
     )
     return dataclasses.replace(step, term=term)
 

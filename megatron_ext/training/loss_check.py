@@ -9,6 +9,7 @@ from megatron_ext.losses import Objective, ProjectedKLLoss
 from megatron_ext.losses.linear.linear_distillation import LinearDistillation
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.context_check import check_context_parallel
 from megatron_ext.training.objective import make_objective, needs_of
 from megatron_ext.training.teacher_term import make_aggregator
 from megatron_ext.training.term_weighting import make_weighting
@@ -38,6 +39,7 @@ def check_loss(
     _check_layout(config, objectives)
     _check_learned(config, objectives)
     _check_linear(config, objectives)
+    check_context_parallel(config, objectives)
     for name, objective in objectives.items():
         if needs_of(objective).same_tokenizer or config.loss.teacher_mode == "averaged_logits":
             _check_same_tokenizer(config, name, tokenizer, teachers[name])

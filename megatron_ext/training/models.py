@@ -24,6 +24,7 @@ from torch.nn import functional
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.context_attention import ContextAttention
 from megatron_ext.training.model_chunks import ModelChunks
 from megatron_ext.training.scaled_embedding import scale_embeddings
 from megatron_ext.training.torch_norm import TorchNorm
@@ -126,6 +127,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=(
             parallel.virtual_pipeline_model_parallel_size if is_interleaved else None
         ),
+        context_parallel_size=parallel.context_parallel_size,
         # One batch of both directions would have two messages between the same two ranks, of which
         # megatron-core takes one for the other where a pipeline has two stages.
         overlap_p2p_comm=is_interleaved,
@@ -186,15 +188,22 @@ def _layer_spec(
 
     The local spec names the final norm too: left to itself, megatron-core takes it from whichever
     of Transformer Engine and Apex imports, and neither fits these layers. Every norm is ours, which
-    sequence parallelism can have.
+    sequence parallelism can have. megatron-core's own attention refuses context parallelism, which
+    ours does.
     """
     if HAVE_TE and not cpu_megatron.is_installed():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
+        from megatron_ext.training.te_attention import RowAttention
+
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
+        layer.submodules.self_attention.submodules.core_attention = RowAttention
+        return layer
     layer = get_gpt_layer_local_spec(normalization=model.normalization)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
     if model.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = TorchNorm
+    if parallel.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = ContextAttention
     layers_of_chunk = model.num_layers // (
         parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
     )

@@ -25,20 +25,22 @@ LAYOUT: Final = "rng_layout"
 
 def layout_of(groups: ProcessGroups) -> dict[str, int]:
     """Sizes on which it depends whose generators are whose."""
-    return {name: dist.get_world_size(getattr(groups, name)) for name in ("pp", "tp", "dp")}
+    names = ("pp", "tp", "dp", "cp")
+    return {name: dist.get_world_size(getattr(groups, name)) for name in names}
 
 
 def sharded_random_state(groups: ProcessGroups) -> dict[str, Any]:
     """This rank's generators for ``dist_checkpointing``, with the layout that they belong to."""
-    shape = tuple(layout_of(groups).values())
-    place = tuple(dist.get_rank(getattr(groups, name)) for name in ("pp", "tp", "dp"))
+    axes = (groups.pp, groups.tp, groups.dp_cp)
+    shape, place = tuple(map(dist.get_world_size, axes)), tuple(map(dist.get_rank, axes))
     state = ShardedObject(KEY, _random_state(), shape, place, replica_id=0)
     return {KEY: state, LAYOUT: layout_of(groups)}
 
 
 def can_load(common: Mapping[str, Any], groups: ProcessGroups) -> bool:
     """Whether a checkpoint with this common state has the generators of these ranks."""
-    return common.get(LAYOUT) == layout_of(groups)
+    # Before there was context parallelism nothing was said of it.
+    return {"cp": 1, **common.get(LAYOUT, {})} == layout_of(groups)
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:

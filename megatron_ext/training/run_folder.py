@@ -45,6 +45,7 @@ _MAY_CHANGE = (
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
     "parallel.virtual_pipeline_model_parallel_size",
+    "parallel.context_parallel_size",
     "parallel.sequence_parallel",
     "parallel.overlap_grad_reduce",
     "parallel.overlap_param_gather",

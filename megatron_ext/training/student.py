@@ -63,7 +63,8 @@ class Student:
         for ddp in self.ddp:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        batch_size, length = lessons[0].batch.student.tokens.shape
+        # megatron-core divides the length of whole rows over context-parallel ranks.
+        length, batch_size = lessons[0].batch.row_length, len(lessons[0].batch.student.tokens)
         return list(
             self._schedule(
                 forward_step_func=step,

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.distributed.context_rank import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import ConfigError, LossError
 from megatron_ext.losses import (
@@ -20,6 +22,7 @@ from megatron_ext.losses import (
     TeacherText,
     reduce_scores,
 )
+from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
 from megatron_ext.training.data.microbatch import Microbatch
@@ -71,22 +74,51 @@ class TeacherTerm:
     is_single: bool = True
     """Whether there is but the one of a ``teacher`` section: its numbers go without a name."""
 
+    context: ContextRank | None = None
+    """This rank among those that share every sequence; None: it has them whole."""
+
     @property
     def names(self) -> list[str]:
         """Of the teachers, in the order of their weights."""
         return list(self.aggregator.teachers)
 
-    def completions(self, sides: CrossTokenizerBatch) -> dict[str, ChunkCompletions]:
-        """Of the teachers that have a table of them; on the host."""
+    def plans(self, sides: CrossTokenizerBatch) -> dict[str, ContextParallelPlan]:
+        """Who owns which chunks, of the teachers that chunks are compared with; on the host.
+
+        Nothing where rows are whole, and on stages without the loss.
+        """
+        if self.context is None:
+            return {}
+        return {
+            name: ContextParallelPlan.from_alignment(
+                sides.alignments[name],
+                student=self.context.layout,
+                teacher=self.context.layout,
+                rank=self.context.rank,
+                group=self.context.group,
+            )
+            for name in self.constants
+            if self.aggregator.teachers[name].over == "chunks"
+        }
+
+    def completions(
+        self, sides: CrossTokenizerBatch, plans: Mapping[str, ContextParallelPlan] | None = None
+    ) -> dict[str, ChunkCompletions]:
+        """Of the teachers that have a table of them; on the host.
+
+        Args:
+            plans: What ``plans`` returned: completions are of the chunks that this rank owns.
+        """
         found = {}
         for name, constants in self.constants.items():
-            if constants.completion_table is not None:
-                found[name] = ChunkCompletions.of(
-                    sides.alignments[name],
-                    sides.student.labels,
-                    sides.teachers[name].labels,
-                    constants.completion_table,
-                )
+            if constants.completion_table is None:
+                continue
+            alignment = sides.alignments[name]
+            labels = sides.student.labels, sides.teachers[name].labels
+            plan = (plans or {}).get(name)
+            if plan is not None:
+                alignment, labels = plan.alignment, plan.labels(*labels)
+            found[name] = ChunkCompletions.of(alignment, *labels, constants.completion_table)
         return found
 
     def lessons(
@@ -139,28 +171,40 @@ class TeacherTerm:
         return part.split("/")[0] if self.is_single else part
 
     def _inputs(self, lesson: Lesson, student: DistillationInputs, name: str) -> DistillationInputs:
-        constants, known = self.constants[name], lesson.known[name]
-        return replace(
+        constants, known, batch = self.constants[name], lesson.known[name], lesson.batch
+        inputs = replace(
             student,
-            labels=known.labels,
+            labels=_own_labels(batch, known),
             teacher=lesson.targets[name],
-            alignment=known.alignment,
-            teacher_labels=known.teacher_labels,
+            alignment=known.alignment if batch.context is None else None,
+            teacher_labels=batch.teachers[name].labels,
             chunk_mask=known.chunk_mask,
             projection=constants.current_projection(),
             match=constants.match,
             boundary=constants.boundary,
-            completions=lesson.batch.completions.get(name),
+            completions=batch.completions.get(name),
         )
+        plan = batch.plans.get(name)
+        return inputs if plan is None else plan.inputs(inputs)
 
     def _known(self, batch: Microbatch, name: str) -> KnownAhead:
         constants = self.constants.get(name)
         return KnownAhead(
-            labels=batch.student.labels,
+            labels=batch.whole_labels,
             alignment=batch.sides.alignments[name],
-            teacher_labels=batch.teachers[name].labels,
+            teacher_labels=batch.whole_labels_of(name),
             word_starts=constants.word_starts if constants else None,
         )
+
+
+def _own_labels(batch: Microbatch, known: KnownAhead) -> torch.Tensor:
+    """[B, S] labels of this rank's part of the rows, without those that ``known`` leaves out."""
+    if batch.context is None:
+        return known.labels
+    own = batch.student.labels
+    if known.labels is batch.whole_labels:
+        return own
+    return own.masked_fill(batch.context.cut(known.labels) == IGNORE_INDEX, IGNORE_INDEX)
 
 
 def _texts(
@@ -171,7 +215,10 @@ def _texts(
     """Of the rows of a microbatch, as each teacher reads them."""
     return {
         name: TeacherText(
-            targets=targets[name], labels=batch.teachers[name].labels, byte_counts=counts
+            targets=targets[name],
+            labels=batch.teachers[name].labels,
+            byte_counts=counts,
+            context_group=None if batch.context is None else batch.context.group,
         )
         for name, counts in byte_counts.items()
     }

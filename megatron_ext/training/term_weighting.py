@@ -47,7 +47,7 @@ def make_weighting(config: DistillConfig) -> LossWeighting:
 def layer_gradients(gpt: GPTModel, groups: ProcessGroups) -> LayerGradients:
     """What measures the terms' gradients: over the matrices of a last stage's last layer."""
     matrices = [weight for weight in gpt.decoder.layers[-1].parameters() if weight.dim() > 1]
-    return LayerGradients(matrices, _TERMS, tp_group=groups.tp, dp_group=groups.dp)
+    return LayerGradients(matrices, _TERMS, tp_group=groups.tp, dp_group=groups.dp_cp)
 
 
 def observe(

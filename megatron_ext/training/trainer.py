@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.distributed.context_rank import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LossWeighting, TeacherTargets
@@ -234,11 +235,14 @@ class Trainer:
             held_out: What they are of, where that is not the training text.
         """
         sides = (held_out.dataset.collator if held_out else self.data.collator)(samples)
-        completions = self.step.term.completions(sides) if self.step.term else {}
+        term, context = self.step.term, ContextRank.of(self.groups.cp)
+        plans = term.plans(sides) if term else {}
+        completions = term.completions(sides, plans) if term else {}
         tiles = None
         if self.step.linear is not None and self.groups.is_last_stage:
             tiles = self.step.linear.tiles(sides, completions)
-        batch = Microbatch.of(sides, completions, tiles).to(self.groups.device)
+        batch = Microbatch.of(sides, completions, tiles, context=context, plans=plans)
+        batch = batch.to(self.groups.device)
         return self.places(batch) if self.places else batch
 
     def _targets(self, batches: list[Microbatch]) -> list[dict[str, TeacherTargets]]:
@@ -268,7 +272,9 @@ class Trainer:
     def held_out_microbatch(self, data: HeldOut, rows: list[PackedSample]) -> Microbatch:
         """Held-out rows of this replica, on its device, for bits per byte."""
         rank_phase.tick()
-        batch = Microbatch.of(data.dataset.collator(rows), {}).to(self.groups.device)
+        context = ContextRank.of(self.groups.cp)
+        batch = Microbatch.of(data.dataset.collator(rows), {}, context=context)
+        batch = batch.to(self.groups.device)
         return self.places(batch) if self.places else batch
 
     def _saved(self) -> SavedRun:

@@ -67,7 +67,7 @@ def measure_bits_per_byte(
             a microbatch with None.
 
     Collectives: the schedules', those of ``next_token`` in every tile, and one all-reduce over
-    ``dp`` a model.
+    ``dp_cp`` a model.
     """
     nats = TextNats(next_token, tile_rows)
     student_bytes = 0
@@ -77,7 +77,7 @@ def measure_bits_per_byte(
     for batches in global_batches:
         sides = [batch.student for batch in batches]
         student_bytes += sum(side.byte_count for side in sides)
-        student_nats += _student_nats(sides, student, student_shard, nats)
+        student_nats += _student_nats(sides, student, student_shard, nats, batches[0].row_length)
         for name, teacher in teachers.items():
             sides = [batch.teachers[name] for batch in batches]
             teacher_bytes[name] += sum(side.byte_count for side in sides)
@@ -92,7 +92,11 @@ def measure_bits_per_byte(
 
 
 def _student_nats(
-    sides: Sequence[TokenBatch], student: Sequence[Any], shard: VocabShard, nats: TextNats
+    sides: Sequence[TokenBatch],
+    student: Sequence[Any],
+    shard: VocabShard,
+    nats: TextNats,
+    row_length: int,
 ) -> list[torch.Tensor]:
     """Summed cross-entropy of each microbatch on the last stage, nothing elsewhere."""
     for chunk in student:
@@ -103,7 +107,7 @@ def _student_nats(
             data_iterator=[iter(sides) for _ in student],
             model=list(student),
             num_microbatches=len(sides),
-            seq_length=sides[0].tokens.shape[1],
+            seq_length=row_length,
             micro_batch_size=sides[0].tokens.shape[0],
             forward_only=True,
             collect_non_loss_data=True,
@@ -147,7 +151,9 @@ def _to_bits_per_byte(
     if not nats:
         return None
     summed = torch.stack(nats).double().sum()
-    totals = torch.stack([summed, torch.full_like(summed, byte_count)])
-    dist.all_reduce(totals, group=groups.dp)
+    # Ranks that share rows have a part of the sum each, and know the bytes of whole rows.
+    own_bytes = byte_count if groups.cp_rank == 0 else 0
+    totals = torch.stack([summed, torch.full_like(summed, own_bytes)])
+    dist.all_reduce(totals, group=groups.dp_cp)
     total_nats, total_bytes = totals.tolist()
     return float(total_nats / math.log(2) / total_bytes)

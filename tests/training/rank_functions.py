@@ -141,6 +141,7 @@ def _trainer(config: DistillConfig) -> Trainer:
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.parallel.context_parallel_size,
     )
     with patch("megatron_ext.training.inputs.build_tokenizer", _tokenizer):
         inputs = read_inputs(config, world_size=dist.get_world_size())

@@ -61,6 +61,8 @@ class CrossTokenizerCollator:
             side: twice the context-parallel size where rows are cut for that.
         row_multiple: What the longest row of a batch is filled up to a multiple of, at most to its
             side's length, and the others to its length; None: every row to the side's length.
+        filled_multiple: What the rows of all sides are filled up to a multiple of besides, beyond
+            their lengths too, where no text is: so that they divide over context-parallel ranks.
         cache_dir: Where tokens and alignments are kept in files, for all processes, so that each is
             made once. A student token takes about 6 bytes, and one of a teacher 5.
         cache_max_bytes: Size of the files from which on nothing is added.
@@ -83,6 +85,7 @@ class CrossTokenizerCollator:
         make_sequence_length_divisible_by: int = 1,
         segment_multiple: int = 1,
         row_multiple: int | None = None,
+        filled_multiple: int = 1,
         cache_dir: str | Path | None = None,
         cache_max_bytes: int = 1 << 36,
         memory_cache_bytes: int = 0,
@@ -104,6 +107,7 @@ class CrossTokenizerCollator:
             append_eod=append_eod,
             pad_id=None,
             row_multiple=row_multiple,
+            filled_multiple=filled_multiple,
         )
         self.teacher_sides = tuple(
             Side.of(
@@ -115,6 +119,7 @@ class CrossTokenizerCollator:
                 append_eod=append_eod,
                 pad_id=spec.pad_id,
                 row_multiple=row_multiple,
+                filled_multiple=filled_multiple,
             )
             for spec in self._others
         )
@@ -216,7 +221,8 @@ class CrossTokenizerCollator:
         layout = Layout.of(
             [[Segment.of(piece, index, side) for piece in row] for row in rows], side
         )
-        return side_batch(layout, pad=side.pad, byte_count=byte_count), layout
+        batch = side_batch(layout, pad=side.pad, byte_count=byte_count, position_count=side.length)
+        return batch, layout
 
 
 def _shares(spec: TeacherCTSpec, student: Mapping[str, str]) -> bool:

@@ -1,4 +1,7 @@
-"""One microbatch as the models and the losses read it. B rows, T positions."""
+"""One microbatch as the models and the losses read it. B rows, T positions.
+
+Over context-parallel ranks a model reads this rank's part of every row, S positions of T.
+"""
 
 from __future__ import annotations
 
@@ -9,43 +12,45 @@ import torch
 
 from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
+from megatron_ext.distributed.context_rank import ContextRank
 from megatron_ext.losses import ChunkCompletions
+from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.linear import MicrobatchTiles
 from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch, SideBatch
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One model's inputs."""
+    """One model's inputs on one rank; S is T where rows are not cut."""
 
     tokens: torch.Tensor
-    """[B, T] int64"""
+    """[B, S] int64"""
 
     labels: torch.Tensor
-    """[B, T] int64: the next token, ``IGNORE_INDEX`` where none is predicted."""
+    """[B, S] int64: the next token, ``IGNORE_INDEX`` where none is predicted."""
 
     position_ids: torch.Tensor
-    """[B, T] int64, from 0 in each text."""
+    """[B, S] int64, from 0 in each text."""
 
     attention_mask: torch.Tensor | None
-    """[B, 1, T, T] bool: what a position does not see; None where that is all behind it alone."""
+    """[B, 1, S, T] bool: what a position does not see; None where that is all behind it alone."""
 
     byte_count: int
-    """Bytes of the texts; on the host."""
+    """Bytes of the texts, of whole rows; on the host."""
 
     @classmethod
-    def of(cls, side: SideBatch) -> TokenBatch:
-        """The inputs of a side of a batch, on its device."""
-        tokens = side.input_ids
+    def of(cls, side: SideBatch, context: ContextRank | None = None) -> TokenBatch:
+        """The inputs of a side of a batch, on its device.
+
+        Args:
+            context: Whose part; None for whole rows.
+        """
+        rows = side.input_ids, side.labels, side.position_ids
+        if context is not None:
+            rows = context.cut(rows[0]), context.cut(rows[1]), context.cut(rows[2])
         # A row of one text, and padding behind it, needs no mask: nothing looks ahead.
-        is_packed = _has_several(side)
-        return cls(
-            tokens,
-            side.labels,
-            side.position_ids,
-            _apart(side) if is_packed else None,
-            side.byte_count,
-        )
+        mask = _apart(side, context) if _has_several(side) else None
+        return cls(*rows, mask, side.byte_count)
 
 
 def _has_several(side: SideBatch) -> bool:
@@ -57,13 +62,16 @@ def _has_several(side: SideBatch) -> bool:
     return any(bound not in starts | ends for bound in bounds)
 
 
-def _apart(side: SideBatch) -> torch.Tensor:
-    """[B, 1, T, T] True where a position would look ahead, or into another text."""
+def _apart(side: SideBatch, context: ContextRank | None) -> torch.Tensor:
+    """[B, 1, S, T] True where a position would look ahead, or into another text."""
     rows, length = side.input_ids.shape
-    places = torch.arange(rows * length, device=side.cu_seqlens.device)
-    text = torch.searchsorted(side.cu_seqlens.long(), places, right=True).view(rows, 1, length)
-    ahead = torch.ones(length, length, dtype=torch.bool, device=places.device).triu(1)
-    return ahead | (text[..., None] != text[..., None, :])
+    places = torch.arange(rows * length, device=side.cu_seqlens.device).view(rows, length)
+    text = torch.searchsorted(side.cu_seqlens.long(), places, right=True)
+    own_places, own_text = places, text
+    if context is not None:
+        own_places, own_text = context.cut(places), context.cut(text)
+    ahead = own_places[:, None, :, None] < places[:, None, None]
+    return ahead | (own_text[:, None, :, None] != text[:, None, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +94,53 @@ class Microbatch:
     tiles: Mapping[str, MicrobatchTiles] = field(default_factory=dict)
     """Where the linear form cuts it, by teacher."""
 
+    context: ContextRank | None = None
+    """Whose part of the rows the models read; None: rows are whole. ``sides`` always are."""
+
+    plans: Mapping[str, ContextParallelPlan] = field(default_factory=dict)
+    """Which chunks this rank owns, of the teachers that chunks are compared with, where rows are
+    cut."""
+
     @classmethod
     def of(
         cls,
         sides: CrossTokenizerBatch,
         completions: Mapping[str, ChunkCompletions],
         tiles: Mapping[str, MicrobatchTiles] | None = None,
+        *,
+        context: ContextRank | None = None,
+        plans: Mapping[str, ContextParallelPlan] | None = None,
     ) -> Microbatch:
         """From what a collator made, on the CPU."""
-        student = TokenBatch.of(sides.student)
+        student = TokenBatch.of(sides.student, context)
         return cls(
             sides=sides,
             student=student,
             teachers={
-                name: student if side is sides.student else TokenBatch.of(side)
+                name: student if side is sides.student else TokenBatch.of(side, context)
                 for name, side in sides.teachers.items()
             },
             chunk_counts=sum((_counts(sides, name) for name in sides.teachers), ChunkCounts()),
             completions=completions,
             tiles=tiles or {},
+            context=context,
+            plans=plans or {},
         )
+
+    @property
+    def row_length(self) -> int:
+        """T of the student."""
+        return self.sides.student.input_ids.shape[1]
+
+    @property
+    def whole_labels(self) -> torch.Tensor:
+        """[B, T] the student's, also where its rows are cut."""
+        return self.student.labels if self.context is None else self.sides.student.labels
+
+    def whole_labels_of(self, teacher: str) -> torch.Tensor:
+        """[B, T] a teacher's."""
+        cut = self.context is not None
+        return self.sides.teachers[teacher].labels if cut else self.teachers[teacher].labels
 
     @property
     def token_count(self) -> int:
@@ -128,18 +163,23 @@ class Microbatch:
             },
             completions={name: c.to(device) for name, c in self.completions.items()},
             tiles={name: cut.to(device) for name, cut in self.tiles.items()},
+            plans={name: plan.to(device) for name, plan in self.plans.items()},
         )
 
 
 def _moved(batch: TokenBatch, side: SideBatch, device: torch.device) -> TokenBatch:
-    """``batch`` with the tensors of ``side``, which is on ``device``."""
+    """``batch`` on ``device``; whole rows are the tensors of ``side``, which is there."""
+    if batch.tokens.shape == side.input_ids.shape:
+        batch = replace(
+            batch, tokens=side.input_ids, labels=side.labels, position_ids=side.position_ids
+        )
     mask = batch.attention_mask
-    return TokenBatch(
-        side.input_ids,
-        side.labels,
-        side.position_ids,
-        None if mask is None else mask.to(device, non_blocking=True),
-        batch.byte_count,
+    return replace(
+        batch,
+        tokens=batch.tokens.to(device, non_blocking=True),
+        labels=batch.labels.to(device, non_blocking=True),
+        position_ids=batch.position_ids.to(device, non_blocking=True),
+        attention_mask=None if mask is None else mask.to(device, non_blocking=True),
     )
 
 

@@ -7,6 +7,7 @@ from hashlib import sha256
 from itertools import groupby
 from typing import Any, Final
 
+from megatron_ext.distributed.layout import sequence_multiple
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DataConfig, DistillConfig
@@ -54,6 +55,11 @@ def make_collator(
         append_eod=config.data.append_eod if append_eod is None else append_eod,
         row_multiple=(
             config.training.seq_length_multiple if config.training.variable_seq_lengths else None
+        ),
+        filled_multiple=sequence_multiple(
+            context_parallel_size=config.parallel.context_parallel_size,
+            tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+            sequence_parallel=config.parallel.sequence_parallel,
         ),
         cache_dir=config.data.alignment_cache,
     )

@@ -42,8 +42,11 @@ class Side:
     """What the longest row of a batch is filled up to a multiple of, and the others to its length;
     None: every row has ``length`` positions."""
 
+    filled_multiple: int = 1
+    """What rows are filled up to a multiple of, beyond ``length`` too, where no text is."""
+
     def __post_init__(self) -> None:
-        for name in ("length", "segment_multiple", "row_multiple"):
+        for name in ("length", "segment_multiple", "row_multiple", "filled_multiple"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(
@@ -70,6 +73,7 @@ class Side:
         append_eod: bool,
         pad_id: int | None,
         row_multiple: int | None = None,
+        filled_multiple: int = 1,
     ) -> Side:
         """The side of a tokenizer.
 
@@ -84,6 +88,7 @@ class Side:
                 0 with None.
             row_multiple: What the longest row of a batch is filled up to a multiple of, and the
                 others to its length; None: every row to the length of the side.
+            filled_multiple: What all rows are filled up to a multiple of besides.
         """
         if length_multiple < 1:
             raise ConfigError(
@@ -98,6 +103,7 @@ class Side:
             pad=next(pad for pad in pads if pad is not None),
             segment_multiple=segment_multiple,
             row_multiple=row_multiple,
+            filled_multiple=filled_multiple,
         )
 
     @cached_property
@@ -112,9 +118,10 @@ class Side:
 
     def row_length(self, longest: int) -> int:
         """Positions of the rows of a batch whose longest row fills ``longest`` of them."""
-        if self.row_multiple is None:
-            return self.length
-        return min(-(-max(longest, 1) // self.row_multiple) * self.row_multiple, self.length)
+        length = self.length
+        if self.row_multiple is not None:
+            length = min(-(-max(longest, 1) // self.row_multiple) * self.row_multiple, length)
+        return -(-length // self.filled_multiple) * self.filled_multiple
 
     @property
     def capacity(self) -> int:
