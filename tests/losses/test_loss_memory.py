@@ -20,11 +20,6 @@ from tests.ops.allocation_record import AllocationRecord
 
 BATCH, CHUNKS, VOCABS = 4, 8, (600, 500)
 
-WIDE = {
-    "dskd": "its projected logits, and their gradients, whole",
-}
-"""Objective -> what it still makes."""
-
 
 BY_KERNEL = (
     "next_token",
@@ -60,7 +55,7 @@ def _halved(holder: Any) -> Any:
     return replace(holder, **changed)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.name not in WIDE])
+@pytest.mark.parametrize("name", CASES)
 def test_no_wide_tensor_is_as_large_as_chunks_by_vocabulary(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from functools import partial
+from typing import ClassVar, Literal, get_args
 
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.alignment.chunk_class import ChunkClass
-from megatron_ext.distributed.shard_collectives import copy_to_shards
-from megatron_ext.distributed.vocab_parallel import VocabShard, accumulation_dtype, vocab_argmax
+from megatron_ext.distributed.vocab_parallel import accumulation_dtype, vocab_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_student
@@ -20,11 +20,12 @@ from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
 from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.losses.objectives.dskd_projectors import DskdProjectors
+from megatron_ext.losses.objectives.dskd_slices import Positions, Spaces, Terms, terms_by_slice
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.token_log_prob import token_log_prob
 from megatron_ext.ops.vocab_kl import vocab_kl
 
-Positions = Literal["one_to_one", "chunk_starts"]
+Where = Literal["one_to_one", "chunk_starts"]
 Target = Literal["label", "teacher"]
 Gate = Literal["target", "none"]
 
@@ -57,7 +58,9 @@ class DskdLoss:
     states are replicated over the tensor-parallel group, and the gradient of the student's is
     complete on every rank. Collectives, forward: fifteen all-reduces of [C] to [3, C], two more
     with ``target`` "teacher", one of [Dt, Ds] with projectors from heads; backward an all-reduce of
-    [C, Ds] and of [C, Dt]. Keeps logits [C, Vp] of both models and of both projections.
+    [C, Ds] and of [C, Dt]. Logits are made a slice of positions at a time (``SLICE_ELEMENTS``),
+    with the collectives of the forward in each but that of the projectors; it keeps the gradient of
+    the student's.
 
     Source: Zhang et al. 2024, arXiv 2406.17328, and the code of DSKDv2.
 
@@ -80,7 +83,7 @@ class DskdLoss:
     mixture: float = 0.5
     """Weight of s_c in the mixture of ``jensen_shannon``."""
 
-    positions: Positions = "one_to_one"
+    positions: Where = "one_to_one"
     """``one_to_one``: chunks of one token on either side, as DSKDv2. ``chunk_starts``: the first
     position of every chunk, where both models have read the same bytes too."""
 
@@ -104,7 +107,7 @@ class DskdLoss:
             direction=self.direction,
             mixture=self.mixture,
         )
-        check_choice(self.name, "positions", self.positions, get_args(Positions))
+        check_choice(self.name, "positions", self.positions, get_args(Where))
         check_choice(self.name, "target", self.target, get_args(Target))
         check_choice(self.name, "gate", self.gate, get_args(Gate))
         for option in ("label_weight", "teacher_space_weight"):
@@ -121,9 +124,70 @@ class DskdLoss:
         alignment, teacher = check_alignment(inputs, objective=self.name, kinds=("hidden",))
         usable = self._usable(inputs.labels, alignment)
         used = used_chunks(inputs, usable)
-        spaces = self._spaces(inputs, alignment, teacher, used)
+        positions, onto_student, onto_teacher = self._positions(inputs, alignment, teacher, used)
+        terms = terms_by_slice(
+            inputs.student_logits.flatten(0, 1),
+            onto_student,
+            onto_teacher,
+            positions,
+            partial(self._terms, inputs, teacher, positions.rows, used),
+            announced=torch.where(used, 1.0, 0.0) * inputs.announced,
+        )
+        has_target = terms.target >= 0
+        return chunk_output(
+            inputs,
+            terms.loss,
+            usable=usable,
+            means={
+                "kd_student": terms.kd_student,
+                "kd_teacher": terms.kd_teacher,
+                "gated": terms.gate,
+            },
+            metrics={
+                "projected_ce": over_chunks(terms.cross_entropy, has_target),
+                "projected_accuracy": over_chunks(terms.hits, has_target),
+            },
+        )
+
+    def _positions(
+        self,
+        inputs: DistillationInputs,
+        alignment: AlignmentBatch,
+        teacher: TeacherTargets,
+        used: torch.Tensor,
+    ) -> tuple[Positions, torch.Tensor, torch.Tensor]:
+        """What is compared; the teacher's hidden states carried over [C, Ds], the student's."""
+        student_hidden, head = _check_hidden(inputs, teacher, self.projectors)
+        assert teacher.hidden is not None
+        assert teacher.head_weight is not None
+        own, other = alignment.student_spans[:, 0], alignment.teacher_spans[:, 0]
+        # What is left out must not reach the projectors, not even as 0 times NaN.
+        hidden = torch.where(used[:, None], teacher.hidden.flatten(0, 1)[other], 0.0)
+        student_hidden = torch.where(used[:, None], student_hidden.flatten(0, 1)[own], 0.0)
+        positions = Positions(
+            rows=own,
+            hidden=hidden,
+            student_head=head,
+            teacher_head=teacher.head_weight,
+            student_shard=inputs.student_shard,
+            teacher_shard=teacher.shard,
+        )
+        to_teacher = self.projectors.to_teacher_weight(head, inputs.student_shard)
+        onto_student = _linear(hidden, self.projectors.teacher_to_student)
+        return positions, onto_student, _linear(student_hidden, to_teacher)
+
+    def _terms(
+        self,
+        inputs: DistillationInputs,
+        teacher: TeacherTargets,
+        rows: torch.Tensor,
+        used: torch.Tensor,
+        spaces: Spaces,
+        positions: slice,
+    ) -> Terms:
         shard = inputs.student_shard
-        target = torch.where(used, self._target(inputs, alignment, teacher, spaces), -1)
+        target = self._target(inputs, rows[positions], teacher, spaces)
+        target = torch.where(used[positions], target, -1)
         cross_entropy = -token_log_prob(spaces.student_projected, target, shard)
         kd_student = vocab_kl(
             spaces.student,
@@ -145,52 +209,18 @@ class DskdLoss:
         gate = hits if self.gate == "target" else torch.ones_like(hits)
         loss = torch.where(gate, kd_student, 0.0)
         loss = loss + self.label_weight * cross_entropy + self.teacher_space_weight * kd_teacher
-        has_target = target >= 0
-        return chunk_output(
-            inputs,
-            loss,
-            usable=usable,
-            means={"kd_student": kd_student, "kd_teacher": kd_teacher, "gated": gate},
-            metrics={
-                "projected_ce": over_chunks(cross_entropy, has_target),
-                "projected_accuracy": over_chunks(hits, has_target),
-            },
-        )
-
-    def _spaces(
-        self,
-        inputs: DistillationInputs,
-        alignment: AlignmentBatch,
-        teacher: TeacherTargets,
-        used: torch.Tensor,
-    ) -> _Spaces:
-        student_hidden, head = _check_hidden(inputs, teacher, self.projectors)
-        assert teacher.hidden is not None
-        assert teacher.head_weight is not None
-        own, other = alignment.student_spans[:, 0], alignment.teacher_spans[:, 0]
-        # What is left out must not reach the projectors, not even as 0 times NaN.
-        hidden = torch.where(used[:, None], teacher.hidden.flatten(0, 1)[other], 0.0)
-        student_hidden = torch.where(used[:, None], student_hidden.flatten(0, 1)[own], 0.0)
-        to_teacher = self.projectors.to_teacher_weight(head, inputs.student_shard)
-        onto_student = _linear(hidden, self.projectors.teacher_to_student)
-        onto_teacher = _linear(student_hidden, to_teacher)
-        return _Spaces(
-            student=inputs.student_logits.flatten(0, 1)[own],
-            student_projected=_under_head(onto_student, head, inputs.student_shard),
-            teacher=hidden @ teacher.head_weight.t(),
-            teacher_projected=_under_head(onto_teacher, teacher.head_weight, teacher.shard),
-        )
+        return Terms(loss, cross_entropy, kd_student, kd_teacher, gate, hits, target)
 
     def _target(
         self,
         inputs: DistillationInputs,
-        alignment: AlignmentBatch,
+        rows: torch.Tensor,
         teacher: TeacherTargets,
-        spaces: _Spaces,
+        spaces: Spaces,
     ) -> torch.Tensor:
-        """int64 [C]: student token of the cross-entropy, negative for none."""
+        """int64 [n]: student token of the cross-entropy, negative for none."""
         if self.target == "label":
-            return inputs.labels.flatten()[alignment.student_spans[:, 0]]
+            return inputs.labels.flatten()[rows]
         if inputs.match is None:
             raise LossError(
                 f"the objective {self.name} needs to know which tokens both vocabularies have",
@@ -215,32 +245,10 @@ class DskdLoss:
         return usable
 
 
-class _Spaces(NamedTuple):
-    """Logits of each position, this rank's columns."""
-
-    student: torch.Tensor
-    """[C, Vps], with the graph of the student's logits."""
-
-    student_projected: torch.Tensor
-    """[C, Vps] of the teacher's hidden states, with a graph to A."""
-
-    teacher: torch.Tensor
-    """[C, Vpt]"""
-
-    teacher_projected: torch.Tensor
-    """[C, Vpt] of the student's hidden states, with a graph to them and to B."""
-
-
 def _linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``hidden weight^T``, accumulated in at least fp32."""
     dtype = accumulation_dtype(hidden.dtype)
     return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype))
-
-
-def _under_head(hidden: torch.Tensor, head: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """This rank's logits of replicated hidden states, under a head that gets no gradient."""
-    copied = copy_to_shards(hidden, shard.group)
-    return copied.to(head.dtype) @ head.detach().t()
 
 
 def _check_hidden(
