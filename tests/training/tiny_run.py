@@ -38,10 +38,11 @@ def vocabulary(name: str) -> str:
 
 
 def write_corpus(folder: Path) -> Path:
-    """Documents of different lengths, mixed scripts, as JSON lines."""
-    path = folder / "train.jsonl"
-    documents = ["".join(SENTENCES[(i + k) % 5] for k in range(1 + i % 7)) for i in range(24)]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    """Documents of different lengths, mixed scripts, as JSON lines; six more are held out."""
+    documents = ["".join(SENTENCES[(i + k) % 5] for k in range(1 + i % 7)) for i in range(30)]
+    for name, part in (("held-out", documents[24:]), ("train", documents[:24])):
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
     return path
 
 
@@ -92,7 +93,7 @@ def student_run(folder: Path, name: str, **parallel: Any) -> DistillConfig:
         ),
         teacher=teacher,
         data=DataConfig(
-            train=(str(folder / "train.jsonl"),), validation=(str(folder / "train.jsonl"),)
+            train=(str(folder / "train.jsonl"),), validation=(str(folder / "held-out.jsonl"),)
         ),
         loss=LossConfig(temperature=1.5, kd_weight=1.0, ce_weight=0.5),
         optimizer=OptimizerConfig(lr=1e-3),
