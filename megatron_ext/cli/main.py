@@ -22,6 +22,8 @@ VERBS = {
     "align": "show how the tokens of a student and a teacher meet on a text",
     "projection": "build, inspect, convert and repair a projection between two vocabularies",
     "distill": "train a student from a teacher with another tokenizer",
+    "import-hf": "make a checkpoint to train and teach from out of a HuggingFace folder",
+    "export-hf": "make a HuggingFace folder out of a run or a checkpoint",
     "tokenize": "tokenize documents to Megatron's .bin and .idx",
     "run": "run a script of Megatron-LM with our flags and tokenizers",
 }
@@ -73,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
 def _run(argv: list[str]) -> None:
     if not argv or argv[0] not in VERBS:
         _parser().parse_args(argv)
-    verb = import_module(f"megatron_ext.cli.{argv[0]}")
+    verb = import_module(f"megatron_ext.cli.{argv[0].replace('-', '_')}")
     parser = _Parser(
         prog=f"megatron-ext {argv[0]}",
         description=verb.__doc__,

@@ -114,8 +114,9 @@ class TensorMap:
         for rule in rules[inner[-1] + 1 :]:
             yield self.tensor(rule.megatron)
 
-    def keys(self) -> tuple[str, ...]:
-        """Keys of a megatron-core checkpoint."""
+    @property
+    def keys_of_checkpoint(self) -> tuple[str, ...]:
+        """Those that a megatron-core checkpoint of the model has."""
         return tuple(self._rules)
 
     def tensor(self, key: str, layer: int | None = None) -> MegatronTensor:

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.config_file import build_config, read_config_file
 from megatron_ext.training.flag import Flag, argparse_type, flags_of
+from megatron_ext.training.huggingface.model_section import with_huggingface_models
 
 _SEPARATOR = "."
 
@@ -44,6 +45,7 @@ def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:
 
     Raises:
         ConfigError: As ``build_config``, naming the file and line, or the flag.
+        CheckpointError: A model is to be taken from a HuggingFace folder that cannot be read.
     """
     file_values, file_where = (
         read_config_file(namespace.config) if namespace.config else ({}, lambda keys: "flags")
@@ -61,7 +63,7 @@ def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:
     def where(keys: tuple[str, ...]) -> str:
         return flag_of[keys] if keys in overrides else file_where(keys)
 
-    return build_config(DistillConfig, values, where)
+    return build_config(DistillConfig, with_huggingface_models(values), where)
 
 
 def _with(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> dict[str, Any]:

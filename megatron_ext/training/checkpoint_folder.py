@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import CheckpointError
+from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 
 _LATEST = "latest"
 _PREFIX = "iter_"
@@ -93,17 +94,17 @@ def set_latest_checkpoint(checkpoint: Path, *, keep: int) -> None:
 
 
 def find_checkpoint(path: str, *, where: str) -> Path:
-    """A checkpoint folder, or the latest one of a run's ``checkpoints``.
+    """A checkpoint folder, the latest one of a run's ``checkpoints``, or one of HuggingFace.
 
     Args:
-        path: Either of them.
+        path: Any of them.
         where: Configuration key that names it, for the error.
 
     Raises:
         CheckpointError: There is none.
     """
     folder = Path(path)
-    if (folder / _METADATA_FILE).is_file():
+    if (folder / _METADATA_FILE).is_file() or is_checkpoint_folder(folder):
         return folder
     checkpoint = latest_checkpoint(folder) if folder.is_dir() else None
     if checkpoint is None:
@@ -111,7 +112,7 @@ def find_checkpoint(path: str, *, where: str) -> Path:
             "no checkpoint found",
             where=where,
             got=path if folder.is_dir() else f"{path}, which is no folder",
-            expected="a run's checkpoints folder, or one iteration in it",
+            expected="a run's checkpoints folder, one iteration in it, or a HuggingFace folder",
             fix="train that model first, or correct the path",
         )
     return checkpoint

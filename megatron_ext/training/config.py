@@ -21,7 +21,15 @@ TEACHER: Final = "teacher"
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder-only transformer (megatron-core ``GPTModel``)."""
+    """A dense decoder-only transformer (megatron-core ``GPTModel``).
+
+    Of a model whose weights come from HuggingFace, what is not given is taken from its
+    ``config.json``.
+    """
+
+    hf: str | None = None
+    """HuggingFace folder whose config.json says what is not given here; that of the model's
+    checkpoint when not given."""
 
     num_layers: int
     """Transformer layers, over all pipeline stages."""

@@ -14,16 +14,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.huggingface.side_files import SIDE_FOLDER, copy_side_files
 from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.losses.checks.shard_check import check_shards_agree
 from megatron_ext.teachers import MegatronTeacher, Teacher
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron, rank_phase
-from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import TEACHER, DistillConfig, ModelConfig
 from megatron_ext.training.data.global_batches import Replica
+from megatron_ext.training.first_weights import load_first_weights
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.learning_step import TaughtBy, learning_step, run_projection
@@ -92,7 +93,8 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     chunks, shard = _model("student", config.student, tokenizer, config, groups)
     if config.initial_checkpoint and latest_checkpoint(run_dir / CHECKPOINTS) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
-        load_weights(start, chunks, fingerprint=tokenizer.fingerprint())
+        load_first_weights(start, chunks, config.student, tokenizer)
+        groups.on_main(lambda: copy_side_files(start, run_dir / SIDE_FOLDER))
     return teach(chunks, shard, config=config, groups=groups, inputs=inputs, make_student=Student)
 
 
@@ -170,7 +172,7 @@ def _teacher(
     chunks, shard = _model(side, teacher.model, tokenizer, config, groups)
     where = f"{config.section_of(name)}.checkpoint"
     checkpoint = find_checkpoint(teacher.checkpoint, where=where)
-    load_weights(checkpoint, chunks, fingerprint=tokenizer.fingerprint())
+    load_first_weights(checkpoint, chunks, teacher.model, tokenizer)
     return freeze(chunks), shard
 
 

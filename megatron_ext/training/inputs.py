@@ -19,6 +19,7 @@ from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_chec
 from megatron_ext.training.config import TEACHER as TEACHER
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.blend import read_blend
+from megatron_ext.training.huggingface.model_check import check_if_huggingface
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
 from megatron_ext.training.watching.writers import check_writers
 
@@ -126,9 +127,11 @@ def _check_checkpoints(config: DistillConfig) -> None:
     checkpoints = Path(config.run_dir) / CHECKPOINTS
     if config.distils:
         for name, teacher in config.named_teachers.items():
-            find_checkpoint(teacher.checkpoint, where=f"{config.section_of(name)}.checkpoint")
+            where = f"{config.section_of(name)}.checkpoint"
+            check_if_huggingface(find_checkpoint(teacher.checkpoint, where=where), teacher.model)
     if config.initial_checkpoint and latest_checkpoint(checkpoints) is None:
-        find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
+        start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
+        check_if_huggingface(start, config.student)
 
 
 def _check_loss(

@@ -28,6 +28,8 @@ _TEACHER_CHECKPOINT = "teacher.checkpoint"
 
 _MAY_CHANGE = (
     "run_dir",
+    "student.hf",
+    "teacher.model.hf",
     # Paths may move: what they hold is compared instead, by fingerprint and by hash.
     "tokenizer.model",
     "teacher.tokenizer.model",

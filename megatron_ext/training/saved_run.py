@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError, ProjectionError
+from megatron_ext.huggingface.side_files import SIDE_FOLDER
 from megatron_ext.training import random_state, rank_phase
 from megatron_ext.training.checkpoint import check_tokenizer, load_checkpoint, load_common
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
@@ -175,11 +176,12 @@ class SavedRun:
 
 
 def _files(config: DistillConfig) -> Sequence[Path]:
-    """What belongs to every checkpoint besides its state: the tokenizer, and all projections."""
+    """What belongs to every checkpoint besides its state: tokenizer, projections, HuggingFace's."""
     run_dir = Path(config.run_dir)
     teachers = [*config.teachers.values(), *([config.teacher] if config.teacher else [])]
     projections = [config.projection, *(teacher.projection for teacher in teachers)]
     configured = sorted({Path(path) for path in projections if path})
     own = sorted(run_dir.glob(f"{Path(PROJECTION_FILE).stem}*.safetensors"))
-    learned = [run_dir / learned_projection_file(name) for name in config.named_teachers]
-    return (run_dir / TOKENIZER_FOLDER, *own, *configured, *learned)
+    learners = config.named_teachers if config.loss.learned_projection else ()
+    learned = [run_dir / learned_projection_file(name) for name in learners]
+    return (run_dir / TOKENIZER_FOLDER, run_dir / SIDE_FOLDER, *own, *configured, *learned)

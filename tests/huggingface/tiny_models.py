@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-VOCAB_SIZE = 101
-"""Odd, so that every layout pads it."""
+VOCAB_SIZE = 301
+"""Odd, so that every layout pads it, and more than the tokenizer has ids."""
+
+CHAT_TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -64,9 +66,36 @@ _CONFIGS = {"Gemma3": "Gemma3Text"}
 
 
 def save_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """It as a folder of two safetensors files or more."""
-    hf_model(name).to(dtype).save_pretrained(folder, max_shard_size="40KB")
+    """It as a folder of two safetensors files or more, with a tokenizer and a chat template."""
+    model = hf_model(name).to(dtype)
+    model.generation_config.max_new_tokens = 8
+    model.save_pretrained(folder, max_shard_size="60KB")
+    save_tokenizer(folder)
     return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level BPE tokenizer of fewer ids than ``VOCAB_SIZE``."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - 11,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(["the theory of the other thing then there"] * 4, trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
 
 
 def some_tokens() -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.huggingface.model_check import check_if_huggingface
 
 _COMMON_FILE: Final = "common.pt"
 _SHAPES: Final = (
@@ -44,6 +45,8 @@ def check_checkpoint(checkpoint: Path, model: ModelConfig, *, fingerprint: str, 
     Raises:
         CheckpointError: It is of another model, or of another tokenizer.
     """
+    if check_if_huggingface(checkpoint, model):
+        return True
     run = _run_record(checkpoint)
     trained_on = run.get("tokenizer_fingerprint")
     if trained_on not in (None, fingerprint):

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_ext.errors import CheckpointError
-from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles
-from megatron_ext.huggingface.families import Family
-from megatron_ext.huggingface.model_settings import (
-    check_tensors,
-    family_of,
-    model_settings,
-    tensor_map,
-)
+from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.tensor_map import TensorMap
 from megatron_ext.huggingface.tensor_reader import TensorReader
 from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.huggingface.model_check import checked
 from megatron_ext.training.huggingface.regions import corner_of, sharded_tensors, tensor_of
 from megatron_ext.training.model_chunks import ModelChunks
-
-_FREE = ("window_size", "vocab_size", "init_method_std")
-"""Settings that do not change what the model computes on the sequences of a run."""
 
 
 def load_huggingface(folder: Path, chunks: ModelChunks, model: ModelConfig) -> None:
     """Fill this rank's part of a model; no collectives.
 
     Of every file the rows and columns that this rank has are read, and no others. What is on the
-    host at a time is one tensor's share of a rank.
+    host at a time is one tensor's share of a rank. Rows of a vocabulary beyond the checkpoint's are
+    zero.
 
     Args:
         folder: The checkpoint.
@@ -44,62 +32,10 @@ def load_huggingface(folder: Path, chunks: ModelChunks, model: ModelConfig) -> N
         CheckpointError: It is of another model, or not whole.
     """
     files = CheckpointFiles(folder)
-    family, tensors = checked(files, model)
-    del family
+    _, tensors = checked(files, model)
     with TensorReader(files) as reader:
         for chunk in chunks:
             _fill(chunk, tensors, reader)
-
-
-def checked(files: CheckpointFiles, model: ModelConfig) -> tuple[Family, TensorMap]:
-    """The family and the tensors of a checkpoint that was found to be of a model.
-
-    Raises:
-        CheckpointError: It is not, or it is not whole.
-    """
-    family, settings = family_of(files), model_settings(files)
-    check_same_model(settings, model, where=files.folder / CONFIG_FILE)
-    tensors = tensor_map(family, settings)
-    check_tensors(files, tensors, family)
-    return family, tensors
-
-
-def check_same_model(settings: Mapping[str, Any], model: ModelConfig, *, where: Path) -> None:
-    """Compare what a ``config.json`` says with the configured model.
-
-    Raises:
-        CheckpointError: They differ.
-    """
-    configured = full_settings(model)
-    for name, value in settings.items():
-        if name not in _FREE and configured[name] != value:
-            raise CheckpointError(
-                f"the checkpoint is of a model with another {name}",
-                where=where,
-                got=configured[name],
-                expected=value,
-                fix="leave the keys of the model out: they are taken from the checkpoint",
-            )
-
-
-def full_settings(model: ModelConfig) -> dict[str, Any]:
-    """The fields of a model, with what follows from others where they are not given."""
-    values = {name: getattr(model, name) for name in model.__dataclass_fields__}
-    return values | {
-        "num_query_groups": model.num_query_groups or model.num_attention_heads,
-        "kv_channels": model.head_width,
-        "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
-    }
-
-
-def warn_of_missing_rows(folder: Path, *, vocab_size: int) -> None:
-    """Say on standard error that a tokenizer has more ids than a checkpoint has rows, if so."""
-    rows = model_settings(CheckpointFiles(folder))["vocab_size"]
-    if vocab_size > rows:
-        sys.stderr.write(
-            f"warning: {folder}: the tokenizer has {vocab_size} ids and the checkpoint {rows} rows "
-            f"of embeddings; the rows of the other {vocab_size - rows} are zero\n"
-        )
 
 
 @torch.no_grad()

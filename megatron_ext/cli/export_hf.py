@@ -1,0 +1,54 @@
+"""Make a HuggingFace folder out of a run or a checkpoint, for transformers and all that read it.
+
+    megatron-ext export-hf runs/student exported/student --dtype bf16
+
+The newest checkpoint of a run is taken, whatever layout it was saved under. Weights are written as
+safetensors files with an index; config.json, generation config, tokenizer and chat template are
+those that the model came with, or are made from the run's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+from megatron_ext.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verb."""
+    parser.add_argument("checkpoint", type=Path, help="run, its checkpoints, or one of these")
+    parser.add_argument("output", type=Path, help="new folder")
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="of the weights; as they are in the checkpoint when not given",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="size of a file at most, in 10^9 bytes (default: 5)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Export and name the folder."""
+    if not arguments.max_shard_size > 0:
+        raise ConfigError(
+            "no file is so small", where="--max-shard-size", got=arguments.max_shard_size
+        )
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    from megatron_ext.training.huggingface.export_checkpoint import DTYPES, export_huggingface
+
+    export_huggingface(
+        arguments.checkpoint,
+        arguments.output,
+        dtype=DTYPES[arguments.dtype] if arguments.dtype else None,
+        max_shard_bytes=int(arguments.max_shard_size * 1e9),
+    )
+    sys.stdout.write(f"{arguments.output}\n")

@@ -1,0 +1,184 @@
+"""One of our checkpoints as a HuggingFace folder, one file of tensors at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles
+from megatron_ext.huggingface.checkpoint_writer import (
+    TensorPlan,
+    check_target,
+    shards,
+    write_checkpoint,
+)
+from megatron_ext.huggingface.families import FAMILIES, Family
+from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
+from megatron_ext.huggingface.side_files import TOKENIZER_FILES, kept_folder, side_files
+from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
+from megatron_ext.training.checkpoint import load_common
+from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.checkpoint_slices import CheckpointSlices
+from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.huggingface.kept_tokenizer import KeptTokenizer
+from megatron_ext.training.huggingface.model_check import check_same_model, full_settings
+from megatron_ext.training.run_folder import CHECKPOINTS
+
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES: Final = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
+_EMBEDDING: Final = "embedding.word_embeddings.weight"
+
+MAX_SHARD_BYTES: Final = 5 * 10**9
+"""What transformers used for years, and what fits in the memory of any machine."""
+
+
+def export_huggingface(
+    source: Path,
+    output: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a folder that transformers loads, from a run or a checkpoint, of any layout.
+
+    The process needs memory for the tensors of one file, twice.
+
+    Args:
+        source: A run's folder, its ``checkpoints``, or one of these.
+        output: New, or empty; appears when it is complete.
+        dtype: Of the tensors; as they are in the checkpoint when not given.
+        max_shard_bytes: Size of a safetensors file at most; a tensor is never cut.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, is of a model that no architecture of
+            transformers is, or the output cannot be written.
+    """
+    check_target(output)
+    if (source / CHECKPOINTS).is_dir():
+        source = source / CHECKPOINTS
+    checkpoint = find_checkpoint(str(source), where="the checkpoint to export")
+    model, slices = _model(checkpoint), CheckpointSlices(checkpoint)
+    tokenizer = KeptTokenizer(checkpoint)
+    settings = full_settings(model) | {"vocab_size": _rows(slices, model, tokenizer)}
+    config, family = _config(checkpoint, model, settings)
+    reader = _ExportedTensors(slices, tensor_map(family, settings), where=checkpoint)
+    plans = reader.plans(dtype)
+    widest = max((plan.dtype for plan in plans), key=lambda dtype: dtype.itemsize)
+    write_checkpoint(
+        output,
+        config=config | {"torch_dtype": _NAMES[widest]},
+        files=shards(plans, max_shard_bytes=max_shard_bytes),
+        read=reader.tensors,
+        write_others=lambda folder: _copy_files(checkpoint, tokenizer, folder),
+    )
+
+
+class _ExportedTensors:
+    """HuggingFace tensors out of one of our checkpoints.
+
+    Args:
+        slices: It.
+        tensors: The tensors of its model on both sides.
+        where: It, for errors.
+    """
+
+    def __init__(self, slices: CheckpointSlices, tensors: TensorMap, *, where: Path) -> None:
+        self._slices = slices
+        self._shapes = tensors.shapes()
+        self._homes = {
+            block.name: tensor for tensor in tensors.megatron_tensors() for block in tensor.blocks
+        }
+        missing = [key for key in tensors.keys_of_checkpoint if key not in slices.tensors]
+        if missing:
+            raise CheckpointError(
+                "the checkpoint has not all tensors of its model",
+                where=where,
+                got=f"no {missing[0]}",
+            )
+
+    def plans(self, dtype: torch.dtype | None) -> list[TensorPlan]:
+        """Every tensor that is going to be written, in order."""
+        stored = self._slices.tensors
+        return [
+            TensorPlan(
+                name=name,
+                shape=shape,
+                dtype=dtype or stored[self._homes[name].key].properties.dtype,
+            )
+            for name, shape in self._shapes.items()
+        ]
+
+    def tensors(self, plans: list[TensorPlan]) -> dict[str, torch.Tensor]:
+        """Those of one file."""
+        homes = {plan.name: self._homes[plan.name] for plan in plans}
+        wanted = list({(home.key, home.layer): None for home in homes.values()})
+        loaded = dict(zip(wanted, self._slices.read(wanted), strict=True))
+        return {
+            plan.name: _part(plan, home, loaded[home.key, home.layer])
+            for plan in plans
+            for home in [homes[plan.name]]
+        }
+
+
+def _part(plan: TensorPlan, home: MegatronTensor, loaded: torch.Tensor) -> torch.Tensor:
+    """A HuggingFace tensor out of the one that it is rows of, which a vocabulary pads."""
+    tensor = torch.empty(plan.shape, dtype=plan.dtype)
+    for block, row in home.rows_of(plan.name):
+        tensor[block.start : block.stop] = loaded[row : row + block.stop - block.start]
+    return tensor
+
+
+def _rows(slices: CheckpointSlices, model: ModelConfig, tokenizer: KeptTokenizer) -> int:
+    """Rows of the vocabulary without what fills it up for a layout."""
+    embedding = slices.tensors.get(_EMBEDDING)
+    stored = embedding.size[0] if embedding else 0
+    ids = model.padded_ids(tokenizer.vocab_size or 0)
+    return min(stored, ids) if ids else stored
+
+
+def _model(checkpoint: Path) -> ModelConfig:
+    """The model that a checkpoint says it is of."""
+    run = load_common(checkpoint).get("run")
+    student = run.get("config", {}).get("student") if isinstance(run, Mapping) else None
+    if not isinstance(student, Mapping):
+        raise CheckpointError(
+            "the checkpoint does not say what model it is of",
+            where=checkpoint,
+            fix="export checkpoints of megatron-ext distill or import-hf",
+        )
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    return ModelConfig(**{name: value for name, value in student.items() if name in known})
+
+
+def _config(
+    checkpoint: Path, model: ModelConfig, settings: dict[str, Any]
+) -> tuple[dict[str, Any], Family]:
+    """``config.json``, as it was where the model came from HuggingFace, and its family."""
+    kept = kept_folder(checkpoint)
+    if kept is None:
+        config = model_config(settings, max_position_embeddings=model.seq_length)
+    else:
+        config = dict(CheckpointFiles(kept).config)
+    family = next(FAMILIES[name] for name in config["architectures"] if name in FAMILIES)
+    where = (kept or checkpoint) / CONFIG_FILE
+    check_same_model(settings_of(family, config, where=where), model, where=where)
+    config.pop("dtype", None)
+    return config | {"vocab_size": settings["vocab_size"]}, family
+
+
+def _copy_files(checkpoint: Path, tokenizer: KeptTokenizer, folder: Path) -> None:
+    """Generation config, tokenizer and template, as they were."""
+    kept = kept_folder(checkpoint)
+    left_out = {CONFIG_FILE, *(() if tokenizer.is_of_huggingface else TOKENIZER_FILES)}
+    for file in side_files(kept) if kept else ():
+        if file.name not in left_out:
+            shutil.copyfile(file, folder / file.name)
+    if not tokenizer.is_of_huggingface:
+        for name, content in tokenizer.files().items():
+            (folder / name).write_bytes(content)

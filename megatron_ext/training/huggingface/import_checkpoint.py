@@ -1,0 +1,181 @@
+"""A HuggingFace checkpoint as one of ours: the same numbers, in the same dtypes, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.models.gpt import GPTModel
+
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.errors import CheckpointError
+from megatron_ext.huggingface.checkpoint_files import CheckpointFiles, is_checkpoint_folder
+from megatron_ext.huggingface.model_settings import model_settings
+from megatron_ext.huggingface.side_files import SIDE_FOLDER, TOKENIZER_FILES, copy_side_files
+from megatron_ext.huggingface.tensor_map import TensorMap
+from megatron_ext.huggingface.tensor_reader import TensorReader
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.training.checkpoint import save_checkpoint
+from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.huggingface.lone_process import lone_process
+from megatron_ext.training.huggingface.model_check import checked
+from megatron_ext.training.huggingface.regions import corner_of, tensor_of
+from megatron_ext.training.models import build_gpt_model
+from megatron_ext.training.run_folder import TOKENIZER_FOLDER
+
+_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def import_huggingface(folder: Path, output: Path) -> Path:
+    """Write a HuggingFace folder as what runs start from, and teachers and exports are read from.
+
+    Tensors go through files that are mapped into memory, beside ``output`` and as large as the
+    checkpoint, so that the process needs no more memory than a few of them.
+
+    Args:
+        folder: ``config.json``, safetensors files, and a tokenizer where there is one.
+        output: New, or empty: becomes a folder of checkpoints with one in it.
+
+    Returns:
+        The checkpoint, ``output/iter_0000000``.
+
+    Raises:
+        CheckpointError: The folder cannot be read, or the output not be written.
+    """
+    _check_folders(folder, output)
+    files = CheckpointFiles(folder)
+    settings = model_settings(files)
+    length = min(settings["window_size"] or 1024, 1024)
+    model = ModelConfig(**settings, seq_length=length, hf=str(folder))
+    _, tensors = checked(files, model)
+    tokenizer = _tokenizer(folder)
+    run: dict[str, Any] = {"config": {"student": asdict(model)}}
+    if tokenizer is not None:
+        run["tokenizer_fingerprint"] = tokenizer.fingerprint()
+    with lone_process() as groups, _scratch(output) as scratch:
+        beside = _assets(folder, tokenizer, scratch)
+        with TensorReader(files) as reader:
+            state = _state(_outline(model, groups), tensors, files, reader, scratch)
+            state |= {"iteration": 0, "run": run}
+            return save_checkpoint(output, 0, state, groups=groups, keep=1, files=beside)
+
+
+def _check_folders(folder: Path, output: Path) -> None:
+    if not is_checkpoint_folder(folder):
+        raise CheckpointError(
+            "no HuggingFace checkpoint found",
+            where=folder,
+            expected="a folder with config.json and safetensors files",
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(
+            "something is there already", where=output, fix="name another folder, or remove it"
+        )
+
+
+def _tokenizer(folder: Path) -> MegatronTokenizerText | None:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return build_tokenizer(TokenizerConfig(model=str(folder)))
+
+
+@contextmanager
+def _scratch(output: Path) -> Iterator[Path]:
+    """A folder on the disk that the checkpoint goes to, gone at the end."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _assets(
+    folder: Path, tokenizer: MegatronTokenizerText | None, scratch: Path
+) -> tuple[Path, Path]:
+    """What a checkpoint keeps beside its tensors."""
+    kept = scratch / TOKENIZER_FOLDER, scratch / SIDE_FOLDER
+    if tokenizer is not None:
+        tokenizer.save_pretrained(kept[0])
+    copy_side_files(folder, kept[1])
+    return kept
+
+
+def _outline(model: ModelConfig, groups: ProcessGroups) -> GPTModel:
+    """The model without memory for its weights, and with no row more than the checkpoint has."""
+    assert model.vocab_size is not None, "every config.json says it"
+    nowhere = torch.device("meta")
+    with nowhere:
+        return build_gpt_model(
+            model,
+            padded_vocab_size=model.vocab_size,
+            parallel=ParallelConfig(),
+            training=TrainingConfig(train_iters=1),
+            groups=replace(groups, device=nowhere),
+        )
+
+
+def _state(
+    outline: GPTModel,
+    tensors: TensorMap,
+    files: CheckpointFiles,
+    reader: TensorReader,
+    scratch: Path,
+) -> dict[str, Any]:
+    """A sharded state to save: the outline's, with the checkpoint's numbers."""
+    state: dict[str, Any] = outline.sharded_state_dict()
+    apply_factories(state)
+    dtypes = _dtypes(tensors, files)
+
+    def filled(shard: Any, number: int) -> Any:
+        if not isinstance(shard, ShardedTensor):
+            return shard
+        data = _mapped(scratch / str(number), shard.local_shape, dtypes[shard.key])
+        row, column = corner_of(shard)
+        reader.fill(data, tensor_of(shard, tensors), row=row, column=column)
+        return replace(shard, data=data, dtype=data.dtype)
+
+    numbers = iter(range(1 << 30))
+    return {
+        name: [filled(shard, next(numbers)) for shard in value]
+        if isinstance(value, list)
+        else filled(value, next(numbers))
+        for name, value in state.items()
+    }
+
+
+def _dtypes(tensors: TensorMap, files: CheckpointFiles) -> dict[str, torch.dtype]:
+    """Of each megatron-core tensor, in all layers: one that holds those of all its parts."""
+    found: dict[str, torch.dtype] = {}
+    for tensor in tensors.megatron_tensors():
+        for block in tensor.blocks:
+            stored = files.tensors[block.name]
+            if stored.dtype not in _DTYPES:
+                raise CheckpointError(
+                    f"the tensor {block.name} is of a type that is not read",
+                    where=stored.file,
+                    got=stored.dtype,
+                    expected=f"one of {', '.join(_DTYPES)}",
+                )
+            dtype = _DTYPES[stored.dtype]
+            found[tensor.key] = torch.promote_types(found.get(tensor.key, dtype), dtype)
+    return found
+
+
+def _mapped(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that lives in a file: the system writes it out where memory runs short."""
+    size = prod(shape)
+    tensor: torch.Tensor = torch.from_file(
+        str(file), shared=True, size=size, dtype=dtype, device="cpu"
+    )
+    # The mapping keeps the bytes until the tensor is gone.
+    file.unlink()
+    return tensor.view(shape)
