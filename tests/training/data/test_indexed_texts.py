@@ -210,14 +210,24 @@ def test_ids_that_the_tokenizer_does_not_give_are_counted_once(tmp_path: Path) -
     assert sum(block.retokenized for block in blocks) == 1
     trained = [ids_in(sample) for block in blocks for sample in block.samples]
     assert sorted(trained) == sorted([*(document[0] for document in documents), ids_of("Dropout")])
-    # Whatever the replicas and the workers, an epoch of 32 rows counts it once.
-    for size in (1, 2, 4):
-        readers = [data.batches(Replica(rank, size, 2)) for rank in range(size)]
-        for reader in readers:
-            for _ in range(4):
-                reader.take()
-        assert sum(reader.retokenized_since_asked() for reader in readers) == 1
-        assert sum(reader.retokenized_since_asked() for reader in readers) == 0
+    # An epoch is 32 rows.
+    assert [counted(data, size, 4) for size in (1, 2, 4)] == [1, 1, 1]
+    # Fewer streams than rows: replicas pass over one another's.
+    few = write_ids(tmp_path / "few", [[letters], *documents[:5]])
+    data = run_data(tmp_path, few, indexed_tokenizer="student")
+    assert [counted(data, size, 4) for size in (1, 2, 4)] == [counted(data, 1, 4)] * 3
+    assert counted(data, 1, 4) > 3
+
+
+def counted(data: RunData, size: int, iterations: int) -> int:
+    """Documents with other ids, of all replicas."""
+    readers = [data.batches(Replica(rank, size, 2)) for rank in range(size)]
+    for reader in readers:
+        for _ in range(iterations):
+            reader.take()
+    found = sum(reader.retokenized_since_asked() for reader in readers)
+    assert not any(reader.retokenized_since_asked() for reader in readers)
+    return found
 
 
 def test_the_report_beside_a_dataset_says_what_made_it(made: Path) -> None:
@@ -294,6 +304,40 @@ def test_damaged_files_are_refused_at_the_start(
     spoil(tmp_path / "copy")
     with pytest.raises(DataError, match=words):
         IndexedFile(str(tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (-8, 1, "the documents of the index are not its sequences"),
+        (-32, 1, "the documents of the index are not its sequences"),
+        (-16, 9, "the index is not in the order of the ids"),
+        (34 + 3 * 4 + 8, 0, "the index is not in the order of the ids"),
+    ],
+    ids=["last document", "first document", "a document behind the next", "a sequence elsewhere"],
+)
+def test_an_index_that_is_spoilt_is_refused(
+    tmp_path: Path, place: int, value: int, words: str
+) -> None:
+    prefix = write_ids(tmp_path / "spoilt", [[ids_of(word)] for word in ("one", "two", "three")])
+    index = bytearray(Path(f"{prefix}.idx").read_bytes())
+    place %= len(index)
+    index[place : place + 8] = value.to_bytes(8, "little")
+    Path(f"{prefix}.idx").write_bytes(index)
+    with pytest.raises(DataError, match=rf"spoilt\.(idx|bin): {words}"):
+        texts_at(prefix, student_tokenizer(), tmp_path)
+
+
+def test_what_is_read_together_does_not_matter(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = f"{made}/student_text_document"
+    whole = texts_at(prefix, student_tokenizer(), tmp_path / "whole")
+    monkeypatch.setattr("megatron_ext.training.data.indexed.indexed_file._BLOCK_IDS", 60)
+    parts = texts_at(prefix, student_tokenizer(), tmp_path / "parts")
+    assert len(list(IndexedFile(prefix).blocks())) > 5
+    assert parts.sizes.tolist() == whole.sizes.tolist()
+    assert (parts.sha256, parts.report) == (whole.sha256, whole.report)
 
 
 def test_an_id_outside_the_vocabulary_is_said_with_its_document(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import glob
 import os
 import struct
+import warnings
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -18,7 +20,7 @@ from megatron_ext.errors import DataError
 _ENDS: Final = (".bin", ".idx")
 _HEADER: Final = struct.Struct("<9sQBQQ")
 _MAGIC: Final = b"MMIDIDX\x00\x00"
-_BLOCK_IDS: Final = 1 << 23
+_BLOCK_IDS: Final = 1 << 20
 """Least ids that are looked at together, whole documents."""
 
 RawIds = NDArray[np.integer[Any]]
@@ -90,10 +92,10 @@ class IndexedFile:
         _check_header(Path(f"{self.prefix}.idx"), self.stamps[1].size)
         if not self.stamps[0].size:
             raise DataError("the dataset holds no ids", where=f"{self.prefix}.bin", got="0 bytes")
-        self._check_layout()
+        self._check_ends()
 
     def __len__(self) -> int:
-        return len(self._bounds) - 1
+        return len(self._dataset.document_indices) - 1
 
     def document(self, number: int) -> NDArray[np.int32]:
         """The ids [N] of a document, a copy.
@@ -101,38 +103,38 @@ class IndexedFile:
         Raises:
             DataError: The files have changed.
         """
-        first, stop = self._bounds[number], self._bounds[number + 1]
+        first, stop = self._bounds(number, number + 1).tolist()
         return self._ids[first:stop].astype(np.int32)
 
     def blocks(self) -> Iterator[DocumentBlock]:
-        """All documents in order, some megabytes at a time."""
-        first = 0
+        """All documents in order, some megabytes at a time.
+
+        Raises:
+            DataError: The index is not in the order of the ids.
+        """
+        index, first = self._dataset.index, 0
         while first < len(self):
-            enough = self._bounds[first] + _BLOCK_IDS
-            last = max(int(self._bounds.searchsorted(enough)), first + 1)
-            bounds = self._bounds[first : min(last, len(self)) + 1]
+            enough = (self._bounds(first, first)[0] + _BLOCK_IDS) * index.dtype_size
+            sequence = index.sequence_pointers.searchsorted(enough)
+            last = int(index.document_indices.searchsorted(sequence))
+            last = min(max(last, first + 1), len(self))
+            self._check_order(first, last)
+            bounds = self._bounds(first, last)
             yield DocumentBlock(first, self._ids[bounds[0] : bounds[-1]], bounds - bounds[0])
-            first += len(bounds) - 1
+            first = last
 
     @cached_property
     def _dataset(self) -> Any:
-        # Here, because megatron-core takes seconds to load and few runs read its format.
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
-
         if self._stamps_now() != self.stamps:
             raise DataError(
                 "the file has changed since the run was started",
                 where=self.prefix,
                 fix="start the run again",
             )
-        return IndexedDataset(self.prefix)
-
-    @cached_property
-    def _bounds(self) -> NDArray[np.int64]:
-        """[D + 1] where the ids of each document begin in the ``.bin``."""
-        sequences = np.concatenate(([0], np.cumsum(self._dataset.sequence_lengths, dtype=np.int64)))
-        bounds: NDArray[np.int64] = sequences[self._dataset.document_indices]
-        return bounds
+        try:
+            return _library().IndexedDataset(self.prefix)
+        except AssertionError as error:
+            raise self._error("the documents of the index are not its sequences") from error
 
     @cached_property
     def _ids(self) -> RawIds:
@@ -143,24 +145,45 @@ class IndexedFile:
         )
         return ids
 
-    def _check_layout(self) -> None:
-        dataset = self._dataset
-        lengths, size = dataset.sequence_lengths, dataset.index.dtype_size
-        ends = np.cumsum(lengths, dtype=np.int64) * size
-        documents = dataset.document_indices
-        found = self.stamps[0].size
-        if not np.issubdtype(dataset.index.dtype, np.integer):
-            raise self._error("the dataset holds no ids", got=dataset.index.dtype.__name__)
-        if not len(ends) or found != ends[-1]:
+    def _bounds(self, first: int, last: int) -> NDArray[np.int64]:
+        """Where in the ids the documents from ``first`` to ``last`` begin, both included."""
+        index = self._dataset.index
+        sequences = index.document_indices[first : last + 1]
+        is_inside = sequences < len(index.sequence_pointers)
+        bounds = np.full(len(sequences), len(self._ids), np.int64)
+        bounds[is_inside] = index.sequence_pointers[sequences[is_inside]] // index.dtype_size
+        return bounds
+
+    def _check_ends(self) -> None:
+        """Whether the files fit one another, by where the last sequence ends."""
+        index, found = self._dataset.index, self.stamps[0].size
+        if not np.issubdtype(index.dtype, np.integer):
+            raise self._error("the dataset holds no ids", got=index.dtype.__name__)
+        lengths, pointers = index.sequence_lengths, index.sequence_pointers
+        expected = int(pointers[-1]) + int(lengths[-1]) * index.dtype_size if len(lengths) else 0
+        if found != expected:
             raise DataError(
                 "the .bin does not fit its index",
                 where=f"{self.prefix}.bin",
                 got=f"{found} bytes",
-                expected=int(ends[-1]) if len(ends) else "at least one document",
+                expected=expected,
                 fix="copy both files again, or make them again",
             )
-        is_in_order = np.array_equal(dataset.index.sequence_pointers, ends - lengths * size)
-        if not is_in_order or documents[0] != 0 or (np.diff(documents) < 0).any():
+        if index.document_indices[0]:
+            raise self._error("the documents of the index are not its sequences")
+
+    def _check_order(self, first: int, last: int) -> None:
+        """Whether the sequences of some documents lie one behind the other."""
+        index = self._dataset.index
+        documents = index.document_indices[first : last + 1]
+        begin, end = int(documents[0]), int(documents[-1])
+        behind = (
+            index.sequence_pointers[begin:end]
+            + index.sequence_lengths[begin:end].astype(np.int64) * index.dtype_size
+        )
+        following = index.sequence_pointers[begin + 1 : end + 1]
+        is_in_order = np.array_equal(behind[: len(following)], following)
+        if not is_in_order or (np.diff(documents) < 0).any():
             raise self._error("the index is not in the order of the ids")
 
     def _error(self, what: str, got: object = None) -> DataError:
@@ -188,17 +211,31 @@ class IndexedFile:
         return {"prefix": self.prefix, "stamps": self.stamps}
 
 
+def _library() -> ModuleType:
+    """megatron-core's module of the format; here, since it takes seconds to load and few runs need
+    it before they start."""
+    with warnings.catch_warnings():
+        # It warns its own developers, in every process.
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import indexed_dataset
+    library: ModuleType = indexed_dataset
+    return library
+
+
+def _codes() -> set[int]:
+    """Of the types of numbers that it can hold."""
+    return {kind.value for kind in _library().DType}
+
+
 def _check_header(path: Path, size: int) -> None:
     """Refuse an index that megatron-core would stumble over."""
-    from megatron.core.datasets.indexed_dataset import DType
-
     with path.open("rb") as stream:
         header = stream.read(_HEADER.size)
     if len(header) == _HEADER.size:
         magic, version, code, sequences, documents = _HEADER.unpack(header)
         # A length, a place, and for each document where it begins.
         expected = _HEADER.size + 12 * sequences + 8 * documents
-        is_known = magic == _MAGIC and version == 1 and code in {kind.value for kind in DType}
+        is_known = magic == _MAGIC and version == 1 and code in _codes()
         if is_known and documents and size == expected:
             return
     raise DataError(

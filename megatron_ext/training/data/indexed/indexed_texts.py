@@ -123,7 +123,7 @@ class IndexedTexts:
         return int(self._index["number"][index])
 
     def _build(self) -> tuple[Arrays, Notes]:
-        numbers, sizes = array("q"), array("q")
+        numbers, sizes, counts = array("q"), array("q"), array("q")
         digest = hashlib.sha256(self._decoder.tokenizer.fingerprint().encode())
         for block in self._file.blocks():
             unknown = self._decoder.first_unknown(block.ids)
@@ -140,8 +140,9 @@ class IndexedTexts:
             kept = np.flatnonzero(measured.has_content)
             numbers.extend((block.first + kept).tolist())
             sizes.extend(measured.sizes[kept].tolist())
-            digest.update(np.diff(block.bounds).astype("<i8").tobytes())
+            counts.extend(np.diff(block.bounds).tolist())
             digest.update(block.ids.astype("<i4").tobytes())
+        digest.update(np.array(counts, "<i8").tobytes())
         arrays = {"number": np.array(numbers, np.int64), "size": np.array(sizes, np.int64)}
         report = {
             "rows": len(self._file),
