@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.atomic_file import write_bytes
 from megatron_ext.tokenizers import TokenizerConfig
 from megatron_ext.training.config import (
     DataConfig,
@@ -20,6 +21,7 @@ from megatron_ext.training.config import (
     TeacherConfig,
     TrainingConfig,
 )
+from tests.training.short_sentencepiece import short_sentencepiece
 
 SENTENCES = (
     "A dictionary display yields a new dictionary object. ",
@@ -30,6 +32,7 @@ SENTENCES = (
 )
 ITERATIONS = 3
 STUDENT_VOCAB_SIZE = 8001
+TEACHER_PIECES = 4000
 
 
 def vocabulary(name: str) -> str:
@@ -63,8 +66,8 @@ def teacher_run(folder: Path) -> DistillConfig:
     """One step of next-token training, for a checkpoint to distil from."""
     return DistillConfig(
         run_dir=str(folder / "teacher"),
-        tokenizer=_teacher().tokenizer,
-        student=_teacher().model,
+        tokenizer=_teacher(folder).tokenizer,
+        student=_teacher(folder).model,
         data=DataConfig(train=(str(folder / "train.jsonl"),)),
         loss=LossConfig(objective="next_token"),
         training=TrainingConfig(train_iters=1, global_batch_size=4),
@@ -73,7 +76,9 @@ def teacher_run(folder: Path) -> DistillConfig:
 
 def student_run(folder: Path, name: str, **parallel: Any) -> DistillConfig:
     """Projected KL plus cross-entropy from that checkpoint; ``parallel`` is the layout."""
-    teacher = dataclasses.replace(_teacher(), checkpoint=str(folder / "teacher" / "checkpoints"))
+    teacher = dataclasses.replace(
+        _teacher(folder), checkpoint=str(folder / "teacher" / "checkpoints")
+    )
     return DistillConfig(
         run_dir=str(folder / name),
         tokenizer=TokenizerConfig(
@@ -129,12 +134,9 @@ def objective_run(folder: Path, name: str, loss: LossConfig, **parallel: Any) ->
     )
 
 
-def _teacher() -> TeacherConfig:
+def _teacher(folder: Path) -> TeacherConfig:
     return TeacherConfig(
-        tokenizer=TokenizerConfig(
-            library="sentencepiece",
-            model=vocabulary("mistral_instruct_tokenizer_240323.model.v3"),
-        ),
+        tokenizer=TokenizerConfig(library="sentencepiece", model=str(_sentencepiece(folder))),
         model=ModelConfig(
             num_layers=2,
             hidden_size=48,
@@ -144,3 +146,12 @@ def _teacher() -> TeacherConfig:
         ),
         checkpoint="",
     )
+
+
+def _sentencepiece(folder: Path) -> Path:
+    """The head of Mistral's vocabulary, written where it is not yet; ranks may ask at once."""
+    path = folder / "teacher.model"
+    if folder.exists() and not path.exists():
+        whole = Path(vocabulary("mistral_instruct_tokenizer_240323.model.v3")).read_bytes()
+        write_bytes(path, short_sentencepiece(whole, TEACHER_PIECES))
+    return path
