@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 from pathlib import Path
@@ -106,6 +107,15 @@ def test_the_functions_take_what_every_release_passes() -> None:
     inspect.signature(datasets).bind(me, [1, 1, 1], vp_stage=0)
     assert datasets.is_distributed  # type: ignore[attr-defined]
     inspect.signature(forward).bind(me, iter([]), object())
+
+
+def test_the_folder_of_the_text_is_a_flag_where_a_release_has_none() -> None:
+    for known in ((), ("--dataloader-save",)):
+        parser = argparse.ArgumentParser()
+        for flag in known:
+            parser.add_argument(flag)
+        PretrainDistillation.add_arguments(parser)
+        assert parser.parse_args(["--dataloader-save", "text"]).dataloader_save == "text"
 
 
 @pytest.mark.parametrize(

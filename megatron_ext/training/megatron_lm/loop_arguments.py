@@ -70,11 +70,12 @@ def check_arguments(args: Any, config: DistillConfig) -> None:
                 expected=without,
                 fix="leave it out",
             )
-    if not config.data.validation and getattr(args, "eval_iters", 0):
+    eval_iters = getattr(args, "eval_iters", None)
+    if eval_iters and not config.data.validation:
         raise ConfigError(
             "there is no held-out text for Megatron-LM to evaluate on",
             where="--eval-iters",
-            got=args.eval_iters,
+            got=eval_iters,
             fix="set it to 0, or name files in data.validation",
         )
 

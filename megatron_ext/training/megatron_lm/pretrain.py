@@ -12,6 +12,7 @@ and the batch sizes are in both, and must be the same.
         distillation.model_provider,
         ModelType.encoder_or_decoder,
         distillation.forward_step,
+        extra_args_provider=distillation.add_arguments,
     )
 """
 
@@ -25,7 +26,6 @@ from typing import Any, Final
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.distributed.process_groups import ProcessGroups
@@ -46,6 +46,7 @@ from megatron_ext.training.megatron_lm.loop_arguments import (
     loop_flags,
 )
 from megatron_ext.training.megatron_lm.microbatch_streams import HeldOutStream, TrainingStream
+from megatron_ext.training.megatron_lm.own_precision import InItsPrecision
 from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
@@ -97,6 +98,20 @@ class PretrainDistillation:
         """
         tokenizer = build_tokenizer(self.config.tokenizer)
         return loop_flags(self.config, vocab_size=tokenizer.vocab_size)
+
+    @staticmethod
+    def add_arguments(parser: Any) -> Any:
+        """``--dataloader-save``, which Megatron-LM heeds but leaves to scripts to define.
+
+        For its ``extra_args_provider``.
+        """
+        if "--dataloader-save" not in parser._option_string_actions:
+            parser.add_argument_group("distillation").add_argument(
+                "--dataloader-save",
+                metavar="FOLDER",
+                help="where checkpoints say what text comes next",
+            )
+        return parser
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, **options: Any
@@ -165,7 +180,7 @@ class PretrainDistillation:
 
     def forward_step(self, lessons: Iterator[Lesson], model: Any) -> tuple[torch.Tensor, Any]:
         """The stage's output, and the function that turns it into Megatron-LM's loss triple."""
-        output, loss = self._step(lessons, _InItsPrecision(model))
+        output, loss = self._step(lessons, InItsPrecision(model))
         return output, partial(self._scaled, loss)
 
     def _scaled(
@@ -243,26 +258,6 @@ class PretrainDistillation:
                 fix="give pretrain the model_provider of this object",
             )
         return self._trainer
-
-
-class _InItsPrecision:
-    """A model whose output is not made fp32, which ``Float16Module`` does with all logits.
-
-    Our losses add up in fp32 whatever they read.
-
-    Args:
-        model: A chunk as Megatron-LM has wrapped it.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.module = model
-
-    def __call__(self, *inputs: Any) -> Any:
-        model = self.module
-        while not isinstance(model, (GPTModel, Float16Module)):
-            model = model.module
-        options = {"fp32_output": False} if isinstance(model, Float16Module) else {}
-        return self.module(*inputs, **options)
 
 
 class _LentStudent(Student):

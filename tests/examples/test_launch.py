@@ -1,0 +1,164 @@
+"""The launch scripts start what they say, and their configurations pass a dry run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.tokenizers import build_tokenizer
+from megatron_ext.training import inputs
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config_file import build_config, read_config_file
+from megatron_ext.training.dry_run import dry_run
+from megatron_ext.training.metrics import read_metrics
+from tests.cli.run_files import REPOSITORY, write_config
+from tests.training.tiny_run import student_run, vocabulary, write_corpus, write_rank_list
+
+LAUNCH = REPOSITORY / "examples" / "launch"
+SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
+PROCESSES = {"one_gpu": 1, "one_node": 8, "slurm": 32, "megatron_lm": 8, "cpu": 2}
+
+_FAKES = {
+    "scontrol": """
+echo "scontrol $*" >> "$CALLS"
+if [ "$1" = show ]; then printf 'node-a\\nnode-b\\n'; fi
+""",
+    # Starts the command as Slurm does on each node.
+    "srun": 'shift; exec "$@"',
+    "torchrun": """
+echo "torchrun $*" >> "$CALLS"
+echo "connections $CUDA_DEVICE_MAX_CONNECTIONS" >> "$CALLS"
+sleep "${RUN_SECONDS:-0}"
+exit "${RUN_EXIT:-0}"
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every file that the configurations name; the teacher says not what it is."""
+    folder = tmp_path_factory.mktemp("launch")
+    for name in ("text", "tokenizers", "teacher/checkpoints/iter_0000001"):
+        (folder / name).mkdir(parents=True)
+    for name in ("train", "validation"):
+        shutil.copyfile(write_corpus(folder), folder / "text" / f"{name}.jsonl")
+    tokenizers = folder / "tokenizers"
+    shutil.copyfile(vocabulary("tekken_240911.json"), tokenizers / "student.json")
+    shutil.copyfile(
+        vocabulary("mistral_instruct_tokenizer_240323.model.v3"), tokenizers / "teacher.model"
+    )
+    (folder / "teacher/checkpoints/iter_0000001/common.pt").write_bytes(b"")
+    (folder / "teacher/checkpoints/latest").write_text("iter_0000001")
+    return folder
+
+
+def test_every_configuration_has_its_script_and_its_processes() -> None:
+    assert {path.stem for path in LAUNCH.glob("*.yaml")} == set(PROCESSES)
+    assert {path.stem for path in SCRIPTS} == set(PROCESSES)
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_a_dry_run_accepts_the_configuration(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr(inputs, "build_tokenizer", _tokenizer)
+    config = build_config(DistillConfig, *read_config_file(LAUNCH / f"{name}.yaml"))
+    page = dry_run(config, world_size=PROCESSES[name], has_flash=name != "cpu")
+    assert page.startswith(f"processes   {PROCESSES[name]}: ")
+    assert not (workplace / "runs").exists()
+
+
+# All configurations name the same two files.
+_tokenizer = cache(build_tokenizer)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_bash_reads_the_script(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+    assert os.access(script, os.X_OK) == (script.suffix == ".sh")
+
+
+def test_the_cpu_script_trains_on_two_processes(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_rank_list(tmp_path)
+    config = write_config(tmp_path, student_run(tmp_path, "run"))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    finished = subprocess.run(
+        [LAUNCH / "cpu.sh", "--config", config, "--loss-objective", "next_token"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
+    assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "iter_0000003"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job on two nodes, with commands that only say that they were called."""
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    for name, text in _FAKES.items():
+        (commands / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (commands / name).chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "SLURM_JOB_ID": "31",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_RESTART_COUNT": "1",
+    }
+
+
+def test_a_slurm_job_meets_at_its_first_node(slurm: dict[str, str]) -> None:
+    script = [LAUNCH / "slurm.sbatch", "--lr", "1e-4", "--run-dir", "a folder"]
+    subprocess.run(["bash", *script], env=slurm, check=True, timeout=30)
+    calls = Path(slurm["CALLS"]).read_text().splitlines()
+    assert calls[0] == "scontrol show hostnames node-[a-b]"
+    assert calls[1] == (
+        "torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 --rdzv-id 31-1 "
+        "--rdzv-backend c10d --rdzv-endpoint node-a:20031 -m megatron_ext distill "
+        "--config examples/launch/slurm.yaml --lr 1e-4 --run-dir a folder"
+    )
+    assert calls[2] == "connections 1"
+    assert len(calls) == 3
+
+
+def test_a_slurm_job_at_its_time_limit_goes_back_into_the_queue(slurm: dict[str, str]) -> None:
+    calls = Path(slurm["CALLS"])
+    job = subprocess.Popen(
+        ["bash", str(LAUNCH / "slurm.sbatch")], env={**slurm, "RUN_SECONDS": "60"}
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while "connections" not in (calls.read_text() if calls.exists() else ""):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(30) == 0
+    finally:
+        job.kill()
+    assert calls.read_text().splitlines()[-1] == "scontrol requeue 31"
+
+
+def test_a_slurm_job_that_fails_is_not_queued_again(slurm: dict[str, str]) -> None:
+    finished = subprocess.run(
+        ["bash", LAUNCH / "slurm.sbatch"], env={**slurm, "RUN_EXIT": "3"}, check=False, timeout=30
+    )
+    assert finished.returncode == 3
+    assert "requeue" not in Path(slurm["CALLS"]).read_text()
