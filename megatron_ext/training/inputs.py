@@ -1,7 +1,7 @@
 """What a run reads before any model is built: tokenizers, text, projection; all checks on the way.
 
 Cheap checks come first and nothing is written, so that a wrong start ends in seconds and leaves no
-trace. torch is loaded late and megatron-core not at all.
+trace. torch is loaded late, and megatron-core only where the text is in its own format.
 """
 
 from __future__ import annotations

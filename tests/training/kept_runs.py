@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.losses import DistillationInputs, LearnedProjection, LossOutput, Objective
-from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.config import DistillConfig, LossConfig, ParallelConfig
 from megatron_ext.training.learned_projections import learned_projection_file
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.trainer import Trainer
@@ -70,10 +70,19 @@ class _Watched:
 
 
 def _measure(folder: Path) -> dict[str, tuple[BitsPerByte, list[int]]]:
-    """Held-out bits per byte of one student from whole logits and from tiles."""
-    config = student_run(folder, "measured", tensor_model_parallel_size=2)
-    loss = dataclasses.replace(config.loss, linear=True, linear_tile_rows=TILE_ROWS)
-    trainer = _trainer(dataclasses.replace(config, loss=loss))
+    """Held-out bits per byte of one student from whole logits and from tiles; with sequences cut
+    over the ranks, too."""
+    config = student_run(folder, "measured")
+    assert config.teacher is not None
+    its = dataclasses.replace(config.teacher.model, seq_length=54)
+    config = dataclasses.replace(
+        config,
+        loss=dataclasses.replace(config.loss, linear=True, linear_tile_rows=TILE_ROWS),
+        student=dataclasses.replace(config.student, seq_length=42),
+        teacher=dataclasses.replace(config.teacher, model=its),
+        parallel=ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+    )
+    trainer = _trainer(config)
     assert trainer.data.held_out is not None
     found = {}
     for name, linear in (("tiles", trainer.step.linear), ("whole", None)):
