@@ -22,12 +22,15 @@ LAYERS = 4
 """A multiple of the stages of every layout."""
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "tp2-pp2": TP2 | PP2,
     "pp2-vp2": PP2 | {"virtual_pipeline_model_parallel_size": 2},
     "tp2-dp2": TP2,
     "pp4": {"pipeline_model_parallel_size": 4},
     "dp4": {},
+    "cp2-tp2": CP2 | TP2,
+    "cp2-pp2": CP2 | PP2,
 }
 """Of four processes; ``pp2-vp2`` has two replicas there."""
 

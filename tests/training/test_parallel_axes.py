@@ -36,10 +36,26 @@ RUNS = [
         goes_on_from=(str(PROJECTED), 1),
     ),
     AxisRun(
+        name="cp2-pp2",
+        variant=PROJECTED,
+        parallel=LAYOUTS["cp2-pp2"],
+        goes_on_from=("pp2-vp2", 1),
+    ),
+    AxisRun(
         name="tp2-pp2",
         variant=PROJECTED,
         parallel=LAYOUTS["tp2-pp2"],
-        goes_on_from=("pp2-vp2", 2),
+        goes_on_from=("cp2-pp2", 2),
+    ),
+    AxisRun(
+        name="cp2-tp2-sequence-parallel-variable-lengths",
+        variant=PARTITION,
+        parallel={
+            **LAYOUTS["cp2-tp2"],
+            "sequence_parallel": True,
+            "use_distributed_optimizer": True,
+        },
+        training={"variable_seq_lengths": True, "seq_length_multiple": 6},
     ),
     AxisRun(
         name="tp2-dp2-sequence-parallel",

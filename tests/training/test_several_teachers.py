@@ -47,12 +47,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
     "dp2": {},
+    "cp2": {"context_parallel_size": 2},
 }
 SHARDED = ["dynamic", "three", "three-linear", "selected", "pulled"]
 OF_LAYOUT = {
     "tp2": ["dynamic", "three-linear"],
     "pp2": ["dynamic"],
     "dp2": ["dynamic", "selected"],
+    "cp2": ["dynamic", "selected", "averaged", "pulled"],
 }
 """What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
@@ -67,6 +69,8 @@ if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
         ALONE += [Run(f"{name}-1", None, loss), Run(f"{name}-2", two, loss)]
         SHARDED += [f"{name}-1", f"{name}-2"]
     OF_LAYOUT = dict.fromkeys(LAYOUTS, SHARDED)
+    # The linear form is not for parts of sequences.
+    OF_LAYOUT["cp2"] = ["averaged", *(name for name in SHARDED if "linear" not in name)]
 CASES = [(name, layout) for layout, names in OF_LAYOUT.items() for name in names]
 
 # fp32 sums in another order, as in test_layouts.

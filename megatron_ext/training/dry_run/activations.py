@@ -11,6 +11,14 @@ its heads ``a`` of width ``d``, its feed-forward width ``f``, and ``e`` bytes an
     rotary      4 e T d                      sines and cosines
     MLP         5 e n f, with GELU 2 e n f   both halves, one of them shifted, the gate, the product
 
+Over ``c`` context-parallel ranks ``n`` is a rank's ``B T / c``. Then attention keeps no scores, but
+the keys and values that its two slices of queries, of ``s = T / 2c`` positions, are compared with:
+
+    attention   2 e n q                      query and context
+                2 e n q more                 without rotary embeddings and as many key-value heads
+    gathered    2 e B (T + s) q + e n q      keys and values of every head; each slice's context
+                4 a n + e s (T + s)          normalisers; the masks, of every row where it has one
+
 These are the tensors that autograd saves under megatron-core's local layers on a CPU; a test
 records them. Transformer Engine's layers are taken to keep the same, less scores and mask (but
 ``4 a n`` for the attention's normaliser), with keys and values at their own width and norms of
@@ -73,22 +81,40 @@ def _attention(plan: Plan, shape: ModelShape) -> int:
     query, key_value = (count * shape.head_width for count in (shape.heads, shape.query_groups))
     if plan.has_flash:
         return tokens * (2 * element * (query + key_value) + FP32 * shape.heads)
+    rotary = 4 * element * plan.row_length(shape) // plan.cp * shape.head_width
+    has_rotary = shape.model.position_embedding_type == "rope"
+    is_joint = shape.heads == shape.query_groups
+    if plan.cp > 1:
+        # Without rotary embeddings queries are a part of the joint product, which stays whole.
+        behind = rotary if has_rotary else 2 * element * tokens * query * is_joint
+        return 2 * element * tokens * query + behind
     total = 4 * element * tokens * query
-    if shape.model.position_embedding_type == "rope":
-        if shape.heads == shape.query_groups:
+    if has_rotary:
+        if is_joint:
             # Values are a part of the joint product, which stays whole behind them.
             total += 2 * element * tokens * query
-        total += 4 * element * shape.model.seq_length * shape.head_width
+        total += rotary
     return total
 
 
 def _scores(plan: Plan, shape: ModelShape) -> int:
     if plan.has_flash:
         return 0
+    if plan.cp > 1:
+        return _gathered(plan, shape)
     length = shape.model.seq_length
     score = FP32 if plan.element == FP32 else FP32 + plan.element
     mask = 0 if plan.config.data.packing else length * length
     return score * shape.heads * plan.tokens(shape) * length + mask
+
+
+def _gathered(plan: Plan, shape: ModelShape) -> int:
+    tokens, query = plan.tokens(shape), shape.heads * shape.head_width
+    width = plan.row_length(shape) // (2 * plan.cp)
+    seen = plan.row_length(shape) + width
+    masks = width * seen * (plan.batch if plan.config.data.packing else 1)
+    kept = 2 * plan.batch * seen * query + tokens * query + masks
+    return plan.element * kept + FP32 * shape.heads * tokens
 
 
 def _kept_of_layers(plan: Plan, shape: ModelShape) -> int:

@@ -22,6 +22,9 @@ _INT32: Final = 4
 _TOKEN_BYTES: Final = 3 * 8 + 3 * 8
 """Token, label and position; chunk id, chunk start and end; int64 each."""
 
+_INPUT_BYTES: Final = 3 * 8
+"""Token, label and position of a rank's part of a row, beside the whole row."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
@@ -79,7 +82,11 @@ def rank_memory(plan: Plan, stage: int) -> RankMemory:
 def _optimizer_state(plan: Plan, parameters: int) -> int:
     # In fp32 the weights are their own main copy.
     state = parameters * FP32 * (2 if plan.element == FP32 else 3)
-    return -(-state // plan.dp) if plan.config.parallel.use_distributed_optimizer else state
+    return (
+        -(-state // plan.gradient_ranks)
+        if plan.config.parallel.use_distributed_optimizer
+        else state
+    )
 
 
 def _targets(plan: Plan, teacher: ModelShape) -> int:
@@ -87,9 +94,10 @@ def _targets(plan: Plan, teacher: ModelShape) -> int:
 
 
 def _batch(plan: Plan, shape: ModelShape) -> int:
-    # A packed row's mask is [1, T, T] booleans.
-    masked = shape.model.seq_length if plan.config.data.packing else 0
-    return plan.microbatches * plan.tokens(shape) * (_TOKEN_BYTES + masked)
+    # A packed row's mask is [1, S, T] booleans.
+    masked = plan.row_length(shape) if plan.config.data.packing else 0
+    cut = _INPUT_BYTES if plan.cp > 1 else 0
+    return plan.microbatches * plan.tokens(shape) * (plan.cp * _TOKEN_BYTES + cut + masked)
 
 
 def _loss(plan: Plan) -> int:
@@ -98,8 +106,9 @@ def _loss(plan: Plan) -> int:
     slices = _SLICES * SLICE_BYTES["cuda" if plan.has_flash else "cpu"]
     if plan.teachers and plan.config.loss.linear:
         return tables + slices + _tiles(plan)
-    # The logits, and a gradient of each term of the loss.
-    terms = 1 + len(plan.teachers)
+    # The logits, and a gradient of each term of the loss; a copy of the logits of the chunks that a
+    # context-parallel rank owns.
+    terms = 1 + len(plan.teachers) * (2 if plan.cp > 1 else 1)
     student = (1 + terms) * plan.tokens(plan.student) * plan.student.head_rows
     # One teacher at a time turns its hidden states into logits.
     teacher = max((plan.tokens(shape) * shape.head_rows for shape in teachers), default=0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from megatron_ext.distributed.layout import data_parallel_size
+from megatron_ext.distributed.layout import data_parallel_size, sequence_multiple
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training.config import DistillConfig, ModelConfig
 from megatron_ext.training.dry_run.model_shape import ModelShape
@@ -69,6 +69,7 @@ class Plan:
                 world_size=world_size,
                 tensor_model_parallel_size=parallel.tensor_model_parallel_size,
                 pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+                context_parallel_size=parallel.context_parallel_size,
             ),
             student=_shape(config.student, vocab_size, config),
             teachers={
@@ -78,6 +79,16 @@ class Plan:
             pairs=pairs or {},
             has_flash=has_flash,
         )
+
+    @property
+    def cp(self) -> int:
+        """Context-parallel ranks, each with a part of every row."""
+        return self.config.parallel.context_parallel_size
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks that gradients are summed over: replicas, and those that share their rows."""
+        return self.dp * self.cp
 
     @property
     def element(self) -> int:
@@ -121,8 +132,18 @@ class Plan:
         return self.tokens(shape) * shape.model.hidden_size * self.element // ranks
 
     def tokens(self, shape: ModelShape) -> int:
-        """Tokens of a microbatch as a model reads it; rows are taken to be full."""
-        return self.batch * shape.model.seq_length
+        """Tokens of a microbatch as a model reads it on a rank; rows are taken to be full."""
+        return self.batch * self.row_length(shape) // self.cp
+
+    def row_length(self, shape: ModelShape) -> int:
+        """Positions of a row, over all context-parallel ranks."""
+        parallel = self.config.parallel
+        multiple = sequence_multiple(
+            context_parallel_size=self.cp,
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            sequence_parallel=parallel.sequence_parallel,
+        )
+        return -(-shape.model.seq_length // multiple) * multiple
 
 
 def _shape(model: ModelConfig, vocab_size: int, config: DistillConfig) -> ModelShape:

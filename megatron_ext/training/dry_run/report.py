@@ -51,8 +51,9 @@ def _shown_stages(plan: Plan) -> list[int]:
 def _run(plan: Plan) -> str:
     student, training = plan.student, plan.config.training
     layers = "Transformer Engine's" if plan.has_flash else "megatron-core's local ones"
+    context = f"CP {plan.cp} x " if plan.cp > 1 else ""
     lines = [
-        f"processes   {plan.world_size}: TP {student.tp} x PP {student.pp} x DP {plan.dp}",
+        f"processes   {plan.world_size}: TP {student.tp} x {context}PP {student.pp} x DP {plan.dp}",
         f"step        {training.global_batch_size} rows in {plan.microbatches} "
         f"microbatches of {plan.batch} for each replica",
         f"layers      {layers}, {training.precision}",

@@ -52,6 +52,7 @@ class StepSeconds:
     heads: float
     loss: float
     tensor_parallel: float
+    context_parallel: float
     pipeline: float
     bubble: float
     """What the fullest stage waits for the others: ``(P - 1) / (V M)`` of its work."""
@@ -71,7 +72,7 @@ def step_seconds(plan: Plan, machine: Machine = H100) -> StepSeconds:
     """What a step takes on the last stage, which has the heads and the loss besides its layers."""
     work = step_arithmetic(plan)
     products = machine.operations * machine.reached_operations
-    stage_ranks = plan.dp * plan.student.tp
+    stage_ranks = plan.gradient_ranks * plan.student.tp
     layers = products * stage_ranks * plan.stages
     student = work.student_layers / layers
     teachers = work.teacher_layers / layers
@@ -87,6 +88,9 @@ def step_seconds(plan: Plan, machine: Machine = H100) -> StepSeconds:
         heads=heads,
         loss=loss,
         tensor_parallel=_seconds(sent.tensor_parallel + sent.loss, machine, within=within),
+        context_parallel=_seconds(
+            sent.context_parallel, machine, within=plan.cp * plan.student.tp <= machine.node
+        ),
         pipeline=_seconds(first.pipeline, machine, within=plan.world_size <= machine.node),
         # The teacher's schedule fills and drains the pipeline, too.
         bubble=bubble * (student + teachers),

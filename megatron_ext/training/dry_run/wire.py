@@ -21,7 +21,12 @@ class WireBytes:
     """Of a rank of one pipeline stage."""
 
     data_parallel: int
-    """Gradients over replicas, and with the distributed optimizer the weights back."""
+    """Gradients over replicas and the ranks that share their rows, and with the distributed
+    optimizer the weights back."""
+
+    context_parallel: int
+    """Keys and values of whole rows in every layer, and of the student's their gradients back. Rows
+    of chunks that two ranks have a part of are not counted."""
 
     tensor_parallel: int
     """Layers of the student, there and back, and of the teachers."""
@@ -45,6 +50,7 @@ def wire_bytes(plan: Plan, stage: int) -> WireBytes:
     """What a rank of ``stage`` sends."""
     return WireBytes(
         data_parallel=_data_parallel(plan, stage),
+        context_parallel=_context_parallel(plan),
         tensor_parallel=_tensor_parallel(plan, stage),
         pipeline=_pipeline(plan, stage),
         tied_embedding=_tied_embedding(plan, stage),
@@ -60,8 +66,25 @@ def all_reduced(message: int, ranks: int) -> int:
 def _data_parallel(plan: Plan, stage: int) -> int:
     parameters = plan.student.parameters(stage)
     if plan.config.parallel.use_distributed_optimizer:
-        return parameters * (FP32 + plan.element) * (plan.dp - 1) // plan.dp
-    return all_reduced(parameters * FP32, plan.dp)
+        ranks = plan.gradient_ranks
+        return parameters * (FP32 + plan.element) * (ranks - 1) // ranks
+    return all_reduced(parameters * FP32, plan.gradient_ranks)
+
+
+def _context_parallel(plan: Plan) -> int:
+    """An all-gather a layer forward, a reduce-scatter backward: as an all-reduce together."""
+    recomputes = plan.config.training.recompute_granularity == "selective"
+    again = plan.student.layers if recomputes else plan.student.layers * plan.recomputed_share
+    halves = round((2 * plan.student.layers + again) * _keys_and_values(plan, plan.student))
+    for teacher in plan.teachers.values():
+        halves += teacher.layers * _keys_and_values(plan, teacher)
+    return plan.microbatches * halves * (plan.cp - 1) // plan.cp
+
+
+def _keys_and_values(plan: Plan, shape: ModelShape) -> int:
+    """Bytes of a microbatch's whole rows, of a rank's heads."""
+    width = 2 * shape.query_groups * shape.head_width
+    return plan.cp * plan.tokens(shape) * width * plan.element
 
 
 def _tensor_parallel(plan: Plan, stage: int) -> int:

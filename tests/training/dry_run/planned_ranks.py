@@ -93,7 +93,8 @@ def _measured(
 def _saved_bytes(gpt: Any, model: ModelConfig) -> int:
     """Bytes of all that autograd keeps of a forward pass to the last hidden states."""
     weights = {weight.untyped_storage().data_ptr() for weight in gpt.parameters()}
-    tokens = torch.zeros(BATCH, model.seq_length, dtype=torch.long)
+    length = model.seq_length // gpt.config.context_parallel_size
+    tokens = torch.zeros(BATCH, length, dtype=torch.long)
     inputs = {tokens.untyped_storage().data_ptr()}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -105,7 +106,7 @@ def _saved_bytes(gpt: Any, model: ModelConfig) -> int:
 
     gpt.post_process = False
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = gpt(tokens, torch.arange(model.seq_length).expand(BATCH, -1), None)
+        hidden = gpt(tokens, torch.arange(length).expand(BATCH, -1), None)
     # What the head would keep of it.
     keep(hidden)
     return sum(storage.nbytes() for storage in saved.values())

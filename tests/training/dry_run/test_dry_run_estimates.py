@@ -17,6 +17,7 @@ from tests.training.dry_run.planned_runs import BATCH, MODELS, plan_of, planned_
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 TOKENS, TEACHER_TOKENS = BATCH * 24, BATCH * 40
 
 
@@ -127,6 +128,33 @@ def test_gradients_go_around_in_fp32_and_weights_come_back_in_their_own() -> Non
     sharded = plan_of(planned_run(precision="bf16", use_distributed_optimizer=True), world_size=4)
     assert wire_bytes(plain, 0).data_parallel == all_reduced(4 * parameters, 4)
     assert wire_bytes(sharded, 0).data_parallel == parameters * (4 + 2) * 3 // 4
+
+
+def test_ranks_that_share_rows_gather_keys_and_values_and_keep_a_part_of_the_rest() -> None:
+    whole, cut = plan_of(planned_run()), plan_of(planned_run(**CP2), world_size=2)
+    assert (cut.dp, cut.cp, cut.microbatches) == (1, 2, whole.microbatches)
+    # Two query groups of eight in the student, four heads of sixteen in the teacher.
+    student, teacher = TOKENS * 2 * 16 * 4, TEACHER_TOKENS * 2 * 64 * 4
+    halves = 2 * (2 * student + teacher)
+    assert wire_bytes(cut, 0).context_parallel == cut.microbatches * halves // 2
+    assert wire_bytes(whole, 0).context_parallel == 0
+    parameters = whole.student.parameters(0)
+    assert wire_bytes(cut, 0).data_parallel == all_reduced(4 * parameters, 2)
+    before, after = rank_memory(whole, 0), rank_memory(cut, 0)
+    assert after.teacher_targets == before.teacher_targets / 2
+    assert after.activations < before.activations
+    assert after.student_weights == before.student_weights
+    sharded = plan_of(planned_run(**CP2, use_distributed_optimizer=True), world_size=2)
+    assert rank_memory(sharded, 0).optimizer_state == before.optimizer_state / 2
+    assert step_seconds(cut).context_parallel > step_seconds(whole).context_parallel == 0
+    assert step_seconds(cut).student == step_seconds(whole).student / 2
+
+
+def test_rows_that_do_not_divide_are_filled_up() -> None:
+    config = planned_run(dataclasses.replace(MODELS[0][0], seq_length=25), **CP2)
+    plan = plan_of(config, world_size=2)
+    assert plan.row_length(plan.student) == 28
+    assert plan.tokens(plan.student) == BATCH * 14
 
 
 def test_layers_embedding_and_head_are_summed_over_tensor_parallel_ranks() -> None:

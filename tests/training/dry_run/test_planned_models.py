@@ -16,6 +16,7 @@ LAYOUTS = {
     "alone": {},
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
 }
 
 
@@ -44,7 +45,7 @@ def test_every_rank_has_the_parameters_that_are_planned(
         assert shape.parameters(rank[number].stage) == rank[number].parameters
 
 
-@pytest.mark.parametrize("layout", ["alone", "tp2"])
+@pytest.mark.parametrize("layout", ["alone", "tp2", "cp2"])
 @pytest.mark.parametrize("number", range(len(MODELS)), ids=NAMES)
 def test_the_forward_pass_keeps_the_activations_that_are_planned(
     measured: dict[str, list[list[Measured]]], layout: str, number: int

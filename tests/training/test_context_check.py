@@ -1,0 +1,87 @@
+"""What cannot be made of parts of sequences is refused at the start, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_ext.distributed.layout import data_parallel_size, sequence_multiple
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.config import ParallelConfig
+from tests.training.test_loss_configuration import TEACHER, check, config_of
+
+CUT = {"context_parallel_size": 2}
+
+
+def loss(objective: str, **options: Any) -> dict[str, Any]:
+    return {"loss": {"objective": objective, "options": options}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (loss("alm", merge="words"), "loss.options: the objective alm needs whole sequences so"),
+        (loss("alm", merge="likely_boundaries"), "got merge, of chunks that can be two ranks'"),
+        (loss("uld", alignment="position"), "got alignment position"),
+        (loss("projected_kl", numerics="nemo"), "got numerics nemo"),
+        (loss("gold", numerics="nemo"), "got numerics nemo"),
+        ({"loss": {"objective": "projected_kl", "linear": True}}, "loss.linear: the linear form"),
+        (
+            {
+                "teachers": {
+                    "big": TEACHER,
+                    "own": TEACHER | {"objective": "alm", "options": {"merge": "words"}},
+                }
+            },
+            "teachers.own.options: the objective alm",
+        ),
+    ],
+    ids=["words", "boundaries", "position", "nemo", "nemo-gold", "linear", "one-of-two"],
+)
+def test_a_loss_that_needs_whole_sequences_is_refused(changes: dict[str, Any], words: str) -> None:
+    check(config_of(**changes))
+    with pytest.raises(ConfigError, match="context") as error:
+        check(config_of(parallel=CUT, **changes))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        loss("alm"),
+        loss("partition_kl"),
+        loss("uld"),
+        {"loss": {"objective": "projected_kl", "learned_projection": True}},
+        {
+            "loss": {"objective": "projected_kl"},
+            "training": {"train_iters": 5, "vocabulary_layout": "co_sharded"},
+            "teachers": {"one": TEACHER},
+        },
+    ],
+    ids=["alm", "partition_kl", "uld", "learned", "layout"],
+)
+def test_every_other_loss_goes(changes: dict[str, Any]) -> None:
+    check(config_of(parallel=CUT, **changes))
+
+
+def test_ranks_that_share_sequences_are_of_one_replica() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+    assert data_parallel_size(world_size=8, context_parallel_size=2, **sizes) == 2
+    with pytest.raises(ConfigError, match=r"multiple of 6 .* x context_parallel_size 3"):
+        data_parallel_size(world_size=8, context_parallel_size=3, **sizes)
+    with pytest.raises(ConfigError, match="context_parallel_size must be positive"):
+        ParallelConfig(context_parallel_size=0)
+
+
+@pytest.mark.parametrize(
+    ("context", "tensor", "is_cut", "expected"),
+    [(1, 2, True, 1), (2, 2, False, 4), (2, 2, True, 4), (2, 4, True, 8), (2, 3, True, 12)],
+)
+def test_rows_divide_over_slices_and_sequence_parallel_ranks(
+    context: int, tensor: int, is_cut: bool, expected: int
+) -> None:
+    found = sequence_multiple(
+        context_parallel_size=context, tensor_model_parallel_size=tensor, sequence_parallel=is_cut
+    )
+    assert found == expected
