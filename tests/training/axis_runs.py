@@ -13,7 +13,13 @@ import torch.distributed as dist
 
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
-from megatron_ext.training.config import DataConfig, DistillConfig, LossConfig, ParallelConfig
+from megatron_ext.training.config import (
+    DataConfig,
+    DistillConfig,
+    LossConfig,
+    ParallelConfig,
+    TeacherConfig,
+)
 from megatron_ext.training.model_chunks import sharded_weights
 from tests.training.rank_functions import _trainer
 from tests.training.tiny_run import student_run, teacher_run
@@ -47,8 +53,12 @@ class Variant:
 
     held_out: bool = False
 
+    teachers: int = 1
+    """2: beside the other one a teacher of another width that has the student's tokenizer."""
+
     def __str__(self) -> str:
-        return f"{self.objective}{'-packed' * self.packing}"
+        packed, taught = "-packed" * self.packing, "-two-teachers" * (self.teachers == 2)
+        return f"{self.objective}{packed}{taught}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +87,15 @@ class AxisRun:
             "keep_checkpoints": self.variant.iterations,
             **self.training,
         }
+        teacher = dataclasses.replace(
+            teacher, model=dataclasses.replace(teacher.model, num_layers=LAYERS, seq_length=52)
+        )
+        two = {"other": teacher, "own": _own_teacher(folder)}
         return dataclasses.replace(
             base,
             student=dataclasses.replace(base.student, num_layers=LAYERS, seq_length=40),
-            teacher=dataclasses.replace(
-                teacher,
-                model=dataclasses.replace(teacher.model, num_layers=LAYERS, seq_length=52),
-            ),
+            teacher=teacher if self.variant.teachers == 1 else None,
+            teachers=two if self.variant.teachers == 2 else {},
             data=DataConfig(
                 train=base.data.train,
                 validation=base.data.train if self.variant.held_out else (),
@@ -113,9 +125,25 @@ def start_and_train(rank: int, folder: Path, runs: Sequence[AxisRun]) -> None:
     config = teacher_run(folder)
     model = dataclasses.replace(config.student, num_layers=LAYERS)
     _save_start(dataclasses.replace(config, student=model))
-    start = AxisRun(name="start", variant=runs[0].variant).config(folder)
+    if any(run.variant.teachers == 2 for run in runs):
+        own = _own_teacher(folder)
+        run_dir = str(folder / "own")
+        _save_start(
+            dataclasses.replace(config, run_dir=run_dir, tokenizer=own.tokenizer, student=own.model)
+        )
+    plain = dataclasses.replace(runs[0].variant, teachers=1)
+    start = AxisRun(name="start", variant=plain).config(folder)
     _save_start(dataclasses.replace(start, initial_checkpoint=None))
     train_runs(rank, folder, runs)
+
+
+def _own_teacher(folder: Path) -> TeacherConfig:
+    base = student_run(folder, "own")
+    return TeacherConfig(
+        tokenizer=base.tokenizer,
+        model=dataclasses.replace(base.student, num_layers=LAYERS, hidden_size=48, seq_length=40),
+        checkpoint=str(folder / "own" / "checkpoints"),
+    )
 
 
 def _save_start(config: DistillConfig) -> None:

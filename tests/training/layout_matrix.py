@@ -1,4 +1,4 @@
-"""Every layout of four processes against one process, by several objectives, packed and not.
+"""Every layout of four processes against one process: objectives, teachers, packed and not.
 
 Run by hand, since it takes long; docs/parallelism.md records what it printed:
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,14 +31,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, choices=OBJECTIVES)
+    parser.add_argument("--teachers", nargs="+", type=int, default=(1, 2), choices=(1, 2))
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     arguments = parser.parse_args()
     variants = [
-        Variant(objective=objective, packing=packing, iterations=arguments.iterations)
+        Variant(
+            objective=objective,
+            packing=packing,
+            iterations=arguments.iterations,
+            teachers=teachers,
+        )
+        for teachers in arguments.teachers
         for packing in (True, False)
         for objective in arguments.objectives
     ]
-    print("| objective | layout | seconds | loss | weights |\n|---|---|--:|--:|--:|", flush=True)
+    print("| objective | layout | loss | weights |\n|---|---|--:|--:|", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder)
@@ -47,14 +53,14 @@ def main() -> None:
         alone = [_run(str(variant), variant, {}) for variant in variants]
         run_ranks(1, start_and_train, folder, alone, timeout_s=TIMEOUT_S)
         for variant in variants:
-            for layout in arguments.layouts:
-                run = _run(f"{variant}-{layout}", variant, LAYOUTS[layout])
-                started = time.monotonic()
-                run_ranks(4, train_runs, folder, [run], timeout_s=TIMEOUT_S)
-                seconds = time.monotonic() - started
+            runs = [
+                _run(f"{variant}-{layout}", variant, LAYOUTS[layout])
+                for layout in arguments.layouts
+            ]
+            run_ranks(4, train_runs, folder, runs, timeout_s=TIMEOUT_S)
+            for layout, run in zip(arguments.layouts, runs, strict=True):
                 loss, weights = _differences(folder, run)
-                row = f"| {variant} | {layout} | {seconds:.0f} | {loss:.1e} | {weights:.1e} |"
-                print(row, flush=True)
+                print(f"| {variant} | {layout} | {loss:.1e} | {weights:.1e} |", flush=True)
 
 
 def _run(name: str, variant: Variant, parallel: Mapping[str, Any]) -> AxisRun:

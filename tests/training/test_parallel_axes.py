@@ -1,7 +1,8 @@
 """Four processes in any layout train the model that one process trains.
 
 Each run has another layout and other options that may not change a result, so that every layout,
-objective and option is met in one start of four processes; ``layout_matrix.py`` has all of them.
+objective and option is met; ``layout_matrix.py`` has all of them. A run goes from TP2 PP2 to one
+process and back, and from there to a pipeline with two chunks a rank.
 """
 
 from __future__ import annotations
@@ -28,34 +29,22 @@ OVERLAPS = {
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
 }
+THERE = AxisRun(name="tp2-pp2", variant=PROJECTED, parallel=LAYOUTS["tp2-pp2"])
+ALONE_FROM_THERE = AxisRun(
+    name="alone-from-tp2-pp2", variant=PROJECTED, goes_on_from=("tp2-pp2", 1)
+)
 RUNS = [
     AxisRun(
-        name="pp2-vp2",
-        variant=PROJECTED,
-        parallel=LAYOUTS["pp2-vp2"],
-        goes_on_from=(str(PROJECTED), 1),
-    ),
-    AxisRun(
-        name="cp2-pp2",
-        variant=PROJECTED,
-        parallel=LAYOUTS["cp2-pp2"],
-        goes_on_from=("pp2-vp2", 1),
-    ),
-    AxisRun(
-        name="tp2-pp2",
+        name="tp2-pp2-from-alone",
         variant=PROJECTED,
         parallel=LAYOUTS["tp2-pp2"],
-        goes_on_from=("cp2-pp2", 2),
+        goes_on_from=("alone-from-tp2-pp2", 2),
     ),
     AxisRun(
-        name="cp2-tp2-sequence-parallel-variable-lengths",
-        variant=PARTITION,
-        parallel={
-            **LAYOUTS["cp2-tp2"],
-            "sequence_parallel": True,
-            "use_distributed_optimizer": True,
-        },
-        training={"variable_seq_lengths": True, "seq_length_multiple": 6},
+        name="pp2-vp2-from-alone",
+        variant=PROJECTED,
+        parallel=LAYOUTS["pp2-vp2"],
+        goes_on_from=("alone-from-tp2-pp2", 2),
     ),
     AxisRun(
         name="tp2-dp2-sequence-parallel",
@@ -86,11 +75,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rank_list(folder)
     alone = [AxisRun(name=str(variant), variant=variant) for variant in VARIANTS]
     run_ranks(1, start_and_train, folder, alone, timeout_s=240)
+    run_ranks(4, train_runs, folder, [THERE], timeout_s=480)
+    run_ranks(1, train_runs, folder, [ALONE_FROM_THERE], timeout_s=240)
     run_ranks(4, train_runs, folder, RUNS, timeout_s=480)
     return folder
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [THERE, ALONE_FROM_THERE, *RUNS], ids=lambda run: run.name)
 def test_every_iteration_measures_what_one_process_measures(runs: Path, run: AxisRun) -> None:
     alone, sharded = read_metrics(runs / str(run.variant)), read_metrics(runs / run.name)
     assert len(alone) == run.variant.iterations
@@ -109,7 +100,7 @@ def test_every_iteration_measures_what_one_process_measures(runs: Path, run: Axi
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=GRADIENT_NORM_TOLERANCE)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [THERE, ALONE_FROM_THERE, *RUNS], ids=lambda run: run.name)
 def test_the_trained_weights_are_those_of_one_process(runs: Path, run: AxisRun) -> None:
     iteration = run.variant.iterations
     start = _weights(runs / "start", 0)
