@@ -12,6 +12,11 @@ from typing import Any, Final
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles
 from megatron_ext.huggingface.families import FAMILIES, UNSUPPORTED, Family
+from megatron_ext.huggingface.layer_kinds import (
+    full_attention_interval,
+    layer_types,
+    window_size,
+)
 from megatron_ext.huggingface.rotary import rotary_config, rotary_settings
 from megatron_ext.huggingface.tensor_map import TensorMap
 
@@ -35,6 +40,7 @@ COMMON: Final[Mapping[str, Any]] = {
     "qk_layernorm": False,
     "layernorm_zero_centered_gamma": False,
     "scale_embeddings": False,
+    "post_layernorms": False,
 }
 """Llama's, from which families differ."""
 
@@ -77,14 +83,21 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
         raise CheckpointError("a key is missing", where=where, expected=missing[0])
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
+    rotary = rotary_settings(config, where=where)
+    has_kinds = rotary["local_rotary_base"] is not None
+    scalar = config.get("query_pre_attn_scalar")
     return {
         **COMMON,
         **{name: config[key] for name, key in _NAMES.items()},
         "num_query_groups": config.get("num_key_value_heads") or heads,
         "kv_channels": width,
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
-        "window_size": _window(config),
-        **rotary_settings(config, where=where),
+        "window_size": window_size(config),
+        "full_attention_interval": (
+            full_attention_interval(config, where=where) if has_kinds else None
+        ),
+        "softmax_scale": None if scalar is None else float(scalar) ** -0.5,
+        **rotary,
         **family.settings,
     }
 
@@ -109,6 +122,11 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
         }
         if "sliding_window" in family.defaults:
             config["sliding_window"] = settings["window_size"]
+        if settings["full_attention_interval"] is not None:
+            interval = settings["full_attention_interval"]
+            config["layer_types"] = layer_types(settings["num_layers"], interval)
+        if settings["softmax_scale"] is not None:
+            config["query_pre_attn_scalar"] = round(settings["softmax_scale"] ** -2)
         found = settings_of(family, config, where=CONFIG_FILE)
         if all(settings[name] == value for name, value in found.items()):
             return config
@@ -178,11 +196,3 @@ def _check_allowed(family: Family, config: Mapping[str, Any], where: object) -> 
                 got=repr(config[key]),
                 expected=" or ".join(map(repr, values)),
             )
-
-
-def _window(config: Mapping[str, Any]) -> int | None:
-    """How far attention sees at least, in any layer; None: all."""
-    if config.get("use_sliding_window") is False:
-        return None
-    window = config.get("sliding_window")
-    return None if window is None else int(window)

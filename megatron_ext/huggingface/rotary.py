@@ -23,12 +23,21 @@ LLAMA3: Final = {
 
 
 def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
-    """``rotary_base``, ``use_rope_scaling`` and ``rope_scaling_factor`` of a configuration.
+    """What a configuration says of rotary embeddings, of both kinds of layers where there are two.
 
     Raises:
         CheckpointError: megatron-core has no such embeddings.
     """
     parameters = dict(config.get("rope_parameters") or {})
+    local = config.get("rope_local_base_freq")
+    if "full_attention" in parameters:
+        of_window = dict(parameters.get("sliding_attention") or {})
+        local = of_window.pop("rope_theta", local)
+        if of_window.get("rope_type", "default") != "default":
+            raise CheckpointError(
+                "layers with a window have scaled rotary embeddings", where=where, got=of_window
+            )
+        parameters = dict(parameters["full_attention"])
     theta = parameters.pop("rope_theta", config.get("rope_theta"))
     scaling = dict(config.get("rope_scaling") or {}) or parameters
     theta = scaling.pop("rope_theta", theta)
@@ -44,9 +53,17 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
     shares = {config.get("partial_rotary_factor"), scaling.pop("partial_rotary_factor", None)}
     if shares - {None, 1}:
         raise CheckpointError("only a part of each head is rotated", where=where, got=shares)
-    settings = {"rotary_base": int(theta), "use_rope_scaling": False, "rope_scaling_factor": 8.0}
+    settings = {
+        "rotary_base": int(theta),
+        "local_rotary_base": None if local is None else int(local),
+        "rotary_seq_len_interpolation_factor": None,
+        "use_rope_scaling": False,
+        "rope_scaling_factor": 8.0,
+    }
     if kind == "default":
         return settings
+    if kind == "linear":
+        return settings | {"rotary_seq_len_interpolation_factor": float(scaling["factor"])}
     if kind == "llama3" and all(scaling.get(name) == value for name, value in LLAMA3.items()):
         return settings | {
             "use_rope_scaling": True,
@@ -56,13 +73,19 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
         "the rotary embeddings are scaled in a way that megatron-core has not",
         where=where,
         got={"rope_type": kind, **scaling},
-        expected=f"default, or llama3 with {LLAMA3}",
+        expected=f"default, linear, or llama3 with {LLAMA3}",
     )
 
 
 def rotary_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of ``config.json`` that say the same."""
-    scaling = None
+    scaling: dict[str, Any] | None = None
+    if settings["rotary_seq_len_interpolation_factor"] is not None:
+        factor = settings["rotary_seq_len_interpolation_factor"]
+        scaling = {"rope_type": "linear", "factor": factor}
     if settings["use_rope_scaling"]:
         scaling = {"rope_type": "llama3", "factor": settings["rope_scaling_factor"], **LLAMA3}
-    return {"rope_theta": float(settings["rotary_base"]), "rope_scaling": scaling}
+    config = {"rope_theta": float(settings["rotary_base"]), "rope_scaling": scaling}
+    if settings["local_rotary_base"] is not None:
+        config["rope_local_base_freq"] = float(settings["local_rotary_base"])
+    return config

@@ -64,6 +64,16 @@ class ModelConfig:
     rope_scaling_factor: float = 8.0
     """Factor of that scaling: 8 in Llama 3.1, 32 in Llama 3.2."""
 
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Divide positions by this (the linear scaling of transformers)."""
+
+    local_rotary_base: int | None = None
+    """Base period of rotary embeddings in the layers with a window (Gemma 3)."""
+
+    full_attention_interval: int | None = None
+    """Every how many layers one sees all, where the others have a window and
+    ``local_rotary_base``."""
+
     window_size: int | None = None
     """Tokens that attention sees in the layers that do not see all. megatron-core has no such
     layers beside masks, so ``seq_length`` must not be longer: up to there they see all."""
@@ -79,6 +89,12 @@ class ModelConfig:
 
     qk_layernorm: bool = False
     """Normalise each head's query and key (Qwen3)."""
+
+    post_layernorms: bool = False
+    """Normalise what attention and feed-forward layers return, too (Gemma 3)."""
+
+    softmax_scale: float | None = None
+    """Factor of attention scores; 1 / sqrt(kv_channels) when not given."""
 
     add_qkv_bias: bool = False
     """Biases of query, key and value (Qwen2)."""
@@ -117,7 +133,11 @@ class ModelConfig:
             "seq_length",
             "rotary_base",
             "rope_scaling_factor",
+            "rotary_seq_len_interpolation_factor",
+            "local_rotary_base",
+            "full_attention_interval",
             "window_size",
+            "softmax_scale",
             "layernorm_epsilon",
             "vocab_size",
             "make_vocab_size_divisible_by",
@@ -130,6 +150,11 @@ class ModelConfig:
                 "some layers of this model do not see whole sequences of seq_length",
                 got=f"seq_length {self.seq_length}, window_size {self.window_size}",
                 fix="set seq_length to window_size at most",
+            )
+        if (self.local_rotary_base is None) != (self.full_attention_interval is None):
+            raise ConfigError(
+                "layers with a window need both of local_rotary_base and full_attention_interval",
+                got=f"{self.local_rotary_base} and {self.full_attention_interval}",
             )
         if self.layernorm_zero_centered_gamma and self.normalization != "RMSNorm":
             raise ConfigError(

@@ -151,8 +151,16 @@ def _check_same_tokenizer(
             got="another vocabulary",
             fix="take another loss.objective, see docs/losses.md",
         )
-    for key in ("seq_length", "make_vocab_size_divisible_by"):
-        own, its = getattr(config.student, key), getattr(teacher.model, key)
+    ids = tokenizer.vocab_size
+    compared = {
+        "seq_length": (config.student.seq_length, teacher.model.seq_length),
+        "make_vocab_size_divisible_by": (
+            config.student.make_vocab_size_divisible_by,
+            teacher.model.make_vocab_size_divisible_by,
+        ),
+        "vocab_size": (config.student.padded_ids(ids), teacher.model.padded_ids(ids)),
+    }
+    for key, (own, its) in compared.items():
         if own != its:
             raise ConfigError(
                 f"the objective {objective} compares both models position by position and token "

@@ -22,12 +22,15 @@ from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBloc
 from torch.nn import functional
 
 from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.errors import ConfigError
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.context_attention import ContextAttention
 from megatron_ext.training.model_chunks import ModelChunks
+from megatron_ext.training.post_norm_linear import PostNormLinear
 from megatron_ext.training.scaled_embedding import scale_embeddings
 from megatron_ext.training.torch_norm import TorchNorm
+from megatron_ext.training.window_attention import WindowAttention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ACTIVATIONS = {
@@ -66,6 +69,7 @@ def build_gpt_model(
         rotary_base=model.rotary_base,
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage if chunks > 1 else None,
     )
     if model.scale_embeddings and gpt.pre_process:
@@ -115,6 +119,7 @@ def transformer_config(
         layernorm_epsilon=model.layernorm_epsilon,
         layernorm_zero_centered_gamma=model.layernorm_zero_centered_gamma,
         qk_layernorm=model.qk_layernorm,
+        softmax_scale=model.softmax_scale,
         gated_linear_unit=model.swiglu,
         activation_func=_ACTIVATIONS[model.gate_activation] if model.swiglu else functional.gelu,
         add_bias_linear=False,
@@ -184,14 +189,14 @@ def freeze(chunks: ModelChunks) -> list[GPTModel]:
 def _layer_spec(
     model: ModelConfig, parallel: ParallelConfig
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Transformer Engine's layers where it is installed and runs, torch's everywhere else.
+    """Transformer Engine's layers where it is installed and has such, torch's everywhere else.
 
     The local spec names the final norm too: left to itself, megatron-core takes it from whichever
     of Transformer Engine and Apex imports, and neither fits these layers. Every norm is ours, which
     sequence parallelism can have. megatron-core's own attention refuses context parallelism, which
     ours does.
     """
-    if HAVE_TE and not cpu_megatron.is_installed():
+    if HAVE_TE and not cpu_megatron.is_installed() and not model.post_layernorms:
         from megatron_ext.training.te_attention import RowAttention
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
@@ -204,7 +209,29 @@ def _layer_spec(
         attention.q_layernorm = attention.k_layernorm = TorchNorm
     if parallel.context_parallel_size > 1:
         layer.submodules.self_attention.submodules.core_attention = ContextAttention
+    if model.post_layernorms:
+        layer.submodules.self_attention.submodules.linear_proj = PostNormLinear
+        layer.submodules.mlp.submodules.linear_fc2 = PostNormLinear
+    if model.local_rotary_base is not None:
+        _rotate_by_kind(layer, model, parallel)
     layers_of_chunk = model.num_layers // (
         parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
     )
     return TransformerBlockSubmodules(layer_specs=[layer] * layers_of_chunk, layer_norm=TorchNorm)
+
+
+def _rotate_by_kind(layer: ModuleSpec, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Give layers with a window rotary embeddings of their own, in the spec of all."""
+    if parallel.context_parallel_size > 1:
+        raise ConfigError(
+            "layers with rotary embeddings of their own do not share sequences",
+            got=f"context_parallel_size {parallel.context_parallel_size} and local_rotary_base",
+            fix="set context_parallel_size to 1",
+        )
+    attention = layer.submodules.self_attention
+    attention.module = WindowAttention
+    attention.params = {
+        **attention.params,
+        "local_rotary_base": model.local_rotary_base,
+        "full_attention_interval": model.full_attention_interval,
+    }

@@ -26,6 +26,7 @@ _SHAPES: Final = (
     "swiglu",
     "gate_activation",
     "scale_embeddings",
+    "post_layernorms",
     "untie_embeddings_and_output_weights",
 )
 """Keys of a model without which its weights do not fit."""

@@ -66,10 +66,11 @@ class ModelShape:
 
     @property
     def _attention_extras(self) -> int:
-        """Biases and norms of query, key and value of a layer, on a rank."""
+        """Biases and norms that only some families' layers have, on a rank."""
         bias = self.head_width * (self.heads + 2 * self.query_groups)
         norms = 2 * self.head_width * (2 if self.model.normalization == "LayerNorm" else 1)
-        return bias * self.model.add_qkv_bias + norms * self.model.qk_layernorm
+        extras = bias * self.model.add_qkv_bias + norms * self.model.qk_layernorm
+        return extras + 2 * self.model.hidden_size * self.model.post_layernorms
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage has the head."""

@@ -1,0 +1,34 @@
+"""What spawned ranks run: one step of a run whose student and teacher are HuggingFace folders."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import yaml
+
+from megatron_ext.training.arguments import config_from_arguments
+from tests.training.rank_functions import _trainer
+
+
+def train_one_step(rank: int, root: Path) -> None:
+    """By ``root/run.yaml``."""
+    _trainer(config_from_arguments(argparse.Namespace(config=str(root / "run.yaml")))).train()
+
+
+def write_run(root: Path, *, student: str, teacher: str) -> None:
+    """A run under TP 2 at a learning rate that is too small to change a weight."""
+    (root / "text.jsonl").write_text('{"text": "the theory of the other thing"}\n' * 8)
+    sizes = {"seq_length": 32, "make_vocab_size_divisible_by": 8}
+    run = {
+        "run_dir": str(root / "run"),
+        "initial_checkpoint": str(root / student),
+        "student": dict(sizes),
+        "teacher": {"checkpoint": str(root / teacher), "model": dict(sizes)},
+        "data": {"train": [str(root / "text.jsonl")]},
+        "loss": {"objective": "vocab_kl"},
+        "optimizer": {"lr": 1e-30},
+        "training": {"train_iters": 1, "global_batch_size": 2},
+        "parallel": {"tensor_model_parallel_size": 2},
+    }
+    (root / "run.yaml").write_text(yaml.safe_dump(run))

@@ -1,0 +1,226 @@
+"""A folder that is not what its configuration says is refused in one line with the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_ext.errors import CheckpointError, MegatronExtError
+from megatron_ext.huggingface.checkpoint_files import CheckpointFiles, is_checkpoint_folder
+from megatron_ext.huggingface.checkpoint_writer import TensorPlan, shards, write_checkpoint
+from megatron_ext.huggingface.model_settings import model_config, model_settings
+from megatron_ext.huggingface.rotary import LLAMA3
+from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.huggingface.model_check import checked, full_settings
+from megatron_ext.training.huggingface.model_section import with_huggingface_models
+from tests.huggingface.tiny_models import MODELS, VOCAB_SIZE, save_model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama", tmp_path_factory.mktemp("bad") / "llama")
+
+
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "llama"))
+
+
+def _model(folder: Path, **others: Any) -> ModelConfig:
+    return ModelConfig(**{**model_settings(CheckpointFiles(folder)), "seq_length": 32, **others})
+
+
+def _edit(file: str, **values: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return edit
+
+
+def _change_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        file = folder / json.loads(index.read_text())["weight_map"]["model.norm.weight"]
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
+        names = {name: path.name for path in folder.glob("*.safetensors") for name in _names(path)}
+        index.write_text(json.dumps({"weight_map": names}))
+
+    return edit
+
+
+def _names(file: Path) -> list[str]:
+    return list(load_file(file))
+
+
+def _cut(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def _only_pickles(folder: Path) -> None:
+    for file in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"whatever")
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "an architecture that is not known": (
+        _edit("config.json", architectures=["FalconForCausalLM"]),
+        r"config.json: this architecture is not read; got FalconForCausalLM; expected one of Llama",
+    ),
+    "caps of logits": (
+        _edit("config.json", architectures=["Gemma2ForCausalLM"]),
+        r"config.json: this architecture is not read: it caps attention scores",
+    ),
+    "biases": (
+        _edit("config.json", attention_bias=True),
+        r"config.json: megatron-core has no LlamaForCausalLM with such a attention_bias; got True",
+    ),
+    "quantised weights": (
+        _edit("config.json", quantization_config={"quant_method": "gptq"}),
+        r"the weights are quantised; got gptq",
+    ),
+    "another scaling of rotary embeddings": (
+        _edit("config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        r"scaled in a way that megatron-core has not; got .*yarn",
+    ),
+    "a missing key": (
+        _edit("config.json", intermediate_size=None),
+        r"config.json: a key is missing; expected intermediate_size",
+    ),
+    "a configuration of another model": (
+        _edit("config.json", intermediate_size=56),
+        r"safetensors: the tensor model.layers.0.mlp.gate_proj.weight has another shape .*"
+        r"got \[48, 32\]; expected \[56, 32\]",
+    ),
+    "a missing tensor": (
+        _change_tensors(lambda tensors: tensors.pop("model.norm.weight")),
+        r"has not all tensors of its configuration; got no model.norm.weight",
+    ),
+    "a tensor too much": (
+        _change_tensors(lambda tensors: tensors.update(extra=torch.ones(3))),
+        r"safetensors: the checkpoint has tensors that are no part of a Llama.*; got extra",
+    ),
+    "a file cut short": (_cut, r"-00002-.*: the file is not as long as its header says"),
+    "a missing file": (
+        lambda folder: sorted(folder.glob("*.safetensors"))[0].unlink(),
+        r"-00001-.*: cannot read a file of the checkpoint; got No such file",
+    ),
+    "files outside of the folder": (
+        _edit("model.safetensors.index.json", weight_map={"a": "../other.safetensors"}),
+        r"index.json: the index does not say which file has which tensor",
+    ),
+    "pickles": (_only_pickles, r"no weights in safetensors files; got pytorch_model.bin, a pickle"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_it_is_refused(folder: Path, fault: str) -> None:
+    spoil, message = FAULTS[fault]
+    checked(CheckpointFiles(folder), _model(folder))
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=message) as error:
+        checked(CheckpointFiles(folder), _model(folder))
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_is_configured_otherwise_is_refused(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="with another num_attention_heads; got 2; expected"):
+        checked(CheckpointFiles(folder), _model(folder, num_attention_heads=2))
+
+
+def test_a_repeated_tied_head_and_old_buffers_do_not_matter(folder: Path) -> None:
+    _edit("config.json", tie_word_embeddings=True)(folder)
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    _change_tensors(lambda tensors: tensors.update(buffer))(folder)
+    _, tensors = checked(CheckpointFiles(folder), _model(folder))
+    assert "lm_head.weight" not in tensors.shapes()
+
+
+def test_sequences_longer_than_a_window_are_refused(folder: Path) -> None:
+    _edit("config.json", architectures=["MistralForCausalLM"], sliding_window=16)(folder)
+    with pytest.raises(MegatronExtError, match="seq_length 32, window_size 16"):
+        _model(folder)
+    _model(folder, seq_length=16)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_settings_make_a_configuration_that_gives_them_again(name: str, tmp_path: Path) -> None:
+    folder = save_model(name, tmp_path)
+    settings = full_settings(_model(folder))
+    config = model_config(settings, max_position_embeddings=64)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert full_settings(_model(tmp_path)) == settings
+
+
+def test_a_model_that_no_architecture_is_has_no_configuration(folder: Path) -> None:
+    settings = full_settings(_model(folder)) | {"add_qkv_bias": True, "qk_layernorm": True}
+    with pytest.raises(CheckpointError, match=r"add_qkv_bias.*qk_layernorm"):
+        model_config(settings, max_position_embeddings=64)
+
+
+def test_keys_of_both_releases_of_transformers_say_the_same(folder: Path) -> None:
+    newer = model_settings(CheckpointFiles(folder))
+    scaling = {"type": "llama3", "factor": 32.0, **LLAMA3}
+    _edit("config.json", rope_parameters=None, rope_theta=500000.0, rope_scaling=scaling)(folder)
+    assert model_settings(CheckpointFiles(folder)) == newer
+    assert newer["use_rope_scaling"]
+    assert newer["rope_scaling_factor"] == 32.0
+
+
+def test_a_configuration_takes_model_and_tokenizer_from_folders(folder: Path) -> None:
+    section = {"checkpoint": str(folder), "model": {"seq_length": 17}}
+    for teachers in ({"a": section}, [{"name": "a", **section}]):
+        values = {"teachers": teachers, "student": {"hf": str(folder), "num_layers": 2}}
+        filled = with_huggingface_models(values)
+        teacher = filled["teachers"][0 if isinstance(teachers, list) else "a"]
+        assert teacher["model"]["hidden_size"] == 32
+        assert teacher["model"]["seq_length"] == 17
+        assert teacher["tokenizer"]["model"] == str(folder)
+        assert filled["student"]["num_layers"] == 2
+        assert filled["student"]["vocab_size"] == VOCAB_SIZE
+    assert "hidden_size" not in section["model"]
+
+
+def test_a_folder_without_an_architecture_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    assert is_checkpoint_folder(folder)
+    assert find_checkpoint(str(folder), where="here") == folder
+    (tmp_path / "config.json").write_text("{}")
+    assert not is_checkpoint_folder(tmp_path)
+
+
+def test_files_are_cut_by_size_and_appear_together(tmp_path: Path) -> None:
+    plans = [
+        TensorPlan(name=name, shape=(size,), dtype=torch.float32)
+        for name, size in {"a": 10, "b": 10, "c": 40, "d": 1}.items()
+    ]
+    files = shards(plans, max_shard_bytes=80)
+    assert [[plan.name for plan in file] for file in files] == [["a", "b"], ["c"], ["d"]]
+
+    def read(plans: list[TensorPlan]) -> dict[str, torch.Tensor]:
+        if plans[0].name == "d":
+            raise OSError(28, "No space left on device")
+        return {plan.name: torch.ones(plan.shape) for plan in plans}
+
+    with pytest.raises(CheckpointError, match="out: cannot write the folder; got No space left"):
+        write_checkpoint(
+            tmp_path / "out", config={}, files=files, read=read, write_others=lambda folder: None
+        )
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match="something is there already"):
+        write_checkpoint(
+            tmp_path / "out", config={}, files=[], read=read, write_others=lambda folder: None
+        )

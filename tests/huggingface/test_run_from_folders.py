@@ -1,0 +1,86 @@
+"""A run starts from a HuggingFace folder, learns from another, and is exported again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import kl_div
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_ext.huggingface.side_files import SIDE_FOLDER
+from megatron_ext.training.config_file import read_config_file
+from megatron_ext.training.huggingface.export_checkpoint import export_huggingface
+from megatron_ext.training.metrics import read_metrics
+from tests.huggingface.run_from_folders import train_one_step, write_run
+from tests.huggingface.tiny_models import save_model
+from tests.process_group import run_ranks
+
+STUDENT, TEACHER = "gemma", "qwen3"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    for name in (STUDENT, TEACHER):
+        save_model(name, root / name)
+    write_run(root, student=STUDENT, teacher=TEACHER)
+    run_ranks(2, train_one_step, root)
+    return root
+
+
+def test_models_and_tokenizers_are_those_of_the_folders(root: Path) -> None:
+    values, _ = read_config_file(root / "run" / "config.yaml")
+    assert values["tokenizer"]["model"] == str(root / STUDENT)
+    assert values["student"]["kv_channels"] == 16
+    assert values["student"]["scale_embeddings"]
+    assert values["teacher"]["tokenizer"]["model"] == str(root / TEACHER)
+    assert values["teacher"]["model"]["qk_layernorm"]
+
+
+def test_the_first_loss_is_that_of_transformers(root: Path) -> None:
+    student, teacher = _log_probs(root / STUDENT), _log_probs(root / TEACHER)
+    divergence = kl_div(student, teacher, log_target=True, reduction="none").sum(-1).mean()
+    (measured,) = read_metrics(root / "run")
+    assert measured["kd"] == pytest.approx(float(divergence), rel=1e-4)
+
+
+def test_an_exported_run_is_the_student_with_all_its_rows(root: Path) -> None:
+    export_huggingface(root / "run", root / "exported")
+    before, after = _tensors(root / STUDENT), _tensors(root / "exported")
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        # A step of 1e-30 is all that was made.
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-28)
+    kept = root / "run" / "checkpoints" / "iter_0000001" / SIDE_FOLDER
+    assert (kept / "generation_config.json").is_file()
+    for file in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        assert (root / "exported" / file).read_bytes() == (root / STUDENT / file).read_bytes()
+
+
+def test_a_run_without_huggingface_files_is_exported_with_its_own_tokenizer(root: Path) -> None:
+    (root / "run" / "checkpoints" / "iter_0000001" / SIDE_FOLDER).rename(root / "kept")
+    export_huggingface(root / "run", root / "alone", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(root / "alone")
+    assert type(model).__name__ == "GemmaForCausalLM"
+    assert model.dtype == torch.bfloat16
+    tokenizers = [AutoTokenizer.from_pretrained(root / name) for name in ("alone", STUDENT)]
+    ids = [tokenizer("the other thing")["input_ids"] for tokenizer in tokenizers]
+    assert ids[0] == ids[1]
+    assert tokenizers[0].chat_template == tokenizers[1].chat_template
+
+
+def _log_probs(folder: Path) -> torch.Tensor:
+    """[T, V] of every label, over the ids of the tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = [1, *tokenizer("the theory of the other thing", add_special_tokens=False).input_ids]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+    return logits[:, : len(tokenizer)].log_softmax(-1)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
