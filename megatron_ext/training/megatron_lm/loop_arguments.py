@@ -134,10 +134,15 @@ def _shared(config: DistillConfig) -> dict[str, Any]:
         "hidden_size": student.hidden_size,
         "num_attention_heads": student.num_attention_heads,
         "num_query_groups": student.num_query_groups,
+        "kv_channels": student.head_width,
+        "add_qkv_bias": student.add_qkv_bias,
+        "qk_layernorm": student.qk_layernorm,
         "ffn_hidden_size": student.ffn_hidden_size or 4 * student.hidden_size,
         "position_embedding_type": student.position_embedding_type,
         "rotary_base": student.rotary_base,
+        "use_rope_scaling": student.use_rope_scaling,
         "normalization": student.normalization,
+        "layernorm_epsilon": student.layernorm_epsilon,
         "swiglu": student.swiglu,
         "untie_embeddings_and_output_weights": student.untie_embeddings_and_output_weights,
     }
@@ -149,6 +154,7 @@ def _proposed(config: DistillConfig) -> dict[str, Any]:
     return {
         "max_position_embeddings": student.seq_length,
         "make_vocab_size_divisible_by": student.make_vocab_size_divisible_by,
+        "rope_scaling_factor": student.rope_scaling_factor,
         "train_iters": training.train_iters,
         "lr": optimizer.lr,
         "min_lr": optimizer.min_lr,
@@ -175,7 +181,7 @@ def _vocabulary(config: DistillConfig, vocab_size: int) -> dict[str, Any]:
         "tokenizer_type": "NullTokenizer",
         "vocab_size": vocab_size,
         "padded_vocab_size": padded_vocab_size(
-            vocab_size,
+            config.student.padded_ids(vocab_size),
             make_vocab_size_divisible_by=config.student.make_vocab_size_divisible_by,
             tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         ),

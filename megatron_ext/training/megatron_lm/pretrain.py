@@ -33,11 +33,11 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training import cpu_megatron
-from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.config_file import build_config, read_config_file
 from megatron_ext.training.distill import model_shard, teach
+from megatron_ext.training.first_weights import load_first_weights
 from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.lesson import Lesson
 from megatron_ext.training.megatron_lm.loop_arguments import (
@@ -144,8 +144,8 @@ class PretrainDistillation:
         if len(self._chunks) == parallel.virtual_pipeline_model_parallel_size:
             if self.config.initial_checkpoint:
                 start = find_checkpoint(self.config.initial_checkpoint, where="initial_checkpoint")
-                fingerprint = self._inputs.tokenizer.fingerprint()
-                load_weights(start, self._chunks, fingerprint=fingerprint)
+                tokenizer = self._inputs.tokenizer
+                load_first_weights(start, self._chunks, self.config.student, tokenizer)
             self._trainer = teach(
                 self._chunks,
                 self._shard,
