@@ -29,7 +29,7 @@ import pstats
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
@@ -72,23 +72,29 @@ _TOKENIZERS = {
 
 def main() -> None:
     """Measure, print, and write what was found."""
-    arguments = _arguments()
-    if not torch.cuda.is_available():
-        cpu_megatron.install()
-    with tempfile.TemporaryDirectory() as folder:
-        distil, plain = _trainers(Path(folder), arguments)
-        try:
-            found = _measured(distil, plain, arguments)
-        finally:
-            distil.batches.close()
-            plain.batches.close()
+    arguments = parse()
+    found = measure(arguments)
     process_groups.finalize()
     _print(found)
     if arguments.output:
         write_results(arguments.output, found)
 
 
-def _arguments() -> argparse.Namespace:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What there is to write, from one process that is in no process group or alone in one."""
+    if not torch.cuda.is_available():
+        cpu_megatron.install()
+    with tempfile.TemporaryDirectory() as folder:
+        distil, plain = _trainers(Path(folder), arguments)
+        try:
+            return _measured(distil, plain, arguments)
+        finally:
+            distil.batches.close()
+            plain.batches.close()
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags; of the command line when not given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -107,7 +113,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--num-workers", type=int, default=1, help="of the loader")
     parser.add_argument("--profile", type=Path, help="cProfile of one distillation step, to a file")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def _config(folder: Path, arguments: argparse.Namespace) -> DistillConfig:
