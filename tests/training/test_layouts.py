@@ -23,6 +23,7 @@ TWO_RANKS = [
     ("pp2", {"pipeline_model_parallel_size": 2}),
     ("dp2", {}),
     ("dp2-sharded-optimizer", {"use_distributed_optimizer": True}),
+    ("cp2", {"context_parallel_size": 2}),
 ]
 LAYOUTS = [name for name, _ in TWO_RANKS]
 
@@ -101,6 +102,16 @@ def test_a_run_goes_on_exactly_from_a_checkpoint(runs: Path, optimizer: str) -> 
     assert [*map(without_measurements, after)] == [*map(without_measurements, before)]
     for key, weight in _weights(runs / name).items():
         assert torch.equal(weight, weights[key])
+
+
+def test_one_process_goes_on_from_a_checkpoint_of_ranks_that_share_sequences(runs: Path) -> None:
+    run_ranks(1, repeat_last_iteration, runs, "cp2", {})
+    alone, resumed = read_metrics(runs / "alone"), read_metrics(runs / "cp2")
+    for key in ("loss", "kd", "ce", "student_bits_per_byte"):
+        assert resumed[-1][key] == pytest.approx(alone[-1][key], rel=1e-5)
+    weights = _weights(runs / "cp2")
+    for key, weight in _weights(runs / "alone").items():
+        torch.testing.assert_close(weights[key], weight, rtol=0, atol=PARAMETER_TOLERANCE)
 
 
 def test_the_loss_goes_down(runs: Path) -> None:
