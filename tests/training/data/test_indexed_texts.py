@@ -219,6 +219,23 @@ def test_ids_that_the_tokenizer_does_not_give_are_counted_once(tmp_path: Path) -
     assert counted(data, 1, 4) > 3
 
 
+def test_a_run_that_goes_on_within_a_block_counts_its_documents_once(tmp_path: Path) -> None:
+    letters = [i for letter in "dropout" for i in ids_of(letter)] * 4
+    prefix = write_ids(tmp_path / "long", [[letters] for _ in range(80)])
+    data = run_data(tmp_path, prefix, indexed_tokenizer="student", packing=True)
+    (source,) = data.sources
+    assert source.dataset.block_count(0) == 1
+    whole = data.batches(WHOLE)
+    before = data.batches(WHOLE)
+    before.take()
+    after = data.batches(WHOLE)
+    after.load_state(before.state([before.positions()]))
+    for reader in (whole, whole, after):
+        reader.take()
+    parts = before.retokenized_since_asked() + after.retokenized_since_asked()
+    assert parts == whole.retokenized_since_asked() == 80
+
+
 def counted(data: RunData, size: int, iterations: int) -> int:
     """Documents with other ids, of all replicas."""
     readers = [data.batches(Replica(rank, size, 2)) for rank in range(size)]
@@ -338,6 +355,7 @@ def test_what_is_read_together_does_not_matter(
     assert len(list(IndexedFile(prefix).blocks())) > 5
     assert parts.sizes.tolist() == whole.sizes.tolist()
     assert (parts.sha256, parts.report) == (whole.sha256, whole.report)
+    assert [parts.content(number) for number in range(len(parts))] == TEXTS
 
 
 def test_an_id_outside_the_vocabulary_is_said_with_its_document(tmp_path: Path) -> None:
