@@ -10,7 +10,7 @@ from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.config import ModelConfig
-from megatron_ext.training.huggingface.model_check import warn_of_missing_rows
+from megatron_ext.training.huggingface.model_check import warn_of_tokenizer
 from megatron_ext.training.huggingface.weights import load_huggingface
 from megatron_ext.training.model_chunks import ModelChunks
 
@@ -36,4 +36,4 @@ def load_first_weights(
         return
     load_huggingface(checkpoint, chunks, model)
     if dist.get_rank() == 0:
-        warn_of_missing_rows(checkpoint, vocab_size=tokenizer.vocab_size)
+        warn_of_tokenizer(checkpoint, tokenizer)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,6 +18,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron_ext.distributed import process_groups
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.model_settings import model_settings
+from megatron_ext.huggingface.tensor_reader import TensorReader
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
@@ -22,19 +27,44 @@ from megatron_ext.training.models import build_model_chunks
 from tests.huggingface.tiny_models import VOCAB_SIZE, some_tokens
 
 
+@dataclass(frozen=True)
+class RankLogits:
+    """What one rank has to say of one model under one layout."""
+
+    logits: torch.Tensor | None
+    """[B, T, V] on the ranks of the last stage."""
+
+    elements_read: int
+    """Of all tensors in the files."""
+
+
 def logits_of(
     rank: int, folders: dict[str, Path], layouts: dict[str, dict[str, int]]
-) -> dict[tuple[str, str], torch.Tensor]:
-    """Logits [B, T, V] of each checkpoint under each layout, on the ranks of the last stage."""
+) -> dict[tuple[str, str], RankLogits]:
+    """Logits of each checkpoint under each layout, and how much was read for them."""
     found = {}
     for layout, sizes in layouts.items():
         parallel = ParallelConfig(**sizes)
         groups = _groups(parallel)
         for name, folder in folders.items():
-            logits = _logits(folder, parallel, groups)
-            if logits is not None:
-                found[name, layout] = logits
+            with _counted_reads() as counts:
+                logits = _logits(folder, parallel, groups)
+            found[name, layout] = RankLogits(logits, sum(counts))
     return found
+
+
+@contextmanager
+def _counted_reads() -> Iterator[list[int]]:
+    counts: list[int] = []
+    read = TensorReader.rows
+
+    def rows(reader: TensorReader, *where: Any) -> torch.Tensor:
+        part = read(reader, *where)
+        counts.append(part.numel())
+        return part
+
+    with patch.object(TensorReader, "rows", rows):
+        yield counts
 
 
 def _groups(parallel: ParallelConfig) -> process_groups.ProcessGroups:

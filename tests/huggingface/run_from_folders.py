@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -11,17 +12,17 @@ from megatron_ext.training.arguments import config_from_arguments
 from tests.training.rank_functions import _trainer
 
 
-def train_one_step(rank: int, root: Path) -> None:
-    """By ``root/run.yaml``."""
-    _trainer(config_from_arguments(argparse.Namespace(config=str(root / "run.yaml")))).train()
+def train_one_step(rank: int, root: Path, name: str) -> None:
+    """By ``root/NAME.yaml``."""
+    _trainer(config_from_arguments(argparse.Namespace(config=str(root / f"{name}.yaml")))).train()
 
 
-def write_run(root: Path, *, student: str, teacher: str) -> None:
-    """A run under TP 2 at a learning rate that is too small to change a weight."""
+def write_run(root: Path, name: str, *, student: str, teacher: str, **parallel: Any) -> None:
+    """A run at a learning rate that is too small to change a weight."""
     (root / "text.jsonl").write_text('{"text": "the theory of the other thing"}\n' * 8)
     sizes = {"seq_length": 32, "make_vocab_size_divisible_by": 8}
     run = {
-        "run_dir": str(root / "run"),
+        "run_dir": str(root / name),
         "initial_checkpoint": str(root / student),
         "student": dict(sizes),
         "teacher": {"checkpoint": str(root / teacher), "model": dict(sizes)},
@@ -29,6 +30,6 @@ def write_run(root: Path, *, student: str, teacher: str) -> None:
         "loss": {"objective": "vocab_kl"},
         "optimizer": {"lr": 1e-30},
         "training": {"train_iters": 1, "global_batch_size": 2},
-        "parallel": {"tensor_model_parallel_size": 2},
+        "parallel": parallel,
     }
-    (root / "run.yaml").write_text(yaml.safe_dump(run))
+    (root / f"{name}.yaml").write_text(yaml.safe_dump(run))

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.huggingface.model_ranks import logits_of
-from tests.huggingface.tiny_models import MODELS, save_model, some_tokens
+from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
+from megatron_ext.huggingface.rotary import rotary_settings
+from tests.huggingface.model_ranks import RankLogits, logits_of
+from tests.huggingface.tiny_models import LLAMA3_ROPE, MODELS, save_model, some_tokens
 from tests.process_group import run_ranks
+
+Ranks = dict[tuple[str, str], list[RankLogits]]
+"""By model and layout."""
 
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
@@ -26,27 +34,62 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def logits(folders: dict[str, Path]) -> dict[tuple[str, str], torch.Tensor]:
-    found = {}
+def ranks(folders: dict[str, Path]) -> Ranks:
+    found: Ranks = {}
     for world_size, layouts in ((1, {"alone": {}}), (2, LAYOUTS)):
-        for of_rank in run_ranks(world_size, logits_of, folders, layouts):
-            found |= of_rank
+        of_ranks = run_ranks(world_size, logits_of, folders, layouts)
+        found |= {key: [of_rank[key] for of_rank in of_ranks] for key in of_ranks[0]}
     return found
 
 
 @pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(
-    folders: dict[str, Path],
-    logits: dict[tuple[str, str], torch.Tensor],
-    name: str,
-    layout: str,
+    folders: dict[str, Path], ranks: Ranks, name: str, layout: str
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
     with torch.no_grad():
         expected = model(some_tokens()).logits
     assert expected.std() > 0.5, "logits that say nothing agree with anything"
-    # fp32 sums in another order, through four layers.
-    torch.testing.assert_close(
-        logits[name, layout], expected, rtol=0, atol=2e-5 * float(expected.abs().max())
+    found = [rank.logits for rank in ranks[name, layout] if rank.logits is not None]
+    assert len(found) == (2 if layout == "tp2" else 1)
+    for logits in found:
+        # fp32 sums in another order, through four layers.
+        torch.testing.assert_close(
+            logits, expected, rtol=0, atol=2e-5 * float(expected.abs().max())
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_reads_what_it_has_and_no_more(
+    folders: dict[str, Path], ranks: Ranks, name: str
+) -> None:
+    tensors = CheckpointFiles(folders[name]).tensors
+    sizes = {name: prod(tensor.shape) for name, tensor in tensors.items()}
+    vocabulary = sizes["model.embed_tokens.weight"]
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    assert [rank.elements_read for rank in ranks[name, "alone"]] == [sum(sizes.values())]
+    # Norms and the padding of an odd vocabulary are all that two ranks do not halve.
+    tp2 = [rank.elements_read for rank in ranks[name, "tp2"]]
+    assert sum(tp2) == sum(sizes.values()) + norms
+    assert max(tp2) - min(tp2) < vocabulary / 10
+    pp2 = sum(rank.elements_read for rank in ranks[name, "pp2"])
+    # A tied head is on the last stage too.
+    assert pp2 == sum(sizes.values()) + vocabulary * ("lm_head.weight" not in sizes)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_scaled_rotary_embeddings_are_those_of_transformers(factor: float) -> None:
+    scaling = {**LLAMA3_ROPE, "factor": factor}
+    config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=scaling)
+    expected = LlamaRotaryEmbedding(config).inv_freq
+    settings = rotary_settings({"rope_parameters": scaling}, where="here")
+    rotary = RotaryEmbedding(
+        64,
+        1.0,
+        rotary_base=settings["rotary_base"],
+        rope_scaling=settings["use_rope_scaling"],
+        rope_scaling_factor=settings["rope_scaling_factor"],
+        use_cpu_initialization=True,
     )
+    torch.testing.assert_close(rotary.inv_freq, expected, rtol=1e-6, atol=0)

@@ -18,7 +18,7 @@ from tests.huggingface.run_from_folders import train_one_step, write_run
 from tests.huggingface.tiny_models import save_model
 from tests.process_group import run_ranks
 
-STUDENT, TEACHER = "gemma", "qwen3"
+STUDENT, TEACHER = "gemma3", "qwen3"
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     for name in (STUDENT, TEACHER):
         save_model(name, root / name)
-    write_run(root, student=STUDENT, teacher=TEACHER)
-    run_ranks(2, train_one_step, root)
+    folders = {"student": STUDENT, "teacher": TEACHER}
+    write_run(root, "alone", **folders)
+    write_run(root, "run", **folders, tensor_model_parallel_size=2, sequence_parallel=True)
+    run_ranks(1, train_one_step, root, "alone")
+    run_ranks(2, train_one_step, root, "run")
     return root
 
 
@@ -47,6 +50,11 @@ def test_the_first_loss_is_that_of_transformers(root: Path) -> None:
     assert measured["kd"] == pytest.approx(float(divergence), rel=1e-4)
 
 
+def test_the_gradient_is_that_of_one_process(root: Path) -> None:
+    (alone,), (sharded,) = read_metrics(root / "alone"), read_metrics(root / "run")
+    assert sharded["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+
+
 def test_an_exported_run_is_the_student_with_all_its_rows(root: Path) -> None:
     export_huggingface(root / "run", root / "exported")
     before, after = _tensors(root / STUDENT), _tensors(root / "exported")
@@ -62,11 +70,11 @@ def test_an_exported_run_is_the_student_with_all_its_rows(root: Path) -> None:
 
 def test_a_run_without_huggingface_files_is_exported_with_its_own_tokenizer(root: Path) -> None:
     (root / "run" / "checkpoints" / "iter_0000001" / SIDE_FOLDER).rename(root / "kept")
-    export_huggingface(root / "run", root / "alone", dtype=torch.bfloat16)
-    model = AutoModelForCausalLM.from_pretrained(root / "alone")
-    assert type(model).__name__ == "GemmaForCausalLM"
+    export_huggingface(root / "run", root / "without", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(root / "without")
+    assert type(model).__name__ == "Gemma3ForCausalLM"
     assert model.dtype == torch.bfloat16
-    tokenizers = [AutoTokenizer.from_pretrained(root / name) for name in ("alone", STUDENT)]
+    tokenizers = [AutoTokenizer.from_pretrained(root / name) for name in ("without", STUDENT)]
     ids = [tokenizer("the other thing")["input_ids"] for tokenizer in tokenizers]
     assert ids[0] == ids[1]
     assert tokenizers[0].chat_template == tokenizers[1].chat_template
