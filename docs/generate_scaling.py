@@ -250,11 +250,14 @@ def _apart(layout: Layout, rows: int) -> float:
 
 
 def _shares() -> Iterator[Sequence[str]]:
-    names = [item.name for item in dataclasses.fields(step_seconds(plan_of(Layout(1), ROWS)))]
+    """Parts that are nothing under any of the layouts are left out."""
+    shares = {
+        layout: step_seconds(plan_of(layout, _rows_at_least(layout))).shares() for layout in LAYOUTS
+    }
+    names = [name for name in shares[LAYOUTS[0]] if any(part[name] for part in shares.values())]
     yield ("GPUs", "layout", *(name.replace("_", " ") for name in names))
-    for layout in LAYOUTS:
-        shares = step_seconds(plan_of(layout, _rows_at_least(layout))).shares()
-        yield (f"{layout.gpus:,}", str(layout), *(f"{shares[name]:.1%}" for name in names))
+    for layout, part in shares.items():
+        yield (f"{layout.gpus:,}", str(layout), *(f"{part[name]:.1%}" for name in names))
 
 
 def _wire() -> Iterator[Sequence[str]]:
