@@ -191,7 +191,8 @@ class TeacherConfig:
     model: ModelConfig = field(metadata={"prefix": ""})
 
     checkpoint: str
-    """Checkpoint folder of the teacher: a run's ``checkpoints``, or one iteration in it."""
+    """Checkpoint folder of the teacher: a run's ``checkpoints``, one iteration in it, or a
+    HuggingFace folder."""
 
     objective: str | None = None
     """Objective for this teacher; ``loss.objective`` when not given."""
@@ -568,7 +569,8 @@ class DistillConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig, metadata={"prefix": ""})
 
     initial_checkpoint: str | None = None
-    """Checkpoint to take the student's first weights from; random weights when not given."""
+    """Checkpoint or HuggingFace folder to take the student's first weights from; random weights
+    when not given."""
 
     projection: str | None = None
     """Projection file (safetensors); built once into ``run_dir`` when not given."""
