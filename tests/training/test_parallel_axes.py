@@ -2,7 +2,7 @@
 
 Each run has another layout and other options that may not change a result, so that every layout,
 objective and option is met; ``layout_matrix.py`` has all of them. A run goes from TP2 PP2 to one
-process and back, and from there to a pipeline with two chunks a rank.
+process and back, and from there to a pipeline with two chunks a rank, and to CP2 PP2.
 """
 
 from __future__ import annotations
@@ -45,6 +45,22 @@ RUNS = [
         variant=PROJECTED,
         parallel=LAYOUTS["pp2-vp2"],
         goes_on_from=("alone-from-tp2-pp2", 2),
+    ),
+    AxisRun(
+        name="cp2-pp2-from-alone",
+        variant=PROJECTED,
+        parallel=LAYOUTS["cp2-pp2"],
+        goes_on_from=("alone-from-tp2-pp2", 2),
+    ),
+    AxisRun(
+        name="cp2-tp2-sequence-parallel-variable-lengths",
+        variant=PARTITION,
+        parallel={
+            **LAYOUTS["cp2-tp2"],
+            "sequence_parallel": True,
+            "use_distributed_optimizer": True,
+        },
+        training={"variable_seq_lengths": True, "seq_length_multiple": 6},
     ),
     AxisRun(
         name="tp2-dp2-sequence-parallel",

@@ -19,6 +19,7 @@ from tests.training.tiny_run import STUDENT_VOCAB_SIZE, write_corpus, write_rank
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 SHARDED_OPTIMIZER = {"use_distributed_optimizer": True}
 UNTIED: dict[str, Any] = {"untied": True, "teacher": "tied-teacher", "objective": "partition_kl"}
 
@@ -36,6 +37,7 @@ ALONE = [
 TWO_RANKS = [
     Run("tied-tp2", parallel=TP2),
     Run("untied-tp2", parallel=TP2, **UNTIED),
+    Run("untied-cp2", parallel=CP2, **UNTIED),
     Run("tied-pp2", parallel=PP2),
     Run("tied-dp2", parallel=SHARDED_OPTIMIZER),
     Run("tied-dp2-turned-off", "original", goes_on_from="tied-dp2", parallel=SHARDED_OPTIMIZER),
