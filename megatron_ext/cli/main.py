@@ -22,6 +22,7 @@ VERBS = {
     "align": "show how the tokens of a student and a teacher meet on a text",
     "projection": "build, inspect, convert and repair a projection between two vocabularies",
     "distill": "train a student from a teacher with another tokenizer",
+    "report": "write a page about a run, or about several beside one another",
     "import-hf": "make a checkpoint to train and teach from out of a HuggingFace folder",
     "export-hf": "make a HuggingFace folder out of a run or a checkpoint",
     "tokenize": "tokenize documents to Megatron's .bin and .idx",

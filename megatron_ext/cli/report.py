@@ -1,0 +1,91 @@
+"""Write one page about a run, or about several runs beside one another.
+
+    megatron-ext report runs/student
+    megatron-ext report runs/projected_kl runs/alm runs/without-teacher --output compared.html
+    megatron-ext report runs/student --text "Sold 201 of 2017."
+
+The page needs no network and no other file. It has curves of every loss term, learning rate and
+gradient norm, times, memory, bits per byte, the text and how its tokens meet, the configuration and
+what differs between runs. A run that is still going on is shown as far as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from megatron_ext.atomic_file import write_text
+from megatron_ext.cli.reporting.page import report_page
+from megatron_ext.cli.reporting.run_record import read_run
+from megatron_ext.cli.reporting.samples import SampleTexts, pair_samples
+from megatron_ext.errors import ConfigError
+
+REPORT_FILE: Final = "report.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verb."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run_dir of a run")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"the page; {REPORT_FILE} in the folder of the (first) run when unset",
+    )
+    parser.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="show how tokens meet on this text, in place of the run's own; may be repeated",
+    )
+    parser.add_argument(
+        "--sample-bytes",
+        type=int,
+        default=SampleTexts().most_bytes,
+        metavar="N",
+        help="bytes of text to draw for each pair of tokenizers; 0 leaves texts out (1500)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the page and name it."""
+    runs = [
+        read_run(path, name=name)
+        for path, name in zip(arguments.runs, _names(arguments.runs), strict=True)
+    ]
+    texts = SampleTexts(tuple(map(_checked, arguments.text)), arguments.sample_bytes)
+    samples = pair_samples(runs, texts) if texts.most_bytes > 0 else []
+    output = arguments.output or runs[0].folder / REPORT_FILE
+    try:
+        write_text(output, report_page(runs, samples))
+    except OSError as error:
+        raise ConfigError(
+            "cannot write the file", got=error.strerror, where=f"--output {output}"
+        ) from error
+    sys.stdout.write(f"{output}\n")
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The folder's name of each run, or its path where folders are named alike."""
+    resolved = [Path(os.path.abspath(path)) for path in paths]
+    if len(set(resolved)) < len(resolved):
+        raise ConfigError("a run is named twice", got=" ".join(map(str, paths)))
+    names = [path.name for path in resolved]
+    if len(set(names)) == len(names):
+        return names
+    return [os.path.relpath(path, os.path.commonpath(resolved)) for path in resolved]
+
+
+def _checked(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the text is not UTF-8 at character {error.start}", where="--text"
+        ) from None
+    return text

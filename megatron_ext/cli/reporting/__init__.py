@@ -1,0 +1,1 @@
+"""What runs left behind as one page: read, drawn and compared."""

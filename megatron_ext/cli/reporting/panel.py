@@ -1,0 +1,160 @@
+"""Which measurements are drawn together: a row of ``_KINDS`` each, and a panel for what is left."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from megatron_ext.cli.reporting.chart import Chart
+from megatron_ext.cli.reporting.curve import Curve
+from megatron_ext.cli.reporting.quantity import number
+from megatron_ext.cli.reporting.run_record import RunRecord
+
+COLOURS: Final = 8
+"""Lines that differ by colour; more differ by dashes as well."""
+_MOST_POINTS: Final = 400
+_MOST_POINTS_SMALL: Final = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Charts under one heading."""
+
+    title: str
+    about: str
+    charts: tuple[Chart, ...]
+    unchanged: tuple[tuple[str, str], ...] = ()
+    """Names of what was the same in all iterations of all runs, and its value."""
+    is_small: bool = False
+    is_first: bool = False
+
+    @property
+    def is_wide(self) -> bool:
+        """It has the width of the page."""
+        return self.is_first or len(self.charts) > 1
+
+
+class _Kind(NamedTuple):
+    title: str
+    about: str
+    takes: Callable[[str, frozenset[str]], bool]
+    """Whether it shows a measurement of this name; also given the names of terms of teachers."""
+    is_smoothed: bool = True
+    is_together: bool = False
+    """With one run all its measurements are in one chart: they have one unit."""
+    unit: float = 1.0
+    """What values are divided by."""
+
+
+_KINDS: Final = (
+    _Kind(
+        "Loss",
+        "The loss of a step and its terms before they are weighted: ce is next-token "
+        "cross-entropy, kd what the student learns by from its teachers, with a term for each "
+        "of several.",
+        lambda name, terms: name in {"loss", "ce", "kd"} or name in terms,
+        is_together=True,
+    ),
+    _Kind(
+        "Held-out bits per byte",
+        "Of text that is not trained on; lower is better, whatever the tokenizers are.",
+        lambda name, _: re.match(r"(student|teacher)_bits_per_byte(/|$)", name) is not None,
+        is_smoothed=False,
+        is_together=True,
+    ),
+    _Kind("Learning rate", "", lambda name, _: name == "learning_rate", is_smoothed=False),
+    _Kind("Gradient norm", "Before clipping.", lambda name, _: name == "grad_norm"),
+    _Kind(
+        "Weights of the terms",
+        "Those of the loss, where they change.",
+        lambda name, _: name.endswith("_weight"),
+        is_smoothed=False,
+        is_together=True,
+    ),
+    _Kind("Tokens per second", "Over all replicas.", lambda name, _: name == "tokens_per_second"),
+    _Kind(
+        "Memory",
+        "Peak of one process, in GiB.",
+        lambda name, _: name == "memory_bytes",
+        is_smoothed=False,
+        unit=2**30,
+    ),
+    _Kind("Seconds of a step", "", lambda name, _: name == "seconds"),
+)
+
+
+def panels(runs: Sequence[RunRecord]) -> list[Panel]:
+    """The panels of the main measurements, those that have something to show."""
+    names = _names(runs)
+    terms = _terms(runs)
+    found = []
+    for kind in _KINDS:
+        taken = [name for name in names if kind.takes(name, terms)]
+        groups = [taken] if kind.is_together and len(runs) == 1 else [[name] for name in taken]
+        charts = [
+            chart
+            for group in groups
+            if (
+                chart := _chart(
+                    runs, group, kind.title, is_smoothed=kind.is_smoothed, unit=kind.unit
+                )
+            )
+        ]
+        if charts:
+            found.append(Panel(kind.title, kind.about, tuple(charts), is_first=not found))
+    return found
+
+
+def other_panels(runs: Sequence[RunRecord]) -> list[Panel]:
+    """Everything else that was measured, a panel for each prefix of names."""
+    terms = _terms(runs)
+    by_prefix: dict[str, list[str]] = {}
+    for name in _names(runs):
+        if not any(kind.takes(name, terms) for kind in _KINDS):
+            by_prefix.setdefault(name.rpartition("/")[0], []).append(name)
+    return [_small(runs, prefix, names) for prefix, names in by_prefix.items()]
+
+
+def _small(runs: Sequence[RunRecord], prefix: str, names: Sequence[str]) -> Panel:
+    charts, unchanged = [], []
+    for name in names:
+        values = {value for run in runs for value in run.values(name)}
+        if len(values) == 1:
+            unchanged.append((name, number(values.pop())))
+        elif chart := _chart(runs, [name], name, is_smoothed=True, most=_MOST_POINTS_SMALL):
+            charts.append(chart)
+    return Panel(prefix or "counts", "", tuple(charts), tuple(unchanged), is_small=True)
+
+
+def _chart(
+    runs: Sequence[RunRecord],
+    names: Sequence[str],
+    title: str,
+    *,
+    is_smoothed: bool,
+    most: int = _MOST_POINTS,
+    unit: float = 1.0,
+) -> Chart | None:
+    """A curve for each run, or for each name of the one run."""
+    curves = []
+    for number_of_run, run in enumerate(runs):
+        for place, name in enumerate(names):
+            is_one = len(runs) == 1
+            points = [(iteration, value / unit) for iteration, value in run.points(name)]
+            if points:
+                label = name if is_one else run.name
+                colour = place if is_one else number_of_run
+                curves.append(Curve.of(label, points, most=most, number=colour))
+    if not curves:
+        return None
+    return Chart(title if len(runs) == 1 else names[0], curves, is_smoothed=is_smoothed)
+
+
+def _names(runs: Sequence[RunRecord]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.names() if run.values(name)))
+
+
+def _terms(runs: Sequence[RunRecord]) -> frozenset[str]:
+    return frozenset(f"kd/{name}" for run in runs for name in run.teachers)

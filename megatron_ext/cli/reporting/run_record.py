@@ -1,0 +1,181 @@
+"""What the folder of a run holds, read without torch and whatever state the run is in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.config_file import read_config_file
+from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE
+
+METRICS_FILE: Final = "metrics.jsonl"
+_MOST_ITERATIONS: Final = 1 << 53
+"""Numbers up to which a float is exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """A run that is finished, going on, broken off or not yet begun."""
+
+    name: str
+    """What the page calls it."""
+    folder: Path
+    config: Mapping[str, Any]
+    """Its configuration; empty where that cannot be read."""
+    data: Mapping[str, Any]
+    """What it said of its text; likewise."""
+    rows: tuple[Mapping[str, Any], ...]
+    """Its metrics in the order of the iterations, each iteration once."""
+    problems: tuple[str, ...]
+    """What of the folder cannot be used, a sentence each."""
+
+    def section(self, *keys: str) -> Mapping[str, Any]:
+        """A section of the configuration; empty where there is none."""
+        found: Any = self.config
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def teachers(self) -> dict[str, Mapping[str, Any]]:
+        """Configuration of each teacher by name; that of a ``teacher`` section is ``teacher``."""
+        several = {name: self.section("teachers", name) for name in self.section("teachers")}
+        one = self.section("teacher")
+        return several or ({"teacher": one} if one else {})
+
+    @property
+    def iterations(self) -> int:
+        """Iterations that were logged last."""
+        return int(self.rows[-1]["iteration"]) if self.rows else 0
+
+    def names(self) -> list[str]:
+        """Names of everything that was measured as a number, in the order of their coming."""
+        return list(dict.fromkeys(name for row in self.rows for name in row if name != "iteration"))
+
+    def points(self, name: str) -> list[tuple[int, float]]:
+        """Iteration and value wherever there is one that is finite."""
+        found = ((row["iteration"], as_number(row.get(name))) for row in self.rows)
+        return [(iteration, value) for iteration, value in found if value is not None]
+
+    def values(self, name: str) -> list[float]:
+        """The values of ``points``."""
+        return [value for _, value in self.points(name)]
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def read_run(folder: Path, *, name: str) -> RunRecord:
+    """Read the folder of a run.
+
+    Raises:
+        ConfigError: There is no folder, or no run in it.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            "there is no such run", where=folder, expected="the run_dir of a configuration"
+        )
+    if not any((folder / file).exists() for file in (CONFIG_FILE, METRICS_FILE)):
+        raise ConfigError(
+            "the folder holds no run",
+            where=folder,
+            expected=f"{CONFIG_FILE} or {METRICS_FILE}",
+            fix="name the run_dir of a configuration",
+        )
+    problems: list[str] = []
+    config = _read_config(folder / CONFIG_FILE, problems)
+    data = _read_data(folder / DATA_FILE, problems)
+    rows = _read_rows(folder / METRICS_FILE, problems)
+    return RunRecord(
+        name=name,
+        folder=folder,
+        config=config,
+        data=data,
+        rows=tuple(rows[iteration] for iteration in sorted(rows)),
+        problems=tuple(problems),
+    )
+
+
+def _read_config(path: Path, problems: list[str]) -> Mapping[str, Any]:
+    if not path.exists():
+        problems.append(f"{path.name} is missing: the configuration is not known")
+        return {}
+    try:
+        return read_config_file(path)[0]
+    except (ConfigError, RecursionError, ValueError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return {}
+
+
+def _read_data(path: Path, problems: list[str]) -> Mapping[str, Any]:
+    if not path.exists():
+        problems.append(f"{path.name} is missing: what the run said of its text is not known")
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return {}
+    if not isinstance(found, dict):
+        problems.append(f"{path.name} holds no object of JSON")
+        return {}
+    return found
+
+
+def _read_rows(path: Path, problems: list[str]) -> dict[int, Mapping[str, Any]]:
+    """Rows by iteration; of an iteration that comes twice the later one."""
+    if not path.exists():
+        return {}
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return {}
+    rows: dict[int, Mapping[str, Any]] = {}
+    broken: list[int] = []
+    # What follows the last line feed is empty, or a row that is being written.
+    for number, line in enumerate(lines[:-1], 1):
+        row = _row(line)
+        if row is None:
+            broken.append(number)
+        else:
+            rows[row["iteration"]] = row
+    if broken:
+        problems.append(
+            f"{path.name}: {len(broken):,} of {len(lines) - 1:,} lines are no rows of metrics and "
+            f"are left out, the first in line {broken[0]:,}"
+        )
+    problems.extend(_not_finite(rows))
+    return rows
+
+
+def _row(line: bytes) -> Mapping[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    iteration = row.get("iteration") if isinstance(row, dict) else None
+    if not isinstance(iteration, int) or isinstance(iteration, bool):
+        return None
+    return row if 0 <= iteration < _MOST_ITERATIONS else None
+
+
+def _not_finite(rows: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
+    """Losses and gradients that are no finite numbers: the curves have gaps there."""
+    for name in ("loss", "grad_norm"):
+        gaps = [i for i, row in rows.items() if name in row and as_number(row[name]) is None]
+        if gaps:
+            yield f"{name} is not finite in {len(gaps):,} iterations, first in {min(gaps):,}"

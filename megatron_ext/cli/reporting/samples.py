@@ -1,0 +1,149 @@
+"""Texts of a run, and how the student's tokens and each teacher's meet on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_ext.alignment.audit import AuditDocument, AuditReport, PairAudit
+from megatron_ext.cli.alignment.ribbon import Ribbon, ribbons
+from megatron_ext.cli.alignment.source import AuditSource
+from megatron_ext.cli.reporting.run_record import RunRecord
+from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.training.config_file import build_config
+from megatron_ext.training.run_folder import TOKENIZER_FOLDER
+
+_MOST_DOCUMENTS: Final = 1000
+_AUDITED_BYTES: Final = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class PairSample:
+    """One run's student and one of its teachers on some texts."""
+
+    title: str
+    ribbons: tuple[Ribbon, ...]
+    report: AuditReport | None
+    """The audit of these texts and of more like them."""
+    problem: str
+    """Why there is nothing to show; empty where there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTexts:
+    """Which texts to show."""
+
+    given: tuple[str, ...] = ()
+    """These, in place of the run's own held-out or else training text."""
+    most_bytes: int = 1500
+    """Text to draw for each pair."""
+
+
+def pair_samples(runs: Sequence[RunRecord], texts: SampleTexts) -> list[PairSample]:
+    """Each pair of tokenizers once, though several runs have it."""
+    found: dict[tuple[str, str, str], PairSample] = {}
+    for run in runs:
+        for name, teacher in run.teachers.items():
+            title = f"student and {name}" if name != "teacher" else "student and teacher"
+            if len(runs) > 1:
+                title = f"{run.name}: {title}"
+            key = (str(run.section("tokenizer")), str(teacher.get("tokenizer")), _paths(run, texts))
+            if key not in found:
+                found[key] = _sample(run, teacher, texts, title=title)
+    return list(found.values())
+
+
+def _sample(
+    run: RunRecord, teacher: Mapping[str, Any], texts: SampleTexts, *, title: str
+) -> PairSample:
+    try:
+        documents = list(_documents(run, texts))
+        student = _tokenizer(run.folder / TOKENIZER_FOLDER, run.section("tokenizer"), "tokenizer")
+        kept = Path(str(teacher.get("checkpoint"))) / TOKENIZER_FOLDER
+        section = teacher.get("tokenizer")
+        other = _tokenizer(
+            kept, section if isinstance(section, Mapping) else {}, "teacher.tokenizer"
+        )
+        audit = PairAudit(student, other)
+        audit.add(documents)
+        drawn = tuple(ribbons(documents, student, other, most_bytes=texts.most_bytes))
+    except MegatronExtError as error:
+        return PairSample(title, (), None, str(error))
+    return PairSample(title, drawn, audit.report(), "")
+
+
+def _documents(run: RunRecord, texts: SampleTexts) -> Iterator[AuditDocument]:
+    if texts.given:
+        for number, text in enumerate(texts.given, 1):
+            yield AuditDocument(text, f"text {number}", is_whole_file=True)
+        return
+    data = run.section("data")
+    if data.get("conversations"):
+        raise DataError(
+            "the run reads conversations, which are not drawn here",
+            fix="see megatron-ext inspect, or pass --text",
+        )
+    key = data.get("text_key")
+    source = AuditSource(files=_files(run), keys=(key,) if isinstance(key, str) else ())
+    left = _AUDITED_BYTES
+    for document in islice(source.documents(), _MOST_DOCUMENTS):
+        yield document
+        left -= len(document.text)
+        if left <= 0:
+            return
+
+
+def _files(run: RunRecord) -> tuple[str, ...]:
+    data = run.section("data")
+    for split in ("validation", "train"):
+        paths = data.get(split)
+        if isinstance(paths, list) and paths:
+            # A blend puts weights between its paths.
+            files = tuple(path for path in paths if isinstance(path, str) and not _is_weight(path))
+            if any(os.path.exists(path) for path in files):
+                return tuple(path for path in files if os.path.exists(path))
+    raise DataError(
+        "the text of the run cannot be read from here",
+        expected="the files of data.validation or data.train",
+        fix="run the command where the run was started, or pass --text",
+    )
+
+
+def _paths(run: RunRecord, texts: SampleTexts) -> str:
+    data = run.section("data")
+    return "" if texts.given else str((data.get("validation"), data.get("train")))
+
+
+def _is_weight(path: str) -> bool:
+    try:
+        float(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _tokenizer(kept: Path, section: Mapping[str, Any], where: str) -> MegatronTokenizerText:
+    """The tokenizer that was kept, or else the one that the configuration names.
+
+    Code that comes with a tokenizer is not run: a report is made of what others left.
+    """
+    if kept.is_dir():
+        return build_tokenizer(TokenizerConfig(model=str(kept)))
+    model = section.get("model")
+    if not isinstance(model, str) or not os.path.exists(model):
+        raise ConfigError(
+            "the tokenizer cannot be read from here",
+            where=where,
+            got=model if isinstance(model, str) else None,
+            expected=f"it there, or in {kept}",
+            fix="run the command where the run was started",
+        )
+    values = {**section, "trust_remote_code": False}
+    return build_tokenizer(
+        build_config(TokenizerConfig, values, lambda keys: ".".join((where, *keys)))
+    )

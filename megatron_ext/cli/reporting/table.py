@@ -1,0 +1,151 @@
+"""Tables with a column for each run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from megatron_ext.cli.reporting.quantity import NOTHING, duration, memory, number, setting, share
+from megatron_ext.cli.reporting.run_record import RunRecord
+from megatron_ext.training.run_folder import config_leaves
+
+CHUNK_KINDS = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")
+_FAULTS = (
+    "skipped_iterations",
+    "refused_documents",
+    "retokenized_documents",
+    "worker_restarts",
+    "failed_saves",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A name, and what each run has for it."""
+
+    name: str
+    cells: tuple[str, ...]
+
+    @property
+    def differs(self) -> bool:
+        """The runs do not all have the same."""
+        return len(set(self.cells)) > 1
+
+
+def totals(runs: Sequence[RunRecord]) -> list[TableRow]:
+    """The numbers one asks for first; without those that no run has."""
+    rows = [TableRow(name, tuple(of(run) for run in runs)) for name, of in _totals(runs)]
+    return [row for row in rows if set(row.cells) != {NOTHING}]
+
+
+def configuration(runs: Sequence[RunRecord]) -> list[TableRow]:
+    """Every key of the configurations."""
+    return _leaves([run.config for run in runs])
+
+
+def data(runs: Sequence[RunRecord]) -> list[TableRow]:
+    """What the runs said of their text; of a list its length."""
+    return _leaves([run.data for run in runs], lists=lambda items: f"{len(items):,}")
+
+
+def chunks(runs: Sequence[RunRecord]) -> list[TableRow]:
+    """Chunks of the trained batches by kind, and tokens in none; empty where nothing is aligned."""
+    if not any(run.values(kind) for run in runs for kind in CHUNK_KINDS):
+        return []
+    return [
+        TableRow("chunks", tuple(number(_chunks(run)) for run in runs)),
+        *(
+            TableRow(kind, tuple(share(sum(run.values(kind)), _chunks(run)) for run in runs))
+            for kind in CHUNK_KINDS
+        ),
+        *(
+            TableRow(name, tuple(number(sum(run.values(name))) for run in runs))
+            for name in ("student_unaligned", "teacher_unaligned")
+        ),
+    ]
+
+
+def held_out(run: RunRecord) -> tuple[list[str], list[TableRow]]:
+    """Names of models, and their held-out bits per byte whenever they were measured."""
+    names = [name for name in run.names() if "_bits_per_byte" in name and run.values(name)]
+    by_name = {name: dict(run.points(name)) for name in names}
+    rows = [
+        TableRow(number(iteration), tuple(number(by_name[name].get(iteration)) for name in names))
+        for iteration in sorted({i for values in by_name.values() for i in values})
+    ]
+    return [name.replace("_bits_per_byte", "").replace("/", " ") for name in names], rows
+
+
+def _chunks(run: RunRecord) -> float:
+    return sum(sum(run.values(kind)) for kind in CHUNK_KINDS)
+
+
+def _totals(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Callable[[RunRecord], str]]]:
+    yield "state", state
+    yield "objective", lambda run: setting(run.section("loss").get("objective"))
+    yield "teachers", lambda run: ", ".join(run.teachers) or NOTHING
+    yield "loss, mean of the last tenth", lambda run: number(_last_tenth(run.values("loss")))
+    for name in dict.fromkeys(name for run in runs for name in run.names()):
+        if "_bits_per_byte" in name:
+            words = f"held-out bits per byte, {name.replace('_bits_per_byte', '')}"
+            yield words.replace("/", " "), lambda run, name=name: _last(run, name)  # type: ignore[misc]
+    yield "trained tokens", lambda run: number(_sum(run.values("tokens")))
+    yield "time of all steps", lambda run: duration(_sum(run.values("seconds")))
+    yield "tokens per second, median", lambda run: number(_median(run.values("tokens_per_second")))
+    yield (
+        "memory, peak of a process",
+        lambda run: memory(max(run.values("memory_bytes"), default=None)),
+    )
+    for name in _FAULTS:
+        if any(any(run.values(name)) for run in runs):
+            words = name.replace("_", " ")
+            yield words, lambda run, name=name: _last(run, name)  # type: ignore[misc]
+
+
+def state(run: RunRecord) -> str:
+    """How far a run is, in words."""
+    wanted = run.section("training").get("train_iters")
+    if not isinstance(wanted, int):
+        return f"{run.iterations:,} iterations" if run.rows else "no iteration was logged"
+    if not run.rows:
+        return f"no iteration of {wanted:,} was logged yet"
+    if run.iterations >= wanted:
+        return f"finished: {run.iterations:,} iterations"
+    return f"at {run.iterations:,} of {wanted:,} iterations"
+
+
+def _leaves(
+    configs: Sequence[Mapping[str, Any]], lists: Callable[[list[Any]], str] = setting
+) -> list[TableRow]:
+    leaves = [dict(config_leaves(config)) for config in configs]
+    names = dict.fromkeys(name for leaf in leaves for name in leaf)
+
+    def words(value: Any) -> str:
+        if isinstance(value, list):
+            return lists(value)
+        return number(value) if type(value) is int else setting(value)
+
+    return [
+        TableRow(name, tuple(words(leaf[name]) if name in leaf else NOTHING for leaf in leaves))
+        for name in names
+    ]
+
+
+def _last(run: RunRecord, name: str) -> str:
+    values = run.values(name)
+    return number(values[-1]) if values else NOTHING
+
+
+def _last_tenth(values: Sequence[float]) -> float | None:
+    last = values[-max(len(values) // 10, 1) :]
+    return sum(value / len(last) for value in last) if last else None
+
+
+def _sum(values: Sequence[float]) -> float | None:
+    return sum(values) if values else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
