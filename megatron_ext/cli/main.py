@@ -22,9 +22,11 @@ VERBS = {
     "align": "show how the tokens of a student and a teacher meet on a text",
     "projection": "build, inspect, convert and repair a projection between two vocabularies",
     "distill": "train a student from a teacher with another tokenizer",
+    "cache-teacher": "record what a teacher predicts, for runs without its model",
     "report": "write a page about a run, or about several beside one another",
     "import-hf": "make a checkpoint to train and teach from out of a HuggingFace folder",
     "export-hf": "make a HuggingFace folder out of a run or a checkpoint",
+    "evaluate": "measure a model: bits per byte, multiple choice, generated answers",
     "tokenize": "tokenize documents to Megatron's .bin and .idx",
     "run": "run a script of Megatron-LM with our flags and tokenizers",
 }
@@ -88,7 +90,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = "\n".join(f"  {name:<12} {summary}" for name, summary in VERBS.items())
+    lines = "\n".join(f"  {name:<13} {summary}" for name, summary in VERBS.items())
     parser = _Parser(
         prog="megatron-ext",
         description="The tokenizer and cross-tokenizer distillation layer for Megatron.",

@@ -210,6 +210,10 @@ class TeacherConfig:
     projection: str | None = None
     """Projection file for this teacher; built once into ``run_dir`` when not given."""
 
+    cache: str | None = None
+    """Folder that ``megatron-ext cache-teacher`` made of this teacher: its targets are read from
+    there and its model is not built."""
+
     def __post_init__(self) -> None:
         _check_positive(self, "temperature")
         if not (math.isfinite(self.weight) and self.weight >= 0):

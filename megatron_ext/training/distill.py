@@ -37,6 +37,8 @@ from megatron_ext.training.run_folder import (
 )
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
+from megatron_ext.training.teacher_cache.cached_teacher import CachedTeacher
+from megatron_ext.training.teacher_cache.opening import open_cached_teacher
 from megatron_ext.training.term_weighting import make_weighting
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.training.vocabulary_layout import lay_out
@@ -119,11 +121,19 @@ def teach(
     laid_out = None
     step = StudentStep(shard=shard, next_token=LOSS_REGISTRY["next_token"]())
     teachers: dict[str, Teacher] = {}
+    cached_teachers: dict[str, CachedTeacher] = {}
     taught_by = []
     for name in config.named_teachers if config.distils else ():
-        teacher_chunks, teacher_shard = _teacher(config, name, inputs, groups)
-        teachers[name] = MegatronTeacher(teacher_chunks, shard=teacher_shard)
         projection = run_projection(config, inputs, name, groups)
+        if config.named_teachers[name].cache is not None:
+            teacher_shard = teacher_vocab_shard(config, name, inputs, groups)
+            cached_teachers[name] = open_cached_teacher(
+                config, name, shard=teacher_shard, groups=groups
+            )
+            taught_by.append(TaughtBy(name, None, teacher_shard, projection, None))
+            continue
+        teacher_chunks, teacher_shard = frozen_teacher(config, name, inputs, groups)
+        teachers[name] = MegatronTeacher(teacher_chunks, shard=teacher_shard)
         if config.training.vocabulary_layout == "co_sharded":
             assert projection is not None, "checked with the objective"
             laid_out = lay_out(
@@ -151,6 +161,7 @@ def teach(
         student=student,
         step=step,
         teachers=teachers,
+        cached_teachers=cached_teachers,
         weighting=make_weighting(config),
         data=inputs.data,
         replica=replica,
@@ -163,17 +174,28 @@ def teach(
     )
 
 
-def _teacher(
+def frozen_teacher(
     config: DistillConfig, name: str, inputs: Inputs, groups: ProcessGroups
 ) -> tuple[list[GPTModel], VocabShard]:
-    """A loaded teacher, frozen."""
+    """A loaded teacher, frozen, and this rank's columns of its vocabulary."""
     teacher, tokenizer = config.named_teachers[name], inputs.teachers[name].tokenizer
-    side = name if name == TEACHER else f"teacher {name}"
-    chunks, shard = _model(side, teacher.model, tokenizer, config, groups)
+    chunks, shard = _model(_side(name), teacher.model, tokenizer, config, groups)
     where = f"{config.section_of(name)}.checkpoint"
     checkpoint = find_checkpoint(teacher.checkpoint, where=where)
     load_first_weights(checkpoint, chunks, teacher.model, tokenizer)
     return freeze(chunks), shard
+
+
+def teacher_vocab_shard(
+    config: DistillConfig, name: str, inputs: Inputs, groups: ProcessGroups
+) -> VocabShard:
+    """This rank's columns of a teacher's vocabulary, without its model."""
+    teacher, tokenizer = config.named_teachers[name], inputs.teachers[name].tokenizer
+    return model_shard(_side(name), teacher.model, tokenizer, config, groups)
+
+
+def _side(name: str) -> str:
+    return name if name == TEACHER else f"teacher {name}"
 
 
 def _model(

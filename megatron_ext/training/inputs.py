@@ -74,7 +74,9 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     _check_loss(config, tokenizer, teachers)
     data = _data(config, tokenizer, teachers)
     check_same_text(config, data.summary())
-    return Inputs(tokenizer=tokenizer, teachers=teachers, data=data)
+    inputs = Inputs(tokenizer=tokenizer, teachers=teachers, data=data)
+    _check_caches(config, inputs)
+    return inputs
 
 
 def _teacher(
@@ -143,6 +145,13 @@ def _check_loss(
     from megatron_ext.training.loss_check import check_loss
 
     check_loss(config, tokenizer, {name: its.tokenizer for name, its in teachers.items()})
+
+
+def _check_caches(config: DistillConfig, inputs: Inputs) -> None:
+    if config.distils and any(its.cache for its in config.named_teachers.values()):
+        from megatron_ext.training.teacher_cache.cache_check import check_caches
+
+        check_caches(config, inputs)
 
 
 def _data(

@@ -45,8 +45,8 @@ class TaughtBy(NamedTuple):
 
     name: str
 
-    gpt: GPTModel
-    """The last chunk of this rank."""
+    gpt: GPTModel | None
+    """The last chunk of this rank; None where the targets come from a cache."""
 
     shard: VocabShard
 
@@ -181,6 +181,7 @@ def _projectors(
     its = config.named_teachers[teacher.name]
     if projector_start(config.loss.of_teacher(its)) == "heads":
         assert constants.match is not None
+        assert teacher.gpt is not None, "checked with the cache"
         return DskdProjectors.from_heads(
             head_weight(student),
             head_weight(teacher.gpt),

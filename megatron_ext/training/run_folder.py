@@ -24,7 +24,7 @@ DATA_FILE = "data.json"
 PROJECTION_FILE = "projection.safetensors"
 TOKENIZER_FOLDER = "tokenizer"
 
-_TEACHER_CHECKPOINT = "teacher.checkpoint"
+_TEACHER_FOLDERS = ("teacher.checkpoint", "teacher.cache")
 
 _MAY_CHANGE = (
     "run_dir",
@@ -171,8 +171,8 @@ def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: 
     before, now = dict(config_leaves(stored)), dict(config_leaves(values))
     for leaves in (before, now):
         for key, value in leaves.items():
-            # A teacher may move, but not be another iteration of its training.
-            if _of_any_teacher(key) == _TEACHER_CHECKPOINT and isinstance(value, str):
+            # A teacher may move, but not be another iteration of its training; so may its cache.
+            if _of_any_teacher(key) in _TEACHER_FOLDERS and isinstance(value, str):
                 leaves[key] = Path(value).name
     for key in sorted(before.keys() | now.keys()):
         may_change = _of_any_teacher(key).startswith(_MAY_CHANGE)

@@ -31,6 +31,7 @@ from megatron_ext.training.metrics import MetricsLog, plot_loss_curve, progress_
 from megatron_ext.training.non_finite import DivergedError, NonFinitePolicy, finite_only
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.student import Student
+from megatron_ext.training.teacher_cache.cached_teacher import CachedTeacher
 from megatron_ext.training.term_weighting import layer_gradients, observe
 from megatron_ext.training.validation import BitsPerByte, measure_bits_per_byte
 from megatron_ext.training.vocabulary_layout import BatchPlaces
@@ -51,7 +52,7 @@ class Trainer:
     """Template of the forward step; its counts are set for each global batch."""
 
     teachers: Mapping[str, Teacher]
-    """By name; none in a run that does not distil."""
+    """By name, those with a model in this run; none in a run that does not distil."""
 
     weighting: LossWeighting
     """How the terms of the loss weigh, step after step."""
@@ -68,6 +69,9 @@ class Trainer:
 
     batches: GlobalBatches
     """What it trains on, from where the run stands."""
+
+    cached_teachers: Mapping[str, CachedTeacher] = field(default_factory=dict)
+    """By name, those whose targets were made before."""
 
     counts: FaultCounts = field(default_factory=FaultCounts)
     """What the run has survived."""
@@ -115,7 +119,7 @@ class Trainer:
         writers = open_writers(self.config, last_iteration=done)
         with (
             MetricsLog(self.run_dir, last_iteration=done, writers=writers) as log,
-            progress_bar("distil" if self.teacher else "train", total=total, done=done) as bar,
+            progress_bar("distil" if self.step.term else "train", total=total, done=done) as bar,
         ):
             self._loop(saved, done, total, log, bar)
         self._plot()
@@ -174,7 +178,7 @@ class Trainer:
             **self.counts.metrics(),
             **self._counts_of_teachers(counts),
             **self._weights_of_terms(step),
-            **(dataclasses.asdict(counts.chunk_counts) if self.teacher else {}),
+            **(dataclasses.asdict(counts.chunk_counts) if self.step.term else {}),
         }
 
     def lessons(self, batches: list[Microbatch]) -> list[Lesson]:
@@ -242,6 +246,12 @@ class Trainer:
         if self.step.linear is not None and self.groups.is_last_stage:
             tiles = self.step.linear.tiles(sides, completions)
         batch = Microbatch.of(sides, completions, tiles, context=context, plans=plans)
+        if self.groups.is_last_stage:
+            recorded = {
+                name: teacher.recorded(samples, sides, self.data.collator.sides, context)
+                for name, teacher in self.cached_teachers.items()
+            }
+            batch = dataclasses.replace(batch, recorded=recorded)
         batch = batch.to(self.groups.device)
         return self.places(batch) if self.places else batch
 
@@ -252,6 +262,9 @@ class Trainer:
             its = teacher.targets([batch.teachers[name] for batch in batches])
             for of_batch, target in zip(found, its, strict=False):
                 of_batch[name] = target
+        for name, cached in self.cached_teachers.items() if self.groups.is_last_stage else ():
+            for of_batch, batch in zip(found, batches, strict=True):
+                of_batch[name] = cached.targets(batch.recorded[name])
         return found
 
     def _validate(self, data: HeldOut) -> BitsPerByte:

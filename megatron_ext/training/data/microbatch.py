@@ -101,6 +101,10 @@ class Microbatch:
     """Which chunks this rank owns, of the teachers that chunks are compared with, where rows are
     cut."""
 
+    recorded: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    """Of the teachers with a cache on the last stage: what it has of these rows, [B, S, ...] by the
+    field of ``TeacherTargets``."""
+
     @classmethod
     def of(
         cls,
@@ -164,6 +168,10 @@ class Microbatch:
             completions={name: c.to(device) for name, c in self.completions.items()},
             tiles={name: cut.to(device) for name, cut in self.tiles.items()},
             plans={name: plan.to(device) for name, plan in self.plans.items()},
+            recorded={
+                name: {key: value.to(device, non_blocking=True) for key, value in fields.items()}
+                for name, fields in self.recorded.items()
+            },
         )
 
 

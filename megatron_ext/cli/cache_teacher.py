@@ -1,0 +1,117 @@
+"""Record what a run's teacher predicts, once, for runs that read it from files.
+
+    torchrun --nproc-per-node 4 -m megatron_ext cache-teacher --config run.yaml --output cache
+
+The teacher of the run's configuration reads the run's training text. A recording that was stopped
+goes on where it is started again. A run reads the files with teacher.cache: cache, in any layout,
+and does without the teacher's model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import get_args
+
+from megatron_ext.distributed.layout import launched_processes
+from megatron_ext.errors import ConfigError, UnknownNameError
+from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.inputs import read_inputs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verb."""
+    from megatron_ext.training.teacher_cache.files.form import NUMBER_BYTES, CacheKind
+
+    recording = parser.add_argument_group("recording")
+    recording.add_argument("--output", type=Path, required=True, help="folder of the cache")
+    recording.add_argument(
+        "--teacher",
+        metavar="NAME",
+        help="which of several teachers; the one there is when left out",
+    )
+    recording.add_argument(
+        "--targets",
+        choices=get_args(CacheKind),
+        help="what is kept: the least that the teacher's objective can use when left out",
+    )
+    recording.add_argument(
+        "--top-k", type=int, default=64, metavar="INT", help="tokens of topk (default: 64)"
+    )
+    recording.add_argument(
+        "--target-precision",
+        choices=tuple(NUMBER_BYTES),
+        help="of the numbers of topk (fp16 when left out) and hidden (bf16)",
+    )
+    recording.add_argument(
+        "--file-mib", type=int, default=256, metavar="INT", help="size of a file (default: 256)"
+    )
+    add_config_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Record, and say what it takes."""
+    given = config_from_arguments(arguments)
+    name = _teacher(given, arguments.teacher)
+    world_size = launched_processes()
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    from megatron_ext.training.loss_check import teacher_objective
+    from megatron_ext.training.teacher_cache.accepted_forms import accepted_forms
+    from megatron_ext.training.teacher_cache.files.form import CacheForm
+    from megatron_ext.training.teacher_cache.recording import (
+        Recording,
+        record_teacher,
+        recording_config,
+    )
+
+    config = recording_config(given, arguments.output, world_size=world_size)
+    inputs = read_inputs(config, world_size=world_size)
+    form = CacheForm.of(
+        arguments.targets or accepted_forms(teacher_objective(config, name))[0],
+        precision=arguments.target_precision,
+        top_k=arguments.top_k,
+        hidden_size=config.named_teachers[name].model.hidden_size,
+        vocab_size=inputs.teachers[name].tokenizer.vocab_size,
+    )
+    is_shown = os.environ.get("RANK", "0") == "0"
+    if is_shown:
+        parts = " + ".join(f"{width} {part}" for part, width in form.parts.items())
+        _say(f"{form}: {form.bytes_per_token:,} bytes a token = {parts}")
+    recording = Recording(
+        teacher=name,
+        form=form,
+        folder=arguments.output,
+        file_bytes=max(arguments.file_mib, 1) << 20,
+    )
+    manifest = record_teacher(config, inputs, recording)
+    if is_shown:
+        _say(
+            f"{manifest.tokens:,} tokens in {manifest.windows:,} windows: {manifest.size:,} bytes "
+            f"in {len(manifest.shards):,} files = {form.bytes_per_token:,} a token + 24 a window + "
+            "64 a file"
+        )
+
+
+def _teacher(config: DistillConfig, name: str | None) -> str:
+    names = list(config.named_teachers)
+    if not names:
+        raise ConfigError("there is no teacher to cache", fix="add a teacher section")
+    if name is None and len(names) > 1:
+        raise ConfigError(
+            "there are several teachers", expected=f"--teacher and one of {', '.join(names)}"
+        )
+    if name is not None and name not in names:
+        raise UnknownNameError(
+            "there is no such teacher", got=name, expected=f"one of {', '.join(names)}"
+        )
+    return name or names[0]
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""Targets of a teacher in files: made once, and read by runs in any layout."""

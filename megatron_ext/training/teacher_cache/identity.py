@@ -1,0 +1,81 @@
+"""What the targets of a teacher depend on, as hashes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.inputs import Inputs
+
+WEIGHTS: Final = "teacher weights"
+"""Key of the identity whose value takes reading a checkpoint."""
+
+_WITHOUT_INFLUENCE: Final = ("hf", "seq_length", "make_vocab_size_divisible_by", "init_method_std")
+"""Keys of a model that change none of its predictions for tokens that fit its rows."""
+
+
+def cache_identity(config: DistillConfig, inputs: Inputs, teacher: str) -> dict[str, Any]:
+    """All but the weights: of the model, the tokenizers, how texts are cut, and the texts.
+
+    Texts are cut where all models of a run can be cut, to the shortest rows, so the windows depend
+    on the other tokenizers and on the lengths too; not on how rows are filled.
+    """
+    its, data = config.named_teachers[teacher], inputs.data
+    model = {
+        key: value
+        for key, value in dataclasses.asdict(its.model).items()
+        if key not in _WITHOUT_INFLUENCE
+    }
+    others = {name: inputs.teachers[name].tokenizer for name in inputs.teachers if name != teacher}
+    cut_by = [inputs.tokenizer, *others.values()]
+    return {
+        "teacher model": _hash(model),
+        "training.precision": config.training.precision,
+        "teacher tokenizer": _hash(tokenizer_identity(inputs.teachers[teacher].tokenizer)),
+        "other tokenizers": sorted(_hash(tokenizer_identity(tokenizer)) for tokenizer in cut_by),
+        "lengths": sorted(
+            {
+                config.student.seq_length,
+                *(t.model.seq_length for t in config.named_teachers.values()),
+            }
+        ),
+        "data.append_eod": config.data.append_eod,
+        "data.conversations": config.data.conversations,
+        "data": sorted({source.dataset.documents.sha256 for source in data.sources}),
+    }
+
+
+def weights_identity(checkpoint: Path) -> str:
+    """The hash of all files of a checkpoint, by name; reads them once.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    try:
+        with ThreadPoolExecutor() as pool:
+            hashes = list(pool.map(_hash_of_file, files))
+    except OSError as error:
+        raise CheckpointError(
+            "the teacher's checkpoint cannot be read", where=checkpoint, got=str(error)
+        ) from error
+    names = [path.relative_to(checkpoint).as_posix() for path in files]
+    return _hash(dict(zip(names, hashes, strict=True)))
+
+
+def _hash_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash(values: Mapping[str, Any]) -> str:
+    content = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
