@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -38,6 +39,8 @@ class AuditSource:
     most_documents: int | None = None
     is_strict: bool = False
     """A bad record is an error."""
+    shows_progress: bool = True
+    """On standard error, while files are read."""
     bad_records: int = 0
     """Records that were left out so far."""
     bad: list[dict[str, str]] = field(default_factory=list)
@@ -95,12 +98,16 @@ class AuditSource:
         check_fields(found.files, fields)
         (pieces,) = cut_into_shards(found.files, 1)
         check_first_records(pieces, fields)
-        with ProgressBar(total=sum(file.size for file in found.files), done=0) as bar:
+        with self._bar(sum(file.size for file in found.files)) as bar:
             for piece in pieces:
                 for block in read_records(piece, fields):
                     self._note_bad(block.bad, piece)
                     yield from _documents(block, piece)
-                    bar.add(_progress(block))
+                    if bar is not None:
+                        bar.add(_progress(block))
+
+    def _bar(self, size: int) -> AbstractContextManager[ProgressBar | None]:
+        return ProgressBar(total=size, done=0) if self.shows_progress else nullcontext()
 
     def _note_bad(self, bad: Sequence[BadRecord], piece: InputSlice) -> None:
         for record in bad:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-SMOOTHING: Final = 0.9
+SMOOTHING: Final = 0.8
 """Weight of what was before in the smoothed lines of a page."""
 _LEAST_TO_SMOOTH: Final = 10
 

@@ -50,6 +50,7 @@ def report_page(runs: Sequence[RunRecord], samples: Sequence[PairSample]) -> str
         shares=shares,
         phases=phase_names(shares),
         held_out=[(run.name, *table.held_out(run)) for run in runs],
+        evaluations=table.evaluations(runs),
         chunks=table.chunks(runs),
         data=table.data(runs),
         configuration=table.configuration(runs),

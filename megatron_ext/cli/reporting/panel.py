@@ -89,21 +89,11 @@ def panels(runs: Sequence[RunRecord]) -> list[Panel]:
     """The panels of the main measurements, those that have something to show."""
     names = _names(runs)
     terms = _terms(runs)
-    found = []
+    found: list[Panel] = []
     for kind in _KINDS:
         taken = [name for name in names if kind.takes(name, terms)]
-        groups = [taken] if kind.is_together and len(runs) == 1 else [[name] for name in taken]
-        charts = [
-            chart
-            for group in groups
-            if (
-                chart := _chart(
-                    runs, group, kind.title, is_smoothed=kind.is_smoothed, unit=kind.unit
-                )
-            )
-        ]
-        if charts:
-            found.append(Panel(kind.title, kind.about, tuple(charts), is_first=not found))
+        if taken:
+            found.append(_main(runs, kind, taken, is_first=not found))
     return found
 
 
@@ -117,14 +107,25 @@ def other_panels(runs: Sequence[RunRecord]) -> list[Panel]:
     return [_small(runs, prefix, names) for prefix, names in by_prefix.items()]
 
 
+def _main(runs: Sequence[RunRecord], kind: _Kind, names: Sequence[str], *, is_first: bool) -> Panel:
+    """One chart of one run; of several a chart for each name that changes, where any does."""
+    groups, unchanged = [list(names)], []
+    if len(runs) > 1 or not kind.is_together:
+        constant = [] if len(names) == 1 else [n for n in names if len(_values(runs, n)) == 1]
+        groups = [[name] for name in names if name not in constant]
+        unchanged = [(name, number(_values(runs, name).pop())) for name in constant]
+    charts = (_chart(runs, group, kind.title, kind) for group in groups)
+    return Panel(kind.title, kind.about, tuple(charts), tuple(unchanged), is_first=is_first)
+
+
 def _small(runs: Sequence[RunRecord], prefix: str, names: Sequence[str]) -> Panel:
     charts, unchanged = [], []
     for name in names:
-        values = {value for run in runs for value in run.values(name)}
+        values = _values(runs, name)
         if len(values) == 1:
             unchanged.append((name, number(values.pop())))
-        elif chart := _chart(runs, [name], name, is_smoothed=True, most=_MOST_POINTS_SMALL):
-            charts.append(chart)
+        else:
+            charts.append(_chart(runs, [name], name, most=_MOST_POINTS_SMALL))
     return Panel(prefix or "counts", "", tuple(charts), tuple(unchanged), is_small=True)
 
 
@@ -132,24 +133,26 @@ def _chart(
     runs: Sequence[RunRecord],
     names: Sequence[str],
     title: str,
+    kind: _Kind | None = None,
     *,
-    is_smoothed: bool,
     most: int = _MOST_POINTS,
-    unit: float = 1.0,
-) -> Chart | None:
-    """A curve for each run, or for each name of the one run."""
+) -> Chart:
+    """A curve for each name of the one run, or for each run that has the one name."""
+    is_one = len(runs) == 1
+    unit = kind.unit if kind else 1.0
     curves = []
-    for number_of_run, run in enumerate(runs):
-        for place, name in enumerate(names):
-            is_one = len(runs) == 1
+    for run_number, run in enumerate(runs):
+        for name_number, name in enumerate(names):
             points = [(iteration, value / unit) for iteration, value in run.points(name)]
             if points:
-                label = name if is_one else run.name
-                colour = place if is_one else number_of_run
+                label, colour = (name, name_number) if is_one else (run.name, run_number)
                 curves.append(Curve.of(label, points, most=most, number=colour))
-    if not curves:
-        return None
-    return Chart(title if len(runs) == 1 else names[0], curves, is_smoothed=is_smoothed)
+    is_smoothed = kind is None or kind.is_smoothed
+    return Chart(title if is_one else names[0], curves, is_smoothed=is_smoothed)
+
+
+def _values(runs: Sequence[RunRecord], name: str) -> set[float]:
+    return {value for run in runs for value in run.values(name)}
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:

@@ -14,6 +14,7 @@ from megatron_ext.training.config_file import read_config_file
 from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE
 
 METRICS_FILE: Final = "metrics.jsonl"
+EVALUATIONS: Final = "evaluation"
 _MOST_ITERATIONS: Final = 1 << 53
 """Numbers up to which a float is exact."""
 
@@ -31,6 +32,8 @@ class RunRecord:
     """What it said of its text; likewise."""
     rows: tuple[Mapping[str, Any], ...]
     """Its metrics in the order of the iterations, each iteration once."""
+    evaluations: Mapping[str, Any]
+    """Results that lie in its folder ``evaluation``, by name of the file."""
     problems: tuple[str, ...]
     """What of the folder cannot be used, a sentence each."""
 
@@ -98,6 +101,7 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
     problems: list[str] = []
     config = _read_config(folder / CONFIG_FILE, problems)
     data = _read_data(folder / DATA_FILE, problems)
+    results = sorted((folder / EVALUATIONS).glob("*.json"))
     rows = _read_rows(folder / METRICS_FILE, problems)
     return RunRecord(
         name=name,
@@ -105,6 +109,7 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
         config=config,
         data=data,
         rows=tuple(rows[iteration] for iteration in sorted(rows)),
+        evaluations={path.stem: _read_object(path, problems) for path in results},
         problems=tuple(problems),
     )
 
@@ -124,6 +129,10 @@ def _read_data(path: Path, problems: list[str]) -> Mapping[str, Any]:
     if not path.exists():
         problems.append(f"{path.name} is missing: what the run said of its text is not known")
         return {}
+    return _read_object(path, problems)
+
+
+def _read_object(path: Path, problems: list[str]) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -89,7 +89,9 @@ def _documents(run: RunRecord, texts: SampleTexts) -> Iterator[AuditDocument]:
             fix="see megatron-ext inspect, or pass --text",
         )
     key = data.get("text_key")
-    source = AuditSource(files=_files(run), keys=(key,) if isinstance(key, str) else ())
+    source = AuditSource(
+        files=_files(run), keys=(key,) if isinstance(key, str) else (), shows_progress=False
+    )
     left = _AUDITED_BYTES
     for document in islice(source.documents(), _MOST_DOCUMENTS):
         yield document
@@ -130,7 +132,7 @@ def _is_weight(path: str) -> bool:
 def _tokenizer(kept: Path, section: Mapping[str, Any], where: str) -> MegatronTokenizerText:
     """The tokenizer that was kept, or else the one that the configuration names.
 
-    Code that comes with a tokenizer is not run: a report is made of what others left.
+    Code that the configuration would let a tokenizer bring is not run.
     """
     if kept.is_dir():
         return build_tokenizer(TokenizerConfig(model=str(kept)))

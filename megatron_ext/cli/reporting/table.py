@@ -8,10 +8,11 @@ from statistics import median
 from typing import Any
 
 from megatron_ext.cli.reporting.quantity import NOTHING, duration, memory, number, setting, share
-from megatron_ext.cli.reporting.run_record import RunRecord
+from megatron_ext.cli.reporting.run_record import RunRecord, as_number
 from megatron_ext.training.run_folder import config_leaves
 
 CHUNK_KINDS = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")
+_HASH_DIGITS = 16
 _FAULTS = (
     "skipped_iterations",
     "refused_documents",
@@ -46,8 +47,19 @@ def configuration(runs: Sequence[RunRecord]) -> list[TableRow]:
 
 
 def data(runs: Sequence[RunRecord]) -> list[TableRow]:
-    """What the runs said of their text; of a list its length."""
-    return _leaves([run.data for run in runs], lists=lambda items: f"{len(items):,}")
+    """What the runs said of their text; of a list its length, of a hash its beginning."""
+    rows = _leaves([run.data for run in runs], lists=lambda items: f"{len(items):,}")
+    return [
+        TableRow(row.name, tuple(cell[:_HASH_DIGITS] for cell in row.cells))
+        if row.name.endswith("sha256")
+        else row
+        for row in rows
+    ]
+
+
+def evaluations(runs: Sequence[RunRecord]) -> list[TableRow]:
+    """Results of evaluations, of a list its length."""
+    return _leaves([run.evaluations for run in runs], lists=lambda items: f"{len(items):,}")
 
 
 def chunks(runs: Sequence[RunRecord]) -> list[TableRow]:
@@ -125,7 +137,8 @@ def _leaves(
     def words(value: Any) -> str:
         if isinstance(value, list):
             return lists(value)
-        return number(value) if type(value) is int else setting(value)
+        finite = as_number(value)
+        return setting(value) if finite is None else number(finite)
 
     return [
         TableRow(name, tuple(words(leaf[name]) if name in leaf else NOTHING for leaf in leaves))

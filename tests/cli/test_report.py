@@ -1,0 +1,417 @@
+"""``megatron-ext report``: runs as one page, whatever state they are in."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_ext.cli.main import main
+from megatron_ext.cli.reporting.chart import SIDE, Chart
+from megatron_ext.cli.reporting.curve import Curve, means, smoothed
+from tests.training.tiny_run import _sentencepiece, write_rank_list
+
+pytest.importorskip("mistral_common")
+
+PAGES = Path(__file__).parents[2] / "megatron_ext" / "cli"
+HOSTILE = "</script><script>alert('x')</script> \"onclick=\" & <img src=x onerror=alert(1)> naïve\n"
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return {
+        "tokenizer": {
+            "library": "tiktoken",
+            "model": str(write_rank_list(folder)),
+            "tiktoken_num_special_tokens": 100,
+            "vocab_size": 8001,
+        },
+        "teacher": {"library": "sentencepiece", "model": str(_sentencepiece(folder))},
+    }
+
+
+def row(iteration: int, **more):
+    kd = 4 / iteration
+    return {
+        "iteration": iteration,
+        "seconds": 2.0,
+        "seconds/data": 0.25,
+        "seconds/waiting": 0.125,
+        "seconds/teacher": 0.5,
+        "seconds/student": 1.0,
+        "tokens_per_second": 100.0 + iteration,
+        "memory_bytes": 3 << 30,
+        "loss": 2 + 2 * kd,
+        "ce": 2 + kd,
+        "ce/accuracy": 0.25 + iteration / 1000,
+        "kd": kd,
+        "grad_norm": 1.5,
+        "learning_rate": 1e-3 * iteration,
+        "tokens": 10,
+        "one_to_one": 6,
+        "one_to_many": 2,
+        "many_to_one": 0,
+        "many_to_many": 0,
+        "student_unaligned": 0,
+        "teacher_unaligned": 0,
+        "skipped_iterations": 0,
+        **more,
+    }
+
+
+def rows(count: int = STEPS, **more):
+    found = [row(iteration, **more) for iteration in range(1, count + 1)]
+    for one in found[9::10]:
+        one |= {"student_bits_per_byte": 3.25, "teacher_bits_per_byte": 2.5}
+    return found
+
+
+def write_run(folder: Path, tokenizers, *, metrics=None, text=HOSTILE, **config) -> Path:
+    """A folder as a run leaves it; without metrics it has not begun."""
+    folder.mkdir(parents=True)
+    held_out = folder / "held-out.jsonl"
+    held_out.write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
+    values = {
+        "run_dir": str(folder),
+        "tokenizer": tokenizers["tokenizer"],
+        "teacher": {"tokenizer": tokenizers["teacher"], "checkpoint": str(folder / "none")},
+        "data": {"train": [], "validation": [str(held_out)], "text_key": "text"},
+        "loss": {"objective": "projected_kl"},
+        "optimizer": {"lr": 0.006},
+        "training": {"train_iters": STEPS},
+        **config,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    (folder / "data.json").write_text(json.dumps({"train": {"documents": 1234}}))
+    if metrics is not None:
+        lines = "".join(json.dumps(one) + "\n" for one in metrics)
+        (folder / "metrics.jsonl").write_text(lines)
+    return folder
+
+
+class Page(HTMLParser):
+    """Text of each section by its heading, and what a browser would load or run."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.text = ""
+        self.loads: list[tuple[str, str]] = []
+        self.scripts = 0
+        self.paths: list[tuple[str, str]] = []
+        self.policy = ""
+        self.drawn = ["", ""]
+        """Text of the student's tokens and of the teacher's."""
+        self._side = -1
+        self._inside = ""
+        self.feed(source)
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self._inside = tag
+        self.scripts += tag == "script"
+        self.policy = values["content"] if values.get("http-equiv") else self.policy
+        self._side = -1 if tag == "b" else self._side + (tag == "u")
+        if tag == "path":
+            self.paths.append((values.get("class", ""), values["d"]))
+        self.loads += [
+            (tag, name)
+            for name, value in values.items()
+            if name.startswith("on")
+            or name in ("src", "style")
+            or (name == "href" and not value.startswith("#"))
+        ]
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+        self._side = -1 if tag == "b" else self._side
+        # What ends a cell or a paragraph ends a word.
+        self.text += " " if tag not in ("i", "b", "u", "bdi") else ""
+
+    def handle_data(self, data):
+        if self._inside == "bdi" and self._side >= 0:
+            self.drawn[self._side] += data
+        self.text += data if self._inside not in ("style", "script") else ""
+
+    def section(self, heading: str) -> str:
+        text = re.sub(r"\s+", " ", self.text)
+        heads = ("In short", "Curves", "Time", "Evaluation", "Data", "Configuration", "Texts")
+        # The names stand in the navigation first.
+        body = text[text.index("In short") :]
+        begin = body.index(f" {heading} ") if heading != "In short" else 0
+        later = [body.find(f" {head} ", begin + 1) for head in heads[heads.index(heading) + 1 :]]
+        return body[begin : min([at for at in later if at > 0], default=len(body))]
+
+
+def report(capsys, *words) -> Page:
+    main(["report", *map(str, words)])
+    path = Path(capsys.readouterr().out.strip())
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def refused(capsys, *words) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", *map(str, words)])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp_path, tokenizers):
+    run = write_run(tmp_path / "run", tokenizers, metrics=rows())
+    (run / "evaluation").mkdir()
+    (run / "evaluation" / "mmlu.json").write_text('{"accuracy": 0.375, "rows": [1, 2, 3]}')
+    page = report(capsys, run)
+    assert (run / "report.html").exists()
+    short = page.section("In short")
+    assert "finished: 40 iterations" in short
+    assert "trained tokens 400 " in short
+    assert "time of all steps 1.3 min" in short
+    assert "tokens per second, median 120.5" in short
+    assert "3 GiB" in short
+    curves = page.section("Curves")
+    for name in ("loss", "ce", "kd", "grad_norm", "learning_rate", "student_bits_per_byte"):
+        assert f" {name} " in curves
+    assert "ce/accuracy" in curves
+    assert "Unchanged: tokens = 10, one_to_one = 6" in curves
+    time = page.section("Time")
+    # Of 2 s a step 1.75 are phases; waiting is a part of data.
+    assert re.search(r"data 10 s 12\.5%.*student 40 s 50\.0% other 10 s 12\.5%", time)
+    assert "waiting for samples: 5 s, 6.2%" in time
+    assert "10 3.25 2.5" in page.section("Evaluation")
+    assert "mmlu.accuracy 0.375 mmlu.rows 3" in page.section("Evaluation")
+    assert "train.documents 1,234" in page.section("Data")
+    assert "one_to_one 75.0% one_to_many 25.0%" in page.section("Data")
+    assert "optimizer.lr 0.006" in page.section("Configuration")
+    assert "held-out.jsonl:1" in page.section("Texts")
+    assert "of the chunks are 1:1" in page.section("Texts")
+
+
+def test_the_loss_of_each_teacher_is_a_line_of_the_loss_chart(capsys, tmp_path, tokenizers):
+    teacher = {"tokenizer": tokenizers["teacher"], "checkpoint": "none"}
+    metrics = rows(**{"kd/first": 1.0, "kd/second": 2.0, "kd/first/teacher_entropy": 3.0})
+    run = write_run(
+        tmp_path / "run",
+        tokenizers,
+        metrics=metrics,
+        teacher=None,
+        teachers={"first": teacher, "second": teacher},
+    )
+    page = report(capsys, run)
+    loss = page.section("Curves").partition("Held-out")[0]
+    assert "kd/first 1" in loss
+    assert "kd/second 2" in loss
+    assert "teacher_entropy" not in loss
+    assert sum(kind == "smooth" for kind, _ in page.paths) >= 5
+    texts = page.section("Texts")
+    # The pairs are alike, and drawn once.
+    assert "student and first" in texts
+    assert "student and second" not in texts
+
+
+def test_nothing_that_a_run_says_can_run_or_load_anything(capsys, tmp_path, tokenizers):
+    name = "<b onload=x>"
+    run = write_run(
+        tmp_path / name,
+        tokenizers,
+        metrics=rows(**{HOSTILE: 1.0, f"kd/{HOSTILE}": 2.0}),
+        teacher=None,
+        teachers={HOSTILE: {"tokenizer": tokenizers["teacher"], "checkpoint": HOSTILE}},
+        loss={"objective": HOSTILE},
+    )
+    (run / "data.json").write_text(json.dumps({HOSTILE: HOSTILE}))
+    (run / "evaluation").mkdir()
+    (run / "evaluation" / "<i>.json").write_text(json.dumps({HOSTILE: HOSTILE}))
+    page = report(capsys, run)
+    assert page.scripts == 1
+    assert page.loads == []
+    assert "<img" not in page.source
+    assert "alert('x')" not in re.sub(r"<script>.*?</script>", "", page.source, flags=re.DOTALL)
+    assert name in page.text
+    assert page.policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in page.policy
+    # The text is there to be read, token by token.
+    assert page.drawn == [HOSTILE.replace("\n", "↵")] * 2
+
+
+def test_several_runs_stand_over_and_beside_one_another(capsys, tmp_path, tokenizers):
+    slow = write_run(tmp_path / "slow", tokenizers, metrics=rows())
+    fast = write_run(tmp_path / "fast", tokenizers, metrics=rows(), optimizer={"lr": 0.05})
+    output = tmp_path / "made" / "page.html"
+    page = report(capsys, slow, fast, "--output", output)
+    assert output.exists()
+    assert not (slow / "report.html").exists()
+    assert page.source.count('aria-label="loss over the iterations"') == 1
+    loss = page.source.partition("<figcaption>loss<")[2].partition("</figure>")[0]
+    assert "<bdi>slow</bdi>" in loss
+    assert "<bdi>fast</bdi>" in loss
+    assert loss.count('class="smooth"') == 2
+    different = page.section("Configuration").partition("All keys")[0]
+    assert "optimizer.lr 0.006 0.05" in different
+    assert "train_iters" not in different
+    assert "training.train_iters 40 40" in page.section("Configuration")
+
+
+def test_runs_that_are_named_alike_are_told_apart_and_one_run_twice_is_refused(
+    capsys, tmp_path, tokenizers
+):
+    runs = [write_run(tmp_path / name / "run", tokenizers, metrics=rows(3)) for name in "ab"]
+    page = report(capsys, *runs, "--sample-bytes", "0")
+    assert "a/run" in page.text
+    assert "b/run" in page.text
+    assert "named twice" in refused(capsys, runs[0], runs[0])
+
+
+def test_a_run_that_has_not_begun_and_one_that_goes_on_are_shown_as_they_are(
+    capsys, tmp_path, tokenizers
+):
+    waiting = write_run(tmp_path / "waiting", tokenizers)
+    page = report(capsys, waiting)
+    assert "no iteration of 40 was logged yet" in page.section("In short")
+    assert "no metrics were logged" in page.section("Curves")
+    assert "optimizer.lr" in page.section("Configuration")
+    going = write_run(tmp_path / "going", tokenizers, metrics=rows(7))
+    with (going / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 8, "lo')
+    page = report(capsys, going)
+    assert "at 7 of 40 iterations" in page.section("In short")
+    assert "lines are no rows" not in page.text
+
+
+def test_what_is_broken_is_said_and_the_rest_is_shown(capsys, tmp_path, tokenizers):
+    run = write_run(tmp_path / "run", tokenizers)
+    broken = ["no json", '"iteration"', '{"iteration": true}', "[" * 100_000, '{"loss": 1}']
+    good = [json.dumps(one) for one in (*rows(3), row(2, loss=7.5), row(5, loss=math.nan))]
+    huge = json.dumps(row(4, ce=10**400, kd=1e308, grad_norm=-1e308))
+    (run / "metrics.jsonl").write_text("\n".join([*good, *broken, huge, ""]), encoding="utf-8")
+    (run / "config.yaml").write_text("a: [1\n")
+    (run / "data.json").write_bytes(b"\xff")
+    page = report(capsys, run)
+    assert "5 of 11 lines are no rows of metrics" in page.text
+    assert "the first in line 6" in page.text
+    assert "loss is not finite in 1 iterations, first in 5" in page.text
+    assert "config.yaml cannot be read" in page.text
+    assert "data.json cannot be read" in page.text
+    assert "no configuration can be read" in page.section("Configuration").lower()
+    assert "5 iterations" in page.section("In short")
+
+
+def test_a_folder_without_a_run_is_refused_in_one_line(capsys, tmp_path, tokenizers):
+    assert "there is no such run" in refused(capsys, tmp_path / "none")
+    assert "holds no run" in refused(capsys, tmp_path)
+    run = write_run(tmp_path / "run", tokenizers, metrics=rows(3))
+    assert "cannot write the file" in refused(capsys, run, "--output", tmp_path)
+    assert list(tmp_path.rglob(".*")) == []
+
+
+def test_text_that_cannot_be_read_is_said_and_a_given_one_is_drawn(capsys, tmp_path, tokenizers):
+    run = write_run(tmp_path / "run", tokenizers, metrics=rows(3))
+    (run / "held-out.jsonl").unlink()
+    assert "the text of the run cannot be read from here" in report(capsys, run).section("Texts")
+    page = report(capsys, run, "--text", "Sold 201 of 2017.")
+    assert "text 1:1" in page.section("Texts")
+    assert page.drawn == ["Sold 201 of 2017."] * 2
+    moved = {"tokenizer": {"model": "gone.model"}, "checkpoint": "gone"}
+    other = write_run(tmp_path / "moved", tokenizers, metrics=rows(3), teacher=moved)
+    assert "the tokenizer cannot be read from here" in report(capsys, other).section("Texts")
+
+
+def test_a_long_run_makes_no_larger_a_page(capsys, tmp_path, tokenizers):
+    run = write_run(tmp_path / "run", tokenizers, metrics=rows(5_000))
+    page = report(capsys, run)
+    assert len(page.source) < 300_000
+    longest = max(d.count("L") for kind, d in page.paths if kind in ("raw", "smooth"))
+    assert 300 < longest < 400
+
+
+def test_the_page_of_a_real_run_has_all_that_it_logged(capsys, folder):
+    page = report(capsys, folder / "teacher", "--output", folder / "report.html")
+    logged = json.loads((folder / "teacher" / "metrics.jsonl").read_text().splitlines()[-1])
+    numbers = [name for name, value in logged.items() if isinstance(value, int | float)]
+    assert len(numbers) > 10
+    for name in numbers:
+        assert name == "iteration" or name.removeprefix("seconds/") in page.text
+
+
+def test_neither_torch_nor_megatron_is_loaded(tmp_path, tokenizers):
+    run = write_run(tmp_path / "run", tokenizers, metrics=rows(3))
+    program = (
+        "import sys; from megatron_ext.cli.main import main; "
+        f"main(['report', {str(run)!r}]); "
+        "sys.exit(bool({'torch', 'megatron'} & sys.modules.keys()))"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert finished.returncode == 0, finished.stderr.decode()
+
+
+def test_a_smoothed_line_is_a_mean_that_starts_where_the_line_does():
+    points = [(i, 5.0) for i in range(20)]
+    assert [value for _, value in smoothed(points, 0.9)] == pytest.approx([5.0] * 20)
+    assert smoothed([(0, 0.0), (1, 1.0)], 0.5)[1][1] == pytest.approx(2 / 3)
+    noisy = [(i, float(i % 2)) for i in range(100)]
+    assert all(0.4 < value < 0.6 for _, value in smoothed(noisy, 0.9)[30:])
+
+
+def test_many_points_are_means_of_their_neighbours():
+    points = [(i, float(i)) for i in range(1000)]
+    assert list(means(points, most=100))[:2] == [(4.5, 4.5), (14.5, 14.5)]
+    assert list(means(points, most=1000)) == points
+    assert list(means(points[:7], most=3)) == [(1, 1.0), (4, 4.0), (6, 6.0)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1.0], [0.0, 0.0], [5.0, 5.0], [-1e308, 1e308], [1e-310, 2e-310], [1e9, 1e9 + 1e-7], [3, 1]],
+    ids=str,
+)
+def test_any_finite_values_have_a_place_in_a_chart(values):
+    curve = Curve.of("x", list(enumerate(values)), most=10, number=0)
+    chart = Chart("x", [curve])
+    (line,) = chart.lines
+    numbers = [int(text) for text in re.findall(r"-?\d+", line.raw.removesuffix("h0"))]
+    assert len(numbers) == 2 * len(values)
+    assert all(0 <= number <= SIDE for number in numbers)
+    assert all(0 <= tick.percent <= 100 for tick in (*chart.x_ticks, *chart.y_ticks))
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_colour_of_text_has_the_contrast_of_wcag_aa(theme):
+    style = (PAGES / "reporting/pages/report.css").read_text()
+    ribbon = (PAGES / "alignment/pages/ribbon.css").read_text()
+    colours = {}
+    for part in (style, ribbon):
+        dark = part[part.index(':root[data-theme="dark"]') :]
+        block = (dark if theme == "dark" else part).partition("}")[0]
+        colours |= dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+    texts = ["ink", "soft", *(f"c{i}" for i in range(8))]
+    pairs = [(text, ground) for text in texts for ground in ("paper", "card")]
+    for side in ("student", "teacher"):
+        for tint in (f"{side}-tint", f"{side}-tint-2"):
+            pairs += [(side, tint), ("ink", tint)]
+    low = {pair: contrast(*(colours[name] for name in pair)) for pair in pairs}
+    assert min(low.values()) >= 4.5, min(low.items(), key=lambda item: item[1])
+    automatic = style[style.index("@media") :].partition("}")[0]
+    assert theme == "light" or set(re.findall(r"--c\d: #\w+", automatic)) <= set(
+        re.findall(r"--c\d: #\w+", style[style.index(':root[data-theme="dark"]') :])
+    )
