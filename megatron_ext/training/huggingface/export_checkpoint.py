@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,8 +20,8 @@ from megatron_ext.huggingface.families import FAMILIES, Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
 from megatron_ext.huggingface.side_files import TOKENIZER_FILES, kept_folder, side_files
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
-from megatron_ext.training.checkpoint import load_common
 from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.checkpoint_model import checkpoint_model
 from megatron_ext.training.checkpoint_slices import CheckpointSlices
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.huggingface.kept_tokenizer import KeptTokenizer
@@ -63,7 +61,7 @@ def export_huggingface(
     if (source / CHECKPOINTS).is_dir():
         source = source / CHECKPOINTS
     checkpoint = find_checkpoint(str(source), where="the checkpoint to export")
-    model, slices = _model(checkpoint), CheckpointSlices(checkpoint)
+    model, slices = checkpoint_model(checkpoint), CheckpointSlices(checkpoint)
     tokenizer = KeptTokenizer(checkpoint)
     settings = full_settings(model) | {"vocab_size": _rows(slices, model, tokenizer)}
     config, family = _config(checkpoint, model, settings)
@@ -140,20 +138,6 @@ def _rows(slices: CheckpointSlices, model: ModelConfig, tokenizer: KeptTokenizer
     stored = embedding.size[0] if embedding else 0
     ids = model.padded_ids(tokenizer.vocab_size or 0)
     return min(stored, ids) if ids else stored
-
-
-def _model(checkpoint: Path) -> ModelConfig:
-    """The model that a checkpoint says it is of."""
-    run = load_common(checkpoint).get("run")
-    student = run.get("config", {}).get("student") if isinstance(run, Mapping) else None
-    if not isinstance(student, Mapping):
-        raise CheckpointError(
-            "the checkpoint does not say what model it is of",
-            where=checkpoint,
-            fix="export checkpoints of megatron-ext distill or import-hf",
-        )
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    return ModelConfig(**{name: value for name, value in student.items() if name in known})
 
 
 def _config(

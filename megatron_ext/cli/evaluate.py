@@ -1,0 +1,131 @@
+"""Measure a model: bits per byte of texts, MMLU, GSM8K, from local files.
+
+    megatron-ext evaluate --checkpoint runs/student --task bits_per_byte --data held_out.jsonl
+    megatron-ext evaluate --checkpoint Llama-3.2-1B --task mmlu --data mmlu/ --output mmlu.json
+    torchrun --nproc-per-node 8 -m megatron_ext evaluate --tensor-model-parallel-size 2 ...
+
+A checkpoint is a run, its checkpoints, one of these, or a HuggingFace folder. Processes that tensor
+and pipeline parallelism leave over are replicas, which share the items.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.distributed.layout import data_parallel_size, launched_processes
+from megatron_ext.errors import ConfigError
+from megatron_ext.evaluation.lm_eval_tasks import PREFIX, LmEvalTask
+from megatron_ext.evaluation.results import results_table, write_results, write_samples
+from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
+
+_ABOUT = (
+    "checkpoint",
+    "task",
+    "data",
+    "tokenizer",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "precision",
+    "seq_length",
+    "adds_bos",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verb."""
+    parser.add_argument("--checkpoint", type=Path, required=True, help="what to measure")
+    parser.add_argument("--task", required=True, help=f"one of {', '.join(TASKS)}, or lm_eval:NAME")
+    parser.add_argument(
+        "--data", type=Path, help="file or folder in its published format; for lm_eval:NAME tasks"
+    )
+    parser.add_argument("--output", type=Path, help="file for the results, as JSON")
+    parser.add_argument("--samples", type=Path, help="file for every item, as JSON Lines")
+    task = parser.add_argument_group("task")
+    task.add_argument(
+        "--num-fewshot", type=int, metavar="INT", help="solved examples before each item"
+    )
+    task.add_argument("--few-shot-data", type=Path, help="where these are taken from")
+    task.add_argument("--limit", type=int, metavar="INT", help="items at most, the first ones")
+    task.add_argument("--text-field", default="text", help="field with a record's text")
+    generation = parser.add_argument_group("generation")
+    generation.add_argument("--max-new-tokens", type=int, metavar="INT", help="tokens at most")
+    generation.add_argument("--temperature", type=float, default=0.0, help="0: the first choice")
+    generation.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest")
+    generation.add_argument("--seed", type=int, default=0, help="of the draws")
+    model = parser.add_argument_group("model")
+    model.add_argument("--tokenizer", help="the one that comes with the checkpoint if not given")
+    for name in ("tensor", "pipeline"):
+        model.add_argument(
+            f"--{name}-model-parallel-size", type=int, default=1, metavar="INT", help="processes"
+        )
+    model.add_argument(
+        "--precision", choices=("fp32", "bf16"), help="bf16 on a GPU, fp32 on a CPU if not given"
+    )
+    model.add_argument("--seq-length", type=int, metavar="INT", help="tokens read at once")
+    model.add_argument(
+        "--micro-batch-size", type=int, default=8, metavar="INT", help="rows at a time"
+    )
+    model.add_argument(
+        "--no-bos",
+        dest="adds_bos",
+        action="store_false",
+        help="do not begin contexts with the tokenizer's BOS",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Read the files, load the model, print a table and write the results."""
+    task = _task(arguments)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    # After every check that does without them: megatron-core and torch take seconds to load.
+    from megatron_ext.distributed import process_groups
+    from megatron_ext.evaluation.load_model import ModelOptions, load_language_model
+
+    names = (field for field in ModelOptions.__dataclass_fields__)
+    options = ModelOptions(**{name: getattr(arguments, name) for name in names})
+    model = load_language_model(arguments.checkpoint, options)
+    result = task.run(model)
+
+    def write() -> None:
+        if arguments.output is not None:
+            write_results(arguments.output, result, _about(arguments))
+        if arguments.samples is not None:
+            write_samples(arguments.samples, result)
+        sys.stdout.write(results_table(arguments.task, result))
+
+    model.once(write)
+    process_groups.finalize()
+
+
+def _task(arguments: argparse.Namespace) -> Task:
+    """What needs no model is checked first, the data among it."""
+    for name in ("limit", "seq_length", "micro_batch_size", "max_new_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError("too small", where=f"--{name.replace('_', '-')}", got=value)
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
+        raise ConfigError("too small", where="--num-fewshot", got=arguments.num_fewshot)
+    data_parallel_size(
+        world_size=launched_processes(),
+        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+    )
+    harness = arguments.task.removeprefix(PREFIX)
+    make = TASKS[arguments.task] if harness == arguments.task else partial(LmEvalTask, harness)
+    if arguments.data is None and harness == arguments.task:
+        raise ConfigError("this task needs its data", where="--data", fix="name its file or folder")
+    options = {name: getattr(arguments, name) for name in TaskOptions.__dataclass_fields__}
+    return make(TaskOptions(**options))
+
+
+def _about(arguments: argparse.Namespace) -> dict[str, Any]:
+    values = {name: getattr(arguments, name) for name in _ABOUT}
+    values["processes"] = int(os.environ.get("WORLD_SIZE", "1"))
+    return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}

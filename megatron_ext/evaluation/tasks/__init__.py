@@ -1,0 +1,6 @@
+"""Tasks by name; a file for each."""
+
+from megatron_ext.evaluation.tasks.registry import TASKS
+from megatron_ext.evaluation.tasks.task import Task, TaskOptions, TaskResult
+
+__all__ = ["TASKS", "Task", "TaskOptions", "TaskResult"]

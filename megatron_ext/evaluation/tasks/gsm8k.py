@@ -1,0 +1,140 @@
+"""GSM8K: word problems that end in a number, solved in text behind solved examples.
+
+Published as JSON Lines with ``question`` and ``answer``, whose last line is ``#### NUMBER``; on
+HuggingFace as Parquet. Prompt, ends and both ways of finding the number are those of
+lm-evaluation-harness's task ``gsm8k``: strictly the number behind ``####``, flexibly the last
+number of the completion.
+
+Source: Cobbe et al., Training Verifiers to Solve Math Word Problems (2021).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from megatron_ext.errors import DataError
+from megatron_ext.evaluation.language_model import GenerationOptions, LanguageModel
+from megatron_ext.evaluation.records import read_records, text_of
+from megatron_ext.evaluation.tasks.task import TaskOptions, TaskResult, first_of, mean
+
+_SHOTS: Final = 5
+_NEW_TOKENS: Final = 256
+_STOPS: Final = ("Question:", "</s>", "<|im_end|>")
+_STRICT: Final = re.compile(r"#### (\-?[0-9\.\,]+)")
+_FLEXIBLE: Final = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
+
+
+class Problem(NamedTuple):
+    """One item."""
+
+    question: str
+    answer: str
+
+
+class Gsm8k:
+    """A file of problems; examples come from ``few_shot_data``, or from ``train`` beside ``test``.
+
+    Raises:
+        DataError: They cannot be read, or are too few.
+    """
+
+    def __init__(self, options: TaskOptions) -> None:
+        shots = _SHOTS if options.num_fewshot is None else options.num_fewshot
+        self._options = options
+        self._problems: list[Problem] = first_of(
+            _problems(options.data), options.limit, where=options.data
+        )
+        self._examples = _examples(options)[:shots] if shots else []
+        if len(self._examples) < shots:
+            raise DataError(
+                "there are too few solved examples",
+                where=options.few_shot_data or options.data,
+                got=len(self._examples),
+                expected=shots,
+                fix="name a file of them with --few-shot-data, or lower --num-fewshot",
+            )
+
+    def prompt(self, problem: Problem) -> str:
+        """What is to be solved, behind what is."""
+        solved = [f"{_question(example)} {example.answer}" for example in self._examples]
+        return "\n\n".join([*solved, _question(problem)])
+
+    def run(self, model: LanguageModel) -> TaskResult:
+        """Generate and compare numbers."""
+        options = self._options
+        completions = model.generate(
+            [self.prompt(problem) for problem in self._problems],
+            GenerationOptions(
+                max_new_tokens=options.max_new_tokens or _NEW_TOKENS,
+                stop=_STOPS,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                seed=options.seed,
+            ),
+        )
+        samples = []
+        for problem, completion in zip(self._problems, completions, strict=True):
+            expected = normalised(problem.answer)
+            samples.append(
+                {
+                    "question": problem.question,
+                    "expected": expected,
+                    "completion": completion,
+                    "strict": normalised(strict_number(completion)) == expected,
+                    "flexible": normalised(flexible_number(completion)) == expected,
+                }
+            )
+        return TaskResult(
+            metrics={
+                f"exact_match/{kind}": mean([float(bool(sample[kind])) for sample in samples])
+                for kind in ("strict", "flexible")
+            },
+            count=len(samples),
+            settings={
+                "num_fewshot": len(self._examples),
+                "max_new_tokens": options.max_new_tokens or _NEW_TOKENS,
+                "temperature": options.temperature,
+                "top_p": options.top_p,
+                "seed": options.seed,
+            },
+            samples=samples,
+        )
+
+
+def strict_number(completion: str) -> str:
+    """The first number behind ``####``; ``[invalid]`` where there is none."""
+    found = _STRICT.search(completion)
+    return found[1] if found else "[invalid]"
+
+
+def flexible_number(completion: str) -> str:
+    """The last thing that looks like a number."""
+    found = _FLEXIBLE.findall(completion)
+    return str(found[-1]) if found else "[invalid]"
+
+
+def normalised(answer: str) -> str:
+    """The number of a solution alone, without dollars, commas and a full stop."""
+    for pattern in (",", r"\$", r"(?s).*#### ", r"\.$"):
+        answer = re.sub(pattern, "", answer)
+    return answer.lower()
+
+
+def _question(problem: Problem) -> str:
+    return f"Question: {problem.question}\nAnswer:"
+
+
+def _problems(path: Path) -> list[Problem]:
+    return [
+        Problem(text_of(row, "question", where=path), text_of(row, "answer", where=path))
+        for row in read_records(path)
+    ]
+
+
+def _examples(options: TaskOptions) -> list[Problem]:
+    if options.few_shot_data is not None:
+        return _problems(options.few_shot_data)
+    beside = options.data.with_name(options.data.name.replace("test", "train", 1))
+    return _problems(beside) if beside != options.data and beside.is_file() else []

@@ -1,0 +1,17 @@
+"""The tasks by the names that a user gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_ext.evaluation.tasks.bits_per_byte import BitsPerByte
+from megatron_ext.evaluation.tasks.gsm8k import Gsm8k
+from megatron_ext.evaluation.tasks.mmlu import Mmlu
+from megatron_ext.evaluation.tasks.task import Task, TaskOptions
+from megatron_ext.registry import Registry
+
+TASKS: Registry[Callable[[TaskOptions], Task]] = Registry("task")
+
+TASKS.register("bits_per_byte", BitsPerByte)
+TASKS.register("mmlu", Mmlu)
+TASKS.register("gsm8k", Gsm8k)

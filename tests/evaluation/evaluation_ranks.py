@@ -1,0 +1,86 @@
+"""What spawned ranks run: everything that is asked of a model, under several layouts."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.cli.main import main
+from megatron_ext.distributed import process_groups
+from megatron_ext.evaluation.language_model import GenerationOptions, TokenRequest
+from megatron_ext.evaluation.load_model import ModelOptions, load_language_model
+from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
+from megatron_ext.evaluation.text_requests import continuation_request, prompt_ids, rolling_requests
+from tests.evaluation.tiny_language_model import PAIRS, PROMPTS
+
+GREEDY = GenerationOptions(max_new_tokens=20)
+SAMPLED = GenerationOptions(max_new_tokens=20, temperature=0.7, top_p=0.9, seed=3)
+
+
+def ask(rank: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Answers under each layout."""
+    found = {}
+    for name, options in layouts.items():
+        parallel_state.destroy_model_parallel()
+        model = load_language_model(folder, ModelOptions(**options))
+        found[name] = _answers(model)
+        if not rank and name == "alone":
+            found[name]["slow_ids"] = _without_cache(model, prompt_ids(PROMPTS[0], model))
+    return found
+
+
+def _answers(model: MegatronLanguageModel) -> dict[str, Any]:
+    requests = [continuation_request(*pair, model) for pair in PAIRS]
+    text = " ".join(PROMPTS) * 6
+    rolling = list(rolling_requests(text, model))
+    ids = [prompt_ids(prompt, model) for prompt in PROMPTS]
+    return {
+        "scores": model.log_likelihoods(requests),
+        "rolling": model.log_likelihoods(rolling),
+        "requests": requests,
+        "rolling_requests": rolling,
+        "greedy": model.generate(PROMPTS, GREEDY),
+        "sampled": model.generate(PROMPTS, SAMPLED),
+        "others": model.generate(PROMPTS, _with_seed(4)),
+        "stopped": model.generate(PROMPTS, _with_stop("e")),
+        "greedy_ids": model.generator.generate(
+            ids, GREEDY, places=range(len(ids)), is_done=lambda new: False
+        ),
+        "once": model.once(lambda: "said"),
+    }
+
+
+def _with_seed(seed: int) -> GenerationOptions:
+    return GenerationOptions(max_new_tokens=20, temperature=0.7, top_p=0.9, seed=seed)
+
+
+def _with_stop(stop: str) -> GenerationOptions:
+    return GenerationOptions(max_new_tokens=20, stop=(stop,))
+
+
+def _without_cache(model: MegatronLanguageModel, prompt: list[int]) -> list[int]:
+    """Three tokens, each from all before it: the one that scores best, of all that there are."""
+    new: list[int] = []
+    for _ in range(3):
+        tokens = range(model.tokenizer.vocab_size)
+        scores = model.log_likelihoods([TokenRequest(prompt + new, [token]) for token in tokens])
+        (best,) = [token for token, score in enumerate(scores) if score.is_greedy]
+        assert torch.tensor([score.nats for score in scores]).argmax() == best
+        new.append(best)
+    return new
+
+
+def evaluate(rank: int, arguments: list[str]) -> None:
+    """The verb as a program of one process would run it."""
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[name]
+    main(["evaluate", *arguments])
+    # What the caller takes leave of.
+    process_groups.join(timedelta(minutes=1))

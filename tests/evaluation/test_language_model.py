@@ -1,0 +1,127 @@
+"""What megatron-core generates and scores is what transformers does, under every layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.evaluation.evaluation_ranks import ask, evaluate
+from tests.evaluation.stand_in_model import written
+from tests.evaluation.tiny_language_model import PROMPTS, save_tiny_model
+from tests.process_group import run_ranks
+
+ALONE = {"adds_bos": False, "micro_batch_size": 3}
+LAYOUTS = {
+    "tp2": {**ALONE, "tensor_model_parallel_size": 2},
+    "pp2": {**ALONE, "pipeline_model_parallel_size": 2, "micro_batch_size": 2},
+    "dp2": {**ALONE, "micro_batch_size": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Of each rank, by layout."""
+    found = {}
+    for world_size, layouts in ((1, {"alone": ALONE}), (2, LAYOUTS)):
+        ranks = run_ranks(world_size, ask, folder, layouts)
+        found |= {name: [rank[name] for rank in ranks] for name in layouts}
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("kind", ["scores", "rolling"])
+def test_log_likelihoods_are_those_of_transformers(
+    answers: dict[str, list[dict[str, Any]]], model: Any, kind: str
+) -> None:
+    (found,) = answers["alone"]
+    requests = found["requests" if kind == "scores" else "rolling_requests"]
+    for request, score in zip(requests, found[kind], strict=True):
+        nats, is_greedy = _score(model, *request)
+        # fp32 sums in another order, over up to 96 tokens.
+        assert score.nats == pytest.approx(nats, rel=1e-5)
+        assert score.is_greedy == is_greedy
+
+
+def test_greedy_generation_is_that_of_transformers_and_of_no_cache(
+    answers: dict[str, list[dict[str, Any]]], folder: Path, model: Any
+) -> None:
+    (found,) = answers["alone"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for prompt, ids, text in zip(PROMPTS, found["greedy_ids"], found["greedy"], strict=True):
+        encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+        whole = model.generate(
+            **encoded, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        expected = whole[0, encoded["input_ids"].shape[1] :].tolist()
+        assert ids == expected
+        if 2 in expected:
+            expected = expected[: expected.index(2)]
+        assert text == tokenizer.decode(expected, skip_special_tokens=True)
+    assert found["slow_ids"] == found["greedy_ids"][0][:3]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_layout_and_no_batch_changes_an_answer(
+    answers: dict[str, list[dict[str, Any]]], layout: str
+) -> None:
+    (alone,) = answers["alone"]
+    for rank in answers[layout]:
+        for kind in ("greedy", "sampled", "others", "stopped", "once"):
+            assert rank[kind] == alone[kind], kind
+        for kind in ("scores", "rolling"):
+            nats = [score.nats for score in rank[kind]]
+            assert nats == pytest.approx([score.nats for score in alone[kind]], rel=1e-5)
+            assert [s.is_greedy for s in rank[kind]] == [s.is_greedy for s in alone[kind]]
+
+
+def test_draws_depend_on_their_seed_and_differ_from_first_choices(
+    answers: dict[str, list[dict[str, Any]]],
+) -> None:
+    (alone,) = answers["alone"]
+    assert alone["sampled"] != alone["greedy"]
+    assert alone["sampled"] != alone["others"]
+
+
+def test_a_completion_ends_before_a_stop_string(answers: dict[str, list[dict[str, Any]]]) -> None:
+    (alone,) = answers["alone"]
+    assert any("e" in text for text in alone["greedy"])
+    assert alone["stopped"] == [text.split("e")[0] for text in alone["greedy"]]
+
+
+def test_the_verb_measures_a_huggingface_folder(folder: Path, model: Any, tmp_path: Path) -> None:
+    text = "the theory of the other thing"
+    written(tmp_path / "texts.jsonl", json.dumps({"text": text}))
+    options = {"checkpoint": folder, "task": "bits_per_byte", "data": tmp_path / "texts.jsonl"}
+    options |= {"output": tmp_path / "results.json", "samples": tmp_path / "samples.jsonl"}
+    run_ranks(1, evaluate, [f"--{name}={value}" for name, value in options.items()])
+    results = json.loads((tmp_path / "results.json").read_text())
+    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
+    nats, _ = _score(model, [1], ids)
+    found = results["metrics"]["bits_per_byte"]
+    assert found == pytest.approx(-nats / math.log(2) / len(text), rel=1e-5)
+    assert results["checkpoint"] == str(folder)
+    assert (tmp_path / "samples.jsonl").is_file()
+
+
+def _score(model: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    ids = torch.tensor([(context + continuation)[-97:]])
+    with torch.no_grad():
+        log_probs = model(ids[:, :-1]).logits[0].log_softmax(-1)[-len(continuation) :]
+    labels = torch.tensor(continuation)
+    nats = log_probs.gather(1, labels[:, None]).sum()
+    return float(nats), bool((log_probs.argmax(-1) == labels).all())

@@ -1,0 +1,180 @@
+"""Tasks read published files, ask what they should, and count right."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.evaluation.results import results_table, write_results, write_samples
+from megatron_ext.evaluation.tasks import TASKS, TaskOptions
+from megatron_ext.evaluation.tasks.gsm8k import flexible_number, normalised, strict_number
+from tests.evaluation.stand_in_model import StandInModel, written
+
+ROWS = [
+    ("What is 1, or 2?", ("one", "two", "three", "four"), 2),
+    ("Which?", ("a", "b", "c", "d"), 0),
+    ("Who?", ("e", "f", "g", "h"), 2),
+]
+PROBLEMS = [
+    ("How many are 2 and 3?", "They are 5.\n#### 5"),
+    ("And 1,000 more?", "It is\n#### 1,005"),
+    ("And none?", "#### 0"),
+]
+
+
+def mmlu_csv(folder: Path) -> None:
+    for split, rows in (("dev", ROWS[:2]), ("test", ROWS[2:] + ROWS[:1])):
+        lines = [
+            ",".join([f'"{text}"', *choices, "ABCD"[answer]]) for text, choices, answer in rows
+        ]
+        written(folder / split / f"college_physics_{split}.csv", "\n".join(lines) + "\n")
+
+
+def mmlu_json(folder: Path) -> None:
+    for split, rows in (("dev", ROWS[:2]), ("test", ROWS[2:] + ROWS[:1])):
+        records = [
+            {"question": q, "subject": "college_physics", "choices": list(c), "answer": a}
+            for q, c, a in rows
+        ]
+        text = "\n".join(map(json.dumps, records))
+        written(folder / "college_physics" / f"{split}-00000-of-00001.json", text)
+
+
+def mmlu_parquet(folder: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    mmlu_json(folder)
+    for file in folder.rglob("*.json"):
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        parquet.write_table(pyarrow.Table.from_pylist(records), file.with_suffix(".parquet"))
+        file.unlink()
+
+
+@pytest.mark.parametrize("write", [mmlu_csv, mmlu_json, mmlu_parquet])
+def test_mmlu_asks_for_a_letter_behind_solved_questions(tmp_path: Path, write: Any) -> None:
+    write(tmp_path)
+    asked = []
+
+    def nats(context: str, letter: str) -> float:
+        asked.append((context, letter))
+        return -1.0 if letter == " C" else -2.0
+
+    task = TASKS["mmlu"](TaskOptions(data=tmp_path, num_fewshot=1))
+    result = task.run(StandInModel(nats=nats))
+    assert asked[0][0] == (
+        "The following are multiple choice questions (with answers) about college physics.\n\n"
+        "What is 1, or 2?\nA. one\nB. two\nC. three\nD. four\nAnswer: C\n\n"
+        "Who?\nA. e\nB. f\nC. g\nD. h\nAnswer:"
+    )
+    assert [letter for _, letter in asked[:4]] == [" A", " B", " C", " D"]
+    assert result.metrics["accuracy"] == 1.0
+    wrong = task.run(StandInModel(nats=lambda _, letter: -1.0 if letter == " A" else -2.0))
+    assert wrong.metrics == {
+        "accuracy": 0.0,
+        "accuracy_over_subjects": 0.0,
+        "accuracy/college physics": 0.0,
+    }
+
+
+def test_gsm8k_generates_behind_solved_problems_and_compares_numbers(tmp_path: Path) -> None:
+    lines = [json.dumps({"question": q, "answer": a}) for q, a in PROBLEMS]
+    written(tmp_path / "train.jsonl", lines[0])
+    data = written(tmp_path / "test.jsonl", "\n".join(lines[1:]))
+    said = {"And 1,000 more?": " It is $1,005.", "And none?": " None.\n#### 0"}
+    model = StandInModel(complete=lambda prompt: said[prompt.split("Question: ")[-1][:-8]])
+    result = TASKS["gsm8k"](TaskOptions(data=data, num_fewshot=1)).run(model)
+    assert model.prompts[0] == (
+        "Question: How many are 2 and 3?\nAnswer: They are 5.\n#### 5\n\n"
+        "Question: And 1,000 more?\nAnswer:"
+    )
+    assert model.options is not None
+    assert "Question:" in model.options.stop
+    assert result.metrics == {"exact_match/strict": 0.5, "exact_match/flexible": 1.0}
+    assert [sample["strict"] for sample in result.samples] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("completion", "strict", "flexible"),
+    [
+        ("#### -3", "-3", "-3"),
+        ("#### 1,234.", "1234", "1234"),
+        ("so $18.", "[invalid]", "18"),
+        ("no number", "[invalid]", "[invalid]"),
+    ],
+)
+def test_numbers_are_found_in_completions(completion: str, strict: str, flexible: str) -> None:
+    assert normalised(strict_number(completion)) == strict
+    assert normalised(flexible_number(completion)) == flexible
+
+
+@pytest.mark.parametrize("name", ["texts.jsonl", "texts.jsonl.gz", "texts.txt"])
+def test_bits_per_byte_counts_every_token_once_in_windows(tmp_path: Path, name: str) -> None:
+    texts = ["", "naïve" * 11, "b"]
+    path = tmp_path / name
+    if name.endswith(".txt"):
+        texts = ["naïve" * 11]
+        path.write_text(texts[0], encoding="utf-8")
+    else:
+        content = "\n".join(json.dumps({"text": text}) for text in texts).encode()
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    size = sum(len(text.encode()) for text in texts)
+    seen = []
+
+    def nats(context: str, window: str) -> float:
+        seen.append((context, window))
+        return -math.log(2)
+
+    model = StandInModel(nats=nats, max_length=16)
+    result = TASKS["bits_per_byte"](TaskOptions(data=path)).run(model)
+    assert result.metrics["bits_per_byte"] == pytest.approx(len(seen) / size)
+    assert result.metrics["bytes_per_token"] == 1.0
+    # Four windows of 66 bytes; the last is filled up with what is before it.
+    long = seen[:5]
+    assert len(long[4][0].encode("utf-8", "ignore")) > len(long[3][0])
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "text"),
+    [
+        ("mmlu", "x_test.csv", "question,a,b,c\n"),
+        ("mmlu", "x.json", '[{"question": "q", "choices": ["a"], "answer": 0}]'),
+        ("gsm8k", "x.jsonl", '{"question": "q"}'),
+        ("gsm8k", "x.jsonl", "no json"),
+        ("bits_per_byte", "x.jsonl", ""),
+        ("bits_per_byte", "x.bin", "text"),
+        ("bits_per_byte", "missing.txt", None),
+        ("mmlu", "missing", None),
+    ],
+)
+def test_bad_files_get_one_line(tmp_path: Path, task: str, name: str, text: str | None) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(MegatronExtError, match=name):
+        TASKS[task](TaskOptions(data=path, num_fewshot=0))
+
+
+def test_too_few_examples_are_said_before_a_model_is_built(tmp_path: Path) -> None:
+    mmlu_csv(tmp_path)
+    with pytest.raises(MegatronExtError, match="too few solved examples of college physics"):
+        TASKS["mmlu"](TaskOptions(data=tmp_path))
+
+
+def test_results_are_a_file_and_a_table(tmp_path: Path) -> None:
+    path = written(tmp_path / "texts.txt", "text")
+    result = TASKS["bits_per_byte"](TaskOptions(data=path)).run(StandInModel())
+    write_results(tmp_path / "r.json", result, {"task": "bits_per_byte"})
+    write_samples(tmp_path / "s.jsonl", result)
+    values = json.loads((tmp_path / "r.json").read_text())
+    assert values["task"] == "bits_per_byte"
+    assert values["count"] == 1
+    assert values["metrics"] == result.metrics
+    assert len((tmp_path / "s.jsonl").read_text().splitlines()) == 1
+    assert f"{result.metrics['bits_per_byte']:.4f}" in results_table("bits_per_byte", result)
