@@ -319,7 +319,7 @@ def test_text_that_cannot_be_read_is_said_and_a_given_one_is_drawn(capsys, tmp_p
     (run / "held-out.jsonl").unlink()
     assert "the text of the run cannot be read from here" in report(capsys, run).section("Texts")
     page = report(capsys, run, "--text", "Sold 201 of 2017.")
-    assert "text 1:1" in page.section("Texts")
+    assert "--text:1" in page.section("Texts")
     assert page.drawn == ["Sold 201 of 2017."] * 2
     moved = {"tokenizer": {"model": "gone.model"}, "checkpoint": "gone"}
     other = write_run(tmp_path / "moved", tokenizers, metrics=rows(3), teacher=moved)

@@ -80,7 +80,7 @@ def _sample(
 def _documents(run: RunRecord, texts: SampleTexts) -> Iterator[AuditDocument]:
     if texts.given:
         for number, text in enumerate(texts.given, 1):
-            yield AuditDocument(text, f"text {number}", is_whole_file=True)
+            yield AuditDocument(text, "--text", line=number)
         return
     data = run.section("data")
     if data.get("conversations"):
