@@ -48,13 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the numbers of topk (fp16 when left out) and hidden (bf16)",
     )
     recording.add_argument(
-        "--file-mib", type=int, default=256, metavar="INT", help="size of a file (default: 256)"
+        "--file-mib", type=float, default=256, metavar="NUMBER", help="size of a file (default: 256)"
     )
     add_config_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Record, and say what it takes."""
+    if not arguments.file_mib > 0:
+        raise ConfigError("--file-mib must be positive", got=arguments.file_mib)
     given = config_from_arguments(arguments)
     name = _teacher(given, arguments.teacher)
     world_size = launched_processes()
@@ -86,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
         teacher=name,
         form=form,
         folder=arguments.output,
-        file_bytes=max(arguments.file_mib, 1) << 20,
+        file_bytes=int(arguments.file_mib * (1 << 20)),
     )
     manifest = record_teacher(config, inputs, recording)
     if is_shown:
