@@ -171,6 +171,8 @@ def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp
     run = write_run(tmp_path / "run", tokenizers, metrics=rows())
     (run / "evaluation").mkdir()
     (run / "evaluation" / "mmlu.json").write_text('{"accuracy": 0.375, "rows": [1, 2, 3]}')
+    refused = "".join(json.dumps({"row": n, "reason": "no text"}) + "\n" for n in range(12))
+    (run / "quarantine.jsonl").write_text(refused)
     page = report(capsys, run)
     assert (run / "report.html").exists()
     short = page.section("In short")
@@ -191,6 +193,8 @@ def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp
     assert "10 3.25 2.5" in page.section("Evaluation")
     assert "mmlu.accuracy 0.375 mmlu.rows 3" in page.section("Evaluation")
     assert "train.documents 1,234" in page.section("Data")
+    assert "run left out: 12, the first row 0, reason no text" in page.section("Data")
+    assert page.section("Data").count("no text") == 10
     assert "one_to_one 75.0% one_to_many 25.0%" in page.section("Data")
     assert "optimizer.lr 0.006" in page.section("Configuration")
     assert "held-out.jsonl:1" in page.section("Texts")
@@ -232,6 +236,7 @@ def test_nothing_that_a_run_says_can_run_or_load_anything(capsys, tmp_path, toke
     (run / "data.json").write_text(json.dumps({HOSTILE: HOSTILE}))
     (run / "evaluation").mkdir()
     (run / "evaluation" / "<i>.json").write_text(json.dumps({HOSTILE: HOSTILE}))
+    (run / "quarantine.jsonl").write_text(json.dumps({"reason": HOSTILE}) + "\n" + HOSTILE)
     page = report(capsys, run)
     assert page.scripts == 1
     assert page.loads == []

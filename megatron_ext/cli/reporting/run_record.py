@@ -15,6 +15,8 @@ from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE
 
 METRICS_FILE: Final = "metrics.jsonl"
 EVALUATIONS: Final = "evaluation"
+QUARANTINE_FILE: Final = "quarantine.jsonl"
+_MOST_REFUSED: Final = 10
 _MOST_ITERATIONS: Final = 1 << 53
 """Numbers up to which a float is exact."""
 
@@ -34,6 +36,10 @@ class RunRecord:
     """Its metrics in the order of the iterations, each iteration once."""
     evaluations: Mapping[str, Any]
     """Results that lie in its folder ``evaluation``, by name of the file."""
+    refused: tuple[str, ...]
+    """The first of the documents that it left out, in words."""
+    refused_count: int
+    """All of them."""
     problems: tuple[str, ...]
     """What of the folder cannot be used, a sentence each."""
 
@@ -47,7 +53,7 @@ class RunRecord:
     @property
     def teachers(self) -> dict[str, Mapping[str, Any]]:
         """Configuration of each teacher by name; that of a ``teacher`` section is ``teacher``."""
-        several = {name: self.section("teachers", name) for name in self.section("teachers")}
+        several = {str(n): self.section("teachers", n) for n in self.section("teachers")}
         one = self.section("teacher")
         return several or ({"teacher": one} if one else {})
 
@@ -103,6 +109,7 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
     data = _read_data(folder / DATA_FILE, problems)
     results = sorted((folder / EVALUATIONS).glob("*.json"))
     rows = _read_rows(folder / METRICS_FILE, problems)
+    refused = _lines(folder / QUARANTINE_FILE, problems)
     return RunRecord(
         name=name,
         folder=folder,
@@ -110,6 +117,8 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
         data=data,
         rows=tuple(rows[iteration] for iteration in sorted(rows)),
         evaluations={path.stem: _read_object(path, problems) for path in results},
+        refused=tuple(map(_in_words, refused[:_MOST_REFUSED])),
+        refused_count=len(refused),
         problems=tuple(problems),
     )
 
@@ -146,17 +155,10 @@ def _read_object(path: Path, problems: list[str]) -> Mapping[str, Any]:
 
 def _read_rows(path: Path, problems: list[str]) -> dict[int, Mapping[str, Any]]:
     """Rows by iteration; of an iteration that comes twice the later one."""
-    if not path.exists():
-        return {}
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error.strerror}")
-        return {}
+    lines = _lines(path, problems)
     rows: dict[int, Mapping[str, Any]] = {}
     broken: list[int] = []
-    # What follows the last line feed is empty, or a row that is being written.
-    for number, line in enumerate(lines[:-1], 1):
+    for number, line in enumerate(lines, 1):
         row = _row(line)
         if row is None:
             broken.append(number)
@@ -164,11 +166,32 @@ def _read_rows(path: Path, problems: list[str]) -> dict[int, Mapping[str, Any]]:
             rows[row["iteration"]] = row
     if broken:
         problems.append(
-            f"{path.name}: {len(broken):,} of {len(lines) - 1:,} lines are no rows of metrics and "
+            f"{path.name}: {len(broken):,} of {len(lines):,} lines are no rows of metrics and "
             f"are left out, the first in line {broken[0]:,}"
         )
     problems.extend(_not_finite(rows))
     return rows
+
+
+def _lines(path: Path, problems: list[str]) -> list[bytes]:
+    """The whole lines of a file; one that is being written has no line feed yet."""
+    if not path.exists():
+        return []
+    try:
+        return path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return []
+
+
+def _in_words(line: bytes) -> str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        return line.decode(errors="replace")
+    return ", ".join(f"{key} {value}" for key, value in row.items())
 
 
 def _row(line: bytes) -> Mapping[str, Any] | None:
