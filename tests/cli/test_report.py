@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -13,9 +14,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_ext.alignment import ChunkCounts
 from megatron_ext.cli.main import main
+from megatron_ext.cli.reporting import run_record, table
 from megatron_ext.cli.reporting.chart import SIDE, Chart
 from megatron_ext.cli.reporting.curve import Curve, means, smoothed
+from megatron_ext.training import metrics
+from megatron_ext.training.data import quarantine
+from megatron_ext.training.fault_counts import FaultCounts
 from tests.training.tiny_run import _sentencepiece, write_rank_list
 
 pytest.importorskip("mistral_common")
@@ -203,11 +209,11 @@ def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp
 
 def test_the_loss_of_each_teacher_is_a_line_of_the_loss_chart(capsys, tmp_path, tokenizers):
     teacher = {"tokenizer": tokenizers["teacher"], "checkpoint": "none"}
-    metrics = rows(**{"kd/first": 1.0, "kd/second": 2.0, "kd/first/teacher_entropy": 3.0})
+    logged = rows(**{"kd/first": 1.0, "kd/second": 2.0, "kd/first/teacher_entropy": 3.0})
     run = write_run(
         tmp_path / "run",
         tokenizers,
-        metrics=metrics,
+        metrics=logged,
         teacher=None,
         teachers={"first": teacher, "second": teacher},
     )
@@ -357,6 +363,15 @@ def test_neither_torch_nor_megatron_is_loaded(tmp_path, tokenizers):
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert finished.returncode == 0, finished.stderr.decode()
+
+
+def test_names_that_are_said_again_to_do_without_torch_are_those_of_the_trainer():
+    assert run_record.METRICS_FILE == metrics.METRICS_FILE
+    assert run_record.QUARANTINE_FILE == quarantine.QUARANTINE_FILE
+    assert set(table.FAULTS) == set(FaultCounts().metrics())
+    assert [*table.CHUNK_KINDS, "student_unaligned", "teacher_unaligned"] == [
+        field.name for field in dataclasses.fields(ChunkCounts)
+    ]
 
 
 def test_a_smoothed_line_is_a_mean_that_starts_where_the_line_does():

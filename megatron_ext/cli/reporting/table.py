@@ -13,7 +13,7 @@ from megatron_ext.training.run_folder import config_leaves
 
 CHUNK_KINDS = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")
 _HASH_DIGITS = 16
-_FAULTS = (
+FAULTS = (
     "skipped_iterations",
     "refused_documents",
     "retokenized_documents",
@@ -110,7 +110,7 @@ def _totals(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Callable[[RunRecor
         "memory, peak of a process",
         lambda run: memory(max(run.values("memory_bytes"), default=None)),
     )
-    for name in _FAULTS:
+    for name in FAULTS:
         if any(any(run.values(name)) for run in runs):
             words = name.replace("_", " ")
             yield words, lambda run, name=name: _last(run, name)  # type: ignore[misc]
