@@ -1,4 +1,4 @@
-"""Measure a model: bits per byte of texts, MMLU, GSM8K, from local files.
+"""Measure a model: bits per byte, MMLU, GSM8K, HumanEval+, MBPP+, from local files.
 
     megatron-ext evaluate --checkpoint runs/student --task bits_per_byte --data held_out.jsonl
     megatron-ext evaluate --checkpoint Llama-3.2-1B --task mmlu --data mmlu/ --output mmlu.json
@@ -53,6 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task.add_argument("--few-shot-data", type=Path, help="where these are taken from")
     task.add_argument("--limit", type=int, metavar="INT", help="items at most, the first ones")
     task.add_argument("--text-field", default="text", help="field with a record's text")
+    task.add_argument(
+        "--run-generated-code",
+        action="store_true",
+        help="let humaneval_plus and mbpp_plus run what the model writes, under limits",
+    )
+    task.add_argument(
+        "--without-namespaces",
+        action="store_true",
+        help="also where network and files stay open to it: on machines with nothing to lose",
+    )
     generation = parser.add_argument_group("generation")
     generation.add_argument("--max-new-tokens", type=int, metavar="INT", help="tokens at most")
     generation.add_argument("--temperature", type=float, default=0.0, help="0: the first choice")

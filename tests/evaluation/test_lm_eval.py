@@ -96,7 +96,9 @@ def test_answers_are_those_of_the_harness(
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder, ours = model
-    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
     expected = lm_eval.simple_evaluate(
         model="hf",
         model_args={"pretrained": str(folder), "dtype": "float32", "max_length": 96},

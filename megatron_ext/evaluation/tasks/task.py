@@ -37,6 +37,12 @@ class TaskOptions:
     text_field: str = "text"
     """Field with the text of a record, for bits per byte."""
 
+    run_generated_code: bool = False
+    """Whether code that the model wrote may run."""
+
+    without_namespaces: bool = False
+    """Run it where the kernel gives no namespaces, too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:

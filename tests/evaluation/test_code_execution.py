@@ -1,0 +1,194 @@
+"""Code that a model wrote runs to its end, or is ended, and harms nothing around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.evaluation.code_execution import Limits, run_program
+from megatron_ext.evaluation.tasks import TASKS, TaskOptions
+from tests.evaluation.stand_in_model import StandInModel, written
+
+QUICK = Limits(seconds=1, memory_bytes=256 << 20, disk_bytes=1 << 20)
+
+
+def _can_hold() -> bool:
+    try:
+        return run_program("", Limits()).passed
+    except ConfigError:
+        return False
+
+
+needs_namespaces = pytest.mark.skipif(
+    not _can_hold(), reason="the kernel gives ordinary users no namespaces"
+)
+
+HOSTILE = {
+    "endless loop": "while True: pass",
+    "sleep": "import time\ntime.sleep(1000)",
+    "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "memory": "x = bytearray(1 << 30)",
+    "full disk": "for i in range(9): open(str(i), 'wb').write(b'x' * (1 << 19))",
+    "leaving early": "import os\nos._exit(0)",
+    "leaving by exit": "raise SystemExit(0)",
+    "killing all": "import os, signal\nos.kill(-1, signal.SIGKILL)\nos._exit(0)",
+    "detached": "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(1000)\n"
+    "raise SystemExit",
+    "much output": "import sys\nwhile True: sys.stdout.write('x' * 9999)",
+    "mounts": "import ctypes\nlibc = ctypes.CDLL(None)\n"
+    "assert libc.mount(None, b'/', None, 32 | 4096, None) == 0",
+}
+
+
+@needs_namespaces
+@pytest.mark.parametrize("program", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_code_is_ended_and_leaves_no_process(program: str) -> None:
+    mark = f"mark_{os.urandom(8).hex()}"
+    began = time.monotonic()
+    outcome = run_program(f"{mark} = 1\n{program}", QUICK)
+    assert not outcome.passed
+    # The limit, and what starting two Pythons takes on a busy machine.
+    assert time.monotonic() - began < 15
+    # Programs are started from folders of this kind.
+    deadline = time.monotonic() + 5
+    while _processes("program-") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _processes("program-")
+
+
+@needs_namespaces
+def test_nothing_outside_can_be_written_reached_or_read_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "secret")
+    tmp_path.chmod(0o777)
+    victim = written(tmp_path / "victim", "whole")
+    victim.chmod(0o666)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        program = f"""
+import os, socket
+for path in ({str(victim)!r}, {str(tmp_path / "new")!r}, "/tmp/new_of_program", "/dev/shm/new"):
+    try:
+        open(path, "w").write("broken")
+    except OSError:
+        continue
+    raise AssertionError(path)
+for remove in (lambda: os.unlink({str(victim)!r}), lambda: os.kill({os.getpid()}, 9)):
+    try:
+        remove()
+    except OSError:
+        continue
+    raise AssertionError(remove)
+for family, address in ((socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_INET, ("1.1.1.1", 80))):
+    try:
+        socket.socket(family).connect(address)
+    except OSError:
+        continue
+    raise AssertionError(address)
+assert "SECRET" not in os.environ
+assert os.listdir("/proc") == []
+open("own", "w").write("may be written")
+"""
+        outcome = run_program(program, Limits())
+    assert outcome.passed, outcome
+    assert outcome.namespaces
+    assert outcome.read_only
+    assert victim.read_text() == "whole"
+    assert not (tmp_path / "new").exists()
+
+
+@needs_namespaces
+def test_processes_are_counted() -> None:
+    program = """
+import os, time
+for count in range(20):
+    try:
+        if not os.fork():
+            time.sleep(100)
+    except OSError:
+        break
+assert count < 8, count
+"""
+    assert run_program(program, Limits()).passed
+
+
+def test_without_namespaces_limits_still_hold() -> None:
+    limits = Limits(seconds=1, memory_bytes=256 << 20, needs_namespaces=False)
+    assert run_program("import math\nassert math.pi > 3", replace(limits, seconds=20)).passed
+    assert not run_program("while True: pass", limits).passed
+    assert not run_program("x = bytearray(1 << 30)", limits).passed
+
+
+def test_code_runs_only_where_it_was_allowed(tmp_path: Path) -> None:
+    data = written(tmp_path / "x.jsonl", "{}")
+    with pytest.raises(ConfigError, match="--run-generated-code"):
+        TASKS["humaneval_plus"](TaskOptions(data=data))
+
+
+EVALPLUS: dict[str, Any] = {
+    "task_id": "HumanEval/0",
+    "prompt": 'def half(x):\n    """Half of x."""\n',
+    "canonical_solution": "    return x / 2\n",
+    "entry_point": "half",
+    "base_input": [[4]],
+    "plus_input": [[3], ["fails in the reference"]],
+    "atol": 0,
+}
+HUMANEVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": 'def half(x):\n    """Half of x."""\n',
+    "entry_point": "half",
+    "test": "def check(candidate):\n    assert candidate(4) == 2\n    assert candidate(3) == 1.5\n",
+}
+MBPP = {
+    "task_id": 2,
+    "prompt": "Write a function to halve a number.",
+    "test_imports": ["import math"],
+    "test_list": ["assert half(4) == 2"],
+    "test": "assert half(4) == 2\nassert half(3) == 1.5\n",
+}
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("task", "row", "head"),
+    [
+        ("humaneval_plus", EVALPLUS, ""),
+        ("humaneval_plus", HUMANEVAL, ""),
+        ("mbpp_plus", {**EVALPLUS, "canonical_solution": "def half(x):\n    return x / 2"}, ""),
+        ("mbpp_plus", MBPP, "def half(x):\n"),
+    ],
+    ids=["evalplus", "humaneval-hf", "evalplus-mbpp", "mbpp-hf"],
+)
+def test_solutions_pass_base_and_plus_tests(
+    tmp_path: Path, task: str, row: dict[str, Any], head: str
+) -> None:
+    data = written(tmp_path / "problems.jsonl", f"{json.dumps(row)}\n{json.dumps(row)}\n")
+    bodies = iter(["    return x / 2", "    return x // 2"])
+    made = TASKS[task](TaskOptions(data=data, run_generated_code=True))
+    result = made.run(StandInModel(complete=lambda prompt: head + next(bodies)))
+    assert result.metrics["pass@1/plus"] == 0.5
+    if "pass@1/base" in result.metrics:
+        assert result.metrics["pass@1/base"] == 1.0
+    assert [sample["plus"] for sample in result.samples] == ["passed", "failed"]
+
+
+def _processes(mark: str) -> list[str]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if mark in line and "pytest" not in line:
+            found.append(line)
+    return found
