@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.training.data.held_out import HeldOut
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.trainer import Trainer
@@ -78,9 +79,21 @@ class TrainingStream:
 
 
 class HeldOutStream:
-    """This replica's held-out microbatches, from the first again behind the last."""
+    """This replica's held-out microbatches, from the first again behind the last.
+
+    Raises:
+        ConfigError: A teacher's targets come from a cache, which has none of held-out text.
+    """
 
     def __init__(self, trainer: Trainer, held_out: HeldOut) -> None:
+        for name in trainer.cached_teachers:
+            raise ConfigError(
+                "Megatron-LM measures the whole loss on held-out text, of which a cache has no "
+                "targets",
+                where="data.validation",
+                got=f"{trainer.config.section_of(name)}.cache",
+                fix="leave one of them out",
+            )
         self._trainer = trainer
         self._held_out = held_out
         self._microbatches = self._endless()
