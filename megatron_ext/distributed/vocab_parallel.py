@@ -98,7 +98,7 @@ def local_log_sum_exp(
     peak, total = torch.empty(2, rows, dtype=dtype, device=logits.device)
     for part in row_slices(*logits.shape, device=logits.device):
         scaled = scaled_logits(logits[part], temperature, excluded)
-        peak[part] = _finite_peak(scaled.amax(dim=-1))
+        peak[part] = finite_peak(scaled.amax(dim=-1))
         total[part] = scaled.sub_(peak[part, None]).exp_().sum(dim=-1)
     return peak, total
 
@@ -111,11 +111,11 @@ def merge_log_sum_exp(
         return LogSumExp(peak, total.log())
     # A shard of padding alone has total 0; its peak must not win over negative logits.
     peak = peak.masked_fill(total == 0, -torch.inf)
-    top = _finite_peak(all_reduce_max(peak, group))
+    top = finite_peak(all_reduce_max(peak, group))
     return LogSumExp(top, all_reduce_sum(total * torch.exp(peak - top), group).log_())
 
 
-def _finite_peak(peak: torch.Tensor) -> torch.Tensor:
+def finite_peak(peak: torch.Tensor) -> torch.Tensor:
     """``peak`` with 0 where no column is left: -inf - -inf would be NaN."""
     return peak.masked_fill(peak == -torch.inf, 0.0)
 
@@ -183,7 +183,7 @@ class _LogSoftmax(torch.autograd.Function):
     ) -> torch.Tensor:
         excluded = shard.excluded_columns(logits.device, valid)
         scaled = scaled_logits(logits, temperature, excluded)
-        peak = _finite_peak(scaled.amax(dim=-1, keepdim=True))
+        peak = finite_peak(scaled.amax(dim=-1, keepdim=True))
         total = torch.exp(scaled - peak).sum(dim=-1, keepdim=True)
         lse = merge_log_sum_exp(peak, total, shard.group)
         log_probs = scaled.sub_(lse.peak).sub_(lse.log_sum)

@@ -86,6 +86,7 @@ def pair_of_models(
             shard,
             temperature=temperature,
             members=None if members is None else members[side],
+            with_column=False,
             implementation=implementation,
         )
         for side, (logits, _, shard) in enumerate(sides)

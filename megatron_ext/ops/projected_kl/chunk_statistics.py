@@ -64,6 +64,7 @@ def chunk_statistics(
             student_shard,
             temperature=temperature,
             members=projection.row_mass > 0 if projection.has_unit_rows else None,
+            with_column=False,
             implementation=by,
         ),
         row_statistics(
@@ -71,12 +72,13 @@ def chunk_statistics(
             teacher_shard,
             temperature=temperature,
             members=projection.reachable,
+            with_column=False,
             implementation=by,
         ),
     ]
     peaks, totals = ([part for x in sides for part in x[index]] for index in (0, 1))
     if untempered and temperature != 1.0:
-        plain = row_statistics(student_logits, student_shard, implementation=by)
+        plain = row_statistics(student_logits, student_shard, with_column=False, implementation=by)
         peaks.append(plain.peak[0])
         totals.append(plain.total[0])
     merged = merge_log_sum_exp(torch.cat(peaks), torch.cat(totals), student_shard.group)

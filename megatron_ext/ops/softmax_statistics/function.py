@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -10,11 +10,15 @@ from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.vocab_parallel import (
     VocabShard,
     accumulation_dtype,
+    finite_peak,
     local_log_sum_exp,
     scaled_logits,
 )
 from megatron_ext.ops.implementation import Implementation, uses_triton
 from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, small_block
+
+_SAFE_DISTANCE: Final = 40.0
+"""Nats from the peak at which fp32 exponentials have all their digits, those around them too."""
 
 
 class RowStatistics(NamedTuple):
@@ -37,6 +41,7 @@ def row_statistics(
     temperature: float = 1.0,
     members: torch.Tensor | None = None,
     read: torch.Tensor | None = None,
+    with_column: bool = True,
     implementation: Implementation = "auto",
 ) -> RowStatistics:
     """Softmax statistics of each row, in fp32 (fp64 for fp64 logits). No graph, no collectives.
@@ -46,29 +51,46 @@ def row_statistics(
             whatever it holds.
         members: bool [Vp]; a second peak and sum are those of its columns. None: the first again.
         read: bool [T]; the others are not read and have nothing, whatever they hold. None: all.
+        with_column: Whether ``column`` is looked at; otherwise it need not mean anything.
     """
     logits, width = logits.detach(), shard.valid_width
     if width and uses_triton(implementation, logits):
         return _by_kernel(logits, width, temperature, members, read)
-    found = _by_torch(logits[:, :width], temperature, None if members is None else members[:width])
+    within = None if members is None else members[:width]
+    found = _by_torch(logits[:, :width], temperature, within, with_column)
     if read is None:
         return found
     return RowStatistics(*(torch.where(read, part, torch.zeros_like(part)) for part in found))
 
 
 def _by_torch(
-    logits: torch.Tensor, temperature: float, members: torch.Tensor | None
+    logits: torch.Tensor, temperature: float, members: torch.Tensor | None, with_column: bool
 ) -> RowStatistics:
     rows, dtype = logits.shape[0], accumulation_dtype(logits.dtype)
     if not logits.shape[1]:
         empty = torch.zeros(2, rows, dtype=dtype, device=logits.device)
         return RowStatistics(empty, empty.clone(), empty[0].long())
-    column = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    column = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    peak, total = torch.empty(2, 2, rows, dtype=dtype, device=logits.device)
     for part in row_slices(*logits.shape, device=logits.device):
-        column[part] = scaled_logits(logits[part], temperature, None).argmax(dim=-1)
-    whole = local_log_sum_exp(logits, temperature, None)
-    chosen = whole if members is None else local_log_sum_exp(logits, temperature, ~members)
-    peak, total = (torch.stack(parts) for parts in zip(whole, chosen, strict=True))
+        scaled = scaled_logits(logits[part], temperature, None)
+        if with_column:
+            column[part] = scaled.argmax(dim=-1)
+        best = scaled.amax(dim=-1)
+        inside = best if members is None else scaled.masked_fill(~members, -torch.inf).amax(dim=-1)
+        peak[0, part], peak[1, part] = finite_peak(best), finite_peak(inside)
+        weights = scaled.sub_(peak[0, part, None]).exp_()
+        total[0, part] = weights.sum(dim=-1)
+        if members is None:
+            total[1, part] = total[0, part]
+            continue
+        # Exponentials that are there, unless they are too small beside those of the other columns.
+        far = ~(best - inside < _SAFE_DISTANCE)
+        scale = torch.exp((peak[0, part] - peak[1, part]).masked_fill(far, 0.0))
+        total[1, part] = weights.mul_(members).sum(dim=-1).mul_(scale)
+        if logits.device.type != "cpu" or bool(far.any()):
+            _, exact = local_log_sum_exp(logits[part], temperature, ~members)
+            total[1, part] = torch.where(far, exact, total[1, part])
     return RowStatistics(peak, total, column)
 
 

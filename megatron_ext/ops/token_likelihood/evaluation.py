@@ -125,7 +125,11 @@ def write_likelihood_gradient(
 def _lanes(side: ModelRows, implementation: Implementation) -> list[Lane]:
     """Of all columns, of the token, and of the set if it is asked."""
     statistics = row_statistics(
-        side.logits, side.shard, members=side.members, implementation=implementation
+        side.logits,
+        side.shard,
+        members=side.members,
+        with_column=False,
+        implementation=implementation,
     )
     whole, members = map(Lane, statistics.peak, statistics.total)
     token = token_lane(side.logits, local_column(side.token_id, side.shard))

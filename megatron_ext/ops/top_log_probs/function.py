@@ -73,7 +73,7 @@ def top_log_probs(
             expected=f"1 to {shard.vocab_size}, the vocabulary",
         )
     logits = logits.detach()
-    statistics = row_statistics(logits, shard, implementation=implementation)
+    statistics = row_statistics(logits, shard, with_column=False, implementation=implementation)
     width = min(k, shard.width)
     packed = pack_pair(statistics.peak[0].float(), statistics.total[0].float())
     local = torch.cat([_local_keys(logits, width, shard), packed[:, None]], dim=-1)
