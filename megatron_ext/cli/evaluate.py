@@ -11,18 +11,20 @@ and pipeline parallelism leave over are replicas, which share the items.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.distributed.layout import data_parallel_size, launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.lm_eval_tasks import PREFIX, LmEvalTask
 from megatron_ext.evaluation.results import results_table, write_results, write_samples
 from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
+
+if TYPE_CHECKING:
+    from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
 
 _ABOUT = (
     "checkpoint",
@@ -105,7 +107,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     def write() -> None:
         if arguments.output is not None:
-            write_results(arguments.output, result, _about(arguments))
+            write_results(arguments.output, result, _about(arguments, model))
         if arguments.samples is not None:
             write_samples(arguments.samples, result)
         sys.stdout.write(results_table(arguments.task, result))
@@ -135,7 +137,9 @@ def _task(arguments: argparse.Namespace) -> Task:
     return make(TaskOptions(**options))
 
 
-def _about(arguments: argparse.Namespace) -> dict[str, Any]:
+def _about(arguments: argparse.Namespace, model: MegatronLanguageModel) -> dict[str, Any]:
+    """What was measured and how, with what followed from the checkpoint and the machine."""
     values = {name: getattr(arguments, name) for name in _ABOUT}
-    values["processes"] = int(os.environ.get("WORLD_SIZE", "1"))
+    values["precision"], values["seq_length"] = model.precision, model.max_length
+    values["processes"] = launched_processes()
     return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}

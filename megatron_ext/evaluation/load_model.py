@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -33,6 +34,9 @@ from megatron_ext.training.run_folder import CHECKPOINTS
 
 _LONGEST: Final = 4096
 """Tokens that a model of HuggingFace reads at once when nothing is said."""
+
+_TIMEOUT: Final = timedelta(hours=2)
+"""How long ranks wait for another, which may generate longer texts or run many programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,7 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
     groups = process_groups.initialize(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        timeout=_TIMEOUT,
     )
     model, tokenizer = _model(checkpoint, options), _tokenizer(checkpoint, options)
     parallel = ParallelConfig(

@@ -14,6 +14,7 @@ from megatron_ext.evaluation.language_model import GenerationOptions, LogLikelih
 from megatron_ext.evaluation.text_requests import prompt_ids
 from megatron_ext.evaluation.token_scoring import TokenScorer
 from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.training.models import DTYPES
 
 Result = TypeVar("Result")
 _LAST_IDS = 8
@@ -34,6 +35,12 @@ class MegatronLanguageModel:
     def max_length(self) -> int:
         """Tokens that it reads at once."""
         return self.scorer.max_length
+
+    @property
+    def precision(self) -> str:
+        """Of its weights and of what it computes."""
+        dtype = self.scorer.chunk.config.params_dtype
+        return next(name for name, known in DTYPES.items() if known == dtype)
 
     def log_likelihoods(self, requests: Sequence[TokenRequest]) -> list[LogLikelihood]:
         """Of each request; the collectives of ``TokenScorer``, and one gather over ``dp``."""

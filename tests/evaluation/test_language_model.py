@@ -115,6 +115,7 @@ def test_the_verb_measures_a_huggingface_folder(folder: Path, model: Any, tmp_pa
     found = results["metrics"]["bits_per_byte"]
     assert found == pytest.approx(-nats / math.log(2) / len(text), rel=1e-5)
     assert results["checkpoint"] == str(folder)
+    assert (results["precision"], results["seq_length"]) == ("fp32", 96)
     assert (tmp_path / "samples.jsonl").is_file()
 
 

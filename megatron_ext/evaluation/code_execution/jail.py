@@ -113,8 +113,12 @@ def _unshare() -> bool:
         ("uid_map", f"{user} {user} 1"),
         ("gid_map", f"{group} {group} 1"),
     ):
-        with open(f"/proc/self/{file}", "w") as stream:
-            stream.write(text)
+        try:
+            with open(f"/proc/self/{file}", "w") as stream:
+                stream.write(text)
+        except OSError:
+            # Some systems give an ordinary user namespaces in which nothing is allowed.
+            return False
     return True
 
 
