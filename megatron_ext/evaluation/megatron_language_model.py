@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.errors import DataError
 from megatron_ext.evaluation.generation import Generator
 from megatron_ext.evaluation.language_model import GenerationOptions, LogLikelihood, TokenRequest
 from megatron_ext.evaluation.text_requests import prompt_ids
@@ -43,7 +44,19 @@ class MegatronLanguageModel:
         return next(name for name, known in DTYPES.items() if known == dtype)
 
     def log_likelihoods(self, requests: Sequence[TokenRequest]) -> list[LogLikelihood]:
-        """Of each request; the collectives of ``TokenScorer``, and one gather over ``dp``."""
+        """Of each request; the collectives of ``TokenScorer``, and one gather over ``dp``.
+
+        Raises:
+            DataError: A continuation is longer than the model reads.
+        """
+        longest = max((len(request.continuation) for request in requests), default=0)
+        if longest > self.max_length:
+            raise DataError(
+                "a continuation is longer than the model reads",
+                got=f"{longest} tokens",
+                expected=f"at most {self.max_length}",
+                fix="raise --seq-length, if the model allows",
+            )
         own = [requests[i] for i in self._own(len(requests))]
         return self._gathered(self.scorer.log_likelihoods(own), len(requests))
 

@@ -42,6 +42,8 @@ class TokenScorer:
     def log_likelihoods(self, requests: Sequence[TokenRequest]) -> list[LogLikelihood]:
         """Of each request, in order; the same on every rank of a replica.
 
+        No continuation may be longer than ``max_length``.
+
         Collectives: for every global batch the schedule's, five all-reduces a tile over ``tp``
         and one broadcast over ``pp``.
         """
@@ -64,10 +66,7 @@ class TokenScorer:
         rows = [
             (request.context + request.continuation)[-self.max_length - 1 :] for request in requests
         ]
-        scored = [
-            min(len(request.continuation), len(row) - 1)
-            for request, row in zip(requests, rows, strict=True)
-        ]
+        scored = [len(request.continuation) for request in requests]
         device, size = self.groups.device, self.micro_batch_size
         teacher = MegatronTeacher([self.chunk], shard=self.shard)
         targets = teacher.targets(list(self._microbatches([row[:-1] for row in rows])))

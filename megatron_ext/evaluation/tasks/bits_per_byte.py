@@ -22,7 +22,7 @@ class BitsPerByte:
     """
 
     def __init__(self, options: TaskOptions) -> None:
-        path = options.data
+        path = options.path
         texts = [text for text in _texts(path, options.text_field) if text]
         self._texts: list[str] = first_of(texts, options.limit, where=path)
 

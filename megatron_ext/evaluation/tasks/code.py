@@ -57,8 +57,8 @@ class CodeTask:
                 fix="allow it with --run-generated-code; docs/evaluation.md says what holds it",
             )
         self._options, self._stops = options, stops
-        rows = first_of(read_records(options.data), options.limit, where=options.data)
-        self._problems = [_problem(row, where=options.data) for row in rows]
+        rows = first_of(read_records(options.path), options.limit, where=options.path)
+        self._problems = [_problem(row, where=options.path) for row in rows]
         self._limits = Limits(needs_namespaces=not options.without_namespaces)
         run_program("", self._limits)
 

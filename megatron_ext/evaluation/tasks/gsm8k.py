@@ -44,13 +44,13 @@ class Gsm8k:
         shots = _SHOTS if options.num_fewshot is None else options.num_fewshot
         self._options = options
         self._problems: list[Problem] = first_of(
-            _problems(options.data), options.limit, where=options.data
+            _problems(options.path), options.limit, where=options.path
         )
         self._examples = _examples(options)[:shots] if shots else []
         if len(self._examples) < shots:
             raise DataError(
                 "there are too few solved examples",
-                where=options.few_shot_data or options.data,
+                where=options.few_shot_data or options.path,
                 got=len(self._examples),
                 expected=shots,
                 fix="name a file of them with --few-shot-data, or lower --num-fewshot",
@@ -136,5 +136,5 @@ def _problems(path: Path) -> list[Problem]:
 def _examples(options: TaskOptions) -> list[Problem]:
     if options.few_shot_data is not None:
         return _problems(options.few_shot_data)
-    beside = options.data.with_name(options.data.name.replace("test", "train", 1))
-    return _problems(beside) if beside != options.data and beside.is_file() else []
+    beside = options.path.with_name(options.path.name.replace("test", "train", 1))
+    return _problems(beside) if beside != options.path and beside.is_file() else []

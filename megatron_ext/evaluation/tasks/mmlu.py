@@ -61,7 +61,7 @@ class Mmlu:
     """
 
     def __init__(self, options: TaskOptions) -> None:
-        data, shots = options.data, options.num_fewshot
+        data, shots = options.path, options.num_fewshot
         self.num_fewshot = _SHOTS if shots is None else shots
         tests = sorted(_files(data, "test")) if data.is_dir() else [data]
         questions = [question for file in tests for question in _questions(file)]

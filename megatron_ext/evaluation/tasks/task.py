@@ -15,8 +15,8 @@ from megatron_ext.evaluation.language_model import LanguageModel
 class TaskOptions:
     """What the user says of a task."""
 
-    data: Any
-    """Path of the file or folder with the items; None only for tasks that have their own."""
+    data: Path | None
+    """File or folder with the items; None only for tasks that have their own."""
 
     num_fewshot: int | None = None
     """Solved examples before each item; the task's own number when not given."""
@@ -42,6 +42,12 @@ class TaskOptions:
 
     without_namespaces: bool = False
     """Run it where the kernel gives no namespaces, too."""
+
+    @property
+    def path(self) -> Path:
+        """``data`` of a task that needs it, which is checked where it is made."""
+        assert self.data is not None
+        return self.data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
