@@ -14,7 +14,7 @@ The ratio is the median distillation step over the sum of the other two medians.
 distillation steps alone, one behind the other, for the share of time in which no sample was at
 hand: between other work, the loader would be given time that it does not have.
 
-The vocabularies are whole published ones, 32,768 tokens for the student and 131,072 for the
+The vocabularies are whole published ones, 131,072 tokens for the student and 32,768 for the
 teacher. The default sizes are such that the head is a third of the student's multiplications. In
 models that are distilled in earnest it is a tenth or a fifth: here what the loss costs shows more
 than there, and yet it is not all that is measured. The weights are random: no time depends on them.
@@ -65,8 +65,8 @@ from megatron_ext.training.watching.step_watch import StepWatch
 TARGETS = {"cpu": 1.15, "cuda": 1.05}
 WAITING_TARGET = 0.02
 _TOKENIZERS = {
-    "student": "mistral_instruct_tokenizer_240323.model.v3",
-    "teacher": "tekken_240911.json",
+    "student": "tekken_240911.json",
+    "teacher": "mistral_instruct_tokenizer_240323.model.v3",
 }
 
 
@@ -99,15 +99,15 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--rounds", type=int, default=7, help="of the three, one after the other")
-    parser.add_argument("--steps", type=int, default=7, help="distillation steps alone")
-    parser.add_argument("--layers", type=int, default=12, help="of the student")
-    parser.add_argument("--hidden", type=int, default=512, help="of the student")
-    parser.add_argument("--teacher-layers", type=int, default=16)
-    parser.add_argument("--teacher-hidden", type=int, default=640)
+    parser.add_argument("--rounds", type=int, default=3, help="of the three, one after the other")
+    parser.add_argument("--steps", type=int, default=2, help="distillation steps alone")
+    parser.add_argument("--layers", type=int, default=16, help="of the student")
+    parser.add_argument("--hidden", type=int, default=1024, help="of the student")
+    parser.add_argument("--teacher-layers", type=int, default=20)
+    parser.add_argument("--teacher-hidden", type=int, default=1280)
     parser.add_argument("--seq-length", type=int, default=256, help="of the student")
-    parser.add_argument("--micro-batch-size", type=int, default=2)
-    parser.add_argument("--global-batch-size", type=int, default=4)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--global-batch-size", type=int, default=2)
     parser.add_argument("--objective", default="projected_kl")
     parser.add_argument("--linear", action="store_true", help="the loss without logits")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
@@ -131,10 +131,11 @@ def _config(folder: Path, arguments: argparse.Namespace) -> DistillConfig:
         student=_model(arguments.hidden, arguments.layers, arguments.seq_length),
         teacher=TeacherConfig(
             tokenizer=tokenizers["teacher"],
+            # A smaller vocabulary needs more tokens for the same text.
             model=_model(
                 arguments.teacher_hidden,
                 arguments.teacher_layers,
-                arguments.seq_length,
+                arguments.seq_length * 5 // 4,
                 untie_embeddings_and_output_weights=True,
             ),
             checkpoint=str(folder / "teacher"),

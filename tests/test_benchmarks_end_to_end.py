@@ -30,7 +30,7 @@ def test_a_result_has_three_times_and_shares_of_a_whole_step() -> None:
     }
     sum_of_parts = found["plain_seconds"] + found["teacher_seconds"]
     assert found["ratio"] == pytest.approx(found["distil_seconds"] / sum_of_parts)
-    assert found["student_parameters"] > 32_768 * 64
+    assert found["student_parameters"] > 131_072 * 64
     assert 0.9 < found["head_share"] < 1
     assert {"data", "teacher", "student", "loss", "optimizer"} <= set(found["shares"])
     assert sum(found["shares"].values()) == pytest.approx(1, abs=0.2)

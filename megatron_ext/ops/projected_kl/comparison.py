@@ -23,7 +23,7 @@ class Comparison(NamedTuple):
     """[C, Vpt] terms of D_c."""
 
     centre: torch.Tensor
-    """[C, Vpt] terms of sum_t Q_c[t] slope[t]."""
+    """[C, Vpt] terms of sum_t Q_c[t] slope[t]; of no meaning for ``forward``, where that is -1."""
 
 
 def compare(
@@ -35,12 +35,13 @@ def compare(
 ) -> Comparison:
     """Terms of D(P || Q) with Q = projected / mass (README, equations 5 and 7 to 9)."""
     floor = probability_floor(p)
-    q = projected / mass
     log_p = p.clamp(min=floor).log_()
-    log_q = projected.clamp(min=floor).log_().sub_(mass.log())
     if divergence == "forward":
-        slope = -p / projected.clamp(min=floor) * mass
-        return Comparison(slope, p * (log_p - log_q), slope * q)
+        held = projected.clamp(min=floor)
+        value = log_p.sub_(torch.log(held).sub_(mass.log())).mul_(p)
+        return Comparison(torch.div(p, held).mul_(-mass), value, value)
+    q = projected / mass
+    log_q = projected.clamp(min=floor).log_().sub_(mass.log())
     if divergence == "reverse":
         log_ratio = log_q.sub_(log_p)
         value = q * log_ratio

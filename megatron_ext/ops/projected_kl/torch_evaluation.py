@@ -18,7 +18,6 @@ from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     local_argmax,
     merge_argmax,
-    scaled_logits,
 )
 from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.projected_kl.chunk_slices import ChunkSlice, chunk_slices, host_offsets
@@ -113,7 +112,12 @@ class TorchEvaluation:
     def _probs(
         self, side: Side, lse: LogSumExp, rows: torch.Tensor, excluded: torch.Tensor | None
     ) -> torch.Tensor:
-        scaled = scaled_logits(side.logits[rows], self.comparing.temperature, excluded)
+        # Rows picked by index are a copy already.
+        scaled = side.logits[rows].to(lse.peak.dtype)
+        if self.comparing.temperature != 1.0:
+            scaled.div_(self.comparing.temperature)
+        if excluded is not None:
+            scaled.masked_fill_(excluded, -torch.inf)
         return scaled.sub_(lse.peak[rows, None]).sub_(lse.log_sum[rows, None]).exp_()
 
     def _teacher_chunks(self, part: ChunkSlice) -> torch.Tensor:
