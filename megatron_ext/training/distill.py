@@ -124,16 +124,18 @@ def teach(
     cached_teachers: dict[str, CachedTeacher] = {}
     taught_by = []
     for name in config.named_teachers if config.distils else ():
-        projection = run_projection(config, inputs, name, groups)
         if config.named_teachers[name].cache is not None:
             teacher_shard = teacher_vocab_shard(config, name, inputs, groups)
             cached_teachers[name] = open_cached_teacher(
                 config, name, shard=teacher_shard, groups=groups
             )
+            projection = run_projection(config, inputs, name, groups)
             taught_by.append(TaughtBy(name, None, teacher_shard, projection, None))
             continue
         teacher_chunks, teacher_shard = frozen_teacher(config, name, inputs, groups)
         teachers[name] = MegatronTeacher(teacher_chunks, shard=teacher_shard)
+        # After the model, which may not load: a projection of the run's own is its first file.
+        projection = run_projection(config, inputs, name, groups)
         if config.training.vocabulary_layout == "co_sharded":
             assert projection is not None, "checked with the objective"
             laid_out = lay_out(
