@@ -48,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the numbers of topk (fp16 when left out) and hidden (bf16)",
     )
     recording.add_argument(
-        "--file-mib", type=float, default=256, metavar="NUMBER", help="size of a file (default: 256)"
+        "--file-mib",
+        type=float,
+        default=256,
+        metavar="NUMBER",
+        help="size of a file (default: 256)",
     )
     add_config_arguments(parser)
 
