@@ -1,14 +1,18 @@
-"""The head of a SentencePiece vocabulary, with all its characters, as a model file of its own.
-
-The file is a protobuf message whose field 1 is repeated, a piece each.
-"""
+"""The head of a SentencePiece vocabulary, with all its characters, as a model file of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
-_PIECE = 0x0A
-"""Field 1, of a length that follows."""
+from megatron_ext.tokenizers.libraries.sentencepiece.wire import (
+    LENGTH_DELIMITED,
+    bytes_field,
+    read_field,
+)
+
+_PIECE: Final = 1
+"""Number of the field that is repeated, a piece each; and within a piece of its text."""
 
 
 def short_sentencepiece(model: bytes, pieces: int) -> bytes:
@@ -17,47 +21,22 @@ def short_sentencepiece(model: bytes, pieces: int) -> bytes:
     Merges come in the order in which they were learnt and the characters last, so that what is
     kept merges as before.
     """
-    kept, number = [], 0
-    for tag, field in _fields(model):
-        if tag == _PIECE:
-            number += 1
-            if number > pieces and len(_piece_of(field)) > 1:
+    kept, place = [], 0
+    for number, content in _fields(model):
+        if number == _PIECE:
+            place += 1
+            text = next(value for name, value in _fields(content) if name == _PIECE)
+            if place > pieces and len(text.decode()) > 1:
                 continue
-        kept.append(bytes([tag]) + _varint(len(field)) + field)
+        kept.append(bytes_field(number, content))
     return b"".join(kept)
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Tag and bytes of each field; all of a model are of a length that is said."""
-    place = 0
-    while place < len(message):
-        tag = message[place]
-        assert tag & 7 == 2
-        length, place = _read_varint(message, place + 1)
-        yield tag, message[place : place + length]
-        place += length
-
-
-def _piece_of(field: bytes) -> str:
-    assert field[0] == _PIECE
-    length, place = _read_varint(field, 1)
-    return field[place : place + length].decode()
-
-
-def _read_varint(message: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[place]
-        place += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, place
-        shift += 7
-
-
-def _varint(value: int) -> bytes:
-    found = bytearray()
-    while value >= 0x80:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*found, value])
+    """Number and content of each field that is of a length which is said."""
+    at = 0
+    while at < len(message):
+        number, wire, size, end = read_field(message, at)
+        if wire == LENGTH_DELIMITED:
+            yield number, message[end - size : end]
+        at = end
