@@ -41,7 +41,7 @@ from benchmarks.loss_cost.machine import ROOT, commit, machine, write_results
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.teachers import MegatronTeacher
+from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import save_checkpoint

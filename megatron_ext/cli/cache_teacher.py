@@ -25,7 +25,7 @@ from megatron_ext.training.inputs import read_inputs
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
-    from megatron_ext.training.teacher_cache.files.form import NUMBER_BYTES, CacheKind
+    from megatron_ext.teachers.targets.form import NUMBER_BYTES, FormKind
 
     recording = parser.add_argument_group("recording")
     recording.add_argument("--output", type=Path, required=True, help="folder of the cache")
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     recording.add_argument(
         "--targets",
-        choices=get_args(CacheKind),
+        choices=get_args(FormKind),
         help="what is kept: the least that the teacher's objective can use when left out",
     )
     recording.add_argument(
@@ -66,9 +66,9 @@ def run(arguments: argparse.Namespace) -> None:
     world_size = launched_processes()
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+    from megatron_ext.teachers.targets.form import TargetForm
     from megatron_ext.training.loss_check import teacher_objective
     from megatron_ext.training.teacher_cache.accepted_forms import accepted_forms
-    from megatron_ext.training.teacher_cache.files.form import CacheForm
     from megatron_ext.training.teacher_cache.recording import (
         Recording,
         record_teacher,
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     config = recording_config(given, arguments.output, world_size=world_size)
     inputs = read_inputs(config, world_size=world_size)
-    form = CacheForm.of(
+    form = TargetForm.of(
         arguments.targets or accepted_forms(teacher_objective(config, name))[0],
         precision=arguments.target_precision,
         top_k=arguments.top_k,

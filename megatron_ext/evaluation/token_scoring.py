@@ -13,7 +13,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import VocabShard, log_softmax, vocab_argmax
 from megatron_ext.evaluation.language_model import LogLikelihood, TokenRequest
-from megatron_ext.teachers import MegatronTeacher
+from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 
 _TILE_ROWS: Final = 512
 """Positions whose logits are there at a time."""

@@ -1,6 +1,5 @@
 """Frozen models to learn from."""
 
 from megatron_ext.teachers.base import Teacher, TokenInputs
-from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 
-__all__ = ["MegatronTeacher", "Teacher", "TokenInputs"]
+__all__ = ["Teacher", "TokenInputs"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from megatron_ext.losses.inputs.targets import TeacherTargets
+    from megatron_ext.losses.inputs.targets import TeacherTargets
 
 
 class TokenInputs(Protocol):

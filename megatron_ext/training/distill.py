@@ -17,7 +17,8 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.huggingface.side_files import SIDE_FOLDER, copy_side_files
 from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.losses.checks.shard_check import check_shards_agree
-from megatron_ext.teachers import MegatronTeacher, Teacher
+from megatron_ext.teachers import Teacher
+from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron, rank_phase

@@ -16,6 +16,8 @@ from megatron_ext.distributed import process_groups
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers import Teacher
+from megatron_ext.teachers.targets.form import TargetForm
+from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.data.microbatch import TokenBatch
@@ -24,9 +26,7 @@ from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.teacher_cache.block_recorder import BlockRecorder
 from megatron_ext.training.teacher_cache.blocks import Block
-from megatron_ext.training.teacher_cache.files.form import CacheForm
 from megatron_ext.training.teacher_cache.files.manifest import Manifest
-from megatron_ext.training.teacher_cache.formed_targets import FormedTargets
 from megatron_ext.training.teacher_cache.recording import Recording, record, recording_config
 from tests.training.rank_functions import _tokenizer, _train_teacher, _trainer
 from tests.training.tiny_run import TEACHER_PIECES, objective_run
@@ -47,14 +47,14 @@ class CachedRun(NamedTuple):
     parallel: Mapping[str, Any] = {}
     micro_batch_size: int = 2
 
-    form: CacheForm | None = None
+    form: TargetForm | None = None
     """What the live teacher's targets are made into."""
 
 
 class FormedTeacher:
     """A live teacher that hands out what a cache would keep, without rounding."""
 
-    def __init__(self, teacher: Teacher, form: CacheForm) -> None:
+    def __init__(self, teacher: Teacher, form: TargetForm) -> None:
         self._teacher, self._formed = teacher, FormedTargets(form=form)
 
     def targets(self, microbatches: Sequence[TokenBatch]) -> list[TeacherTargets]:
@@ -66,9 +66,9 @@ class FormedTeacher:
         ]
 
 
-def form_of(kind: str, precision: str | None = None, top_k: int = 0) -> CacheForm:
+def form_of(kind: str, precision: str | None = None, top_k: int = 0) -> TargetForm:
     """Of the tiny run's teacher, but for the exact size of its vocabulary."""
-    return CacheForm.of(
+    return TargetForm.of(
         kind,  # type: ignore[arg-type]
         precision=precision,  # type: ignore[arg-type]
         top_k=top_k,
@@ -80,7 +80,7 @@ def form_of(kind: str, precision: str | None = None, top_k: int = 0) -> CacheFor
 def cache_and_train(
     rank: int,
     folder: Path,
-    caches: Sequence[tuple[str, CacheForm, dict[str, Any]]],
+    caches: Sequence[tuple[str, TargetForm, dict[str, Any]]],
     runs: Sequence[CachedRun],
     foreign: CachedRun,
 ) -> tuple[dict[str, list[dict[str, Any]]], int, str]:
@@ -123,7 +123,7 @@ def train_cached(folder: Path, runs: Sequence[CachedRun]) -> dict[str, list[dict
 
 
 def record_cache(
-    folder: Path, name: str, form: CacheForm, *, stop_after: int | None = None, **parallel: Any
+    folder: Path, name: str, form: TargetForm, *, stop_after: int | None = None, **parallel: Any
 ) -> Manifest:
     """A cache in ``folder / name``; ``stop_after`` so many files it ends as if it were killed."""
     config = recording_config(

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.teachers import MegatronTeacher
+from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import save_checkpoint

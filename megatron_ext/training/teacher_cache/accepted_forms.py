@@ -14,12 +14,12 @@ from megatron_ext.losses import (
     StrictTopKLoss,
     VocabKLLoss,
 )
+from megatron_ext.teachers.targets.form import FormKind
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.objective import projector_start
-from megatron_ext.training.teacher_cache.files.form import CacheKind
 from megatron_ext.training.teacher_cache.files.manifest import Manifest
 
-_FORMS: Final[Mapping[type, tuple[CacheKind, ...]]] = {
+_FORMS: Final[Mapping[type, tuple[FormKind, ...]]] = {
     AlmLoss: ("label", "hidden"),
     PartitionKLLoss: ("topk", "hidden"),
     VocabKLLoss: ("topk", "hidden"),
@@ -28,7 +28,7 @@ _FORMS: Final[Mapping[type, tuple[CacheKind, ...]]] = {
 """Smallest first. Every other objective reads all of the teacher's logits: ``hidden``."""
 
 
-def accepted_forms(objective: Objective) -> tuple[CacheKind, ...]:
+def accepted_forms(objective: Objective) -> tuple[FormKind, ...]:
     """The kinds that an objective takes at its options, the smallest first."""
     forms = _FORMS.get(type(objective), ("hidden",))
     if isinstance(objective, VocabKLLoss | StrictTopKLoss) and objective.temperature != 1.0:

@@ -15,15 +15,15 @@ import torch
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers import Teacher
+from megatron_ext.teachers.targets.formed_targets import FormedTargets
+from megatron_ext.teachers.targets.records import to_records
 from megatron_ext.training import rank_phase
 from megatron_ext.training.cross_tokenizer.collator import CrossTokenizerCollator
 from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.teacher_cache.blocks import Block
 from megatron_ext.training.teacher_cache.files.manifest import Manifest
-from megatron_ext.training.teacher_cache.files.records import to_records
 from megatron_ext.training.teacher_cache.files.shard_file import Window, write_shard
-from megatron_ext.training.teacher_cache.formed_targets import FormedTargets
 from megatron_ext.training.teacher_cache.windows import PlacedWindow, PlacedWindows
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.training.cross_tokenizer.packing.packed_dataset import PackedTextDataset
 from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.data.run_data import RunData
-from megatron_ext.training.teacher_cache.files.form import CacheForm
 
 _TOKEN_BYTES: Final = 4
 """Bytes of text in a token, roughly."""
@@ -31,7 +31,7 @@ class Block(NamedTuple):
         return self.dataset[0, self.number].samples
 
 
-def block_bytes(form: CacheForm, file_bytes: int) -> int:
+def block_bytes(form: TargetForm, file_bytes: int) -> int:
     """Least bytes of text of a file, but for the last."""
     return min(max(file_bytes // form.bytes_per_token * _TOKEN_BYTES, 1), _MOST_BYTES)
 

@@ -12,10 +12,10 @@ import torch
 from megatron_ext.distributed.context_rank import ContextRank
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import TeacherTargets
+from megatron_ext.teachers.targets.records import filler, from_records
 from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
 from megatron_ext.training.cross_tokenizer.rows.side import Side
-from megatron_ext.training.teacher_cache.files.records import filler, from_records
 from megatron_ext.training.teacher_cache.files.target_cache import TargetCache
 from megatron_ext.training.teacher_cache.windows import PlacedWindows
 

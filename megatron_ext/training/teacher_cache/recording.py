@@ -25,8 +25,9 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.losses import BoundaryColumns
-from megatron_ext.teachers import MegatronTeacher
-from megatron_ext.teachers.megatron_teacher import head_weight
+from megatron_ext.teachers.megatron_teacher import MegatronTeacher, head_weight
+from megatron_ext.teachers.targets.form import TargetForm
+from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint
@@ -37,10 +38,8 @@ from megatron_ext.training.metrics import progress_bar
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.teacher_cache.block_recorder import BlockRecorder
 from megatron_ext.training.teacher_cache.blocks import Block, block_bytes, blocks_of
-from megatron_ext.training.teacher_cache.files.form import CacheForm
 from megatron_ext.training.teacher_cache.files.manifest import HEAD_FILE, MANIFEST_FILE, Manifest
 from megatron_ext.training.teacher_cache.files.shard_file import ShardHead, read_head
-from megatron_ext.training.teacher_cache.formed_targets import FormedTargets
 from megatron_ext.training.teacher_cache.identity import (
     WEIGHTS,
     cache_identity,
@@ -56,7 +55,7 @@ class Recording:
     teacher: str
     """By name."""
 
-    form: CacheForm
+    form: TargetForm
 
     folder: Path
 

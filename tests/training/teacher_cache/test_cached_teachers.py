@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.teachers.targets.records import from_records
 from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.inputs import read_inputs
-from megatron_ext.training.teacher_cache.files.records import from_records
 from megatron_ext.training.teacher_cache.files.target_cache import TargetCache
 from tests.process_group import run_ranks
 from tests.training.cached_teacher_runs import CachedRun, cache_and_train, config_of, form_of

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.training.teacher_cache.files.form import CacheForm
+from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.training.teacher_cache.files.shard_file import HEADER_BYTES, WINDOW_BYTES
 
 MANIFEST_FILE: Final = "cache.json"
@@ -25,7 +25,7 @@ _FORMAT: Final = 1
 class Manifest:
     """What ``cache.json`` says."""
 
-    form: CacheForm
+    form: TargetForm
 
     identity: Mapping[str, Any]
     """Hashes of teacher, tokenizers and settings, nested plain values; ``data`` are the hashes of
@@ -89,7 +89,7 @@ class Manifest:
             if values["format"] != _FORMAT:
                 raise ValueError(f"format {values['format']}")
             return cls(
-                form=CacheForm(**values["form"]),
+                form=TargetForm(**values["form"]),
                 identity=values["identity"],
                 shards=tuple(values["shards"]),
                 block_bytes=values["block_bytes"],
@@ -160,7 +160,7 @@ class Manifest:
         }
 
 
-def cache_size(form: CacheForm, *, files: int, windows: int, tokens: int) -> int:
+def cache_size(form: TargetForm, *, files: int, windows: int, tokens: int) -> int:
     """Bytes of the files of a cache: ``64 F + 24 W + R N``."""
     return HEADER_BYTES * files + WINDOW_BYTES * windows + form.bytes_per_token * tokens
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.atomic_file import write_bytes
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.teacher_cache.files.records import Records
+from megatron_ext.teachers.targets.records import Records
 
 KEY_BYTES: Final = 16
 HEADER_BYTES: Final = 64

@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import CheckpointError, DataError
+from megatron_ext.teachers.targets.records import Records
 from megatron_ext.training.teacher_cache.files.manifest import HEAD_FILE, MANIFEST_FILE, Manifest
-from megatron_ext.training.teacher_cache.files.records import Records
 from megatron_ext.training.teacher_cache.files.shard_file import KEY_BYTES, read_head
 
 

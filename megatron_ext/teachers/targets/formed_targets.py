@@ -1,4 +1,4 @@
-"""A teacher's hidden states as what a cache keeps of them.
+"""A teacher's hidden states as what a cache keeps, or a teacher elsewhere sends, of them.
 
 B rows, T positions, S those of this rank, Vp local columns.
 """
@@ -14,14 +14,14 @@ from megatron_ext.distributed.context_rank import ContextRank
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.losses.inputs.topk_targets import topk_targets
 from megatron_ext.ops.token_likelihood import ModelRows, token_likelihood
-from megatron_ext.training.teacher_cache.files.form import CacheForm
+from megatron_ext.teachers.targets.form import TargetForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormedTargets:
     """From targets of the kind ``hidden`` or ``logits`` to the fields of a form."""
 
-    form: CacheForm
+    form: TargetForm
 
     boundary: torch.Tensor | None = None
     """bool [Vp]: this rank's columns that begin a word; for ``label``."""

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_ext.training.teacher_cache.files.packed_ids import (
+from megatron_ext.teachers.targets.packed_ids import (
     pack_ids,
     packed_width,
     unpack_ids,

@@ -1,6 +1,7 @@
-"""What a cache keeps of each token, and how many bytes that takes. K top-k, D hidden, V vocabulary.
+"""What is kept or sent of a token, and how many bytes that takes. K top-k, D hidden, V vocabulary.
 
-A token's record has a fixed width, so that the size of a cache follows from its tokens:
+A token's record has a fixed width, so that the size of a cache, or of an answer, follows from its
+tokens:
 
 - ``label``: 4 bytes of the label's log-probability and 4 of the boundary's;
 - ``topk``: K ids (``packed_ids``), K numbers of ``precision``, 4 bytes of the log-normaliser and 4
@@ -14,20 +15,20 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.teacher_cache.files.packed_ids import packed_width
+from megatron_ext.teachers.targets.packed_ids import packed_width
 
-CacheKind = Literal["label", "topk", "hidden"]
+FormKind = Literal["label", "topk", "hidden"]
 Precision = Literal["fp32", "fp16", "bf16"]
 
 NUMBER_BYTES: Final[dict[Precision, int]] = {"fp32": 4, "fp16": 2, "bf16": 2}
-_DEFAULTS: Final[dict[CacheKind, Precision]] = {"label": "fp32", "topk": "fp16", "hidden": "bf16"}
+_DEFAULTS: Final[dict[FormKind, Precision]] = {"label": "fp32", "topk": "fp16", "hidden": "bf16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheForm:
-    """The same for all tokens of a cache."""
+class TargetForm:
+    """The same for all tokens of a cache, or of what a teacher elsewhere sends."""
 
-    kind: CacheKind
+    kind: FormKind
     """As of ``TeacherTargets``."""
 
     precision: Precision
@@ -40,15 +41,15 @@ class CacheForm:
     """V, of the teacher."""
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(CacheKind):
+        if self.kind not in get_args(FormKind):
             raise ConfigError(
-                "no such form of cached targets",
+                "no such form of a teacher's targets",
                 got=repr(self.kind),
-                expected=", ".join(get_args(CacheKind)),
+                expected=", ".join(get_args(FormKind)),
             )
         if self.precision not in NUMBER_BYTES:
             raise ConfigError(
-                "no such precision of cached targets",
+                "no such precision of a teacher's targets",
                 got=repr(self.precision),
                 expected=", ".join(NUMBER_BYTES),
             )
@@ -66,13 +67,13 @@ class CacheForm:
     @classmethod
     def of(
         cls,
-        kind: CacheKind,
+        kind: FormKind,
         *,
         precision: Precision | None,
         top_k: int,
         hidden_size: int,
         vocab_size: int,
-    ) -> CacheForm:
+    ) -> TargetForm:
         """The form of a kind; with None the kind's usual precision."""
         count = {"label": 0, "topk": top_k, "hidden": hidden_size}.get(kind, 0)
         precision = precision or _DEFAULTS.get(kind, "fp32")

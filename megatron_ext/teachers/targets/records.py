@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.errors import LossError
-from megatron_ext.training.teacher_cache.files.form import CacheForm, Precision
-from megatron_ext.training.teacher_cache.files.packed_ids import pack_ids, unpack_ids
+from megatron_ext.teachers.targets.form import Precision, TargetForm
+from megatron_ext.teachers.targets.packed_ids import pack_ids, unpack_ids
 
 Records = NDArray[np.uint8]
 
@@ -28,7 +28,7 @@ _DTYPES: Final[dict[Precision, torch.dtype]] = {
 }
 
 
-def to_records(fields: Fields, form: CacheForm) -> Records:
+def to_records(fields: Fields, form: TargetForm) -> Records:
     """[L, R]
 
     A top-k is written by ascending id. Where its numbers are rounded, the log-normaliser becomes
@@ -58,7 +58,7 @@ def to_records(fields: Fields, form: CacheForm) -> Records:
     return np.concatenate(parts, axis=1)
 
 
-def from_records(records: Records, form: CacheForm) -> dict[str, torch.Tensor]:
+def from_records(records: Records, form: TargetForm) -> dict[str, torch.Tensor]:
     """The fields of [L, R]: ids in int64, numbers in the form's precision, others in fp32."""
     fields, start = {}, 0
     for name, width in form.parts.items():
@@ -72,7 +72,7 @@ def from_records(records: Records, form: CacheForm) -> dict[str, torch.Tensor]:
     return fields
 
 
-def filler(form: CacheForm, length: int) -> dict[str, torch.Tensor]:
+def filler(form: TargetForm, length: int) -> dict[str, torch.Tensor]:
     """Fields of ``length`` positions of which nothing is known; nothing reads them."""
     shapes = {"topk_ids": form.count, "topk_logits": form.count, "hidden": form.count}
     fields = {}
@@ -85,12 +85,12 @@ def filler(form: CacheForm, length: int) -> dict[str, torch.Tensor]:
     return fields
 
 
-def _dtype(name: str, form: CacheForm) -> torch.dtype:
+def _dtype(name: str, form: TargetForm) -> torch.dtype:
     is_many = name in ("topk_logits", "hidden")
     return _DTYPES[form.precision] if is_many else torch.float32
 
 
-def _rounded_top_k(fields: Fields, form: CacheForm) -> dict[str, torch.Tensor]:
+def _rounded_top_k(fields: Fields, form: TargetForm) -> dict[str, torch.Tensor]:
     ids, order = fields["topk_ids"].sort(dim=-1)
     exact = fields["topk_logits"].gather(-1, order)
     kept = exact.to(_dtype("topk_logits", form))
