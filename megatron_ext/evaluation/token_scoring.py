@@ -14,6 +14,7 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import VocabShard, log_softmax, vocab_argmax
 from megatron_ext.evaluation.language_model import LogLikelihood, TokenRequest
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher
+from megatron_ext.teachers.token_rows import TokenRows
 
 _TILE_ROWS: Final = 512
 """Positions whose logits are there at a time."""
@@ -25,6 +26,7 @@ class _Rows(NamedTuple):
     tokens: torch.Tensor
     position_ids: torch.Tensor
     attention_mask: torch.Tensor | None
+    rows: TokenRows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_ext.losses.inputs.targets import TeacherTargets
+    from megatron_ext.teachers.token_rows import TokenRows
 
 
 class TokenInputs(Protocol):
@@ -25,6 +26,10 @@ class TokenInputs(Protocol):
     @property
     def attention_mask(self) -> torch.Tensor | None:
         """[B, 1, S, T] bool: what a position does not see; None where that is all behind it."""
+
+    @property
+    def rows(self) -> TokenRows | None:
+        """The same rows whole, on the host; only a teacher elsewhere reads them."""
 
 
 class Teacher(Protocol):

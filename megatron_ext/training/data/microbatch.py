@@ -16,6 +16,7 @@ from megatron_ext.distributed.context_rank import ContextRank
 from megatron_ext.losses import ChunkCompletions
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.linear import MicrobatchTiles
+from megatron_ext.teachers.token_rows import TokenRows
 from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch, SideBatch
 
 
@@ -38,6 +39,9 @@ class TokenBatch:
     byte_count: int
     """Bytes of the texts, of whole rows; on the host."""
 
+    rows: TokenRows | None = None
+    """The same rows whole; they stay on the host."""
+
     @classmethod
     def of(cls, side: SideBatch, context: ContextRank | None = None) -> TokenBatch:
         """The inputs of a side of a batch, on its device.
@@ -45,12 +49,18 @@ class TokenBatch:
         Args:
             context: Whose part; None for whole rows.
         """
-        rows = side.input_ids, side.labels, side.position_ids
+        whole = TokenRows(
+            tokens=side.input_ids,
+            position_ids=side.position_ids,
+            labels=side.labels,
+            # A row of one text, and padding behind it, needs no mask: nothing looks ahead.
+            cu_seqlens=side.cu_seqlens if _has_several(side) else None,
+        )
+        own = side.input_ids, side.labels, side.position_ids
         if context is not None:
-            rows = context.cut(rows[0]), context.cut(rows[1]), context.cut(rows[2])
-        # A row of one text, and padding behind it, needs no mask: nothing looks ahead.
-        mask = _apart(side, context) if _has_several(side) else None
-        return cls(*rows, mask, side.byte_count)
+            own = context.cut(own[0]), context.cut(own[1]), context.cut(own[2])
+        mask = whole.attention_mask(context=context)
+        return cls(*own, mask, side.byte_count, whole)
 
 
 def _has_several(side: SideBatch) -> bool:
@@ -60,18 +70,6 @@ def _has_several(side: SideBatch) -> bool:
     starts = {row * length for row in range(rows + 1)}
     ends = {row * length + int(filled) for row, filled in enumerate(side.lengths.tolist())}
     return any(bound not in starts | ends for bound in bounds)
-
-
-def _apart(side: SideBatch, context: ContextRank | None) -> torch.Tensor:
-    """[B, 1, S, T] True where a position would look ahead, or into another text."""
-    rows, length = side.input_ids.shape
-    places = torch.arange(rows * length, device=side.cu_seqlens.device).view(rows, length)
-    text = torch.searchsorted(side.cu_seqlens.long(), places, right=True)
-    own_places, own_text = places, text
-    if context is not None:
-        own_places, own_text = context.cut(places), context.cut(text)
-    ahead = own_places[:, None, :, None] < places[:, None, None]
-    return ahead | (own_text[:, None, :, None] != text[:, None, None])
 
 
 @dataclass(frozen=True, slots=True)
