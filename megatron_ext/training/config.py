@@ -14,6 +14,12 @@ from typing import Any, Final, Literal
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
+from megatron_ext.training.serving_config import (
+    STUDENT_RANKS,
+    Placement,
+    ServingConfig,
+    check_placement,
+)
 
 TEACHER: Final = "teacher"
 """What the one teacher of a ``teacher`` section is called."""
@@ -214,8 +220,33 @@ class TeacherConfig:
     """Folder that ``megatron-ext cache-teacher`` made of this teacher: its targets are read from
     there and its model is not built."""
 
+    library: Literal["megatron", "huggingface"] = "megatron"
+    """What runs the model: megatron-core, in the layout of its ranks, or transformers, whole on
+    each device, for any causal language model of a HuggingFace folder."""
+
+    offload: bool = False
+    """Keep the weights in the host's memory between one global batch and the next."""
+
+    placement: Placement = "student_ranks"
+    """Where the model runs: on the student's ranks, on ranks of its own of the same launch, in a
+    process beside each replica of the student, or on a server that was started before."""
+
+    serving: ServingConfig = field(default_factory=ServingConfig, metadata={"prefix": "serving-"})
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its model runs in other processes than the student's."""
+        return self.placement != STUDENT_RANKS
+
     def __post_init__(self) -> None:
         _check_positive(self, "temperature")
+        check_placement(
+            self.placement,
+            self.serving,
+            library=self.library,
+            cached=self.cache is not None,
+            offload=self.offload,
+        )
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ConfigError(
                 "a teacher's weight cannot be used", got=self.weight, expected="a number, >= 0"
@@ -587,23 +618,20 @@ class DistillConfig:
                 got=self.optimizer.lr_warmup_iters,
                 expected=f"less than train_iters, {self.training.train_iters}",
             )
+        tp, pp, vp = (
+            self.parallel.tensor_model_parallel_size,
+            self.parallel.pipeline_model_parallel_size,
+            self.parallel.virtual_pipeline_model_parallel_size,
+        )
+        stages = "pipeline_model_parallel_size"
+        if vp > 1:
+            stages += " x virtual_pipeline_model_parallel_size"
         for name, model in self._models():
-            tp, pp, vp = (
-                self.parallel.tensor_model_parallel_size,
-                self.parallel.pipeline_model_parallel_size,
-                self.parallel.virtual_pipeline_model_parallel_size,
-            )
-            stages = "pipeline_model_parallel_size"
-            if vp > 1:
-                stages += " x virtual_pipeline_model_parallel_size"
-            _check_layout(name, "num_layers", model.num_layers, pp * vp, stages)
-            heads = model.num_query_groups or model.num_attention_heads
-            _check_layout(name, "attention heads", heads, tp, "tensor_model_parallel_size")
-            ffn = model.ffn_hidden_size or 4 * model.hidden_size
-            _check_layout(name, "ffn_hidden_size", ffn, tp, "tensor_model_parallel_size")
+            _check_model(name, model, tp, pp * vp, ("tensor_model_parallel_size", stages))
             if self.parallel.sequence_parallel:
                 axis = "tensor_model_parallel_size, which sequence_parallel cuts sequences by"
                 _check_layout(name, "seq_length", model.seq_length, tp, axis)
+        self._check_served()
         if self.parallel.sequence_parallel and self.training.variable_seq_lengths:
             multiple = self.training.seq_length_multiple
             _check_layout("run", "seq_length_multiple", multiple, tp, "tensor_model_parallel_size")
@@ -632,15 +660,48 @@ class DistillConfig:
         """Projection file of a teacher, if one is named."""
         return self.named_teachers[teacher].projection or self.projection
 
+    @property
+    def teacher_ranks(self) -> Mapping[str, int]:
+        """Processes of the launch that are a teacher's own, by its name, of those that have any."""
+        if not self.distils:
+            return {}
+        return {
+            name: teacher.serving.ranks
+            for name, teacher in self.named_teachers.items()
+            if teacher.serving.ranks is not None
+        }
+
     def _models(self) -> list[tuple[str, ModelConfig]]:
-        teachers = self.named_teachers
+        """Those that are cut over the student's ranks, which transformers does not."""
         return [
             ("student", self.student),
             *(
-                (TEACHER if name == TEACHER else f"teacher {name}", teacher.model)
-                for name, teacher in teachers.items()
+                (_side(name), teacher.model)
+                for name, teacher in self.named_teachers.items()
+                if teacher.library == "megatron" and not teacher.is_elsewhere
             ),
         ]
+
+    def _check_served(self) -> None:
+        """Check the teachers that have a layout of their own."""
+        for name, teacher in self.named_teachers.items():
+            if not teacher.is_elsewhere:
+                continue
+            serving = teacher.serving
+            sizes = serving.tensor_model_parallel_size, serving.pipeline_model_parallel_size
+            axes = (
+                "serving.tensor_model_parallel_size",
+                "serving.pipeline_model_parallel_size",
+            )
+            _check_model(_side(name), teacher.model, *sizes, axes)
+            if self.training.vocabulary_layout != "original":
+                raise ConfigError(
+                    "targets from elsewhere are in the order of the ids",
+                    where=f"{self.section_of(name)}.placement",
+                    got=f"training.vocabulary_layout {self.training.vocabulary_layout} with "
+                    f"placement {teacher.placement}",
+                    expected="original",
+                )
 
 
 def _check_teachers(config: DistillConfig) -> None:
@@ -711,6 +772,21 @@ def _check_divides(config: object, whole: str, part: str) -> None:
             f"{whole} is not a multiple of {part}",
             got=f"{whole} {getattr(config, whole)} and {part} {getattr(config, part)}",
         )
+
+
+def _side(name: str) -> str:
+    return TEACHER if name == TEACHER else f"teacher {name}"
+
+
+def _check_model(
+    name: str, model: ModelConfig, tp: int, stages: int, axes: tuple[str, str]
+) -> None:
+    """Check that a model divides over tensor-parallel ranks and over stages."""
+    _check_layout(name, "num_layers", model.num_layers, stages, axes[1])
+    heads = model.num_query_groups or model.num_attention_heads
+    _check_layout(name, "attention heads", heads, tp, axes[0])
+    ffn = model.ffn_hidden_size or 4 * model.hidden_size
+    _check_layout(name, "ffn_hidden_size", ffn, tp, axes[0])
 
 
 def _check_layout(model: str, what: str, count: int, size: int, axis: str) -> None:

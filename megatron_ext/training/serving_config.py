@@ -1,0 +1,132 @@
+"""How a teacher that is not on the student's ranks is reached, as a frozen dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from megatron_ext.errors import ConfigError
+
+Placement = Literal["student_ranks", "own_ranks", "process", "server"]
+
+STUDENT_RANKS: Final = "student_ranks"
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class ServingConfig:
+    """A teacher with a ``placement`` other than ``student_ranks``: its ranks and what it sends."""
+
+    ranks: int | None = None
+    """Processes of the launch that ``own_ranks`` are, the last ones; several teachers' follow one
+    another in the order of the configuration."""
+
+    tensor_model_parallel_size: int = 1
+    """Processes that share each layer of the teacher, of its own ranks or of a server."""
+
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages of the teacher, likewise."""
+
+    targets: Literal["hidden", "topk", "label"] = "hidden"
+    """What is sent of each token: the last hidden state, the most probable tokens with the
+    log-normaliser, or the log-probability of the label."""
+
+    top_k: int = 64
+    """Tokens of ``topk``."""
+
+    target_precision: Literal["fp32", "fp16", "bf16"] | None = None
+    """Of the numbers of ``hidden`` (the run's own when not given) and of ``topk`` (fp16)."""
+
+    prefetch: int = 1
+    """Global batches that the teacher is asked for ahead of the one that the student learns from;
+    0 for none."""
+
+    address: tuple[str, ...] = ()
+    """Where ``server`` listens, HOST:PORT; of a server with several replicas, each one's."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "ranks",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "top_k",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be positive", got=value)
+        if self.prefetch < 0:
+            raise ConfigError("prefetch must not be negative", got=self.prefetch)
+        if self.targets == "label" and self.target_precision not in (None, "fp32"):
+            raise ConfigError(
+                "the two numbers of a label are sent in fp32",
+                got=self.target_precision,
+                expected="fp32",
+            )
+        if self.ranks is not None and self.ranks % self.replica_size:
+            raise ConfigError(
+                "the teacher's ranks do not divide into whole replicas of it",
+                got=f"ranks {self.ranks}",
+                expected=f"a multiple of {self.replica_size} (serving.tensor_model_parallel_size "
+                f"{self.tensor_model_parallel_size} x serving.pipeline_model_parallel_size "
+                f"{self.pipeline_model_parallel_size})",
+            )
+        for address in self.address:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ConfigError("an address cannot be used", got=address, expected="HOST:PORT")
+
+    @property
+    def replica_size(self) -> int:
+        """Processes of one replica of the teacher."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+
+def check_placement(
+    placement: Placement, serving: ServingConfig, *, library: str, cached: bool, offload: bool
+) -> None:
+    """Check that what is said of where a teacher is goes together.
+
+    Args:
+        library: That runs it.
+        cached: Whether its targets are read from files.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if placement != STUDENT_RANKS and cached:
+        raise ConfigError(
+            "a teacher whose targets are cached is nowhere",
+            got=f"cache and placement {placement}",
+            fix="remove one of them",
+        )
+    if offload and (cached or placement in ("own_ranks", "server")):
+        raise ConfigError(
+            "there is nothing to make room for where the teacher is",
+            got="offload with " + ("cache" if cached else f"placement {placement}"),
+            expected="a teacher on the student's devices",
+            fix="remove offload",
+        )
+    for name, given, needed in (
+        ("serving.ranks", serving.ranks is not None, placement == "own_ranks"),
+        ("serving.address", bool(serving.address), placement == "server"),
+    ):
+        if given != needed:
+            raise ConfigError(
+                f"{name} and placement do not go together",
+                got=f"placement {placement} {'with' if given else 'without'} {name}",
+                expected=f"{name} with placement "
+                + ("own_ranks" if name == "serving.ranks" else "server")
+                + ", and with no other",
+            )
+    whole = {
+        "a teacher process has the whole model": placement == "process",
+        "the library huggingface runs whole models": library == "huggingface",
+        "a teacher on the student's ranks has the student's layout": placement == STUDENT_RANKS,
+    }
+    for why, applies in whole.items():
+        if applies and serving.replica_size > 1:
+            raise ConfigError(
+                why,
+                got=f"serving.tensor_model_parallel_size {serving.tensor_model_parallel_size}, "
+                f"serving.pipeline_model_parallel_size {serving.pipeline_model_parallel_size}",
+                expected="1 and 1",
+            )
