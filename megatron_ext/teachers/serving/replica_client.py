@@ -1,0 +1,177 @@
+"""A replica of a teacher elsewhere as a student sees it: a thread that reads its answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+import torch
+
+from megatron_ext.errors import DistributedError
+from megatron_ext.teachers.serving.frames import Frame
+from megatron_ext.teachers.serving.payload import Fields, fields_of
+from megatron_ext.teachers.serving.protocol import ANSWER, BYE, ERROR, HEAD
+from megatron_ext.teachers.serving.request import Request
+from megatron_ext.teachers.serving.wire import Wire
+from megatron_ext.teachers.targets.form import TargetForm
+from megatron_ext.teachers.token_rows import TokenRows
+
+_POLL_S: Final = 0.2
+_FIX: Final = "look at the teacher's own log; a run goes on from its last checkpoint"
+
+
+class ReplicaClient:
+    """Asks, and keeps the answers until they are taken.
+
+    Args:
+        wire: Greeted, to a server whose teacher is known to be the right one.
+        name: Of the teacher.
+        address: Of the server.
+        device: Where the answers will be needed.
+        timeout_s: How long nothing may arrive, heartbeats included, while an answer is waited for.
+        why_gone: Tells what became of the server's process, where that is known.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        name: str,
+        address: str,
+        form: TargetForm,
+        device: torch.device,
+        timeout_s: float,
+        why_gone: Callable[[], str | None],
+    ) -> None:
+        self._wire = wire
+        self._name = name
+        self._address = address
+        self._form = form
+        self._is_pinned = device.type == "cuda"
+        self._timeout_s = timeout_s
+        self._why_gone = why_gone
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}
+        self._answers: dict[int, list[Fields]] = {}
+        self._head: torch.Tensor | None = None
+        self._failure: str | None = None
+        self._changed = threading.Condition()
+        self.received_tokens = 0
+        self._thread = threading.Thread(target=self._read, name=f"teacher {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def received_bytes(self) -> int:
+        """All that has arrived."""
+        return self._wire.received_bytes
+
+    def ask(self, number: int, rows: Sequence[TokenRows]) -> None:
+        """Send a request; its answer is read while the caller does other things.
+
+        Raises:
+            DistributedError: The teacher is gone.
+        """
+        self._shapes[number] = [tuple(its.tokens.shape) for its in rows]
+        self._send(Request(number, rows).to_frame(self._form.kind))
+
+    def take(self, number: int) -> list[Fields]:
+        """The answer to a request, one of each microbatch; waits for it.
+
+        Raises:
+            DistributedError: The teacher is gone, or does not answer.
+        """
+        self._wait(lambda: number in self._answers)
+        return self._answers.pop(number)
+
+    def head(self) -> torch.Tensor:
+        """[V, D] on the CPU.
+
+        Raises:
+            DistributedError: As of ``take``.
+        """
+        self._send(Frame(HEAD, {}, {}))
+        self._wait(lambda: self._head is not None)
+        head, self._head = self._head, None
+        assert head is not None
+        return head
+
+    def close(self) -> None:
+        """Leave."""
+        with suppress(OSError):
+            self._wire.send(Frame(BYE, {}, {}))
+        self._wire.close()
+        self._thread.join(5)
+
+    def _send(self, frame: Frame) -> None:
+        try:
+            self._wire.send(frame)
+        except BlockingIOError:
+            raise self._silent() from None
+        except OSError:
+            # The reading thread finds out why.
+            self._wait(lambda: False)
+
+    def _wait(self, is_there: Callable[[], bool]) -> None:
+        with self._changed:
+            while not is_there():
+                if self._failure is not None:
+                    raise DistributedError(
+                        f"the teacher {self._name} is gone",
+                        where=self._address,
+                        got=self._failure,
+                        fix=_FIX,
+                    )
+                if time.monotonic() - self._wire.heard_at > self._timeout_s:
+                    raise self._silent()
+                self._changed.wait(_POLL_S)
+
+    def _silent(self) -> DistributedError:
+        seconds = time.monotonic() - self._wire.heard_at
+        return DistributedError(
+            f"the teacher {self._name} does not answer",
+            where=self._address,
+            got=f"no sign of life for {seconds:.0f} s",
+            expected="one every second, whatever it computes",
+            fix=_FIX,
+        )
+
+    def _read(self) -> None:
+        reason = "connection closed without a word"
+        try:
+            while True:
+                frame = self._wire.receive(self._allocate)
+                if frame.kind == ERROR:
+                    reason = str(frame.values.get("reason"))
+                    break
+                if frame.kind == ANSWER:
+                    self._answered(frame)
+                elif frame.kind == HEAD:
+                    with self._changed:
+                        self._head = frame.tensors["head"]
+                        self._changed.notify_all()
+        except (EOFError, OSError):
+            reason = self._why_gone() or reason
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        self._wire.close()
+        with self._changed:
+            self._failure = reason
+            self._changed.notify_all()
+
+    def _answered(self, frame: Frame) -> None:
+        number = int(frame.values["number"])
+        shapes = self._shapes.pop(number)
+        found = [
+            fields_of(payload, self._form, shape)
+            for payload, shape in zip(frame.tensors.values(), shapes, strict=True)
+        ]
+        with self._changed:
+            self._answers[number] = found
+            self.received_tokens += sum(rows * length for rows, length in shapes)
+            self._changed.notify_all()
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        # What is in page-locked memory goes to the device while other things are computed.
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)

@@ -1,0 +1,225 @@
+"""A teacher that answers students elsewhere. B rows, T positions, V vocabulary, D hidden."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Final
+
+import torch
+
+from megatron_ext.errors import DistributedError
+from megatron_ext.teachers.base import Teacher
+from megatron_ext.teachers.serving.frames import Frame, from_bytes, to_bytes
+from megatron_ext.teachers.serving.hello import Hello
+from megatron_ext.teachers.serving.listener import TeacherListener
+from megatron_ext.teachers.serving.payload import payload_of
+from megatron_ext.teachers.serving.protocol import HEAD, REQUEST
+from megatron_ext.teachers.serving.replica_ranks import ReplicaRanks
+from megatron_ext.teachers.serving.request import Request
+from megatron_ext.teachers.serving.served_client import Event, ServedClient
+from megatron_ext.teachers.serving.wire import BEAT_S
+from megatron_ext.teachers.targets.formed_targets import FormedTargets
+from megatron_ext.teachers.token_rows import TokenRows
+
+_END: Final = to_bytes(Frame("end", {}, {}))
+_IDLE_S: Final = 2.0
+"""How often the ranks of a replica meet where nobody asks: their collectives must not time out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ServedRows:
+    """Rows on the device; see ``TokenInputs``."""
+
+    tokens: torch.Tensor
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    rows: TokenRows
+
+
+class TeacherServer:
+    """One replica of a teacher, on each of its ranks.
+
+    Students come and go, several at a time; what one asks is answered in turn. The teacher keeps
+    nothing of it.
+
+    Args:
+        teacher: This rank's part.
+        name: Of the teacher, for errors.
+        formed: What is sent of its targets.
+        head: This rank's part in gathering the head [V, D], which the main rank gets on the CPU; a
+            collective. None where the form is not ``hidden``.
+        identity: What the targets depend on: hashes and plain values, by what an error calls them.
+        ranks: Those of the replica.
+        timeout: How long a student may leave an answer unread; and with ``until_client_leaves`` how
+            long the first one may take to come.
+        on_idle: Called every few seconds while nobody asks, and before each answer.
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        *,
+        name: str,
+        formed: FormedTargets,
+        head: Callable[[], torch.Tensor | None] | None,
+        identity: Mapping[str, str | int],
+        ranks: ReplicaRanks,
+        timeout: timedelta,
+        on_idle: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._teacher = teacher
+        self._formed = formed
+        self._head = head
+        self._ranks = ranks
+        self._timeout_s = timeout.total_seconds()
+        self._on_idle = on_idle
+        self._hello = Hello(teacher=name, form=formed.form, identity=identity)
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._clients: list[ServedClient] = []
+
+    def serve(self, listener: TeacherListener | None, *, until_client_leaves: bool) -> None:
+        """Answer until the last student has left, or for ever.
+
+        Args:
+            listener: On the replica's main rank; None on its others.
+            until_client_leaves: Return once students have come and all have left. Otherwise wait
+                for the next ones.
+
+        Collectives: those of ``ReplicaRanks.broadcast`` every few seconds and for each request, and
+        for a request those of the teacher and of ``FormedTargets``.
+
+        Raises:
+            DistributedError: No student came in time.
+        """
+        assert (listener is not None) == self._ranks.is_main
+        if listener is None:
+            self._follow()
+            return
+        stopped = threading.Event()
+        for task in (
+            lambda: listener.accept_all(lambda connected: self._welcome(connected, listener)),
+            lambda: self._beat_until(stopped),
+        ):
+            threading.Thread(target=task, name="teacher server", daemon=True).start()
+        try:
+            self._lead(until_client_leaves)
+        except BaseException as error:
+            for client in self._clients:
+                client.fail(error)
+            raise
+        finally:
+            stopped.set()
+            listener.close()
+        self._ranks.broadcast(_END)
+
+    def _lead(self, until_client_leaves: bool) -> None:
+        has_come, started = False, time.monotonic()
+        while True:
+            try:
+                event = self._events.get(timeout=_IDLE_S)
+            except Empty:
+                self._ranks.broadcast(b"")
+                self._on_idle()
+                if until_client_leaves and not has_come:
+                    self._check_patience(time.monotonic() - started)
+                continue
+            if event.kind == "joined":
+                has_come = True
+                self._clients.append(event.client)
+            elif event.kind == "left":
+                self._clients.remove(event.client)
+                if until_client_leaves and not self._clients:
+                    return
+            elif event.client in self._clients:
+                assert event.frame is not None
+                self._answer(event.client, event.frame)
+
+    def _check_patience(self, waited_s: float) -> None:
+        if waited_s > self._timeout_s:
+            raise DistributedError(
+                f"no student came to the teacher {self._hello.teacher}",
+                got=f"{waited_s:.0f} s without one",
+                fix="look at the student's log",
+            )
+
+    def _answer(self, client: ServedClient, frame: Frame) -> None:
+        """On the main rank."""
+        self._on_idle()
+        try:
+            request = self._understood(frame)
+        except DistributedError as error:
+            # Its own fault: the others are served on.
+            client.fail(error)
+            return
+        self._ranks.broadcast(to_bytes(frame))
+        if request is None:
+            assert self._head is not None
+            head = self._head()
+            assert head is not None
+            client.say(Frame(HEAD, {}, {"head": head.contiguous()}))
+            return
+        client.answer(request.number, self._payloads(request.rows))
+
+    def _follow(self) -> None:
+        """On the other ranks."""
+        while (content := self._ranks.broadcast(None)) != _END:
+            self._on_idle()
+            if not content:
+                continue
+            request = self._understood(from_bytes(content))
+            if request is not None:
+                self._payloads(request.rows)
+            elif self._head is not None:
+                self._head()
+
+    def _understood(self, frame: Frame) -> Request | None:
+        """None where the head is asked for."""
+        form = self._formed.form
+        if frame.kind == HEAD and self._head is not None:
+            return None
+        if frame.kind != REQUEST:
+            raise DistributedError("a student asked for something unknown", got=frame.kind)
+        request = Request.of(frame, form.kind)
+        request.check(form.vocab_size)
+        return request
+
+    def _payloads(self, asked: Sequence[TokenRows]) -> list[torch.Tensor]:
+        """uint8 of each microbatch on the main rank; nothing elsewhere."""
+        device = self._ranks.device
+        batches = [
+            _ServedRows(
+                rows.tokens.to(device),
+                rows.position_ids.to(device),
+                rows.attention_mask(device),
+                rows,
+            )
+            for rows in asked
+        ]
+        payloads = []
+        for batch, targets in zip(batches, self._teacher.targets(batches), strict=False):
+            # Without labels the form is not about them.
+            labels = batch.tokens if batch.rows.labels is None else batch.rows.labels.to(device)
+            fields = self._formed(targets, labels)
+            if self._ranks.is_main:
+                payloads.append(payload_of(fields, self._formed.form))
+        return payloads
+
+    def _welcome(self, connected: socket.socket, listener: TeacherListener) -> None:
+        ServedClient(
+            connected,
+            hello=self._hello,
+            authkey=listener.authkey,
+            events=self._events,
+            timeout_s=self._timeout_s,
+        )
+
+    def _beat_until(self, stopped: threading.Event) -> None:
+        while not stopped.wait(BEAT_S):
+            for client in list(self._clients):
+                client.beat()
