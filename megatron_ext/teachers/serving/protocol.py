@@ -2,7 +2,8 @@
 
 The server speaks first, once both have shown that they know the key: ``hello``. A student that
 means this teacher says ``ready``, then asks ``request`` and ``head``, which come back as ``answer``
-and ``head``, in order. A server that has to leave says ``error`` with the reason; a student ``bye``.
+and ``head``, in order. A server that has to leave says ``error`` with the reason, a student
+``bye``.
 """
 
 from __future__ import annotations
