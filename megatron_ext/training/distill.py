@@ -16,33 +16,27 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.huggingface.side_files import SIDE_FOLDER, copy_side_files
 from megatron_ext.losses import LOSS_REGISTRY
-from megatron_ext.losses.checks.shard_check import check_shards_agree
-from megatron_ext.teachers import Teacher
-from megatron_ext.teachers.megatron_teacher import MegatronTeacher
-from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.config import TEACHER, DistillConfig, ModelConfig
+from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.global_batches import Replica
 from megatron_ext.training.first_weights import load_first_weights
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
-from megatron_ext.training.learning_step import TaughtBy, learning_step, run_projection
-from megatron_ext.training.models import build_model_chunks, freeze
+from megatron_ext.training.learning_step import learning_step
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
     TOKENIZER_FOLDER,
     config_values,
     record_run,
 )
+from megatron_ext.training.run_models import model_part
+from megatron_ext.training.run_teachers.run_teachers import make_run_teachers
+from megatron_ext.training.run_teachers.teacher_parts import StudentParts
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
-from megatron_ext.training.teacher_cache.cached_teacher import CachedTeacher
-from megatron_ext.training.teacher_cache.opening import open_cached_teacher
 from megatron_ext.training.term_weighting import make_weighting
 from megatron_ext.training.trainer import Trainer
-from megatron_ext.training.vocabulary_layout import lay_out
 from megatron_ext.training.watchdog import GRACE, Watchdog
 
 
@@ -93,7 +87,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     """
     _seed(config.training.seed)
     tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
-    chunks, shard = _model("student", config.student, tokenizer, config, groups)
+    chunks, shard = model_part("student", config.student, tokenizer, config, groups)
     if config.initial_checkpoint and latest_checkpoint(run_dir / CHECKPOINTS) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         load_first_weights(start, chunks, config.student, tokenizer)
@@ -119,38 +113,17 @@ def teach(
     Collectives: those of ``build_trainer`` but for the student's own.
     """
     tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
-    laid_out = None
-    step = StudentStep(shard=shard, next_token=LOSS_REGISTRY["next_token"]())
-    teachers: dict[str, Teacher] = {}
-    cached_teachers: dict[str, CachedTeacher] = {}
-    taught_by = []
-    for name in config.named_teachers if config.distils else ():
-        if config.named_teachers[name].cache is not None:
-            teacher_shard = teacher_vocab_shard(config, name, inputs, groups)
-            cached_teachers[name] = open_cached_teacher(
-                config, name, shard=teacher_shard, groups=groups
-            )
-            projection = run_projection(config, inputs, name, groups)
-            taught_by.append(TaughtBy(name, None, teacher_shard, projection, None))
-            continue
-        teacher_chunks, teacher_shard = frozen_teacher(config, name, inputs, groups)
-        teachers[name] = MegatronTeacher(teacher_chunks, shard=teacher_shard)
-        # After the model, which may not load: a projection of the run's own is its first file.
-        projection = run_projection(config, inputs, name, groups)
-        if config.training.vocabulary_layout == "co_sharded":
-            assert projection is not None, "checked with the objective"
-            laid_out = lay_out(
-                config,
-                projection,
-                student=chunks,
-                teacher=teacher_chunks,
-                shards=(shard, teacher_shard),
-                groups=groups,
-            )
-        layout = laid_out and laid_out.layout
-        taught_by.append(TaughtBy(name, teacher_chunks[-1], teacher_shard, projection, layout))
+    taught = make_run_teachers(
+        StudentParts(config=config, inputs=inputs, groups=groups, chunks=chunks, shard=shard)
+    )
+    laid_out = taught.laid_out
     step = learning_step(
-        step, taught_by, student=chunks[-1], config=config, inputs=inputs, groups=groups
+        StudentStep(shard=shard, next_token=LOSS_REGISTRY["next_token"]()),
+        taught.taught_by,
+        student=chunks[-1],
+        config=config,
+        inputs=inputs,
+        groups=groups,
     )
     # Behind the step: an objective may have parameters of its own, which are trained with these.
     student = make_student(chunks, config=config, rows=laid_out and laid_out.student_rows)
@@ -163,8 +136,8 @@ def teach(
         run_dir=run_dir,
         student=student,
         step=step,
-        teachers=teachers,
-        cached_teachers=cached_teachers,
+        teachers=taught.teachers,
+        cached_teachers=taught.cached,
         weighting=make_weighting(config),
         data=inputs.data,
         replica=replica,
@@ -175,70 +148,6 @@ def teach(
             "tokenizer_fingerprint": tokenizer.fingerprint(),
         },
     )
-
-
-def frozen_teacher(
-    config: DistillConfig, name: str, inputs: Inputs, groups: ProcessGroups
-) -> tuple[list[GPTModel], VocabShard]:
-    """A loaded teacher, frozen, and this rank's columns of its vocabulary."""
-    teacher, tokenizer = config.named_teachers[name], inputs.teachers[name].tokenizer
-    chunks, shard = _model(_side(name), teacher.model, tokenizer, config, groups)
-    where = f"{config.section_of(name)}.checkpoint"
-    checkpoint = find_checkpoint(teacher.checkpoint, where=where)
-    load_first_weights(checkpoint, chunks, teacher.model, tokenizer)
-    return freeze(chunks), shard
-
-
-def teacher_vocab_shard(
-    config: DistillConfig, name: str, inputs: Inputs, groups: ProcessGroups
-) -> VocabShard:
-    """This rank's columns of a teacher's vocabulary, without its model."""
-    teacher, tokenizer = config.named_teachers[name], inputs.teachers[name].tokenizer
-    return model_shard(_side(name), teacher.model, tokenizer, config, groups)
-
-
-def _side(name: str) -> str:
-    return name if name == TEACHER else f"teacher {name}"
-
-
-def _model(
-    side: str,
-    model: ModelConfig,
-    tokenizer: MegatronTokenizerText,
-    config: DistillConfig,
-    groups: ProcessGroups,
-) -> tuple[list[GPTModel], VocabShard]:
-    """This rank's part with its first weights, and its columns of the vocabulary."""
-    shard = model_shard(side, model, tokenizer, config, groups)
-    chunks = build_model_chunks(
-        model,
-        padded_vocab_size=shard.width * config.parallel.tensor_model_parallel_size,
-        parallel=config.parallel,
-        training=config.training,
-        groups=groups,
-    )
-    return chunks, shard
-
-
-def model_shard(
-    side: str,
-    model: ModelConfig,
-    tokenizer: MegatronTokenizerText,
-    config: DistillConfig,
-    groups: ProcessGroups,
-) -> VocabShard:
-    """This rank's columns of a model's vocabulary.
-
-    Collectives: those of ``check_shards_agree``.
-    """
-    padded_size = padded_vocab_size(
-        model.padded_ids(tokenizer.vocab_size),
-        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-    )
-    shard = groups.vocab_shard(vocab_size=tokenizer.vocab_size, padded_vocab_size=padded_size)
-    check_shards_agree(shard, side=side, device=groups.device)
-    return shard
 
 
 def _seed(seed: int) -> None:

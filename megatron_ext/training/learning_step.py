@@ -45,8 +45,9 @@ class TaughtBy(NamedTuple):
 
     name: str
 
-    gpt: GPTModel | None
-    """The last chunk of this rank; None where the targets come from a cache."""
+    head: torch.Tensor | None
+    """[Vp, D] this rank's rows of its head on the last stage; None where its model is elsewhere, or
+    its targets are recorded."""
 
     shard: VocabShard
 
@@ -181,10 +182,10 @@ def _projectors(
     its = config.named_teachers[teacher.name]
     if projector_start(config.loss.of_teacher(its)) == "heads":
         assert constants.match is not None
-        assert teacher.gpt is not None, "checked with the cache"
+        assert teacher.head is not None, "checked before"
         return DskdProjectors.from_heads(
             head_weight(student),
-            head_weight(teacher.gpt),
+            teacher.head,
             constants.match,
             student_shard=shard,
             teacher_shard=teacher.shard,

@@ -36,7 +36,7 @@ from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.config_file import build_config, read_config_file
-from megatron_ext.training.distill import model_shard, teach
+from megatron_ext.training.distill import teach
 from megatron_ext.training.first_weights import load_first_weights
 from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.lesson import Lesson
@@ -48,6 +48,7 @@ from megatron_ext.training.megatron_lm.loop_arguments import (
 from megatron_ext.training.megatron_lm.microbatch_streams import HeldOutStream, TrainingStream
 from megatron_ext.training.megatron_lm.own_precision import InItsPrecision
 from megatron_ext.training.models import build_gpt_model
+from megatron_ext.training.run_models import model_shard
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
 from megatron_ext.training.trainer import Trainer

@@ -32,9 +32,9 @@ from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.distill import frozen_teacher
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.metrics import progress_bar
+from megatron_ext.training.run_models import frozen_teacher
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.teacher_cache.block_recorder import BlockRecorder
 from megatron_ext.training.teacher_cache.blocks import Block, block_bytes, blocks_of
@@ -145,7 +145,7 @@ def record(
     groups.on_main(lambda: _start(folder, manifest))
     missing = _missing(folder, manifest, blocks, groups)
     if missing or not _has_head(folder, manifest):
-        chunks, shard = frozen_teacher(config, name, inputs, groups)
+        chunks, shard = frozen_teacher(config, name, inputs.teachers[name].tokenizer, groups)
         if recording.form.kind == "hidden" and groups.is_last_stage:
             _save_head(chunks[-1], shard, folder, groups)
         recorder = BlockRecorder(
