@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,13 @@ def save_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -
     return folder
 
 
-def save_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer of fewer ids than ``VOCAB_SIZE``."""
+def save_tokenizer(
+    folder: Path,
+    *,
+    text: str = "the theory of the other thing then there",
+    control_tokens: Sequence[str] = ("<pad>", "<s>", "</s>"),
+) -> None:
+    """A byte-level BPE tokenizer of fewer ids than ``VOCAB_SIZE``, trained on a text."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -97,11 +103,11 @@ def save_tokenizer(folder: Path) -> None:
     inner.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - 11,
-        special_tokens=["<pad>", "<s>", "</s>"],
+        special_tokens=list(control_tokens),
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator(["the theory of the other thing then there"] * 4, trainer)
+    inner.train_from_iterator([text] * 4, trainer)
     PreTrainedTokenizerFast(
         tokenizer_object=inner,
         bos_token="<s>",

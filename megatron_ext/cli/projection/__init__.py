@@ -4,6 +4,7 @@
     megatron-ext projection inspect map.pt --student llama3_2/ --teacher qwen3/
     megatron-ext projection convert map.pt -o pair.safetensors --student DIR --teacher DIR
     megatron-ext projection repair map.pt -o mended.pt --student DIR --teacher DIR
+    megatron-ext projection embed models/Qwen3-0.6B models/with-llama --tokenizer llama3_2/
 
 A file that ends in .pt is one of the x-token tools of NeMo RL, read without running any code in it;
 any other is a safetensors file of ours. The tools themselves are here under their names and with

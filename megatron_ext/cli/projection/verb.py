@@ -11,6 +11,7 @@ ACTIONS: Final = (
     "inspect",
     "convert",
     "repair",
+    "embed",
     "minimal-projection-via-multitoken",
     "reapply-exact-map",
     "sort-and-cut-projection-matrix",

@@ -1,0 +1,186 @@
+"""A HuggingFace checkpoint with another tokenizer: every weight as it was, but for its vocabulary.
+
+A new token starts as the mean of the old tokens that stand for it. With ``P`` [V', V] the
+projection from the new vocabulary to the old one, whose rows sum to 1, and ``E`` [V, D] an
+embedding or a head,
+
+    E' = P E
+
+A token that both vocabularies have is a row of one entry and keeps its numbers bit for bit. A row
+of ``P`` that is empty, of a control token without a counterpart, becomes the mean of ``E`` over the
+old tokens, so that nothing is preferred. Sums are in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.huggingface.checkpoint_files import CheckpointFiles, read_json
+from megatron_ext.huggingface.checkpoint_writer import (
+    TensorPlan,
+    check_target,
+    shards,
+    write_checkpoint,
+)
+from megatron_ext.huggingface.families import FAMILIES
+from megatron_ext.huggingface.model_settings import family_of
+from megatron_ext.huggingface.side_files import GENERATION_FILE, TOKENIZER_FILES
+from megatron_ext.huggingface.tensor_reader import TensorReader
+from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+
+_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_ROWS: Final = 8192
+"""New rows that are made at a time."""
+
+
+def write_with_vocabulary(
+    model: Path,
+    output: Path,
+    *,
+    projection: SparseProjection,
+    tokenizer: ByteTokenizer,
+    tokenizer_folder: Path,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write ``model`` with the vocabulary of another tokenizer, as a folder of its own.
+
+    The process needs memory for the tensors of one file, and for one matrix of the old vocabulary.
+
+    Args:
+        model: Folder of a family that is read.
+        output: New, or empty; appears when it is complete.
+        projection: From the new vocabulary to the model's.
+        tokenizer: The new one; says the ids of control tokens.
+        tokenizer_folder: Its files, which are copied.
+
+    Raises:
+        CheckpointError: The model cannot be read, has fewer rows than its vocabulary has tokens, or
+            the output cannot be written.
+    """
+    check_target(output)
+    files = CheckpointFiles(model)
+    family, ids = family_of(files), _control_ids(tokenizer)
+    with TensorReader(files) as reader:
+        tensors = _NewTensors(files, reader, _vocabulary_names(family.architecture), projection)
+        write_checkpoint(
+            output,
+            config={**files.config, "vocab_size": projection.shape[0], **ids},
+            files=shards(tensors.plans(), max_shard_bytes=max_shard_bytes),
+            read=tensors.read,
+            write_others=lambda folder: _write_others(model, tokenizer_folder, folder, ids),
+        )
+
+
+class _NewTensors:
+    """Tensors of the new checkpoint; those of the vocabulary by the projection."""
+
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        reader: TensorReader,
+        of_vocabulary: frozenset[str],
+        projection: SparseProjection,
+    ) -> None:
+        self._stored, self._reader = files.tensors, reader
+        self._of_vocabulary, self._projection = of_vocabulary, projection
+        for name in sorted(of_vocabulary & self._stored.keys()):
+            stored = self._stored[name]
+            if stored.shape[0] < projection.vocab_sizes[1]:
+                raise CheckpointError(
+                    f"{name} has fewer rows than the model's tokenizer has ids",
+                    where=stored.file,
+                    got=stored.shape[0],
+                    expected=f"{projection.vocab_sizes[1]} or more",
+                )
+        for name, stored in self._stored.items():
+            if stored.dtype not in _DTYPES:
+                raise CheckpointError(
+                    f"{name} is of a dtype that is not read",
+                    where=stored.file,
+                    got=stored.dtype,
+                    expected=f"one of {', '.join(_DTYPES)}",
+                )
+
+    def plans(self) -> list[TensorPlan]:
+        """Every tensor, in the order of the files."""
+        height = self._projection.shape[0]
+        return [
+            TensorPlan(
+                name=name,
+                shape=(height, *stored.shape[1:]) if name in self._of_vocabulary else stored.shape,
+                dtype=_DTYPES[stored.dtype],
+            )
+            for name, stored in self._stored.items()
+        ]
+
+    def read(self, plans: list[TensorPlan]) -> dict[str, torch.Tensor]:
+        """Those of one file."""
+        found = {}
+        for plan in plans:
+            whole = self._reader.rows(plan.name, slice(None), None)
+            is_new = plan.name in self._of_vocabulary
+            found[plan.name] = projected_rows(self._projection, whole) if is_new else whole
+        return found
+
+
+def projected_rows(projection: SparseProjection, old: torch.Tensor) -> torch.Tensor:
+    """``P E`` [V', D] of an embedding or head ``old`` [V, D], in its dtype.
+
+    Equivalent: ``torch.from_numpy(projection.toarray()) @ old``, with the mean of ``old`` over the
+    vocabulary in rows that are empty.
+    """
+    new = torch.empty(projection.shape[0], old.shape[1], dtype=old.dtype)
+    mean = old[: projection.vocab_sizes[1]].mean(dim=0, dtype=torch.float32)
+    bounds = torch.from_numpy(projection.indptr.astype("int64"))
+    columns = torch.from_numpy(projection.indices.astype("int64"))
+    shares = torch.from_numpy(projection.values.astype("float32"))
+    for start in range(0, projection.shape[0], _ROWS):
+        counts = bounds[start : start + _ROWS + 1].diff()
+        entries = slice(int(bounds[start]), int(bounds[start + len(counts)]))
+        owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        block = torch.zeros(len(counts), old.shape[1])
+        block.index_add_(0, owner, old[columns[entries]].float() * shares[entries, None])
+        block[counts == 0] = mean
+        new[start : start + len(counts)] = block.to(old.dtype)
+    return new
+
+
+def _vocabulary_names(architecture: str) -> frozenset[str]:
+    """Tensors with a row for each token."""
+    return frozenset(
+        part.name
+        for rule in FAMILIES[architecture].rules
+        for part in rule.parts
+        if part.shape[0] == "vocabulary"
+    )
+
+
+def _control_ids(tokenizer: ByteTokenizer) -> dict[str, int | None]:
+    """Keys of ``config.json`` and of the generation config."""
+    return {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
+
+
+def _write_others(
+    model: Path, tokenizer_folder: Path, target: Path, ids: Mapping[str, Any]
+) -> None:
+    """The new tokenizer's files, and the old generation config with its ids."""
+    for name in TOKENIZER_FILES:
+        if (tokenizer_folder / name).is_file():
+            shutil.copyfile(tokenizer_folder / name, target / name)
+    generation = model / GENERATION_FILE
+    if generation.is_file():
+        values = {**read_json(generation), **ids}
+        text = json.dumps(values, indent=2, ensure_ascii=False)
+        (target / GENERATION_FILE).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,115 @@
+"""A model with another tokenizer has every weight but its vocabulary's, which are ``P E``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_ext.cli.main import main
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.huggingface.new_vocabulary import projected_rows
+from megatron_ext.projection import SparseProjection
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from tests.huggingface.tiny_models import save_model, save_tokenizer
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture(scope="module")
+def new_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Words of its own, and another order of control tokens."""
+    folder = tmp_path_factory.mktemp("new")
+    save_tokenizer(
+        folder,
+        text="a question of the weather and of other things",
+        control_tokens=["</s>", "<s>", "<pad>", "<extra>"],
+    )
+    return folder
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_vocabulary_is_projected_and_all_else_is_kept(
+    tmp_path: Path, new_tokenizer: Path, name: str
+) -> None:
+    old = save_model(name, tmp_path / "old", dtype=torch.bfloat16)
+    main(
+        ["projection", "embed", str(old), str(tmp_path / "new"), "--tokenizer", str(new_tokenizer)]
+    )
+    before, after = _tensors(old), _tensors(tmp_path / "new")
+    projection = _projection(new_tokenizer, old)
+    dense = np.zeros(projection.shape)
+    rows = np.repeat(np.arange(projection.shape[0]), np.diff(projection.indptr))
+    np.add.at(dense, (rows, projection.indices), projection.values)
+    assert after.keys() == before.keys()
+    for key, tensor in before.items():
+        if key not in (EMBEDDING, HEAD):
+            assert torch.equal(after[key], tensor), key
+            continue
+        expected = torch.from_numpy(dense) @ tensor[: projection.shape[1]].double()
+        expected[projection.empty_rows] = tensor[: projection.shape[1]].double().mean(0)
+        # A rounding to bf16.
+        torch.testing.assert_close(after[key].double(), expected, rtol=2**-8, atol=1e-6)
+        exact = np.flatnonzero(projection.is_exact_row)
+        assert len(exact) > 200
+        columns = projection.indices[projection.indptr[exact]]
+        assert torch.equal(after[key][exact], tensor[columns])
+    assert len(projection.empty_rows) == 1
+
+
+def test_transformers_loads_it_with_the_new_tokenizer(tmp_path: Path, new_tokenizer: Path) -> None:
+    old = save_model("qwen3", tmp_path / "old")
+    main(
+        ["projection", "embed", str(old), str(tmp_path / "new"), "--tokenizer", str(new_tokenizer)]
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    generation = json.loads((tmp_path / "new" / "generation_config.json").read_text())
+    assert model.config.vocab_size == len(tokenizer)
+    for values in (config, generation):
+        assert [values[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [1, 0, 2]
+    assert generation["max_new_tokens"] == 8
+    ids = torch.tensor([tokenizer("the weather")["input_ids"]])
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def test_the_mean_of_a_row_without_entries_leaves_padding_out() -> None:
+    projection = SparseProjection.from_entries(
+        np.array([0, 1, 1]), np.array([2, 0, 1]), np.array([1.0, 0.25, 0.75]), (3, 3)
+    )
+    old = torch.tensor([[1.0], [2.0], [6.0], [100.0]])
+    assert projected_rows(projection, old).tolist() == [[6.0], [1.75], [3.0]]
+
+
+def test_what_is_there_and_what_does_not_fit_is_refused(
+    tmp_path: Path, new_tokenizer: Path
+) -> None:
+    old = save_model("llama", tmp_path / "old")
+    words = ["projection", "embed", str(old), str(tmp_path / "new"), "--tokenizer"]
+    _projection(new_tokenizer, new_tokenizer).save(tmp_path / "other.safetensors")
+    with pytest.raises((MegatronExtError, SystemExit)):
+        main([*words, str(new_tokenizer), "--projection", str(tmp_path / "other.safetensors")])
+    with pytest.raises((MegatronExtError, SystemExit)):
+        main([*words, str(new_tokenizer / "tokenizer.json")])
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "kept").touch()
+    with pytest.raises((MegatronExtError, SystemExit)):
+        main([*words, str(new_tokenizer)])
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["kept"]
+
+
+def _projection(new: Path, old: Path) -> SparseProjection:
+    student, teacher = (
+        build_tokenizer(TokenizerConfig(model=str(folder))) for folder in (new, old)
+    )
+    return SparseProjection.from_tokenizers(student, teacher, top_k=32, decay=1.0)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
