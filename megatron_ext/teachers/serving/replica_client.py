@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from megatron_ext.errors import DistributedError
+from megatron_ext.teachers.serving.channels.offers import CHANNELS, TCP
+from megatron_ext.teachers.serving.channels.ring import OpenSegments
 from megatron_ext.teachers.serving.frames import Frame
-from megatron_ext.teachers.serving.payload import Fields, fields_of
-from megatron_ext.teachers.serving.protocol import ANSWER, BYE, ERROR, HEAD
+from megatron_ext.teachers.serving.payload import Fields, fields_of, payload_size
+from megatron_ext.teachers.serving.protocol import ANSWER, BYE, ERROR, HEAD, RETURNED
 from megatron_ext.teachers.serving.request import Request
 from megatron_ext.teachers.serving.wire import Wire
 from megatron_ext.teachers.targets.form import TargetForm
@@ -31,6 +33,7 @@ class ReplicaClient:
         name: Of the teacher.
         address: Of the server.
         device: Where the answers will be needed.
+        channel: What ``choose`` found.
         timeout_s: How long nothing may arrive, heartbeats included, while an answer is waited for.
         why_gone: Tells what became of the server's process, where that is known.
     """
@@ -43,6 +46,7 @@ class ReplicaClient:
         address: str,
         form: TargetForm,
         device: torch.device,
+        channel: str,
         timeout_s: float,
         why_gone: Callable[[], str | None],
     ) -> None:
@@ -50,7 +54,8 @@ class ReplicaClient:
         self._name = name
         self._address = address
         self._form = form
-        self._is_pinned = device.type == "cuda"
+        self._device = device
+        self._segments = OpenSegments(CHANNELS[channel], device) if channel != TCP else None
         self._timeout_s = timeout_s
         self._why_gone = why_gone
         self._shapes: dict[int, list[tuple[int, ...]]] = {}
@@ -59,13 +64,14 @@ class ReplicaClient:
         self._failure: str | None = None
         self._changed = threading.Condition()
         self.received_tokens = 0
+        self._shared_bytes = 0
         self._thread = threading.Thread(target=self._read, name=f"teacher {name}", daemon=True)
         self._thread.start()
 
     @property
     def received_bytes(self) -> int:
-        """All that has arrived."""
-        return self._wire.received_bytes
+        """All that has arrived, by whichever channel."""
+        return self._wire.received_bytes + self._shared_bytes
 
     def ask(self, number: int, rows: Sequence[TokenRows]) -> None:
         """Send a request; its answer is read while the caller does other things.
@@ -163,15 +169,48 @@ class ReplicaClient:
     def _answered(self, frame: Frame) -> None:
         number = int(frame.values["number"])
         shapes = self._shapes.pop(number)
+        payloads = (
+            frame.tensors.values()
+            if self._segments is None
+            else self._copied(self._segments, frame.values["segment"], shapes)
+        )
         found = [
             fields_of(payload, self._form, shape)
-            for payload, shape in zip(frame.tensors.values(), shapes, strict=True)
+            for payload, shape in zip(payloads, shapes, strict=True)
         ]
         with self._changed:
             self._answers[number] = found
             self.received_tokens += sum(rows * length for rows, length in shapes)
             self._changed.notify_all()
 
+    def _copied(
+        self,
+        segments: OpenSegments,
+        segment: Mapping[str, Any],
+        shapes: Sequence[Sequence[int]],
+    ) -> list[torch.Tensor]:
+        """Payloads out of shared memory, which the server gets back at once."""
+        number = int(segment["number"])
+        memory = segments.memory(number, segment)
+        payloads, start = [], 0
+        for shape in shapes:
+            size = payload_size(self._form, shape)
+            on_device = memory.device.type == "cuda"
+            payload = (
+                torch.empty(size, dtype=torch.uint8, device=self._device)
+                if on_device
+                else self._allocate(size)
+            )
+            payloads.append(payload.copy_(memory[start : start + size]))
+            start += size
+        if memory.device.type == "cuda":
+            for device in {memory.device, self._device}:
+                torch.cuda.current_stream(device).synchronize()
+        self._shared_bytes += start
+        self._wire.send(Frame(RETURNED, {"segment": number}, {}))
+        return payloads
+
     def _allocate(self, size: int) -> torch.Tensor:
         # What is in page-locked memory goes to the device while other things are computed.
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
+        is_pinned = self._device.type == "cuda"
+        return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)

@@ -8,14 +8,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from queue import SimpleQueue
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from megatron_ext.errors import DistributedError
+from megatron_ext.teachers.serving.channels.offers import CHANNELS, ChannelOffers
+from megatron_ext.teachers.serving.channels.ring import SegmentRing
 from megatron_ext.teachers.serving.frames import Frame
 from megatron_ext.teachers.serving.hello import Hello
-from megatron_ext.teachers.serving.protocol import ANSWER, BYE, ERROR, HELLO, READY
+from megatron_ext.teachers.serving.protocol import (
+    ANSWER,
+    BYE,
+    ERROR,
+    HELLO,
+    READY,
+    RETURNED,
+)
 from megatron_ext.teachers.serving.wire import Wire
 
 
@@ -34,6 +43,7 @@ class ServedClient:
     Args:
         connected: Just accepted.
         hello: What it is told first.
+        device: Of the server.
         timeout_s: How long it may take to greet, and leave an answer unread.
     """
 
@@ -42,20 +52,33 @@ class ServedClient:
         connected: socket.socket,
         *,
         hello: Hello,
+        device: torch.device,
         authkey: bytes,
         events: SimpleQueue[Event],
         timeout_s: float,
     ) -> None:
         self._wire = Wire(connected, timeout_s=timeout_s)
         self._hello = hello
+        self._device = device
+        self._timeout_s = timeout_s
+        self._ring: SegmentRing | None = None
         self._authkey = authkey
         self._events = events
         threading.Thread(target=self._run, name="student", daemon=True).start()
 
     def answer(self, number: int, payloads: Sequence[torch.Tensor]) -> None:
         """Send targets, uint8 each; nothing where the student is gone."""
-        tensors = {str(index): payload.cpu() for index, payload in enumerate(payloads)}
-        self.say(Frame(ANSWER, {"number": number}, tensors))
+        values: dict[str, Any] = {"number": number}
+        if self._ring is None:
+            tensors = {str(index): payload.cpu() for index, payload in enumerate(payloads)}
+            self.say(Frame(ANSWER, values, tensors))
+            return
+        try:
+            values["segment"] = self._written(payloads, self._ring)
+        except OSError as error:
+            self.fail(error)
+            return
+        self.say(Frame(ANSWER, values, {}))
 
     def say(self, frame: Frame) -> None:
         """Send a frame; nothing where the student is gone."""
@@ -77,23 +100,20 @@ class ServedClient:
         with suppress(OSError):
             self._wire.beat()
 
-    def close(self) -> None:
-        """End the connection."""
-        self._wire.close()
-
     def _run(self) -> None:
         has_joined = False
         try:
             self._wire.greet(self._authkey, is_server=True)
-            self._wire.send(Frame(HELLO, self._hello.values(), {}))
-            # One that means another teacher leaves here.
-            if self._wire.receive().kind != READY:
+            if not self._is_meant():
                 return
             self._wire.wait_without_limit()
             has_joined = True
             self._events.put(Event(self, "joined"))
             while (frame := self._wire.receive()).kind != BYE:
-                self._events.put(Event(self, "asked", frame))
+                if frame.kind != RETURNED:
+                    self._events.put(Event(self, "asked", frame))
+                elif self._ring is not None:
+                    self._ring.give_back(int(frame.values["segment"]))
         except DistributedError as error:
             self.fail(error)
         except (AuthenticationError, EOFError, OSError):
@@ -101,5 +121,32 @@ class ServedClient:
             pass
         finally:
             self._wire.close()
+            if self._ring is not None:
+                self._ring.close()
             if has_joined:
                 self._events.put(Event(self, "left"))
+
+    def _is_meant(self) -> bool:
+        """Say hello; whether the student means this teacher, and through which channel."""
+        offers = ChannelOffers(self._hello.form, self._device)
+        self._wire.send(Frame(HELLO, {**self._hello.values(), "channels": offers.values}, {}))
+        ready = self._wire.receive()
+        channel = CHANNELS.get(str(ready.values.get("channel")))
+        if channel is not None:
+            self._ring = SegmentRing(channel, self._device, timeout_s=self._timeout_s)
+        return ready.kind == READY
+
+    def _written(self, payloads: Sequence[torch.Tensor], ring: SegmentRing) -> dict[str, Any]:
+        """Write an answer to a segment; what the student needs to read it."""
+        number, segment = ring.take(sum(payload.numel() for payload in payloads))
+        start = 0
+        for payload in payloads:
+            segment.memory[start : start + payload.numel()].copy_(payload)
+            start += payload.numel()
+        if segment.memory.device.type == "cuda":
+            torch.cuda.current_stream(segment.memory.device).synchronize()
+        return {
+            "number": number,
+            "numbers": ring.numbers,
+            "description": dict(segment.description),
+        }

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from megatron_ext.errors import ConfigError, DistributedError
+from megatron_ext.teachers.serving.channels.offers import choose
 from megatron_ext.teachers.serving.frames import Frame
 from megatron_ext.teachers.serving.hello import Hello
 from megatron_ext.teachers.serving.listener import split_address
@@ -140,9 +141,11 @@ def connect(
         for address in addresses:
             wire = _greeted(address, authkey, name, deadline, timeout.total_seconds(), why_gone)
             try:
-                hello = Hello.of(wire.receive().values, where=address)
+                values = wire.receive().values
+                hello = Hello.of(values, where=address)
                 hello.check(form=form, identity=identity, name=name, where=address)
-                wire.send(Frame(READY, {}, {}))
+                channel = choose(values["channels"], device)
+                wire.send(Frame(READY, {"channel": channel}, {}))
                 wire.wait_without_limit()
             except BaseException as error:
                 wire.close()
@@ -156,6 +159,7 @@ def connect(
                     address=address,
                     form=form,
                     device=device,
+                    channel=channel,
                     timeout_s=timeout.total_seconds(),
                     why_gone=why_gone,
                 )

@@ -214,6 +214,7 @@ class TeacherServer:
         ServedClient(
             connected,
             hello=self._hello,
+            device=self._ranks.device,
             authkey=listener.authkey,
             events=self._events,
             timeout_s=self._timeout_s,
