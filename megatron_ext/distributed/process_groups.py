@@ -34,6 +34,9 @@ class ProcessGroups:
     dp_cp: dist.ProcessGroup
     """Replicas and the context-parallel ranks of each together: who gradients are summed over."""
 
+    tp_cp: dist.ProcessGroup
+    """Ranks of one stage that read the same sequences, wholly or a part each."""
+
     device: torch.device
 
     @classmethod
@@ -47,6 +50,7 @@ class ProcessGroups:
             dp=parallel_state.get_data_parallel_group(),
             cp=parallel_state.get_context_parallel_group(),
             dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            tp_cp=parallel_state.get_tensor_and_context_parallel_group(),
             device=device,
         )
 
