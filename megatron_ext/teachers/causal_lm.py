@@ -1,0 +1,225 @@
+"""A causal language model of transformers, and what its head is.
+
+N texts, L tokens, D hidden, V rows of the head.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
+
+_PROBED_LOGIT: Final = 1000.0
+"""Size of the logits of the probe, at which any cap of logits shows."""
+
+_PROBE_TOLERANCE: Final = {torch.float32: 1e-4}
+"""Of rounding, relative to the largest; of the shorter types ``_SHORT_TOLERANCE``."""
+
+_SHORT_TOLERANCE: Final = 2e-2
+
+_LOADING_ERRORS: Final = (
+    OSError,
+    ValueError,
+    KeyError,
+    AttributeError,
+    TypeError,
+    ImportError,
+    RuntimeError,
+)
+"""What transformers raises where it cannot read a folder or has no such model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CausalLM:
+    """One model, frozen, whole on its device."""
+
+    module: nn.Module
+    """All of it, or all but the head."""
+
+    kind: Literal["hidden", "logits"]
+    """What it returns: ``hidden`` where logits are ``hidden @ head.T``."""
+
+    width: int
+    """D, or V."""
+
+    dtype: torch.dtype
+
+    head: torch.Tensor | None = None
+    """[V, D], for ``hidden``."""
+
+    scale: float = 1.0
+    """What hidden states are multiplied by: some architectures scale logits."""
+
+    def __call__(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """[N, L, width] of ``tokens`` [N, L], each row a text that begins at position 0.
+
+        Args:
+            mask: [N, L] int64, 0 behind the end of a text; None where all are as long.
+        """
+        output = self.module(input_ids=tokens, attention_mask=mask, use_cache=False)
+        if self.kind == "logits":
+            return output.logits.to(self.dtype)  # type: ignore[no-any-return]
+        hidden: torch.Tensor = output.last_hidden_state.to(self.dtype)
+        return hidden if self.scale == 1.0 else hidden * self.scale
+
+
+def load_causal_lm(folder: Path, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Load a folder with ``config.json`` and safetensors files, of any model of transformers.
+
+    Nothing in the folder is run. Attention is torch's scaled dot product, but in models that cap
+    its scores, which that does not.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        CheckpointError: It cannot be loaded, or weights are missing.
+    """
+    _ = CheckpointFiles(folder).tensors
+    transformers = import_transformers()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            **_attention(config),
+        )
+    except _LOADING_ERRORS as error:
+        raise CheckpointError(
+            "transformers cannot load the model",
+            where=folder,
+            got=(str(error).strip().splitlines() or [type(error).__name__])[0][:300],
+        ) from error
+    for what in ("missing_keys", "mismatched_keys"):
+        if loaded.get(what):
+            raise CheckpointError(
+                "the checkpoint has not all weights of its model",
+                where=folder,
+                got=f"{what.replace('_', ' ')}: {sorted(map(str, loaded[what]))[0]}",
+                fix="download it again",
+            )
+    return frozen_causal_lm(model.to(device), dtype=dtype)
+
+
+def import_transformers() -> Any:
+    """The library.
+
+    Raises:
+        ConfigError: It is not installed, or too old.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            "a teacher with library huggingface needs transformers",
+            got=str(error),
+            fix='install it: pip install "transformers>=4.56"',
+        ) from error
+    return transformers
+
+
+def frozen_causal_lm(model: Any, *, dtype: torch.dtype) -> CausalLM:
+    """A loaded model, without its head where that is a plain matrix, which a probe finds out."""
+    model = model.requires_grad_(False).eval()
+    with torch.no_grad():
+        scale = _scale_of_plain_head(model, dtype)
+        if scale is None:
+            return CausalLM(module=model, kind="logits", width=_logit_count(model), dtype=dtype)
+    head = model.get_output_embeddings().weight
+    return CausalLM(
+        module=model.base_model,
+        kind="hidden",
+        width=head.shape[1],
+        dtype=dtype,
+        head=head,
+        scale=scale,
+    )
+
+
+def _attention(config: Any) -> dict[str, str]:
+    """The implementation to ask for; none where transformers' own choice computes the model."""
+    text = config.get_text_config()
+    is_capped = getattr(text, "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if is_capped else {}
+
+
+def _logit_count(model: Any) -> int:
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    return int(model(input_ids=tokens, use_cache=False).logits.shape[-1])
+
+
+def _scale_of_plain_head(model: Any, dtype: torch.dtype) -> float | None:
+    """``s`` where logits are ``s * hidden @ weight.T`` of the output embeddings; None elsewhere.
+
+    The hidden states of the probe are random and put in place of the model's: logits of 0 would
+    show a bias, and large ones a cap or any other function of them.
+    """
+    embeddings = model.get_output_embeddings()
+    weight = getattr(embeddings, "weight", None)
+    base = model.base_model
+    if base is model or weight is None or weight.ndim != 2:
+        return None
+    logits_of = _Probe(model, base)
+    own = logits_of(None)
+    if own is None or own.shape[-1] != weight.shape[1]:
+        return None
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(own.shape, generator=draw).to(device=own.device, dtype=own.dtype)
+    hidden = hidden * (_PROBED_LOGIT / functional.linear(hidden, weight).std())
+    at_zero, found = logits_of(torch.zeros_like(hidden)), logits_of(hidden)
+    plain = functional.linear(hidden, weight).float()
+    if at_zero is None or found is None or found.shape != plain.shape or bool(at_zero.any()):
+        return None
+    scale = float((found.float() * plain).sum() / plain.square().sum())
+    difference = (found.float() - scale * plain).abs().max()
+    tolerance = _PROBE_TOLERANCE.get(dtype, _SHORT_TOLERANCE)
+    if not difference <= tolerance * (scale * plain).abs().max():
+        return None
+    return 1.0 if abs(scale - 1) < 1e-3 else scale
+
+
+class _Probe:
+    """What a model makes of hidden states that are not its own."""
+
+    def __init__(self, model: Any, base: Any) -> None:
+        self._model, self._base = model, base
+
+    def __call__(self, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """Logits [1, 4, V] of hidden states; the model's own hidden states [1, 4, D] for None.
+
+        None where the model has no such output.
+        """
+        seen: list[torch.Tensor] = []
+
+        def replace(module: nn.Module, arguments: Any, output: Any) -> Any:
+            own = getattr(output, "last_hidden_state", None)
+            if own is None:
+                return output
+            seen.append(own)
+            if hidden is not None:
+                output.last_hidden_state = hidden
+            return output
+
+        hook = self._base.register_forward_hook(replace)
+        tokens = torch.zeros(1, 4, dtype=torch.int64, device=self._model.device)
+        try:
+            logits: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
+        finally:
+            hook.remove()
+        if not seen:
+            return None
+        return seen[0] if hidden is None else logits

@@ -1,0 +1,147 @@
+"""A HuggingFace teacher on the student's ranks. B rows, T positions, S those of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from megatron_ext.distributed.context_rank import ContextRank
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.teachers.base import TokenInputs
+from megatron_ext.teachers.causal_lm import CausalLM
+from megatron_ext.teachers.packed_texts import device_tensor, text_batches
+from megatron_ext.teachers.token_rows import TokenRows
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class HuggingFaceTeacher:
+    """Runs a whole model on each rank, over the texts of packed rows one by one.
+
+    Transformers builds masks of its own, windows included, from which positions of a row are of its
+    text. So texts that share a row are taken apart, run as rows of their own, and put back.
+
+    Ranks that share rows deal the microbatches out among themselves; each keeps its own part of the
+    positions and of the vocabulary.
+
+    Args:
+        model: Whole on this rank; the same on every rank of ``group``.
+        shard: This rank's columns of the teacher's vocabulary.
+        group: Tensor- and context-parallel: the ranks that share rows; None for one alone.
+        context: Whose part of the rows this rank reads; None for whole ones.
+        keeps_head: Have head rows of its own, not a view of the model's weights.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        shard: VocabShard,
+        group: ProcessGroup | None = None,
+        context: ContextRank | None = None,
+        keeps_head: bool = False,
+    ) -> None:
+        self.head_weight = _head_rows(model, shard, is_own=keeps_head)
+        """[Vp, D]; None where targets are logits."""
+        # A head that is not tied is no longer needed whole.
+        self._model = replace(model, head=None)
+        self._shard = shard
+        self._group = group
+        self._size = 1 if group is None else dist.get_world_size(group)
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._context = context
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, without a head of its own where targets are hidden states."""
+        return self._model.module
+
+    @torch.no_grad()
+    def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
+        """Targets of each microbatch; see ``Teacher``. Zero where a text predicts nothing.
+
+        Collectives: one broadcast over ``group`` for each microbatch.
+        """
+        rows = [_whole_rows(batch) for batch in microbatches]
+        device = microbatches[0].tokens.device
+        # All own ones first: a broadcast waits for who computes.
+        own = {i: self._predict(rows[i], device) for i in range(self._rank, len(rows), self._size)}
+        found = []
+        for i, its in enumerate(rows):
+            values = own.pop(i) if i in own else self._zeros(its, device)
+            if self._group is not None and self._size > 1:
+                source = dist.get_global_rank(self._group, i % self._size)
+                dist.broadcast(values, src=source, group=self._group)
+            found.append(self._targets(values))
+        return found
+
+    def _targets(self, values: torch.Tensor) -> TeacherTargets:
+        """This rank's part of what is known of whole rows, [B, T, D] or [B, T, V]."""
+        if self._context is not None:
+            values = self._context.cut(values)
+        if self.head_weight is not None:
+            return TeacherTargets(
+                kind="hidden", shard=self._shard, hidden=values, head_weight=self.head_weight
+            )
+        columns = values[..., self._shard.start : self._shard.stop]
+        missing = self._shard.width - columns.shape[-1]
+        logits = functional.pad(columns, (0, missing)) if missing else columns.contiguous()
+        return TeacherTargets(kind="logits", shard=self._shard, logits=logits)
+
+    def _predict(self, rows: TokenRows, device: torch.device) -> torch.Tensor:
+        """[B, T, width]"""
+        tokens = rows.tokens.numpy().ravel()
+        found = self._zeros(rows, device)
+        for batch in text_batches(rows):
+            ids = device_tensor(tokens[batch.places], device)
+            mask = batch.mask()
+            if mask is None:
+                output, places = self._model(ids, None).flatten(0, 1), batch.places.ravel()
+            else:
+                output = self._model(ids, device_tensor(mask.astype(np.int64), device))
+                inside = device_tensor(np.flatnonzero(mask), device)
+                output, places = output.flatten(0, 1)[inside], batch.places[mask]
+            found.flatten(0, 1).index_copy_(0, device_tensor(places, device), output)
+        return found
+
+    def _zeros(self, rows: TokenRows, device: torch.device) -> torch.Tensor:
+        shape = (*rows.tokens.shape, self._model.width)
+        return torch.zeros(shape, dtype=self._model.dtype, device=device)
+
+
+class StageWithoutTeacher:
+    """A HuggingFace teacher on a pipeline stage before the last, which has nothing of it."""
+
+    head_weight: None = None
+
+    def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
+        """None at all."""
+        return []
+
+
+def _whole_rows(batch: TokenInputs) -> TokenRows:
+    assert batch.rows is not None, "a run keeps whole rows on the host"
+    return batch.rows
+
+
+def _head_rows(model: CausalLM, shard: VocabShard, *, is_own: bool) -> torch.Tensor | None:
+    """[Vp, D] of a shard, filled up with zeros; None where the head is no plain matrix."""
+    head = model.head
+    if head is None:
+        return None
+    rows = head[shard.start : shard.stop]
+    missing = shard.width - len(rows)
+    if missing:
+        return functional.pad(rows, (0, 0, 0, missing))
+    is_tied = any(parameter is head for parameter in model.module.parameters())
+    is_part = len(rows) < len(head)
+    return rows.clone() if is_own or (is_part and not is_tied) else rows
