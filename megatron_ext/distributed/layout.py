@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 
+from megatron_ext.distributed import roles
 from megatron_ext.errors import ConfigError
 
 
 def launched_processes() -> int:
-    """Number of processes that torchrun started; one without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Number of processes that torchrun started, of this one's role; one without it."""
+    role = roles.current()
+    return role.size if role is not None else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def data_parallel_size(

@@ -6,10 +6,16 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
+from megatron_ext.distributed import roles
 from megatron_ext.distributed.layout import data_parallel_size, launched_processes
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
@@ -192,6 +198,26 @@ def initialize(
     return ProcessGroups.from_megatron(device)
 
 
+class LaunchPlace(NamedTuple):
+    """This process among all of its launch, whatever their roles."""
+
+    store: Store
+    """Where all meet, by a connection of its own: another thread may wait on another."""
+
+    rank: int
+    world_size: int
+
+
+def launch_place() -> LaunchPlace:
+    """Of a process that has joined its default group."""
+    role = roles.current()
+    if role is None:
+        store = _get_default_store()
+        return LaunchPlace(_connection(store), dist.get_rank(), dist.get_world_size())
+    store = _launch_store()
+    return LaunchPlace(_connection(store), role.launch_rank, role.launched)
+
+
 def finalize() -> None:
     """Leave the process group; safe to call when none was joined."""
     if not dist.is_initialized():
@@ -215,11 +241,33 @@ def _local_device() -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+@cache
+def _launch_store() -> Store:
+    """The store that torchrun, or the environment, describes."""
+    store: Store = next(rendezvous("env://"))[0]
+    return store
+
+
+def _connection(store: Store) -> Store:
+    """Another connection to the same store."""
+    clone: Store = store.clone()  # type: ignore[attr-defined]
+    return clone
+
+
 def _join(device: torch.device, world_size: int, timeout: timedelta) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
+    if (role := roles.current()) is not None:
+        # A world of its own: rank 0 to size - 1, whichever ranks of the launch these are.
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(role.prefix, _launch_store()),
+            rank=role.rank,
+            world_size=role.size,
+            timeout=timeout,
+        )
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(

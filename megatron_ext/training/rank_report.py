@@ -76,6 +76,12 @@ class RankBoard:
         return RankState(**values)
 
 
+def first_line(error: BaseException) -> str:
+    """What kind of error, and the first line of what it says."""
+    text = (str(error).splitlines() or [""])[0][:300]
+    return f"{type(error).__name__}: {text}"
+
+
 def _line(old: RankState | None, new: RankState | None) -> str:
     if new is None:
         return "has not started"

@@ -22,11 +22,11 @@ from types import FrameType, TracebackType
 from typing import Final
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron_ext.distributed import process_groups
 from megatron_ext.errors import DistributedError, MegatronExtError
 from megatron_ext.training import rank_phase
-from megatron_ext.training.rank_report import HEARTBEAT_S, RankBoard, RankState
+from megatron_ext.training.rank_report import HEARTBEAT_S, RankBoard, RankState, first_line
 
 GRACE: Final = timedelta(minutes=1)
 """How much longer collectives wait than the watchdog, so that it speaks first."""
@@ -50,12 +50,9 @@ class Watchdog:
     ) -> None:
         self._timeout_s = timeout.total_seconds()
         self._end = end or _end_process
-        self._board = RankBoard(
-            # A connection of its own: one on which the main thread waits would keep it waiting.
-            _get_default_store().clone(),  # type: ignore[attr-defined]
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-        )
+        # All ranks of the launch: who waits for a teacher's ranks wants to see them, too.
+        place = process_groups.launch_place()
+        self._board = RankBoard(place.store, rank=place.rank, world_size=place.world_size)
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -82,7 +79,7 @@ class Watchdog:
         if not _is_communication(error):
             self._stop()
             with suppress(*_STORE_ERRORS):
-                self._board.write(self._state(error=_first_line(error)))
+                self._board.write(self._state(error=first_line(error)))
             return
         # The thread goes on for the report: this rank, too, must be seen to live.
         report = self._report()
@@ -180,11 +177,6 @@ def _place(thread: int | None) -> str:
 def _name(frame: FrameType) -> str:
     code = frame.f_code
     return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
-
-
-def _first_line(error: BaseException) -> str:
-    text = (str(error).splitlines() or [""])[0][:300]
-    return f"{type(error).__name__}: {text}"
 
 
 def _end_process(error: DistributedError) -> None:

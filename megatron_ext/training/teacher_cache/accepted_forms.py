@@ -1,9 +1,9 @@
-"""Which cached targets an objective can learn from, told before a run starts."""
+"""Which targets, cached or from elsewhere, an objective can use, told before a run starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses import (
@@ -14,10 +14,9 @@ from megatron_ext.losses import (
     StrictTopKLoss,
     VocabKLLoss,
 )
-from megatron_ext.teachers.targets.form import FormKind
+from megatron_ext.teachers.targets.form import FormKind, TargetForm
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.objective import projector_start
-from megatron_ext.training.teacher_cache.files.manifest import Manifest
 
 _FORMS: Final[Mapping[type, tuple[FormKind, ...]]] = {
     AlmLoss: ("label", "hidden"),
@@ -38,52 +37,62 @@ def accepted_forms(objective: Objective) -> tuple[FormKind, ...]:
     return forms
 
 
-def check_cached_targets(
+def check_targets(
     config: DistillConfig,
     name: str,
     objective: Objective,
-    manifest: Manifest,
+    form: TargetForm,
+    *,
+    key: Literal["cache", "serving.targets"],
 ) -> None:
-    """Check that what a teacher's cache keeps is what the run reads.
+    """Check that what a cache keeps of a teacher, or one elsewhere sends, is what the run reads.
+
+    Args:
+        key: Of the teacher's section that the form is of.
 
     Raises:
         ConfigError: The objective, or how teachers are combined, needs more.
     """
-    loss, kind = config.loss, manifest.form.kind
+    loss, kind = config.loss, form.kind
     its = config.named_teachers[name]
-    where, own = f"{config.section_of(name)}.cache", loss.of_teacher(its)
+    where, own = f"{config.section_of(name)}.{key}", loss.of_teacher(its)
     forms = accepted_forms(objective)
+    is_cache = key == "cache"
+    cached = "cached targets" if is_cache else "targets from elsewhere"
     if kind not in forms:
         at = "" if kind not in _FORMS.get(type(objective), ()) else " at its temperature"
         raise ConfigError(
-            f"the objective {own.objective} cannot use cached targets of this form{at}",
+            f"the objective {own.objective} cannot use {cached} of this form{at}",
             where=where,
-            got=str(manifest.form),
+            got=str(form),
             expected=" or ".join(forms),
-            fix="cache the teacher in that form, or take another objective, see docs/teachers.md",
+            fix=("cache the teacher" if is_cache else "have it send targets")
+            + " in that form, or take another objective, see docs/teachers.md",
         )
     if isinstance(objective, DskdLoss) and projector_start(own) == "heads":
         raise ConfigError(
             "projectors that start from the heads need the teacher's model",
             where=where,
-            got="a cache",
-            fix="set the option projectors to random, or leave the cache out",
+            got="a cache" if is_cache else f"placement {its.placement}",
+            fix="set the option projectors to random, or "
+            + ("leave the cache out" if is_cache else "place the teacher on the student's ranks"),
         )
     combined = {
         "loss.teacher_mode": (loss.teacher_mode, "sum"),
         "loss.teacher_weights": (loss.teacher_weights, "static"),
     }
-    for key, (value, plain) in combined.items():
+    for combining, (value, plain) in combined.items():
         if value != plain and kind != "hidden":
+            of_what = "which this cache does not have" if is_cache else "which it does not send"
             raise ConfigError(
-                f"{key} {value} reads the teacher's logits, which this cache does not have",
+                f"{combining} {value} reads the teacher's logits, {of_what}",
                 where=where,
-                got=str(manifest.form),
+                got=str(form),
                 expected="hidden",
             )
     if config.training.vocabulary_layout != "original":
         raise ConfigError(
-            "cached targets are in the order of the ids",
+            f"{cached} are in the order of the ids",
             where=where,
             got=f"training.vocabulary_layout {config.training.vocabulary_layout}",
             expected="original",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.loss_check import teacher_objective
-from megatron_ext.training.teacher_cache.accepted_forms import check_cached_targets
+from megatron_ext.training.teacher_cache.accepted_forms import check_targets
 from megatron_ext.training.teacher_cache.files.target_cache import TargetCache
 from megatron_ext.training.teacher_cache.identity import WEIGHTS, cache_identity
 
@@ -22,6 +22,7 @@ def check_caches(config: DistillConfig, inputs: Inputs) -> None:
             continue
         cache = TargetCache(teacher.cache)
         manifest = cache.manifest
-        check_cached_targets(config, name, teacher_objective(config, name), manifest)
+        objective = teacher_objective(config, name)
+        check_targets(config, name, objective, manifest.form, key="cache")
         weights = {WEIGHTS: manifest.identity[WEIGHTS]}
         manifest.check_same(cache_identity(config, inputs, name) | weights, cache.folder)

@@ -18,7 +18,7 @@ from megatron_ext.training.inputs import Inputs
 WEIGHTS: Final = "teacher weights"
 """Key of the identity whose value takes reading a checkpoint."""
 
-_WITHOUT_INFLUENCE: Final = ("hf", "seq_length", "make_vocab_size_divisible_by", "init_method_std")
+WITHOUT_INFLUENCE: Final = ("hf", "seq_length", "make_vocab_size_divisible_by", "init_method_std")
 """Keys of a model that change none of its predictions for tokens that fit its rows."""
 
 
@@ -32,7 +32,7 @@ def cache_identity(config: DistillConfig, inputs: Inputs, teacher: str) -> dict[
     model = {
         key: value
         for key, value in dataclasses.asdict(its.model).items()
-        if key not in _WITHOUT_INFLUENCE
+        if key not in WITHOUT_INFLUENCE
     }
     others = {name: inputs.teachers[name].tokenizer for name in inputs.teachers if name != teacher}
     cut_by = [inputs.tokenizer, *others.values()]

@@ -1,0 +1,1 @@
+"""Teachers of a run in other processes: their ranks, processes and servers, and reaching them."""
