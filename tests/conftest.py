@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -15,3 +17,18 @@ if not torch.cuda.is_available():
 settings.register_profile("suite", max_examples=40, deadline=None)
 settings.register_profile("everything", max_examples=400, deadline=None)
 settings.load_profile("everything" if os.environ.get("MEGATRON_EXT_ALL_TEXT") else "suite")
+
+_LONG: Final = ("training", "evaluation", "huggingface", "teachers", "examples", "cli", "ops")
+"""Folders of files that take long, first of all those that start processes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes long: no worker is left with a long file when the others are done."""
+    ranks = {name: rank for rank, name in enumerate(_LONG)}
+    tests = __file__.removesuffix("conftest.py")
+
+    def rank(item: pytest.Item) -> int:
+        folder = str(item.path).removeprefix(tests).partition(os.sep)[0]
+        return ranks.get(folder, len(ranks))
+
+    items.sort(key=rank)

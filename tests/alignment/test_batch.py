@@ -5,7 +5,6 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from byte_end_strategies import pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from megatron_ext.alignment.batch import AlignmentBatch, pack_alignments, pad_al
 from megatron_ext.alignment.chunk_marks import BEGINS, INSIDE, OUTSIDE, without_chunks
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
+from tests.alignment.byte_end_strategies import pairs
 
 
 def slow_batch(chunk_ids, student_length, teacher_length, masks):

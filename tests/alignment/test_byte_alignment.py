@@ -5,14 +5,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from brute_force import brute_force_chunks, chunks_of
-from byte_end_strategies import byte_ends, ends_of, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.alignment import Alignment, ChunkClass, align_byte_ends, byte_alignment
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
+from tests.alignment.brute_force import brute_force_chunks, chunks_of
+from tests.alignment.byte_end_strategies import byte_ends, ends_of, pairs
 
 
 @given(pairs())

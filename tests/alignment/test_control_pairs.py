@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from byte_end_strategies import ends_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from megatron_ext.alignment.control_pairs import (
     stand_for_the_same,
 )
 from megatron_ext.constants import NO_CHUNK
+from tests.alignment.byte_end_strategies import ends_of
 
 
 class Vocabulary:

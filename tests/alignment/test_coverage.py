@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from byte_end_strategies import ends_of, pairs
 from hypothesis import given, settings
 
 from megatron_ext.alignment import ChunkCounts, align_byte_ends
+from tests.alignment.byte_end_strategies import ends_of, pairs
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import unicodedata
 
 import numpy as np
 import pytest
-from shared_text import needs_shared, published
 
 from megatron_ext.alignment import BridgedAlignment, TokenAligner
 from megatron_ext.errors import AlignmentError
 from megatron_ext.tokenizers import MegatronTokenizerText
+from tests.alignment.shared_text import needs_shared, published
 
 DECOMPOSED = unicodedata.normalize("NFD", "Café Ångström naïve, déjà vu; ein Überblick.")
 HINDI = "काग\u095bी क\u093cलम और फ\u093cाइल की सूची"

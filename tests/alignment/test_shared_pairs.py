@@ -11,10 +11,16 @@ from itertools import accumulate, permutations
 
 import numpy as np
 import pytest
-from shared_text import ALL_TEXT, LIBRARY_OF, needs_shared, published, published_texts
 
 from megatron_ext.alignment import TokenAligner
 from megatron_ext.errors import TokenizerError
+from tests.alignment.shared_text import (
+    ALL_TEXT,
+    LIBRARY_OF,
+    needs_shared,
+    published,
+    published_texts,
+)
 
 pytestmark = needs_shared
 

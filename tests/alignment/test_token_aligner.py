@@ -5,13 +5,13 @@ import sys
 
 import numpy as np
 import pytest
-from brute_force import brute_force_chunks, chunks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.alignment import TokenAligner, align_byte_ends
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
+from tests.alignment.brute_force import brute_force_chunks, chunks_of
 
 any_text = settings(deadline=None, max_examples=150)
 texts = st.one_of(

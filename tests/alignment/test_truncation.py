@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from byte_end_strategies import ends_of, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.alignment import AlignedTokens, Tokens, align_byte_ends, truncate
 from megatron_ext.errors import AlignmentError
+from tests.alignment.byte_end_strategies import ends_of, pairs
 
 lengths = st.one_of(st.none(), st.integers(1, 12))
 

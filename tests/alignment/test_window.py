@@ -5,12 +5,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from byte_end_strategies import byte_ends, ends_of, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.alignment import Windows, align_byte_ends, byte_alignment, cut_windows
 from megatron_ext.errors import AlignmentError
+from tests.alignment.byte_end_strategies import byte_ends, ends_of, pairs
 
 budgets = st.tuples(st.integers(1, 6), st.integers(1, 6))
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from library_tokenizers import library_tokenizer
 
 from megatron_ext.conversation import ConversationTokenizer
+from tests.conversation.library_tokenizers import library_tokenizer
 
 
 @pytest.fixture(scope="session")

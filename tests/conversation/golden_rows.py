@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final, Literal
 
-from shared_files import SHARED, published_tokenizer
-
 from megatron_ext.conversation import (
     EncodedConversation,
     PromptConfig,
@@ -25,6 +23,7 @@ from megatron_ext.conversation import (
     tokenize_conversation,
 )
 from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
+from tests.conversation.shared_files import SHARED, published_tokenizer
 
 Row = dict[str, Any]
 

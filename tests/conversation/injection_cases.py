@@ -10,10 +10,10 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-from vocabularies import Vocabulary
 
 from megatron_ext.conversation import Rendered
 from megatron_ext.conversation.message import ROLES
+from tests.conversation.vocabularies import Vocabulary
 
 FIELDS = """
 {%- for tool in tools or [] %}{{ tool | tojson }}{{ tool.function.description }}{% endfor %}

@@ -6,13 +6,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_ext.conversation import ConversationTokenizer
 from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
 from megatron_ext.tokenizers.libraries.sentencepiece.tokenizer import SentencePieceTokenizer
 from megatron_ext.tokenizers.libraries.tiktoken.tokenizer import TiktokenTokenizer
+from tests.conversation.byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
 
 LIBRARIES = ("bytes", "huggingface", "sentencepiece", "tiktoken")
 OWN_TEMPLATE = (

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-from byte_tokenizer import ByteTokenizer
 
 from megatron_ext.conversation.protocol import ByteEnds, IdArray
+from tests.conversation.byte_tokenizer import ByteTokenizer
 
 _MARKER = re.compile(
     "|".join(

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
 
 from megatron_ext.conversation import IGNORE_INDEX, prompt_config_of, tokenize_conversation
 from megatron_ext.errors import ConversationError
+from tests.conversation.byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
 
 GOLDENS: Final = Path(__file__).with_name("goldens")
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shared_files import SHARED
-
 from megatron_ext.conversation.records import conversation_record
+from tests.conversation.shared_files import SHARED
 
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]
 """Messages, and the variables that the template sees."""

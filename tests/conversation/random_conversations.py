@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from byte_tokenizer import CONTROL_TOKENS
 from hypothesis import strategies as st
+
+from tests.conversation.byte_tokenizer import CONTROL_TOKENS
 
 Conversation = list[dict[str, Any]]
 

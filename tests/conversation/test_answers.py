@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from byte_tokenizer import ByteTokenizer
 
 from megatron_ext.conversation import encode_conversation, prompt_config_of, tokenize_conversation
 from megatron_ext.errors import ConversationError
+from tests.conversation.byte_tokenizer import ByteTokenizer
 
 USER = {"role": "user", "content": "Hi"}
 CONVERSATION = [

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from byte_tokenizer import ByteTokenizer
 
 from megatron_ext.conversation import apply_chat_template
 from megatron_ext.errors import ConfigError, ConversationError
+from tests.conversation.byte_tokenizer import ByteTokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from byte_tokenizer import ByteTokenizer
 
 from megatron_ext.conversation import (
     encode_conversation,
@@ -15,6 +14,7 @@ from megatron_ext.conversation import (
 )
 from megatron_ext.conversation.content_parts import takes_parts
 from megatron_ext.errors import ConversationError
+from tests.conversation.byte_tokenizer import ByteTokenizer
 
 PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content | trim }}<|im_end|>{% endfor %}"
 PARTS = (

@@ -18,11 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
-from library_tokenizers import LIBRARIES, OWN_TEMPLATE
-from random_conversations import conversations as random_conversations
 
 from megatron_ext.conversation import (
     IGNORE_INDEX,
@@ -39,6 +36,9 @@ from megatron_ext.conversation import (
 )
 from megatron_ext.conversation.byte_offsets import byte_offsets
 from megatron_ext.errors import ConversationError
+from tests.conversation.byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
+from tests.conversation.library_tokenizers import LIBRARIES, OWN_TEMPLATE
+from tests.conversation.random_conversations import conversations as random_conversations
 
 Conversation = list[dict[str, Any]]
 Pieces = Iterator[tuple[str, bool]]

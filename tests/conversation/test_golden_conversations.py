@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden_rows import (
+from tokenizers import AddedToken, Tokenizer
+
+from megatron_ext.conversation import (
+    EncodedConversation,
+    apply_chat_template,
+)
+from megatron_ext.errors import ConversationError
+from tests.conversation.golden_rows import (
     DIFFERENCES,
     FORMATS,
     LLAMA3_HEADER,
@@ -24,14 +31,7 @@ from golden_rows import (
     tokenized,
     tokenizer_of,
 )
-from shared_files import IMAGES, SHARED, needs_shared
-from tokenizers import AddedToken, Tokenizer
-
-from megatron_ext.conversation import (
-    EncodedConversation,
-    apply_chat_template,
-)
-from megatron_ext.errors import ConversationError
+from tests.conversation.shared_files import IMAGES, SHARED, needs_shared
 
 pytestmark = needs_shared
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import ByteTokenizer
 
 from megatron_ext.conversation import (
     DEFAULT_IMAGE_TOKEN_INDEX,
@@ -17,6 +16,7 @@ from megatron_ext.conversation import (
     tokenize_conversation,
 )
 from megatron_ext.errors import ConfigError, ConversationError
+from tests.conversation.byte_tokenizer import ByteTokenizer
 
 CONVERSATION = [
     {"role": "user", "content": "See <image> and <image>: <|im_end|> <img>"},

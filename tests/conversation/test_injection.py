@@ -19,7 +19,9 @@ import html
 from collections.abc import Callable
 
 import pytest
-from injection_cases import (
+
+from megatron_ext.conversation import render
+from tests.conversation.injection_cases import (
     BENIGN,
     ENDS,
     FIELDS,
@@ -34,9 +36,7 @@ from injection_cases import (
     spellings,
     split_over_places,
 )
-from vocabularies import Vocabulary, small_vocabularies
-
-from megatron_ext.conversation import render
+from tests.conversation.vocabularies import Vocabulary, small_vocabularies
 
 SMALL = (
     "byte-level BPE",

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import ByteTokenizer
-from injection_cases import (
+
+from megatron_ext.conversation import render
+from megatron_ext.errors import ConversationError
+from tests.conversation.byte_tokenizer import ByteTokenizer
+from tests.conversation.injection_cases import (
     BENIGN,
     ENDS,
     FIELDS,
@@ -26,11 +29,8 @@ from injection_cases import (
     said_everywhere,
     split_over_places,
 )
-from shared_files import SHARED, needs_shared
-from vocabularies import Vocabulary, published_vocabularies
-
-from megatron_ext.conversation import render
-from megatron_ext.errors import ConversationError
+from tests.conversation.shared_files import SHARED, needs_shared
+from tests.conversation.vocabularies import Vocabulary, published_vocabularies
 
 pytestmark = needs_shared
 

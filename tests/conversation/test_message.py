@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from byte_tokenizer import ByteTokenizer
 
 from megatron_ext.conversation import prompt_config_of, tokenize_conversation
 from megatron_ext.conversation.message import check_answers, check_conversation
 from megatron_ext.errors import ConversationError
+from tests.conversation.byte_tokenizer import ByteTokenizer
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello"}

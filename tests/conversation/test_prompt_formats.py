@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
-from prompt_goldens import GOLDENS, OWN_TEMPLATE, TURNS, golden, marked
 
 from megatron_ext.conversation import (
     IGNORE_INDEX,
@@ -23,6 +21,8 @@ from megatron_ext.conversation import (
     tokenize_conversation,
 )
 from megatron_ext.errors import ConfigError, ConversationError, UnknownNameError
+from tests.conversation.byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
+from tests.conversation.prompt_goldens import GOLDENS, OWN_TEMPLATE, TURNS, golden, marked
 
 ROWS = [row for row in PROMPT_FORMAT_REGISTRY.values() if isinstance(row, PromptFormat)]
 NAMES = [row.name for row in ROWS]

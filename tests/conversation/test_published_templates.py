@@ -13,10 +13,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from shared_files import SHARED, needs_shared
 
 from megatron_ext.conversation import render
 from megatron_ext.errors import ConversationError
+from tests.conversation.shared_files import SHARED, needs_shared
 
 TEMPLATES = sorted((SHARED / "chat_templates").glob("*.jinja"))
 SPECIAL_TOKENS = {

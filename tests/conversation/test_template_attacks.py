@@ -12,11 +12,11 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from template_attacks import ATTACKS, SECONDS, SLOWEST
 
 from megatron_ext.conversation import render
 from megatron_ext.conversation.rendering.template_limits import NESTING, SOURCE_LENGTH
 from megatron_ext.errors import ConfigError, ConversationError
+from tests.conversation.template_attacks import ATTACKS, SECONDS, SLOWEST
 
 MEMORY = 300 * 2**20
 """Bytes that all attacks together may add to the process: about 16 for each character allowed."""

@@ -11,15 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answer_shapes import ANSWER_SHAPES, RESULT_END, RESULT_START
 from jinja2 import Template
 from jinja2.exceptions import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from marker_tokenizer import MarkerTokenizer
-from published_conversations import Conversation, published_conversations
-from shared_files import SHARED, needs_shared, published_tokenizer
-from test_published_templates import SPECIAL_TOKENS, TEMPLATES, Generation
 
 from megatron_ext.conversation import (
     EncodedConversation,
@@ -29,6 +24,11 @@ from megatron_ext.conversation import (
 )
 from megatron_ext.conversation.rendering.template_limits import TemplateLimitError
 from megatron_ext.errors import ConversationError
+from tests.conversation.answer_shapes import ANSWER_SHAPES, RESULT_END, RESULT_START
+from tests.conversation.marker_tokenizer import MarkerTokenizer
+from tests.conversation.published_conversations import Conversation, published_conversations
+from tests.conversation.shared_files import SHARED, needs_shared, published_tokenizer
+from tests.conversation.test_published_templates import SPECIAL_TOKENS, TEMPLATES, Generation
 
 pytestmark = needs_shared
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from byte_tokenizer import ByteTokenizer
 
 from megatron_ext.conversation import (
     EncodedConversation,
@@ -16,6 +15,7 @@ from megatron_ext.conversation import (
     tokenize_conversation,
 )
 from megatron_ext.errors import ConfigError, ConversationError
+from tests.conversation.byte_tokenizer import ByteTokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from library_tokenizers import byte_level_bpe
-from shared_files import SHARED
 from tokenizers import Tokenizer
 
 from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
@@ -24,6 +22,8 @@ from megatron_ext.tokenizers.libraries.byte_level.tokenizer import ByteLevelToke
 from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
 from megatron_ext.tokenizers.libraries.sentencepiece.tokenizer import SentencePieceTokenizer
 from megatron_ext.tokenizers.libraries.tiktoken.tokenizer import TiktokenTokenizer
+from tests.conversation.library_tokenizers import byte_level_bpe
+from tests.conversation.shared_files import SHARED
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from kernel_case import DEVICE
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from tests.ops.kernel_case import DEVICE
 
 FEW = ((1, 1), (3, 2), (1, 1))
 """Rows of each chunk on either side; interpreted kernels take their time."""

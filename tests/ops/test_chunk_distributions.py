@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chunk_pair import MANY, ChunkPair
-from kernel_case import DEVICE, DTYPES, nan_filled, rounding
 
 from megatron_ext.distributed import row_slices
 from megatron_ext.ops.chunk_distributions import (
@@ -20,6 +18,8 @@ from megatron_ext.ops.chunk_distributions import (
     write_row_gradients,
 )
 from megatron_ext.ops.chunk_rows import ChunkRows
+from tests.ops.chunk_pair import MANY, ChunkPair
+from tests.ops.kernel_case import DEVICE, DTYPES, nan_filled, rounding
 
 __all__ = ["nan_filled"]
 

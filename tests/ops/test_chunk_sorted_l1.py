@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from chunk_pair import FEW, MANY, ChunkPair
-from kernel_case import DEVICE, DTYPES, assert_as_exact, nan_filled, rounding
 
 from megatron_ext.distributed import row_slices
 from megatron_ext.distributed.vocab_parallel import VocabShard
@@ -23,6 +21,8 @@ from megatron_ext.ops.sorted_l1 import (
 )
 from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
 from megatron_ext.ops.sorted_l1.selection import largest_columns
+from tests.ops.chunk_pair import FEW, MANY, ChunkPair
+from tests.ops.kernel_case import DEVICE, DTYPES, assert_as_exact, nan_filled, rounding
 
 pytest.importorskip("triton")
 __all__ = ["nan_filled"]

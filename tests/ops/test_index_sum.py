@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from kernel_case import DEVICE
 
 from megatron_ext.ops.index_sum import index_sum
+from tests.ops.kernel_case import DEVICE
 
 
 def test_sums_and_gradient_are_those_of_index_add() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_kernel import compiles
+from tests.ops.compile_kernel import compiles
 
 LOGITS = ("*fp32", "*bf16")
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from allocation_record import AllocationRecord
-from kernel_case import assert_as_exact
 
 from megatron_ext.distributed import row_slices
 from megatron_ext.errors import LossError
 from megatron_ext.ops.linear_form import Tile, TilePlan, linear_loss
+from tests.ops.allocation_record import AllocationRecord
+from tests.ops.kernel_case import assert_as_exact
 
 WIDTH, HIDDEN = 37, 8
 

@@ -8,10 +8,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from chunk_pair import MANY, ChunkPair
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_case import DEVICE, DTYPES, assert_as_exact, combinations, nan_filled, rounding
 
 from megatron_ext.distributed import row_slices
 from megatron_ext.ops.divergence import Divergence
@@ -23,6 +21,15 @@ from megatron_ext.ops.matched_divergence import (
     matched_divergence_reference,
 )
 from megatron_ext.ops.sorted_l1 import sorted_l1_reference
+from tests.ops.chunk_pair import MANY, ChunkPair
+from tests.ops.kernel_case import (
+    DEVICE,
+    DTYPES,
+    assert_as_exact,
+    combinations,
+    nan_filled,
+    rounding,
+)
 
 pytest.importorskip("triton")
 __all__ = ["nan_filled"]

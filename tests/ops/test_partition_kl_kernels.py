@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_case import DEVICE, DTYPES, assert_as_exact, combinations, nan_filled, rounding
 
 from megatron_ext.errors import LossError
 from megatron_ext.ops.partition_kl import partition_kl_with_ce
+from tests.ops.kernel_case import (
+    DEVICE,
+    DTYPES,
+    assert_as_exact,
+    combinations,
+    nan_filled,
+    rounding,
+)
 from tests.ops.partition_kl_case import Case
 
 pytest.importorskip("triton")

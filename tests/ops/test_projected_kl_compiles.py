@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from compile_kernel import compiles
+
+from tests.ops.compile_kernel import compiles
 
 triton_kernels = pytest.importorskip("megatron_ext.ops.projected_kl.triton_kernels")
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from allocation_record import AllocationRecord
-from kernel_case import DTYPES, assert_as_exact, nan_filled
 
 from megatron_ext.distributed import row_slices
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.ops.projected_kl import LearnedEntries, kernel_evaluation, projected_kl
+from tests.ops.allocation_record import AllocationRecord
+from tests.ops.kernel_case import DTYPES, assert_as_exact, nan_filled
 from tests.ops.projected_kl_case import Case, column_plan, paired_projection
 
 pytest.importorskip("triton")

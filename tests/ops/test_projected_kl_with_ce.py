@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_case import assert_as_exact, nan_filled
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.chunk_rows import ChunkRows
@@ -21,6 +20,7 @@ from megatron_ext.ops.projected_kl import (
     projected_kl_with_ce,
     projected_kl_with_ce_reference,
 )
+from tests.ops.kernel_case import assert_as_exact, nan_filled
 from tests.ops.projected_kl_case import Case, column_plan, paired_projection
 
 pytest.importorskip("triton")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_case import DEVICE, DTYPES, combinations, nan_filled
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.softmax_statistics import row_statistics, row_statistics_reference
+from tests.ops.kernel_case import DEVICE, DTYPES, combinations, nan_filled
 
 pytest.importorskip("triton")
 __all__ = ["nan_filled"]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_case import DEVICE, DTYPES, assert_as_exact, combinations, nan_filled, rounding
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.ops.implementation import Implementation
@@ -19,6 +18,14 @@ from megatron_ext.ops.token_likelihood import (
 from megatron_ext.ops.token_likelihood.reference import token_likelihood_reference
 from megatron_ext.ops.token_log_prob import evaluate_cross_entropy, token_prediction
 from megatron_ext.ops.token_log_prob.reference import token_log_prob_reference
+from tests.ops.kernel_case import (
+    DEVICE,
+    DTYPES,
+    assert_as_exact,
+    combinations,
+    nan_filled,
+    rounding,
+)
 
 pytest.importorskip("triton")
 __all__ = ["nan_filled"]

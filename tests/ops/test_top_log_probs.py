@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from kernel_case import DEVICE, DTYPES, nan_filled
 
 from megatron_ext.distributed import row_slices
 from megatron_ext.distributed.vocab_parallel import VocabShard
@@ -23,6 +22,7 @@ from megatron_ext.ops.top_log_probs.packed_key import (
     pack_pair,
     unpack_pair,
 )
+from tests.ops.kernel_case import DEVICE, DTYPES, nan_filled
 
 pytest.importorskip("triton")
 __all__ = ["nan_filled"]

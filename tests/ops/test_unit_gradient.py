@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_case import DEVICE, DTYPES, rounding
 
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.unit_gradient import hand_over, scale_rows_
+from tests.ops.kernel_case import DEVICE, DTYPES, rounding
 
 pytest.importorskip("triton")
 

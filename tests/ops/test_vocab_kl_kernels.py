@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_case import DEVICE, DTYPES, assert_as_exact, combinations, nan_filled, rounding
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.implementation import Implementation
@@ -15,6 +14,14 @@ from megatron_ext.ops.vocab_kl import (
     vocab_kl,
     vocab_kl_reference,
     vocab_kl_with_ce,
+)
+from tests.ops.kernel_case import (
+    DEVICE,
+    DTYPES,
+    assert_as_exact,
+    combinations,
+    nan_filled,
+    rounding,
 )
 
 pytest.importorskip("triton")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from compile_kernel import compiles
+
+from tests.ops.compile_kernel import compiles
 
 WIDE = "ld.global.v4"
 ROW = {"logits_ptr": "*bf16:16", "row_stride": "i32:16", "width": "i32", "temperature": "fp32"}

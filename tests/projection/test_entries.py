@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from projection_rows import dense, rows_of
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection import SparseProjection
+from tests.projection.projection_rows import dense, rows_of
 
 ENTRIES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.floats(0, 1e300)))
 

@@ -4,13 +4,13 @@ import os
 
 import numpy as np
 import pytest
-from greedy_tokenizer import GreedyTokenizer
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import megatron_ext
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection import SparseProjection
+from tests.projection.greedy_tokenizer import GreedyTokenizer
 
 STUDENT = GreedyTokenizer(["<s>", b"aa", b"ab", b"b", "<mine>"], bos="<s>")
 TEACHER = GreedyTokenizer([b"a", b"b", "<bos>"], bos="<bos>")

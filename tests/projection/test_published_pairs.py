@@ -5,10 +5,10 @@ import sys
 
 import numpy as np
 import pytest
-from published_vocabularies import needs_published, published
 
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
+from tests.projection.published_vocabularies import needs_published, published
 
 pytestmark = needs_published
 

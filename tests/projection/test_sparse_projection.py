@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from projection_rows import dense, projection_of, random_projections, rows_of
 
 from megatron_ext.errors import ProjectionError
+from tests.projection.projection_rows import dense, projection_of, random_projections, rows_of
 
 ROWS = [{0: 1.0}, {}, {1: 0.75, 4: 0.25}, {4: 1.0}]
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from projection_rows import projection_of, random_projections
 
 from megatron_ext.errors import ProjectionError
+from tests.projection.projection_rows import projection_of, random_projections
 
 
 def ids(partition):

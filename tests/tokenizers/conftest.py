@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tokenizer_files import MAKERS
 
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from tests.tokenizers.tokenizer_files import MAKERS
 
 
 @pytest.fixture(scope="session")

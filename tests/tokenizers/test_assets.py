@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from published import SHARED, needs_published_files
-from tokenizer_files import MAKERS
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import (
@@ -24,6 +22,8 @@ from megatron_ext.tokenizers import (
     TokenizerConfig,
     build_tokenizer,
 )
+from tests.tokenizers.published import SHARED, needs_published_files
+from tests.tokenizers.tokenizer_files import MAKERS
 
 METADATA = "tokenizer_metadata.json"
 TEXT = "The parser  reads\tnaïve café 🙂 <|end|> </s> [CLS] 12345\n<extra_id_0>"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizer_files import BYTE_EXACT, MAKERS, SPACE_EXACT
 
 from megatron_ext.errors import TokenizerError
+from tests.tokenizers.tokenizer_files import BYTE_EXACT, MAKERS, SPACE_EXACT
 
 FRAGMENTS = st.sampled_from(
     [

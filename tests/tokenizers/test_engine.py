@@ -13,11 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_cases import FAST, FILLER, adapter_of, assert_same_ids, encoder_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from published import EVERY_STRETCH, SHARED, corpora, needs_published_files
-from tokenizer_files import SENTENCES, mistral_file
 
 from megatron_ext.tokenizers.engine import FastEncoder
 from megatron_ext.tokenizers.engine import gigatoken_engine as engine_module
@@ -25,6 +22,9 @@ from megatron_ext.tokenizers.engine.probe_texts import probe_texts
 from megatron_ext.tokenizers.engine.proof import prove
 from megatron_ext.tokenizers.engine.rare_characters import compared_characters
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
+from tests.tokenizers.engine_cases import FAST, FILLER, adapter_of, assert_same_ids, encoder_of
+from tests.tokenizers.published import EVERY_STRETCH, SHARED, corpora, needs_published_files
+from tests.tokenizers.tokenizer_files import SENTENCES, mistral_file
 
 FUZZ = settings(
     max_examples=40,

@@ -10,13 +10,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from engine_cases import FAST, FILLER, SLOW, adapter_of, encoder_of
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.engine import fast_encoder, flat_ids, huggingface_engine
 from megatron_ext.tokenizers.engine.gigatoken_engine import building
+from tests.tokenizers.engine_cases import FAST, FILLER, SLOW, adapter_of, encoder_of
 
 TEXTS = [FILLER, "", "The <s> of\n\n  it's 12345", "é中"]
 

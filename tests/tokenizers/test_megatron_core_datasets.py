@@ -32,9 +32,9 @@ from megatron.core.tokenizers.text import MegatronTokenizerText as TheirText
 from megatron.core.tokenizers.text.libraries.abstract_tokenizer import (
     MegatronTokenizerTextAbstract,
 )
-from tokenizer_files import SENTENCES
 
 from megatron_ext.tokenizers import MegatronTokenizer, MegatronTokenizerText
+from tests.tokenizers.tokenizer_files import SENTENCES
 
 SEQUENCE_LENGTH = 32
 LIBRARIES = (

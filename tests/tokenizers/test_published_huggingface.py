@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from published import corpora, folders_with, needs_published_files
 from tokenizers import Tokenizer
 
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from tests.tokenizers.published import corpora, folders_with, needs_published_files
 
 pytestmark = needs_published_files
 LOSSY = {"bert_uncased", "t5_small"}

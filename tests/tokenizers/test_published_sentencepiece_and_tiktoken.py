@@ -18,12 +18,12 @@ import sentencepiece
 import tiktoken
 import tiktoken_ext.openai_public
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
-from published import SHARED, corpora, needs_published_files
-from tokenizer_files import SENTENCES, mistral_file
 from tokenizers import Tokenizer
 
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
 from megatron_ext.tokenizers.token_bytes import byte_of_character
+from tests.tokenizers.published import SHARED, corpora, needs_published_files
+from tests.tokenizers.tokenizer_files import SENTENCES, mistral_file
 
 MISTRAL_FILES = sorted(mistral_file("").iterdir())
 SENTENCEPIECE_FILES = [

@@ -8,11 +8,11 @@ import tiktoken
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
-from tokenizer_files import MAKERS, RANKS_IN_LIST, SENTENCES, mistral_file
 from tokenizers import Tokenizer
 
 from megatron_ext.tokenizers.libraries.tiktoken.file import EARLY_TEKKEN_SPECIAL_TOKENS
 from megatron_ext.tokenizers.libraries.tiktoken.patterns import PATTERNS
+from tests.tokenizers.tokenizer_files import MAKERS, RANKS_IN_LIST, SENTENCES, mistral_file
 
 MANY = settings(
     max_examples=60,

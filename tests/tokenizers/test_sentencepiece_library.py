@@ -11,7 +11,6 @@ import pytest
 import sentencepiece
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizer_files import SENTENCES
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
@@ -21,6 +20,7 @@ from megatron_ext.tokenizers.libraries.sentencepiece.wire import (
     read_field,
     varint_field,
 )
+from tests.tokenizers.tokenizer_files import SENTENCES
 
 MANY = settings(
     max_examples=50,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizer_files import MAKERS
 
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from tests.tokenizers.tokenizer_files import MAKERS
 
 CONTROL = {
     "sentencepiece-v1": ["<s>", "</s>"],

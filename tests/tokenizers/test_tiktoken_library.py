@@ -8,7 +8,6 @@ import pickle
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizer_files import RANKS_IN_LIST
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES, MegatronTokenizer
@@ -21,6 +20,7 @@ from megatron_ext.tokenizers.libraries.tiktoken.published import (
     published_vocabulary,
     rank_digest,
 )
+from tests.tokenizers.tokenizer_files import RANKS_IN_LIST
 
 LISTED, RANKED, TEKKEN = "json-rank-list", "rank-file", "tekken"
 SEVEN = list(MEGATRON_SPECIAL_TOKENS)

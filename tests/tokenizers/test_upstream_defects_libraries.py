@@ -8,10 +8,10 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from tokenizer_files import RANKS_IN_LIST
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer
+from tests.tokenizers.tokenizer_files import RANKS_IN_LIST
 
 ROLES = ("bos", "eos", "pad", "unk", "mask", "cls", "sep")
 

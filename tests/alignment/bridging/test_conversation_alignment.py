@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from brute_force import brute_force_segments, chunks_of
-from conftest import DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.alignment.bridging.conversation_alignment import align_conversation
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.tokenizers import MegatronTokenizerText
+from tests.alignment.brute_force import brute_force_segments, chunks_of
+from tests.alignment.conftest import DATA
 
 BRACKETS = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}"

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from brute_force import brute_force_segments, chunks_of
-from byte_end_strategies import byte_ends, ends_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.alignment import align_byte_ends
 from megatron_ext.alignment.bridging.segment_alignment import Segments, align_segments
+from tests.alignment.brute_force import brute_force_segments, chunks_of
+from tests.alignment.byte_end_strategies import byte_ends, ends_of
 
 
 def segments_of(*pairs):

@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from greedy_tokenizer import GreedyTokenizer, every_byte
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_ext
 from megatron_ext.errors import ProjectionError, UnknownNameError
 from megatron_ext.projection import SparseProjection
+from tests.projection.greedy_tokenizer import GreedyTokenizer, every_byte
 
 
 def row(projection, student_id):

@@ -4,15 +4,15 @@ import json
 
 import numpy as np
 import pytest
-from greedy_tokenizer import GreedyTokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from projection_rows import dense, projection_of, random_projections, rows_of
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection import SparseProjection, compose, drop_padding
 from megatron_ext.projection import fill_empty_rows as fill
 from megatron_ext.projection.building import combination
+from tests.projection.greedy_tokenizer import GreedyTokenizer
+from tests.projection.projection_rows import dense, projection_of, random_projections, rows_of
 
 STUDENT = GreedyTokenizer([b"ab", b"c", b"abc", b"z"])
 PIVOT = GreedyTokenizer([b"a", b"b", b"c", b"bc"])

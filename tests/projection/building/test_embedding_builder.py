@@ -5,13 +5,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from greedy_tokenizer import GreedyTokenizer
-from projection_rows import rows_of
 from safetensors.numpy import save_file
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection import build_embedding_projection
 from megatron_ext.projection.building import embedding_builder
+from tests.projection.greedy_tokenizer import GreedyTokenizer
+from tests.projection.projection_rows import rows_of
 
 STUDENT = GreedyTokenizer(["<s>", b"big", b"cat", b"", "<mine>"], bos="<s>")
 TEACHER = GreedyTokenizer([b"large", b"huge", b"cat", b"dog", "<bos>"], bos="<bos>")

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from greedy_tokenizer import GreedyTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.building.nearest_tokens import NearestTokens
+from tests.projection.greedy_tokenizer import GreedyTokenizer
 
 
 def distance(one: bytes, other: bytes) -> int:

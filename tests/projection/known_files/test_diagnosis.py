@@ -5,9 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from greedy_tokenizer import GreedyTokenizer
-from original_recipe import default_file, leaked_share, prepared_table, sorted_and_cut
-from trained_pair import trained_pair
 
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.known_files.diagnosis import diagnose
@@ -16,6 +13,14 @@ from megatron_ext.projection.known_files.loose_entries import LooseEntries
 from megatron_ext.projection.known_files.repair import repair
 from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from tests.projection.greedy_tokenizer import GreedyTokenizer
+from tests.projection.original_recipe import (
+    default_file,
+    leaked_share,
+    prepared_table,
+    sorted_and_cut,
+)
+from tests.projection.trained_pair import trained_pair
 
 STUDENT = GreedyTokenizer([b"a", b"ab", b"abc", b"c", "<s>"], bos="<s>")
 TEACHER = GreedyTokenizer([b"a", b"b", b"c", b"x", "<bos>"], bos="<bos>")

@@ -1,12 +1,12 @@
 """The known tools' steps over a projection that is there."""
 
 import pytest
-from test_diagnosis import OWN_SHARES, PAIR, entries_of
-from test_repair import row, rows
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection.known_files.multitoken import MultitokenOptions, multitoken_projection
 from megatron_ext.projection.known_files.operations import reapply_exact_map, sort_and_cut
+from tests.projection.known_files.test_diagnosis import OWN_SHARES, PAIR, entries_of
+from tests.projection.known_files.test_repair import row, rows
 
 TABLE = [{0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}, [(1, 0.3), (2, 0.4), (1, 0.3)], {3: 1.0}, {}]
 

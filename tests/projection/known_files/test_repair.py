@@ -5,13 +5,9 @@ import os
 import numpy as np
 import pytest
 import torch
-from greedy_tokenizer import GreedyTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from original_recipe import default_file, leaked_share
-from test_diagnosis import PAIR, SOUND, changed, entries_of
 from tokenizers import Tokenizer
-from trained_pair import trained_pair
 
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.known_files.diagnosis import diagnose
@@ -21,6 +17,10 @@ from megatron_ext.projection.known_files.repair import repair
 from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.conversation.shared_files import SHARED, needs_shared
+from tests.projection.greedy_tokenizer import GreedyTokenizer
+from tests.projection.known_files.test_diagnosis import PAIR, SOUND, changed, entries_of
+from tests.projection.original_recipe import default_file, leaked_share
+from tests.projection.trained_pair import trained_pair
 
 
 def row(projection, student_id):
