@@ -24,6 +24,19 @@ class WeightedDataset(NamedTuple):
     dataset: PackedTextDataset
 
 
+class Place(NamedTuple):
+    """Behind one global batch of a replica; plain values."""
+
+    iteration: int
+    """Global batches before."""
+
+    counts: list[int]
+    """[S] rows taken of each source, over all replicas."""
+
+    positions: list[dict[int, tuple[int, int, int]]]
+    """[S] where this replica's streams go on."""
+
+
 class Replica(NamedTuple):
     """Which rows of a global batch a data-parallel rank has."""
 
@@ -149,19 +162,30 @@ class GlobalBatches:
             for streams in self._streams
         ]
 
-    def state(self, everywhere: Sequence[list[dict[int, tuple[int, int, int]]]]) -> dict[str, Any]:
+    def place(self) -> Place:
+        """Where this replica is now."""
+        return Place(self.iteration, list(self._counts), self.positions())
+
+    def state(
+        self,
+        everywhere: Sequence[list[dict[int, tuple[int, int, int]]]],
+        *,
+        at: Place | None = None,
+    ) -> dict[str, Any]:
         """Plain values to go on from under any layout.
 
         Args:
             everywhere: ``positions`` of every replica.
+            at: Where they are; now when not given.
         """
+        at = at or self.place()
         merged: list[dict[int, tuple[int, int, int]]] = [{} for _ in self._streams]
         for positions in everywhere:
             for source, streams in zip(merged, positions, strict=True):
                 source.update(streams)
         return {
-            "iteration": self.iteration,
-            "counts": list(self._counts),
+            "iteration": at.iteration,
+            "counts": list(at.counts),
             "positions": [[list(source[stream]) for stream in sorted(source)] for source in merged],
             "identity": self._identity(),
         }

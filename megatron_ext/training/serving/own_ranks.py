@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from datetime import timedelta
 
@@ -58,13 +57,13 @@ def _serve(
     _check_same(identity)
 
     def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
-        authkey = secrets.token_hex(32)
+        authkey = store.authkey()
         listener = TeacherListener(f"{own_host()}:0", authkey.encode())
         store.announce(replica, Address(listener.address, authkey))
         return listener
 
     served = ServedTeacher(
-        config=config, name=name, tokenizer=tokenizer, identity=identity, timeout=timeout
+        config=config, name=name, tokenizer=tokenizer, identity=lambda: identity, timeout=timeout
     )
     served.serve(listen, until_client_leaves=True, collective_timeout=timeout + GRACE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +15,6 @@ from torch.distributed import DistError
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.errors import DistributedError
-from megatron_ext.training import rank_phase
 from megatron_ext.training.rank_report import first_line
 
 _POLL_S: Final = 0.2
@@ -40,6 +40,11 @@ class RoleStore:
         self.teacher = teacher
         store = process_groups.launch_place().store
         self._store = PrefixStore(f"megatron_ext/teachers/{teacher}", store)
+
+    def authkey(self) -> str:
+        """That of all replicas of the teacher: the first one's."""
+        found: bytes = self._store.compare_set("authkey", "", secrets.token_hex(32))
+        return found.decode()
 
     def announce(self, replica: int, address: Address) -> None:
         """Say where a replica listens."""
@@ -105,8 +110,3 @@ class RoleStore:
             return None
         value: bytes = self._store.get(key)
         return value.decode()
-
-
-def tick_of(teacher: str) -> None:
-    """Note for the watchdog that a teacher's rank is where it should be."""
-    rank_phase.enter(f"serving the teacher {teacher}")

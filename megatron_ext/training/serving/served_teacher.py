@@ -50,7 +50,8 @@ class ServedTeacher:
     tokenizer: MegatronTokenizerText
     """The teacher's."""
 
-    identity: Mapping[str, str | int]
+    identity: Callable[[], Mapping[str, str | int]]
+    """What the targets depend on, which may take reading the weights; on main ranks."""
 
     timeout: timedelta
     """How long a student may leave an answer unread, or not come."""
@@ -88,7 +89,7 @@ class ServedTeacher:
             name=self.name,
             formed=self._formed(form, model.shard, groups.device),
             head=self._head(model, ranks) if form.kind == "hidden" else None,
-            identity=self.identity,
+            identity=self.identity() if ranks.is_main else {},
             ranks=ranks,
             timeout=self.timeout,
             on_idle=lambda: rank_phase.enter(f"serving the teacher {self.name}"),

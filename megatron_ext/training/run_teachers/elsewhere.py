@@ -1,0 +1,172 @@
+"""A teacher in other processes: found, connected to, and known to be the one that is meant."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Final, NamedTuple
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.teachers.serving import RemoteTeacher, TeacherClient, connect, own_addresses
+from megatron_ext.teachers.targets.form import TargetForm
+from megatron_ext.training.learning_step import TaughtBy, run_projection
+from megatron_ext.training.models import DTYPES
+from megatron_ext.training.run_models import teacher_vocab_shard
+from megatron_ext.training.run_teachers.teacher_parts import StudentParts, TeacherParts
+from megatron_ext.training.serving.elsewhere_teacher import ElsewhereTeacher
+from megatron_ext.training.serving.role_store import RoleStore
+from megatron_ext.training.serving.serve_teacher import server_key
+from megatron_ext.training.serving.served_targets import (
+    described,
+    served_form,
+    served_identity,
+    with_weights,
+)
+from megatron_ext.training.serving.teacher_process import TeacherProcess
+
+
+class _Found(NamedTuple):
+    """Where a teacher is, on a rank that asks it."""
+
+    addresses: Sequence[str]
+    authkey: bytes
+    why_gone: Callable[[], str | None] = lambda: None
+    finish: Callable[[], None] = lambda: None
+    end: Callable[[], None] = lambda: None
+
+
+def teacher_elsewhere(name: str, run: StudentParts) -> TeacherParts:
+    """Connect to it, from the main rank of each replica.
+
+    Collectives: those of ``teacher_vocab_shard``, ``RemoteTeacher`` and ``run_projection``, and two
+    all-gathers of objects.
+
+    Raises:
+        MegatronExtError: It is not there, or not the one that is meant; on every rank.
+    """
+    config, groups = run.config, run.groups
+    form = served_form(config, name, run.tokenizer(name))
+    shard = teacher_vocab_shard(config, name, run.tokenizer(name), groups)
+    identity = _identity(name, run)
+    found, client = None, None
+    error: Exception | None = None
+    if groups.is_replica_main:
+        try:
+            found = _FINDERS[run.teacher(name).placement](name, run)
+            client = _connect(found, name, run, form, identity)
+        except Exception as failure:
+            if found is not None:
+                found.end()
+            error = failure
+    _raise_everywhere(error)
+    remote = RemoteTeacher(
+        client,
+        form=form,
+        shard=shard,
+        groups=groups,
+        last_stage=parallel_state.get_tensor_and_context_parallel_group(),
+        dtype=DTYPES[config.training.precision],
+    )
+    if groups.is_main:
+        sys.stdout.write(described(name, run.teacher(name).placement, form) + "\n")
+        sys.stdout.flush()
+    projection = run_projection(config, run.inputs, name, groups)
+    teacher = ElsewhereTeacher(
+        remote=remote,
+        prefetch=run.teacher(name).serving.prefetch,
+        **({"finish": found.finish, "end": found.end} if found is not None else {}),
+    )
+    return TeacherParts(TaughtBy(name, None, shard, projection, None), teacher=teacher)
+
+
+def _connect(
+    found: _Found,
+    name: str,
+    run: StudentParts,
+    form: TargetForm,
+    identity: Mapping[str, str | int],
+) -> TeacherClient:
+    groups = run.groups
+    return connect(
+        own_addresses(found.addresses, client=groups.dp_rank, clients=groups.dp_size),
+        found.authkey,
+        name=name,
+        form=form,
+        identity=identity,
+        device=groups.device,
+        timeout=_patience(run),
+        why_gone=found.why_gone,
+    )
+
+
+def _on_own_ranks(name: str, run: StudentParts) -> _Found:
+    serving, store = run.teacher(name).serving, RoleStore(name)
+    assert serving.ranks is not None, "checked with the configuration"
+    replicas = serving.ranks // serving.replica_size
+    addresses = store.addresses(replicas, timeout=_patience(run))
+    return _Found(
+        [its.address for its in addresses],
+        addresses[0].authkey.encode(),
+        why_gone=store.why_gone,
+        finish=store.finish if run.groups.is_main else lambda: None,
+    )
+
+
+def _in_process(name: str, run: StudentParts) -> _Found:
+    process = TeacherProcess(run.config, name, rank=dist.get_rank())
+    try:
+        address = process.address(_patience(run).total_seconds())
+    except BaseException:
+        process.close()
+        raise
+    # Every replica has started one for itself.
+    addresses = [address.address] * run.groups.dp_size
+    return _Found(addresses, address.authkey.encode(), why_gone=process.why_gone, end=process.close)
+
+
+def _on_server(name: str, run: StudentParts) -> _Found:
+    return _Found(run.teacher(name).serving.address, server_key())
+
+
+_FINDERS: Final[Mapping[str, Callable[[str, StudentParts], _Found]]] = {
+    "own_ranks": _on_own_ranks,
+    "process": _in_process,
+    "server": _on_server,
+}
+
+
+def _patience(run: StudentParts) -> timedelta:
+    """How long a teacher may not answer: less than the watchdog waits, which knows less of it."""
+    return 0.9 * timedelta(minutes=run.config.parallel.distributed_timeout_minutes)
+
+
+def _identity(name: str, run: StudentParts) -> Mapping[str, str | int]:
+    """What a teacher must say of itself; of a server with the weights, which the main rank reads.
+
+    Collectives: one all-gather of objects for a server.
+    """
+    identity = served_identity(run.config, name, run.tokenizer(name))
+    if run.teacher(name).placement != "server":
+        return identity
+    error: Exception | None = None
+    try:
+        own = with_weights(identity, run.config, name) if run.groups.is_main else None
+    except Exception as failure:
+        own, error = None, failure
+    _raise_everywhere(error)
+    everywhere: list[dict[str, str | int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    (found,) = (values for values in everywhere if values is not None)
+    return found
+
+
+def _raise_everywhere(error: Exception | None) -> None:
+    """Raise what went wrong on any rank on all of them. One all-gather of objects."""
+    everywhere: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, error)
+    for other in everywhere:
+        if other is not None:
+            raise other
