@@ -25,8 +25,9 @@ from megatron_ext.teachers.token_rows import TokenRows
 class _Asked(NamedTuple):
     """A request whose answer is not taken yet."""
 
-    first: TokenInputs
-    """Its first microbatch: held, so that no other can be taken for it."""
+    first: TokenRows
+    """Of its first microbatch, wherever that has been moved; held, so that no other can be taken
+    for it."""
 
     number: int
 
@@ -96,7 +97,7 @@ class RemoteTeacher:
         """
         if self._client is not None:
             number = self._client.ask([_whole(batch) for batch in microbatches])
-            self._asked.append(_Asked(microbatches[0], number))
+            self._asked.append(_Asked(_whole(microbatches[0]), number))
 
     def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
         """Targets of each microbatch; see ``Teacher``. What was not asked for is asked for now.
@@ -124,7 +125,7 @@ class RemoteTeacher:
 
     def _number_of(self, microbatches: Sequence[TokenInputs]) -> int:
         for place, asked in enumerate(self._asked):
-            if asked.first is microbatches[0]:
+            if asked.first is microbatches[0].rows:
                 del self._asked[place]
                 return asked.number
         self.ask(microbatches)
