@@ -16,12 +16,15 @@ import warnings
 
 import yaml
 
+from megatron_ext.distributed import roles
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
+from megatron_ext.evaluation.run_tasks import RunTasks
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.run_folder import config_values
+from megatron_ext.training.serving.served_inputs import read_served_teacher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,14 +60,27 @@ def run(arguments: argparse.Namespace) -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(yaml.safe_dump(config_values(config), sort_keys=False) + "\n")
         sys.stdout.flush()
-    inputs = read_inputs(config, world_size=launched_processes())
     if not sys.warnoptions:
         # torch and megatron-core warn their own developers, on every rank; -W brings it back.
         warnings.simplefilter("ignore")
+    role = roles.take(config.teacher_ranks)
+    if role is not None and role.teacher is not None:
+        _serve(config, role.teacher)
+        return
+    evaluator = RunTasks(config.evaluation) if config.evaluation.tasks else None
+    inputs = read_inputs(config, world_size=launched_processes())
     # After every check that does without them: megatron-core and torch take seconds to load.
     from megatron_ext.training.distill import distill
 
-    distill(config, inputs)
+    distill(config, inputs, evaluator=evaluator)
+
+
+def _serve(config: DistillConfig, teacher: str) -> None:
+    """Be one of a teacher's own ranks."""
+    tokenizer = read_served_teacher(config, teacher)
+    from megatron_ext.training.serving.own_ranks import serve_on_own_ranks
+
+    serve_on_own_ranks(config, teacher, tokenizer)
 
 
 def _plan(config: DistillConfig, arguments: argparse.Namespace) -> None:

@@ -76,12 +76,10 @@ class ReadAhead(Generic[Batch]):
         assert self._taken.batch is not None
         return self._taken.batch
 
-    def ahead(self, count: int) -> list[tuple[int, Batch]]:
-        """Iteration, from 1, and batch of at most ``count`` that come next, of those read."""
+    def ahead(self) -> list[tuple[int, Batch]]:
+        """Iteration, from 1, and batch of those that were read and come next."""
         return [
-            (read.place.iteration, read.batch)
-            for read in list(self._ahead)[:count]
-            if read.batch is not None
+            (read.place.iteration, read.batch) for read in self._ahead if read.batch is not None
         ]
 
     @property

@@ -1,0 +1,69 @@
+"""Serve a run's teacher to students elsewhere, until it is interrupted.
+
+    torchrun --nproc-per-node 4 -m megatron_ext serve-teacher --config run.yaml --address node7:7000
+
+The configuration is the run's, whose teacher has placement: server and serving.address. Its layout
+is serving.tensor_model_parallel_size and serving.pipeline_model_parallel_size; replicas beyond the
+first listen at the ports behind the given one. Students come and go. The environment variable
+MEGATRON_EXT_TEACHER_KEY is a key that a student must have as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+
+from megatron_ext.errors import ConfigError, UnknownNameError
+from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.serving.served_inputs import read_served_teacher
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verb."""
+    serving = parser.add_argument_group("serving")
+    serving.add_argument(
+        "--teacher",
+        metavar="NAME",
+        help="which of several teachers; the one there is when left out",
+    )
+    serving.add_argument("--address", metavar="HOST:PORT", help="where to listen")
+    # Of a process that a student's rank starts: the end of a socket pair.
+    serving.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+    add_config_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serve."""
+    config = config_from_arguments(arguments)
+    name = _teacher(config, arguments.teacher)
+    if (arguments.address is None) == (arguments.parent_fd is None):
+        raise ConfigError("a server needs an address to listen at", fix="pass --address HOST:PORT")
+    tokenizer = read_served_teacher(config, name)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    from megatron_ext.training.serving.serve_teacher import serve_at, serve_parent
+
+    if arguments.parent_fd is not None:
+        serve_parent(config, name, tokenizer, arguments.parent_fd)
+        return
+    try:
+        serve_at(config, name, tokenizer, arguments.address)
+    except KeyboardInterrupt:
+        sys.stdout.write(f"teacher {name} is served no more\n")
+
+
+def _teacher(config: DistillConfig, name: str | None) -> str:
+    names = list(config.named_teachers)
+    if not names:
+        raise ConfigError("there is no teacher to serve", fix="add a teacher section")
+    if name is None and len(names) > 1:
+        raise ConfigError(
+            "there are several teachers", expected=f"--teacher and one of {', '.join(names)}"
+        )
+    if name is not None and name not in names:
+        raise UnknownNameError(
+            "there is no such teacher", got=name, expected=f"one of {', '.join(names)}"
+        )
+    return name or names[0]

@@ -1,0 +1,30 @@
+"""What a process of a teacher's own reads before the model is built: its tokenizer, and no text."""
+
+from __future__ import annotations
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
+from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.huggingface.model_check import check_if_huggingface
+
+
+def read_served_teacher(config: DistillConfig, name: str) -> MegatronTokenizerText:
+    """Check and read what ``config`` says of one teacher, for a process that serves it.
+
+    Returns:
+        The teacher's tokenizer.
+
+    Raises:
+        MegatronExtError: Anything that can be known to be wrong before the model is built.
+    """
+    teacher, section = config.named_teachers[name], config.section_of(name)
+    checkpoint = find_checkpoint(teacher.checkpoint, where=f"{section}.checkpoint")
+    check_if_huggingface(checkpoint, teacher.model)
+    if teacher.tokenizer.model is None:
+        raise ConfigError(
+            "no tokenizer is named",
+            where=f"{section}.tokenizer.model",
+            expected="a tokenizer file, or a directory that holds one",
+        )
+    return build_tokenizer(teacher.tokenizer)
