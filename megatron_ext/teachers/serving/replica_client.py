@@ -14,6 +14,7 @@ from megatron_ext.errors import DistributedError
 from megatron_ext.teachers.serving.channels.offers import CHANNELS, TCP
 from megatron_ext.teachers.serving.channels.ring import OpenSegments
 from megatron_ext.teachers.serving.frames import Frame
+from megatron_ext.teachers.serving.known_server import KnownServer
 from megatron_ext.teachers.serving.payload import Fields, fields_of, payload_size
 from megatron_ext.teachers.serving.protocol import ANSWER, BYE, ERROR, HEAD, RETURNED
 from megatron_ext.teachers.serving.request import Request
@@ -22,7 +23,6 @@ from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.teachers.token_rows import TokenRows
 
 _POLL_S: Final = 0.2
-_FIX: Final = "look at the teacher's own log; a run goes on from its last checkpoint"
 
 
 class ReplicaClient:
@@ -30,34 +30,31 @@ class ReplicaClient:
 
     Args:
         wire: Greeted, to a server whose teacher is known to be the right one.
-        name: Of the teacher.
-        address: Of the server.
+        server: Whose answers they are.
+        form: Of its targets.
         device: Where the answers will be needed.
         channel: What ``choose`` found.
-        timeout_s: How long nothing may arrive, heartbeats included, while an answer is waited for.
-        why_gone: Tells what became of the server's process, where that is known.
+
+    Attributes:
+        channel: As given.
+        received_tokens: Positions whose targets have arrived.
     """
 
     def __init__(
         self,
         wire: Wire,
         *,
-        name: str,
-        address: str,
+        server: KnownServer,
         form: TargetForm,
         device: torch.device,
         channel: str,
-        timeout_s: float,
-        why_gone: Callable[[], str | None],
     ) -> None:
         self._wire = wire
-        self._name = name
-        self._address = address
+        self._server = server
         self._form = form
         self._device = device
+        self.channel = channel
         self._segments = OpenSegments(CHANNELS[channel], device) if channel != TCP else None
-        self._timeout_s = timeout_s
-        self._why_gone = why_gone
         self._shapes: dict[int, list[tuple[int, ...]]] = {}
         self._answers: dict[int, list[Fields]] = {}
         self._head: torch.Tensor | None = None
@@ -65,7 +62,9 @@ class ReplicaClient:
         self._changed = threading.Condition()
         self.received_tokens = 0
         self._shared_bytes = 0
-        self._thread = threading.Thread(target=self._read, name=f"teacher {name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read, name=f"teacher {server.name}", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -123,25 +122,14 @@ class ReplicaClient:
         with self._changed:
             while not is_there():
                 if self._failure is not None:
-                    raise DistributedError(
-                        f"the teacher {self._name} is gone",
-                        where=self._address,
-                        got=self._failure,
-                        fix=_FIX,
-                    )
-                if time.monotonic() - self._wire.heard_at > self._timeout_s:
+                    raise self._server.gone(self._failure)
+                if time.monotonic() - self._wire.heard_at > self._server.timeout_s:
                     raise self._silent()
                 self._changed.wait(_POLL_S)
 
     def _silent(self) -> DistributedError:
         seconds = time.monotonic() - self._wire.heard_at
-        return DistributedError(
-            f"the teacher {self._name} does not answer",
-            where=self._address,
-            got=f"no sign of life for {seconds:.0f} s",
-            expected="one every second, whatever it computes",
-            fix=_FIX,
-        )
+        return self._server.silent(seconds)
 
     def _read(self) -> None:
         reason = "connection closed without a word"
@@ -158,10 +146,12 @@ class ReplicaClient:
                         self._head = frame.tensors["head"]
                         self._changed.notify_all()
         except (EOFError, OSError):
-            reason = self._why_gone() or reason
+            reason = self._server.why_gone() or reason
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         self._wire.close()
+        if self._segments is not None:
+            self._segments.close()
         with self._changed:
             self._failure = reason
             self._changed.notify_all()

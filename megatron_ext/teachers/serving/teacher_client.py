@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing import AuthenticationError
-from typing import Final
 
 import torch
 
-from megatron_ext.errors import ConfigError, DistributedError
 from megatron_ext.teachers.serving.channels.offers import choose
 from megatron_ext.teachers.serving.frames import Frame
 from megatron_ext.teachers.serving.hello import Hello
-from megatron_ext.teachers.serving.listener import split_address
+from megatron_ext.teachers.serving.known_server import KnownServer
 from megatron_ext.teachers.serving.payload import Fields
 from megatron_ext.teachers.serving.protocol import READY
 from megatron_ext.teachers.serving.replica_client import ReplicaClient
 from megatron_ext.teachers.serving.wire import Wire
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.teachers.token_rows import TokenRows
-
-_RETRY_S: Final = 0.2
 
 
 class TeacherClient:
@@ -42,6 +36,11 @@ class TeacherClient:
         self.waited_s = 0.0
         self._replicas = list(replicas)
         self._numbers = itertools.count()
+
+    @property
+    def channels(self) -> list[str]:
+        """How each replica's targets come: ``cuda_ipc``, ``shared_memory`` or ``tcp``."""
+        return [replica.channel for replica in self._replicas]
 
     @property
     def received_bytes(self) -> int:
@@ -135,34 +134,20 @@ def connect(
         ConfigError: A server has another teacher, or the key is another.
         DistributedError: A server does not answer, or its process has ended.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
+    timeout_s = timeout.total_seconds()
+    deadline = time.monotonic() + timeout_s
     replicas: list[ReplicaClient] = []
     try:
         for address in addresses:
-            wire = _greeted(address, authkey, name, deadline, timeout.total_seconds(), why_gone)
+            server = KnownServer(name=name, address=address, timeout_s=timeout_s, why_gone=why_gone)
+            wire = server.greeted(authkey, deadline)
             try:
-                values = wire.receive().values
-                hello = Hello.of(values, where=address)
-                hello.check(form=form, identity=identity, name=name, where=address)
-                channel = choose(values["channels"], device)
-                wire.send(Frame(READY, {"channel": channel}, {}))
-                wire.wait_without_limit()
-            except BaseException as error:
+                channel = _agreed(wire, server, form=form, identity=identity, device=device)
+            except BaseException:
                 wire.close()
-                if isinstance(error, EOFError | OSError):
-                    raise _gone(name, address, why_gone() or str(error)) from error
                 raise
             replicas.append(
-                ReplicaClient(
-                    wire,
-                    name=name,
-                    address=address,
-                    form=form,
-                    device=device,
-                    channel=channel,
-                    timeout_s=timeout.total_seconds(),
-                    why_gone=why_gone,
-                )
+                ReplicaClient(wire, server=server, form=form, device=device, channel=channel)
             )
     except BaseException:
         for replica in replicas:
@@ -171,49 +156,22 @@ def connect(
     return TeacherClient(replicas, name=name, form=form)
 
 
-def _greeted(
-    address: str,
-    authkey: bytes,
-    name: str,
-    deadline: float,
-    timeout_s: float,
-    why_gone: Callable[[], str | None],
-) -> Wire:
-    """A connection to a server that knows the key; one that is not there yet is waited for."""
-    host, port = split_address(address)
-    while True:
-        try:
-            connected = socket.create_connection((host, port), timeout=timeout_s)
-            break
-        except OSError as error:
-            if (reason := why_gone()) is not None:
-                raise _gone(name, address, reason) from error
-            if time.monotonic() > deadline:
-                raise DistributedError(
-                    f"the teacher {name} does not answer",
-                    where=address,
-                    got=error.strerror or str(error),
-                    expected=f"a server that listens within {timeout_s:.0f} s",
-                    fix="start it with megatron-ext serve-teacher, and check the address",
-                ) from error
-            time.sleep(_RETRY_S)
-    wire = Wire(connected, timeout_s=timeout_s)
+def _agreed(
+    wire: Wire,
+    server: KnownServer,
+    *,
+    form: TargetForm,
+    identity: Mapping[str, str | int],
+    device: torch.device,
+) -> str:
+    """The channel of a server that has the right teacher."""
     try:
-        wire.greet(authkey, is_server=False)
-    except AuthenticationError as error:
-        wire.close()
-        raise ConfigError(
-            f"the server of teacher {name} has another key",
-            where=address,
-            fix="start both sides with the same key",
-        ) from error
+        values = wire.receive().values
+        hello = Hello.of(values, where=server.address)
+        hello.check(form=form, identity=identity, name=server.name, where=server.address)
+        channel = choose(values["channels"], device)
+        wire.send(Frame(READY, {"channel": channel}, {}))
     except (EOFError, OSError) as error:
-        wire.close()
-        raise _gone(name, address, why_gone() or str(error) or "connection closed") from error
-    return wire
-
-
-def _gone(name: str, address: str, reason: str) -> DistributedError:
-    return DistributedError(
-        f"the teacher {name} is gone", where=address, got=reason, fix="look at the teacher's log"
-    )
+        raise server.lost(error) from error
+    wire.wait_without_limit()
+    return channel

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -110,7 +111,7 @@ class TeacherServer:
         try:
             self._lead(until_client_leaves)
         except BaseException as error:
-            for client in self._clients:
+            for client in [*self._clients, *self._just_joined()]:
                 client.fail(error)
             raise
         finally:
@@ -139,6 +140,14 @@ class TeacherServer:
             elif event.client in self._clients:
                 assert event.frame is not None
                 self._answer(event.client, event.frame)
+
+    def _just_joined(self) -> Iterator[ServedClient]:
+        """Students that the main thread has not met yet."""
+        with suppress(Empty):
+            while True:
+                event = self._events.get_nowait()
+                if event.kind == "joined":
+                    yield event.client
 
     def _check_patience(self, waited_s: float) -> None:
         if waited_s > self._timeout_s:

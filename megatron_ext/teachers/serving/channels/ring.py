@@ -100,6 +100,10 @@ class OpenSegments:
         self._device = device
         self._open: dict[int, torch.Tensor] = {}
 
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._open = {}
+
     def memory(self, number: int, values: Mapping[str, Any]) -> torch.Tensor:
         """uint8 [n] of a segment.
 

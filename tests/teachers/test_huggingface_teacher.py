@@ -1,0 +1,164 @@
+"""A HuggingFace teacher says of packed rows what the model says of each text alone."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_ext.distributed.context_rank import ContextRank
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.teachers.causal_lm import CausalLM, load_causal_lm
+from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher
+from megatron_ext.teachers.offloaded_teacher import HostWeights, OffloadedTeacher
+from megatron_ext.teachers.packed_texts import text_batches
+from tests.process_group import run_ranks
+from tests.teachers.huggingface_ranks import WIDTH, microbatches, share_rows
+from tests.teachers.tiny_causal_lms import (
+    LOGITS,
+    MODELS,
+    VOCAB_SIZE,
+    own_logits,
+    packed_rows,
+    save_causal_lm,
+    some_texts,
+)
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+SHARD = VocabShard(start=0, stop=WIDTH, vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_causal_lm(name, root / name) for name in MODELS}
+
+
+def _load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    return load_causal_lm(folder, dtype=dtype, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_rows_have_the_logits_of_their_texts_alone(
+    folders: dict[str, Path], name: str
+) -> None:
+    texts = some_texts(7, 12, 3, 15, 15, 22)
+    batches = [packed_rows([texts[:3], texts[3:4]], 23), packed_rows([texts[4:5], texts[5:]], 23)]
+    teacher = HuggingFaceTeacher(_load(folders[name]), shard=SHARD)
+    found = teacher.targets(batches)
+    logits = torch.cat([targets.to_logits() for targets in found])
+    assert {targets.kind for targets in found} == {"logits" if name in LOGITS else "hidden"}
+    assert logits.shape == (4, 23, WIDTH)
+    expected = own_logits(folders[name], texts)
+    rows = [torch.cat(expected[:3]), expected[3], expected[4], expected[5]]
+    for row, of_row in zip(logits, rows, strict=True):
+        torch.testing.assert_close(row[: len(of_row), :VOCAB_SIZE], of_row, **TOLERANCE)
+        assert not row[len(of_row) :].any()
+        assert not row[:, VOCAB_SIZE:].any()
+
+
+def test_texts_of_like_length_run_together_within_the_size_of_the_microbatch() -> None:
+    texts = some_texts(2, 9, 2, 9, 2, 2)
+    batch = packed_rows([texts[:2], texts[2:4], texts[4:]], 12)
+    found = [(*own.places.shape, own.lengths.tolist()) for own in text_batches(batch.rows)]
+    assert found == [(4, 9, [9, 9, 2, 2]), (2, 2, [2, 2])]
+    places = torch.cat(
+        [torch.from_numpy(own.places[own.places >= 0]) for own in text_batches(batch.rows)]
+    )
+    assert batch.rows.labels is not None
+    labelled = (batch.rows.labels.flatten() >= 0).nonzero().flatten()
+    assert torch.equal(places.unique(), labelled)
+
+
+def test_short_floats_keep_what_kind_of_head_it_is(folders: dict[str, Path]) -> None:
+    for name in ("llama", "gemma 2", "phi", "granite"):
+        model, exact = _load(folders[name], torch.bfloat16), _load(folders[name])
+        assert model.kind == exact.kind
+        assert model.scale == pytest.approx(exact.scale, rel=1e-3)
+        (targets,) = HuggingFaceTeacher(model, shard=SHARD).targets(microbatches()[:1])
+        assert targets.to_logits().dtype == torch.bfloat16
+
+
+def test_a_head_that_is_scaled_stays_a_product(folders: dict[str, Path]) -> None:
+    assert _load(folders["granite"]).scale == pytest.approx(1 / 3, rel=1e-6)
+
+
+def test_ranks_that_share_rows_have_their_part_of_what_one_alone_has(
+    folders: dict[str, Path],
+) -> None:
+    names = ["llama", "gemma 2"]
+    ranks = run_ranks(2, share_rows, [folders[name] for name in names])
+    for name, *of_ranks in zip(names, *ranks, strict=True):
+        alone = HuggingFaceTeacher(_load(folders[name]), shard=SHARD).targets(microbatches())
+        for i, targets in enumerate(alone):
+            whole = targets.to_logits()
+            columns = torch.cat([own[i][0] for own in of_ranks], dim=-1)
+            torch.testing.assert_close(columns, whole, **TOLERANCE)
+            for rank, own in enumerate(of_ranks):
+                expected = ContextRank(rank=rank, size=2).cut(whole)
+                torch.testing.assert_close(own[i][1], expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma 2"])
+def test_an_offloaded_teacher_predicts_the_same_and_has_no_weights_between(
+    folders: dict[str, Path], name: str
+) -> None:
+    expected = HuggingFaceTeacher(_load(folders[name]), shard=SHARD).targets(microbatches())
+    teacher = HuggingFaceTeacher(_load(folders[name]), shard=SHARD, keeps_head=True)
+    sizes = sum(parameter.nbytes for parameter in teacher.module.parameters())
+    weights = HostWeights([teacher.module])
+    offloaded = OffloadedTeacher(teacher, weights)
+    assert weights.bytes == sizes
+    for _ in range(2):
+        assert not any(parameter.numel() for parameter in teacher.module.parameters())
+        found = offloaded.targets(microbatches())
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.to_logits(), other.to_logits())
+
+
+def test_kept_weights_stay() -> None:
+    linear, other = torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
+    before = linear.bias.detach().clone()
+    # Tied: a weight of two modules is one.
+    tied = torch.nn.Linear(3, 2)
+    tied.weight = linear.weight
+    weights = HostWeights([linear, other, tied], kept=[linear.bias])
+    assert torch.equal(linear.bias, before)
+    assert weights.bytes == 4 * (3 * 2 + 2 * 2 + 2 + 2)
+    with pytest.raises(RuntimeError):
+        linear(torch.ones(3))
+    with weights.on_device():
+        assert linear.weight.shape == (2, 3)
+        assert tied.weight is linear.weight
+        linear(torch.ones(3))
+
+
+def test_folders_that_cannot_be_loaded_say_so_in_one_line(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pickled = save_causal_lm("llama", tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="no weights in safetensors"):
+        _load(pickled)
+    partial = save_causal_lm("qwen2", tmp_path / "partial")
+    tensors = load_file(partial / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj"):
+        _load(partial)
+    config = partial / "config.json"
+    config.write_text(config.read_text().replace('"qwen2"', '"never heard of"'))
+    with pytest.raises(CheckpointError, match="transformers cannot load") as raised:
+        _load(partial)
+    assert "\n" not in str(raised.value)
+
+    def import_module(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    with pytest.raises(ConfigError, match="pip install"):
+        _load(folders["llama"])
