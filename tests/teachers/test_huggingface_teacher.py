@@ -28,7 +28,6 @@ from tests.teachers.tiny_causal_lms import (
     some_texts,
 )
 
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 SHARD = VocabShard(start=0, stop=WIDTH, vocab_size=VOCAB_SIZE)
 
 
@@ -40,6 +39,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
     return load_causal_lm(folder, dtype=dtype, device=torch.device("cpu"))
+
+
+def _assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -56,7 +59,7 @@ def test_packed_rows_have_the_logits_of_their_texts_alone(
     expected = own_logits(folders[name], texts)
     rows = [torch.cat(expected[:3]), expected[3], expected[4], expected[5]]
     for row, of_row in zip(logits, rows, strict=True):
-        torch.testing.assert_close(row[: len(of_row), :VOCAB_SIZE], of_row, **TOLERANCE)
+        _assert_close(row[: len(of_row), :VOCAB_SIZE], of_row)
         assert not row[len(of_row) :].any()
         assert not row[:, VOCAB_SIZE:].any()
 
@@ -97,10 +100,10 @@ def test_ranks_that_share_rows_have_their_part_of_what_one_alone_has(
         for i, targets in enumerate(alone):
             whole = targets.to_logits()
             columns = torch.cat([own[i][0] for own in of_ranks], dim=-1)
-            torch.testing.assert_close(columns, whole, **TOLERANCE)
+            _assert_close(columns, whole)
             for rank, own in enumerate(of_ranks):
                 expected = ContextRank(rank=rank, size=2).cut(whole)
-                torch.testing.assert_close(own[i][1], expected, **TOLERANCE)
+                _assert_close(own[i][1], expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma 2"])
