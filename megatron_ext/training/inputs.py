@@ -20,6 +20,10 @@ from megatron_ext.training.config import TEACHER as TEACHER
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.blend import read_blend
 from megatron_ext.training.huggingface.model_check import check_if_huggingface
+from megatron_ext.training.huggingface.teacher_check import (
+    check_huggingface_teacher,
+    check_ids_of_teacher,
+)
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
 from megatron_ext.training.watching.writers import check_writers
 
@@ -86,6 +90,8 @@ def _teacher(
     tokenizer = _tokenizer(
         config.named_teachers[name].tokenizer, section, conversations=conversations
     )
+    if config.distils and config.named_teachers[name].library == "huggingface":
+        check_ids_of_teacher(config, name, _teacher_checkpoint(config, name), tokenizer)
     path = config.projection_of(name)
     projection = None
     if config.distils and path is not None:
@@ -129,11 +135,19 @@ def _check_checkpoints(config: DistillConfig) -> None:
     checkpoints = Path(config.run_dir) / CHECKPOINTS
     if config.distils:
         for name, teacher in config.named_teachers.items():
-            where = f"{config.section_of(name)}.checkpoint"
-            check_if_huggingface(find_checkpoint(teacher.checkpoint, where=where), teacher.model)
+            folder = _teacher_checkpoint(config, name)
+            if teacher.library == "huggingface":
+                check_huggingface_teacher(config, name, folder)
+            else:
+                check_if_huggingface(folder, teacher.model)
     if config.initial_checkpoint and latest_checkpoint(checkpoints) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         check_if_huggingface(start, config.student)
+
+
+def _teacher_checkpoint(config: DistillConfig, name: str) -> Path:
+    where = f"{config.section_of(name)}.checkpoint"
+    return find_checkpoint(config.named_teachers[name].checkpoint, where=where)
 
 
 def _check_loss(

@@ -98,11 +98,20 @@ def warn_of_tokenizer(folder: Path, tokenizer: MegatronTokenizerText) -> None:
             f"the tokenizer has {tokenizer.vocab_size} ids and the checkpoint {rows} rows of "
             f"embeddings; the rows of the other {missing} are zero"
         )
+    for warning in found:
+        _warn(folder, warning)
+    warn_of_other_tokenizer(folder, tokenizer)
+
+
+def warn_of_other_tokenizer(folder: Path, tokenizer: MegatronTokenizerText) -> None:
+    """Say on standard error that a checkpoint came with another tokenizer, if it did."""
     theirs = _tokenizer_of(folder, tokenizer)
     if theirs is not None and theirs.fingerprint() != tokenizer.fingerprint():
-        found.append("the tokenizer is not the one that comes with the checkpoint")
-    for warning in found:
-        sys.stderr.write(f"warning: {folder}: {warning}\n")
+        _warn(folder, "the tokenizer is not the one that comes with the checkpoint")
+
+
+def _warn(folder: Path, warning: str) -> None:
+    sys.stderr.write(f"warning: {folder}: {warning}\n")
 
 
 def _tokenizer_of(folder: Path, configured: MegatronTokenizerText) -> MegatronTokenizerText | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.huggingface.any_model import any_model_settings
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.model_settings import model_settings
 from megatron_ext.huggingface.side_files import TOKENIZER_FILES, kept_folder
@@ -17,10 +18,10 @@ def with_huggingface_models(values: Mapping[str, Any]) -> dict[str, Any]:
 
     A model is taken from the folder that ``hf`` names, or that its weights come from: of
     HuggingFace, or a checkpoint of ours that was. What is given stays. So does what is no mapping,
-    for those who check it.
+    for those who check it. Of a teacher that transformers runs only sizes are taken.
 
     Raises:
-        CheckpointError: The folder is of a model that megatron-core has not.
+        CheckpointError: The folder is of a model that megatron-core has not, where that runs it.
     """
     filled = _with_model(values, "student", values.get("initial_checkpoint"))
     teacher = values.get("teacher")
@@ -51,7 +52,9 @@ def _with_model(section: Mapping[str, Any], key: str, checkpoint: object) -> dic
     folder = _folder(given.get("hf") or checkpoint)
     if folder is None:
         return filled
-    settings = model_settings(CheckpointFiles(folder))
+    files = CheckpointFiles(folder)
+    is_run_by_transformers = section.get("library") == "huggingface"
+    settings = any_model_settings(files) if is_run_by_transformers else model_settings(files)
     filled[key] = {**{k: v for k, v in settings.items() if v is not None}, **given}
     tokenizer = section.get("tokenizer")
     has_one = any((folder / name).is_file() for name in TOKENIZER_FILES)

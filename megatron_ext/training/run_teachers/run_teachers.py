@@ -9,7 +9,9 @@ from typing import Final
 from megatron_ext.teachers import Teacher
 from megatron_ext.training.config import TeacherConfig
 from megatron_ext.training.learning_step import TaughtBy
+from megatron_ext.training.run_teachers.elsewhere import teacher_elsewhere
 from megatron_ext.training.run_teachers.from_cache import teacher_from_cache
+from megatron_ext.training.run_teachers.from_huggingface import teacher_from_huggingface
 from megatron_ext.training.run_teachers.on_student_ranks import teacher_on_student_ranks
 from megatron_ext.training.run_teachers.teacher_parts import StudentParts, TeacherParts
 from megatron_ext.training.teacher_cache.cached_teacher import CachedTeacher
@@ -17,9 +19,12 @@ from megatron_ext.training.vocabulary_layout.run_layout import RunLayout
 
 _MAKERS: Final[Mapping[str, Callable[[str, StudentParts], TeacherParts]]] = {
     "cache": teacher_from_cache,
+    "elsewhere": teacher_elsewhere,
+    "huggingface": teacher_from_huggingface,
     "megatron": teacher_on_student_ranks,
 }
-"""By kind: where targets are read from files ``cache``, otherwise the library that runs it."""
+"""By kind: ``cache`` where targets are read from files, ``elsewhere`` where other processes send
+them, otherwise the library that runs it on the student's ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,4 +61,6 @@ def make_run_teachers(run: StudentParts) -> RunTeachers:
 
 def kind_of(teacher: TeacherConfig) -> str:
     """A key of the table of kinds."""
-    return "cache" if teacher.cache is not None else teacher.library
+    if teacher.cache is not None:
+        return "cache"
+    return "elsewhere" if teacher.is_elsewhere else teacher.library
