@@ -98,7 +98,7 @@ class AxisRun:
             teachers=two if self.variant.teachers == 2 else {},
             data=DataConfig(
                 train=base.data.train,
-                validation=base.data.train if self.variant.held_out else (),
+                validation=base.data.validation if self.variant.held_out else (),
                 packing=self.variant.packing,
             ),
             loss=LossConfig(objective=self.variant.objective, ce_weight=0.5),

@@ -54,7 +54,7 @@ OF_LAYOUT = {
     "tp2": ["dynamic", "three-linear"],
     "pp2": ["dynamic"],
     "dp2": ["dynamic", "selected"],
-    "cp2": ["dynamic", "selected", "averaged", "pulled"],
+    "cp2": ["dynamic", "averaged", "pulled"],
 }
 """What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
