@@ -18,6 +18,7 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.building.options import ProjectionMethod
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.teachers.megatron_teacher import head_weight
+from megatron_ext.training.agreement import same_tokens
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.config import TEACHER, DistillConfig
 from megatron_ext.training.forward_step import StudentStep
@@ -136,6 +137,14 @@ def _constants(
         layout=teacher.layout,
         device=groups.device,
     )
+    if inputs.data.held_out:
+        table = same_tokens(
+            inputs.tokenizer,
+            inputs.teachers[teacher.name].tokenizer,
+            layout=teacher.layout,
+            device=groups.device,
+        )
+        constants = dataclasses.replace(constants, same_tokens=table)
     if not is_learned:
         return constants
     assert teacher.projection is not None

@@ -37,6 +37,9 @@ class RunConstants:
     learned: LearnedProjection | None = None
     """A projection that the student's parameters are part of, in place of ``projection``."""
 
+    same_tokens: torch.Tensor | None = None
+    """What ``agreement.same_tokens`` returned, in a run that measures on held-out text."""
+
     completion_table: CompletionTable | None = None
     """From which each batch's completions are looked up, on the host."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -81,6 +81,13 @@ class TeacherTerm:
     def names(self) -> list[str]:
         """Of the teachers, in the order of their weights."""
         return list(self.aggregator.teachers)
+
+    def same_tokens(self, teachers: Collection[str]) -> dict[str, torch.Tensor]:
+        """For ``measure_held_out``, of those ``teachers`` that agreement is measured with."""
+        tables = {name: self.constants[name].same_tokens for name in self.constants}
+        return {
+            name: table for name, table in tables.items() if name in teachers and table is not None
+        }
 
     def plans(self, sides: CrossTokenizerBatch) -> dict[str, ContextParallelPlan]:
         """Who owns which chunks, of the teachers that chunks are compared with; on the host.

@@ -33,7 +33,7 @@ from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.student import Student
 from megatron_ext.training.teacher_cache.cached_teacher import CachedTeacher
 from megatron_ext.training.term_weighting import layer_gradients, observe
-from megatron_ext.training.validation import BitsPerByte, measure_bits_per_byte
+from megatron_ext.training.validation import HeldOutScores, measure_held_out
 from megatron_ext.training.vocabulary_layout import BatchPlaces
 from megatron_ext.training.watching.step_clock import StepClock
 from megatron_ext.training.watching.step_watch import StepWatch
@@ -267,12 +267,12 @@ class Trainer:
                 of_batch[name] = cached.targets(batch.recorded[name])
         return found
 
-    def _validate(self, data: HeldOut) -> BitsPerByte:
+    def _validate(self, data: HeldOut) -> HeldOutScores:
         global_batches = (
             [self.held_out_microbatch(data, rows) for rows in microbatches]
             for microbatches in data.global_batches(self.replica)
         )
-        return measure_bits_per_byte(
+        return measure_held_out(
             global_batches,
             student=self.student.ddp,
             student_shard=self.step.shard,
@@ -280,6 +280,7 @@ class Trainer:
             next_token=self.step.next_token,
             groups=self.groups,
             tile_rows=self.config.loss.linear_tile_rows if self.step.linear is not None else None,
+            same_tokens=self.step.term.same_tokens(self.teachers) if self.step.term else None,
         )
 
     def held_out_microbatch(self, data: HeldOut, rows: list[PackedSample]) -> Microbatch:

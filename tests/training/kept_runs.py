@@ -14,7 +14,7 @@ from megatron_ext.training.config import DistillConfig, LossConfig, ParallelConf
 from megatron_ext.training.learned_projections import learned_projection_file
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.trainer import Trainer
-from megatron_ext.training.validation import BitsPerByte
+from megatron_ext.training.validation import HeldOutScores
 from tests.training.rank_functions import _train_teacher, _trainer
 from tests.training.tiny_run import objective_run, student_run
 
@@ -69,7 +69,7 @@ class _Watched:
         return self._objective(inputs)
 
 
-def _measure(folder: Path) -> dict[str, tuple[BitsPerByte, list[int]]]:
+def _measure(folder: Path) -> dict[str, tuple[HeldOutScores, list[int]]]:
     """Held-out bits per byte of one student from whole logits and from tiles; with sequences cut
     over the ranks, too."""
     config = student_run(folder, "measured")

@@ -98,6 +98,8 @@ def test_held_out_text_is_measured_by_tiles_where_the_loss_is(ranks: list[dict[s
         assert whole.student is not None
         assert tiled.student == pytest.approx(whole.student, rel=1e-6)
         assert tiled.teachers["teacher"] == pytest.approx(whole.teachers["teacher"], rel=1e-6)
+        assert tiled.agreement == whole.agreement
+        assert whole.agreement["teacher"][1] > 100
         assert max(rows_of_tiles) == TILE_ROWS < min(rows)
         assert sum(rows_of_tiles) == sum(rows)
 
