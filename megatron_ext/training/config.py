@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
+from megatron_ext.training.evaluation_config import EvaluationConfig, check_evaluation
 from megatron_ext.training.serving_config import (
     STUDENT_RANKS,
     Placement,
@@ -610,8 +611,15 @@ class DistillConfig:
     projection: str | None = None
     """Projection file (safetensors); built once into ``run_dir`` when not given."""
 
+    evaluation: EvaluationConfig = field(
+        default_factory=EvaluationConfig, metadata={"prefix": "evaluation-"}
+    )
+
     def __post_init__(self) -> None:
         _check_teachers(self)
+        check_evaluation(
+            self.evaluation, self.parallel, vocabulary_layout=self.training.vocabulary_layout
+        )
         if self.optimizer.lr_warmup_iters >= self.training.train_iters:
             raise ConfigError(
                 "lr_warmup_iters leaves no iteration at the full learning rate",

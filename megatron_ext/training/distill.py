@@ -20,6 +20,7 @@ from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.global_batches import Replica
+from megatron_ext.training.evaluator import Evaluator, evaluated
 from megatron_ext.training.first_weights import load_first_weights
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
@@ -40,12 +41,13 @@ from megatron_ext.training.trainer import Trainer
 from megatron_ext.training.watchdog import GRACE, Watchdog
 
 
-def distill(config: DistillConfig, inputs: Inputs) -> Path:
+def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | None = None) -> Path:
     """Train the student that ``config`` describes; call it on every rank, under torchrun or alone.
 
     Args:
         config: The run.
         inputs: What ``read_inputs`` read for it.
+        evaluator: Asks the tasks of ``config.evaluation``, where it has any.
 
     Returns:
         The run's folder.
@@ -59,6 +61,7 @@ def distill(config: DistillConfig, inputs: Inputs) -> Path:
     process_groups.join(timeout + GRACE)
     with Watchdog(timeout):
         trainer = _start(config, inputs, timeout + GRACE)
+        trainer = evaluated(trainer, evaluator, inputs.tokenizer)
         trainer.train()
     # Only now: a rank that failed must not wait in the teardown for peers that wait for it.
     process_groups.finalize()

@@ -78,6 +78,7 @@ _MAY_CHANGE = (
     "training.async_save",
     "training.nan_policy",
     "training.max_consecutive_skips",
+    "evaluation",
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,9 @@ class Trainer:
     clock: StepClock = field(default_factory=StepClock)
     """What the phases of a step take."""
 
+    evaluator: Callable[[], Mapping[str, float]] | None = None
+    """Measures the student by tasks between steps; None where the run has none."""
+
     @property
     def teacher(self) -> Teacher | None:
         """The first teacher."""
@@ -139,6 +142,10 @@ class Trainer:
                 rank_phase.enter("measuring on held-out text")
                 with self.clock.phase("evaluation"):
                     metrics |= self._validate(held_out).metrics()
+            if self.evaluator and (is_last or iteration % self.config.evaluation.interval == 0):
+                rank_phase.enter("measuring by tasks")
+                with self.clock.phase("evaluation"):
+                    metrics |= self.evaluator()
             measured = watch.row(metrics, seconds=seconds)
             if log is not None:
                 log.write(iteration=iteration, seconds=seconds, **measured, **metrics)

@@ -1,0 +1,107 @@
+"""The tasks of a run, asked of its student between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
+from megatron_ext.training import rank_phase
+from megatron_ext.training.evaluation_config import EvaluationConfig, EvaluationTaskConfig
+
+if TYPE_CHECKING:
+    from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
+    from megatron_ext.training.evaluator import StudentToEvaluate
+
+_RUN_CODE: Final = ("humaneval_plus", "mbpp_plus")
+
+
+class RunTasks:
+    """An ``Evaluator``.
+
+    Args:
+        evaluation: Its tasks, whose files are read here, before a model is built.
+
+    Raises:
+        MegatronExtError: They cannot be read, or are no tasks that a run may ask.
+    """
+
+    def __init__(self, evaluation: EvaluationConfig) -> None:
+        self._tasks = {name: _task(name, its) for name, its in evaluation.tasks.items()}
+        self._micro_batch_size = evaluation.micro_batch_size
+
+    def __call__(self, student: StudentToEvaluate) -> dict[str, float]:
+        """See ``Evaluator``. Collectives: those of the tasks' calls of ``LanguageModel``."""
+        model = _language_model(student, self._micro_batch_size)
+        found: dict[str, float] = {}
+        with _evaluating(student.chunk):
+            for name, task in self._tasks.items():
+                found |= main_metrics(name, task.run(model).metrics)
+        return found
+
+
+def main_metrics(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """``eval/NAME/METRIC`` without the parts of a metric: of MMLU's accuracy that of subjects."""
+    return {
+        f"eval/{name}/{metric}": value
+        for metric, value in metrics.items()
+        if metric.rpartition("/")[0] not in metrics
+    }
+
+
+def _task(name: str, its: EvaluationTaskConfig) -> Task:
+    kind, where = its.task or name, f"evaluation.tasks.{name}"
+    if kind in _RUN_CODE:
+        raise ConfigError(
+            "a run does not execute code that its student writes",
+            where=where,
+            got=kind,
+            fix="call megatron-ext evaluate on a checkpoint",
+        )
+    return TASKS[kind](
+        TaskOptions(
+            data=Path(its.data),
+            num_fewshot=its.num_fewshot,
+            few_shot_data=None if its.few_shot_data is None else Path(its.few_shot_data),
+            limit=its.limit,
+            max_new_tokens=its.max_new_tokens,
+        )
+    )
+
+
+def _language_model(student: StudentToEvaluate, micro_batch_size: int) -> MegatronLanguageModel:
+    # megatron-core takes seconds to load; a wrong path is said before.
+    from megatron_ext.evaluation.generation import Generator
+    from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
+    from megatron_ext.evaluation.token_scoring import TokenScorer
+
+    shared: dict[str, Any] = {
+        "chunk": student.chunk,
+        "shard": student.shard,
+        "groups": student.groups,
+        "micro_batch_size": micro_batch_size,
+        "max_length": student.max_length,
+    }
+    return MegatronLanguageModel(
+        tokenizer=student.tokenizer,
+        adds_bos=True,
+        scorer=TokenScorer(**shared),
+        generator=Generator(**shared),
+        groups=student.groups,
+    )
+
+
+@contextmanager
+def _evaluating(chunk: Any) -> Iterator[None]:
+    """The chunk without dropout; each of its forward passes tells the watchdog of progress."""
+    was_training = chunk.training
+    hook = chunk.register_forward_pre_hook(lambda *_: rank_phase.tick())
+    chunk.eval()
+    try:
+        yield
+    finally:
+        chunk.train(was_training)
+        hook.remove()

@@ -1,0 +1,102 @@
+"""What a run is measured by between steps, beside its held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from megatron_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_ext.training.config import ParallelConfig
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class EvaluationTaskConfig:
+    """A task of ``megatron-ext evaluate`` that a run measures its student by."""
+
+    data: str
+    """File or folder with the items, in their published format."""
+
+    task: str | None = None
+    """Name of the task; that of its section when not given."""
+
+    num_fewshot: int | None = None
+    """Solved examples before each item; the task's own number when not given."""
+
+    few_shot_data: str | None = None
+    """Where these are taken from."""
+
+    limit: int | None = None
+    """Items at most, the first ones; all when not given."""
+
+    max_new_tokens: int | None = None
+    """Of completions; the task's own number when not given."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_fewshot", 0), ("limit", 1), ("max_new_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is too small", got=value, expected=f"{least} or more")
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class EvaluationConfig:
+    """Tasks between steps; none unless given."""
+
+    tasks: Mapping[str, EvaluationTaskConfig] = field(default_factory=dict)
+    """Tasks by name: ``bits_per_byte``, ``mmlu`` or ``gsm8k``, each a section with ``data``; a
+    section of any other name says which with ``task``."""
+
+    interval: int = 1000
+    """Iterations between measurements by the tasks; one is always made at the end."""
+
+    micro_batch_size: int = 8
+    """Rows at a time."""
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "micro_batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive", got=getattr(self, name))
+
+
+_WAY_ROUND: Final = "leave out evaluation.tasks, and call megatron-ext evaluate on a checkpoint"
+
+
+def check_evaluation(
+    evaluation: EvaluationConfig, parallel: ParallelConfig, *, vocabulary_layout: str
+) -> None:
+    """Refuse tasks in a run whose student cannot read texts of any length as it stands.
+
+    Raises:
+        ConfigError: The layout cuts sequences, or the heads are permuted.
+    """
+    if not evaluation.tasks:
+        return
+    reasons = {
+        "context_parallel_size": ("1", parallel.context_parallel_size == 1),
+        "sequence_parallel": ("false", not parallel.sequence_parallel),
+        "virtual_pipeline_model_parallel_size": (
+            "1",
+            parallel.virtual_pipeline_model_parallel_size == 1,
+        ),
+        "overlap_param_gather": ("false", not parallel.overlap_param_gather),
+    }
+    for name, (expected, is_good) in reasons.items():
+        if not is_good:
+            raise ConfigError(
+                "tasks between steps do not go with this layout",
+                where="evaluation.tasks",
+                got=f"{name} {getattr(parallel, name)}",
+                expected=f"{name} {expected}",
+                fix=_WAY_ROUND,
+            )
+    if vocabulary_layout != "original":
+        raise ConfigError(
+            "tasks between steps read heads in the order of ids",
+            where="evaluation.tasks",
+            got=f"training.vocabulary_layout {vocabulary_layout}",
+            expected="original",
+            fix=_WAY_ROUND,
+        )

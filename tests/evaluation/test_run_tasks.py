@@ -1,0 +1,140 @@
+"""Tasks between steps have the numbers of ``evaluate`` and change nothing of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.errors import ConfigError, MegatronExtError, UnknownNameError
+from megatron_ext.evaluation.run_tasks import RunTasks, main_metrics
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.evaluation_config import EvaluationConfig, EvaluationTaskConfig
+from tests.evaluation.evaluation_ranks import evaluate
+from tests.evaluation.run_task_ranks import run_config, train, with_tasks, write_tasks
+from tests.process_group import run_ranks
+from tests.training.tiny_run import write_corpus, write_rank_list
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "dp2": {"use_distributed_optimizer": True},
+}
+NAMES = {
+    "eval/bits_per_byte/bits_per_byte",
+    "eval/bits_per_byte/nats_per_token",
+    "eval/bits_per_byte/bytes_per_token",
+    "eval/mmlu/accuracy",
+    "eval/mmlu/accuracy_over_subjects",
+    "eval/sums/exact_match/strict",
+    "eval/sums/exact_match/flexible",
+}
+TIMES = ("seconds", "tokens_per_second", "memory_bytes")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    write_corpus(folder)
+    write_rank_list(folder)
+    write_tasks(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(2, train, folder, LAYOUTS, timeout_s=300)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_is_the_same_with_tasks_without_them_and_resumed(
+    ranks: list[dict[str, Any]], layout: str
+) -> None:
+    for rank in ranks:
+        plain, measured, resumed = rank[layout]["weights"]
+        for name, value in plain.items():
+            assert torch.equal(measured[name], value), name
+            assert torch.equal(resumed[name], value), name
+    plain_log, log, resumed_log = ranks[-1][layout]["logs"]
+    for before, after, again in zip(plain_log, log, resumed_log, strict=True):
+        assert {name for name in after if name.startswith("eval/")} == NAMES
+        assert _without_times(after) == _without_times(again)
+        assert _without_times(before) == {
+            name: value for name, value in _without_times(after).items() if name not in NAMES
+        }
+
+
+def test_layouts_measure_alike(ranks: list[dict[str, Any]]) -> None:
+    logs = [ranks[-1][layout]["logs"][1] for layout in LAYOUTS]
+    for name in sorted(NAMES):
+        values = [[row[name] for row in log] for log in logs]
+        # Sums of fp32 numbers in another order, in a step and in a forward pass.
+        assert values[1] == pytest.approx(values[0], rel=1e-4)
+        assert values[2] == pytest.approx(values[0], rel=1e-4)
+
+
+def test_the_numbers_are_those_of_evaluate_on_the_checkpoint(
+    folder: Path, ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    options = {"checkpoint": folder / "tp2", "task": "bits_per_byte"}
+    options |= {"data": folder / "held-out.jsonl", "output": tmp_path / "results.json"}
+    run_ranks(1, evaluate, [f"--{name}={value}" for name, value in options.items()])
+    results = json.loads((tmp_path / "results.json").read_text())["metrics"]
+    last = ranks[-1]["tp2"]["logs"][1][-1]
+    for name, value in results.items():
+        assert last[f"eval/bits_per_byte/{name}"] == pytest.approx(value, rel=1e-5)
+
+
+def test_parts_of_a_metric_are_left_out() -> None:
+    metrics = {"accuracy": 0.5, "accuracy/law": 1.0, "exact_match/strict": 0.25}
+    assert main_metrics("x", metrics) == {"eval/x/accuracy": 0.5, "eval/x/exact_match/strict": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [
+        ("humaneval_plus", {}, ConfigError),
+        ("no_such_task", {}, UnknownNameError),
+        ("gsm8k", {"data": "missing.jsonl"}, MegatronExtError),
+    ],
+)
+def test_what_a_run_cannot_ask_is_refused_before_a_model_is_built(
+    folder: Path, name: str, options: dict[str, Any], error: type[Exception]
+) -> None:
+    task = EvaluationTaskConfig(**{"data": str(folder / "gsm8k.jsonl"), **options})
+    with pytest.raises(error, match=r"humaneval_plus|no_such_task|missing\.jsonl"):
+        RunTasks(EvaluationConfig(tasks={name: task}))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"context_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 1, "overlap_param_gather": True}
+        | {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    ],
+    ids=lambda parallel: "-".join(parallel),
+)
+def test_layouts_in_which_tasks_cannot_be_asked_are_refused(
+    tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    config = _with_even_lengths(run_config(tmp_path, "run", **parallel))
+    with pytest.raises(ConfigError, match="megatron-ext evaluate"):
+        with_tasks(config, tmp_path)
+
+
+def _with_even_lengths(config: DistillConfig) -> DistillConfig:
+    return dataclasses.replace(config, student=dataclasses.replace(config.student, seq_length=40))
+
+
+def _without_times(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in TIMES and not name.startswith("seconds/")
+    }
