@@ -79,7 +79,7 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     data = _data(config, tokenizer, teachers)
     check_same_text(config, data.summary())
     inputs = Inputs(tokenizer=tokenizer, teachers=teachers, data=data)
-    _check_caches(config, inputs)
+    _check_targets(config, inputs)
     return inputs
 
 
@@ -161,11 +161,15 @@ def _check_loss(
     check_loss(config, tokenizer, {name: its.tokenizer for name, its in teachers.items()})
 
 
-def _check_caches(config: DistillConfig, inputs: Inputs) -> None:
+def _check_targets(config: DistillConfig, inputs: Inputs) -> None:
     if config.distils and any(its.cache for its in config.named_teachers.values()):
         from megatron_ext.training.teacher_cache.cache_check import check_caches
 
         check_caches(config, inputs)
+    if config.distils and any(its.is_elsewhere for its in config.named_teachers.values()):
+        from megatron_ext.training.serving.served_check import check_served
+
+        check_served(config, inputs)
 
 
 def _data(

@@ -17,8 +17,8 @@ from megatron_ext.training.checkpoint import check_tokenizer, load_checkpoint, l
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.checkpoint_writer import CheckpointWriter
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.data.global_batches import GlobalBatches
 from megatron_ext.training.data.quarantine import forget_refused
+from megatron_ext.training.data.read_ahead import ReadAhead
 from megatron_ext.training.fault_counts import FaultCounts
 from megatron_ext.training.learned_projections import LearnedProjections, learned_projection_file
 from megatron_ext.training.run_folder import CHECKPOINTS, PROJECTION_FILE, TOKENIZER_FOLDER
@@ -54,7 +54,7 @@ class SavedRun:
         *,
         groups: ProcessGroups,
         student: Student,
-        batches: GlobalBatches,
+        batches: ReadAhead[Any],
         record: Mapping[str, Any],
         counts: FaultCounts,
         parts: Mapping[str, Part] | None = None,

@@ -22,6 +22,7 @@ from megatron_ext.training.data.global_batches import GlobalBatches, Replica
 from megatron_ext.training.data.held_out import HeldOut
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.data.quarantine import log_refused
+from megatron_ext.training.data.read_ahead import ReadAhead
 from megatron_ext.training.data.run_data import RunData
 from megatron_ext.training.fault_counts import FaultCounts
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep, reduce_reports
@@ -30,6 +31,7 @@ from megatron_ext.training.lesson import Lesson
 from megatron_ext.training.metrics import MetricsLog, plot_loss_curve, progress_bar
 from megatron_ext.training.non_finite import DivergedError, NonFinitePolicy, finite_only
 from megatron_ext.training.saved_run import SavedRun
+from megatron_ext.training.serving.elsewhere_teacher import elsewhere, leave
 from megatron_ext.training.student import Student
 from megatron_ext.training.teacher_cache.cached_teacher import CachedTeacher
 from megatron_ext.training.term_weighting import layer_gradients, observe
@@ -37,6 +39,7 @@ from megatron_ext.training.validation import HeldOutScores, measure_held_out
 from megatron_ext.training.vocabulary_layout import BatchPlaces
 from megatron_ext.training.watching.step_clock import StepClock
 from megatron_ext.training.watching.step_watch import StepWatch
+from megatron_ext.training.watching.teacher_watch import TeacherWatch
 from megatron_ext.training.watching.writers import open_writers
 
 
@@ -82,6 +85,18 @@ class Trainer:
     evaluator: Callable[[], Mapping[str, float]] | None = None
     """Measures the student by tasks between steps; None where the run has none."""
 
+    reader: ReadAhead[list[Microbatch]] = field(init=False)
+    """Takes ``batches``, on the host, ahead where a teacher elsewhere is asked ahead."""
+
+    def __post_init__(self) -> None:
+        reader = ReadAhead(
+            self.batches,
+            lambda microbatches: [self._on_host(rows) for rows in microbatches],
+            depth=max((its.prefetch for its in elsewhere(self.teachers).values()), default=0),
+            total=self.config.training.train_iters,
+        )
+        object.__setattr__(self, "reader", reader)
+
     @property
     def teacher(self) -> Teacher | None:
         """The first teacher."""
@@ -95,9 +110,10 @@ class Trainer:
             DivergedError: The loss or its gradient is not finite; likewise.
             CheckpointError: Saving has failed for good.
         """
-        saved = self._saved()
+        saved, is_finished = self._saved(), False
         try:
             self._train(saved)
+            is_finished = True
         except (DivergedError, LossError):
             # All ranks are here, and what they saved before is good.
             saved.finish()
@@ -107,6 +123,7 @@ class Trainer:
             raise
         finally:
             self.batches.close()
+            leave(elsewhere(self.teachers), is_finished=is_finished)
 
     def _train(self, saved: SavedRun) -> None:
         rank_phase.enter("loading")
@@ -132,11 +149,14 @@ class Trainer:
     ) -> None:
         training, held_out = self.config.training, self.data.held_out
         watch = StepWatch(self.clock, self.batches)
+        teacher_watch = TeacherWatch(elsewhere(self.teachers))
         for iteration in range(done + 1, total + 1):
             started = time.perf_counter()
+            teacher_watch.begin()
             metrics = self._iterate(iteration)
             saved.poll()
             seconds = time.perf_counter() - started
+            metrics |= teacher_watch.row(seconds=seconds)
             is_last = iteration == total
             if held_out and (is_last or iteration % training.eval_interval == 0):
                 rank_phase.enter("measuring on held-out text")
@@ -149,7 +169,9 @@ class Trainer:
             measured = watch.row(metrics, seconds=seconds)
             if log is not None:
                 log.write(iteration=iteration, seconds=seconds, **measured, **metrics)
-                bar.set_postfix({"loss": f"{metrics.get('loss', math.nan):.4f}"}, refresh=False)
+                shown = {"loss": f"{metrics.get('loss', math.nan):.4f}"}
+                shown |= teacher_watch.shown(metrics)
+                bar.set_postfix(shown, refresh=False)
                 bar.update()
                 if "student_bits_per_byte" in metrics:
                     self._plot()
@@ -222,17 +244,29 @@ class Trainer:
         return {f"{name}_weight": weight for name, weight in step.term_weights.items()}
 
     def microbatches(self) -> list[Microbatch]:
-        """This replica's part of the next global batch, on its device."""
-        microbatches = [self.collate(rows) for rows in self.batches.take()]
-        refused, retokenized = self.batches.refused(), self.batches.retokenized_since_asked()
+        """This replica's part of the next global batch, on its device.
+
+        Teachers elsewhere are asked for it, and for those ahead.
+        """
+        reader = self.reader
+        on_host = reader.take()
+        for name, teacher in elsewhere(self.teachers).items():
+            teacher.ask_ahead(
+                [
+                    (iteration, [batch.teachers[name] for batch in batches])
+                    for iteration, batches in ((reader.iteration, on_host), *reader.ahead())
+                ]
+            )
+        microbatches = [self._on_device(batch) for batch in on_host]
+        refused, retokenized = reader.refused(), reader.retokenized_since_asked()
         for document in refused if self.groups.is_replica_main else ():
-            log_refused(self.run_dir, document, iteration=self.batches.iteration)
+            log_refused(self.run_dir, document, iteration=reader.iteration)
         data = self.config.data
         if data.num_workers or data.bad_documents == "skip" or self.data.has_student_ids:
             self.counts.add_data_faults(
                 refused=len(refused) * self.groups.is_replica_main,
                 retokenized=retokenized * self.groups.is_replica_main,
-                restarts=self.batches.restarts_since_asked(),
+                restarts=reader.restarts_since_asked(),
                 device=self.groups.device,
             )
         return microbatches
@@ -245,6 +279,11 @@ class Trainer:
         Args:
             held_out: What they are of, where that is not the training text.
         """
+        return self._on_device(self._on_host(samples, held_out=held_out))
+
+    def _on_host(
+        self, samples: list[PackedSample], *, held_out: HeldOut | None = None
+    ) -> Microbatch:
         sides = (held_out.dataset.collator if held_out else self.data.collator)(samples)
         term, context = self.step.term, ContextRank.of(self.groups.cp)
         plans = term.plans(sides) if term else {}
@@ -259,6 +298,9 @@ class Trainer:
                 for name, teacher in self.cached_teachers.items()
             }
             batch = dataclasses.replace(batch, recorded=recorded)
+        return batch
+
+    def _on_device(self, batch: Microbatch) -> Microbatch:
         batch = batch.to(self.groups.device)
         return self.places(batch) if self.places else batch
 
@@ -303,7 +345,7 @@ class Trainer:
             self.config,
             groups=self.groups,
             student=self.student,
-            batches=self.batches,
+            batches=self.reader,
             record=self.run_record,
             counts=self.counts,
             parts={"weighting": self.weighting},

@@ -74,11 +74,11 @@ def teacher_elsewhere(name: str, run: StudentParts) -> TeacherParts:
         sys.stdout.write(described(name, run.teacher(name).placement, form) + "\n")
         sys.stdout.flush()
     projection = run_projection(config, run.inputs, name, groups)
-    teacher = ElsewhereTeacher(
-        remote=remote,
-        prefetch=run.teacher(name).serving.prefetch,
-        **({"finish": found.finish, "end": found.end} if found is not None else {}),
-    )
+    prefetch = run.teacher(name).serving.prefetch
+    if found is None:
+        teacher = ElsewhereTeacher(remote, prefetch=prefetch)
+    else:
+        teacher = ElsewhereTeacher(remote, prefetch=prefetch, finish=found.finish, end=found.end)
     return TeacherParts(TaughtBy(name, None, shard, projection, None), teacher=teacher)
 
 

@@ -17,7 +17,9 @@ class _Seen(NamedTuple):
 
 
 class TeacherWatch:
-    """Reads what each teacher elsewhere has taken and sent since the row before.
+    """Reads what each teacher elsewhere has taken and sent during a step.
+
+    What comes between steps, for an evaluation or ahead, is not counted; nor is the head.
 
     Args:
         teachers: By name; none is fine.
@@ -25,8 +27,12 @@ class TeacherWatch:
 
     def __init__(self, teachers: Mapping[str, ElsewhereTeacher]) -> None:
         self._teachers = dict(teachers)
-        # The head, which comes once at the start, is not counted.
-        self._seen = {name: _seen(teacher) for name, teacher in teachers.items()}
+        self._seen: dict[str, _Seen] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._seen = {name: _seen(teacher) for name, teacher in self._teachers.items()}
 
     def row(self, *, seconds: float) -> dict[str, Any]:
         """``seconds/teacher_waiting`` and its share of the step, and what targets took.
@@ -42,7 +48,6 @@ class TeacherWatch:
         waited, values = 0.0, {}
         for name, teacher in self._teachers.items():
             before, now = self._seen[name], _seen(teacher)
-            self._seen[name] = now
             waited += now.waited_s - before.waited_s
             tokens = now.received_tokens - before.received_tokens
             if tokens:
