@@ -8,6 +8,7 @@ A field's flag is its name in kebab case behind the prefixes of the sections aro
 from __future__ import annotations
 
 import argparse
+from functools import cache
 from typing import Any
 
 from megatron_ext.training.config import DistillConfig
@@ -18,9 +19,10 @@ from megatron_ext.training.huggingface.model_section import with_huggingface_mod
 _SEPARATOR = "."
 
 
-def config_flags(config_type: type = DistillConfig) -> list[Flag]:
+@cache
+def config_flags(config_type: type = DistillConfig) -> tuple[Flag, ...]:
     """Every flag of ``config_type``, in the order of its fields."""
-    return list(flags_of(config_type))
+    return tuple(flags_of(config_type))
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,12 +52,9 @@ def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:
     file_values, file_where = (
         read_config_file(namespace.config) if namespace.config else ({}, lambda keys: "flags")
     )
-    overrides = {
-        tuple(name.split(_SEPARATOR)): value
-        for name, value in vars(namespace).items()
-        if name in {_SEPARATOR.join(flag.keys) for flag in config_flags()}
-    }
     flag_of = {flag.keys: flag.name for flag in config_flags()}
+    given = {tuple(name.split(_SEPARATOR)): value for name, value in vars(namespace).items()}
+    overrides = {keys: value for keys, value in given.items() if keys in flag_of}
     values = file_values
     for keys, value in overrides.items():
         values = _with(values, keys, value)

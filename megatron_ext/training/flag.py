@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 _SEPARATOR = "."
@@ -72,6 +73,7 @@ def _walk(config_type: Any, keys: tuple[str, ...], prefix: str) -> Iterator[Flag
         )
 
 
+@cache
 def _field_docs(config_type: type) -> dict[str, str]:
     """The string literal under each field of a dataclass."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_type))).body[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Final
 
 from megatron_ext.tokenizers.libraries.sentencepiece.wire import (
@@ -15,6 +16,7 @@ _PIECE: Final = 1
 """Number of the field that is repeated, a piece each; and within a piece of its text."""
 
 
+@cache
 def short_sentencepiece(model: bytes, pieces: int) -> bytes:
     """``model`` with its first ``pieces`` pieces, and every later one that is a single character.
 
