@@ -70,7 +70,10 @@ class TextNats:
         return TextScore(nats, _joined([score.choices for score in scores], labels.shape))
 
     def of_targets(self, targets: TeacherTargets, labels: torch.Tensor) -> TextScore:
-        """The same of a teacher."""
+        """The same of a teacher; of one that sends no logits without its choices."""
+        if targets.label_log_probs is not None:
+            said = targets.label_log_probs.masked_fill(labels < 0, 0.0)
+            return TextScore(-said.float().sum(), None)
         hidden, weight = targets.hidden, targets.head_weight
         if self.tile_rows is not None and hidden is not None and weight is not None:
             return self.of_hidden(hidden, weight, labels, targets.shard)
