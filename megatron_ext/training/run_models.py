@@ -40,10 +40,16 @@ def frozen_teacher(
 
 
 def teacher_vocab_shard(
-    config: DistillConfig, name: str, tokenizer: MegatronTokenizerText, groups: ProcessGroups
+    config: DistillConfig,
+    name: str,
+    tokenizer: MegatronTokenizerText,
+    groups: ProcessGroups,
+    *,
+    parallel: ParallelConfig | None = None,
 ) -> VocabShard:
     """This rank's columns of a teacher's vocabulary, without its model."""
-    return model_shard(_side(name), config.named_teachers[name].model, tokenizer, config, groups)
+    model = config.named_teachers[name].model
+    return model_shard(_side(name), model, tokenizer, config, groups, parallel=parallel)
 
 
 def model_part(

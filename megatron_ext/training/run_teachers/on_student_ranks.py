@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_ext.teachers import Teacher
-from megatron_ext.teachers.megatron_teacher import MegatronTeacher, head_weight
-from megatron_ext.teachers.offloaded_teacher import HostWeights, OffloadedTeacher
 from megatron_ext.training.learning_step import TaughtBy, run_projection
+from megatron_ext.training.live_teacher import live_megatron_teacher
 from megatron_ext.training.run_models import frozen_teacher
 from megatron_ext.training.run_teachers.teacher_parts import StudentParts, TeacherParts
 from megatron_ext.training.vocabulary_layout import lay_out
@@ -31,13 +29,10 @@ def teacher_on_student_ranks(name: str, run: StudentParts) -> TeacherParts:
             shards=(run.shard, shard),
             groups=groups,
         )
-    head = head_weight(chunks[-1]) if groups.is_last_stage else None
+    live = live_megatron_teacher(chunks, shard, groups, offload=run.teacher(name).offload)
     layout = laid_out and laid_out.layout
-    teacher: Teacher = MegatronTeacher(chunks, shard=shard)
-    if config.named_teachers[name].offload:
-        # Objectives read the head while the student runs.
-        kept = [] if head is None else [head]
-        teacher = OffloadedTeacher(teacher, HostWeights(chunks, kept=kept))
     return TeacherParts(
-        TaughtBy(name, head, shard, projection, layout), teacher=teacher, laid_out=laid_out
+        TaughtBy(name, live.head, shard, projection, layout),
+        teacher=live.teacher,
+        laid_out=laid_out,
     )

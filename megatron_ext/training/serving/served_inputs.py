@@ -7,6 +7,10 @@ from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.huggingface.model_check import check_if_huggingface
+from megatron_ext.training.huggingface.teacher_check import (
+    check_huggingface_teacher,
+    check_ids_of_teacher,
+)
 
 
 def read_served_teacher(config: DistillConfig, name: str) -> MegatronTokenizerText:
@@ -20,11 +24,17 @@ def read_served_teacher(config: DistillConfig, name: str) -> MegatronTokenizerTe
     """
     teacher, section = config.named_teachers[name], config.section_of(name)
     checkpoint = find_checkpoint(teacher.checkpoint, where=f"{section}.checkpoint")
-    check_if_huggingface(checkpoint, teacher.model)
+    if teacher.library == "huggingface":
+        check_huggingface_teacher(config, name, checkpoint)
+    else:
+        check_if_huggingface(checkpoint, teacher.model)
     if teacher.tokenizer.model is None:
         raise ConfigError(
             "no tokenizer is named",
             where=f"{section}.tokenizer.model",
             expected="a tokenizer file, or a directory that holds one",
         )
-    return build_tokenizer(teacher.tokenizer)
+    tokenizer = build_tokenizer(teacher.tokenizer)
+    if teacher.library == "huggingface":
+        check_ids_of_teacher(config, name, checkpoint, tokenizer)
+    return tokenizer

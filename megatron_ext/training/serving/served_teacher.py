@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,6 @@ from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import BoundaryColumns
-from megatron_ext.teachers import Teacher
-from megatron_ext.teachers.megatron_teacher import MegatronTeacher, head_weight
 from megatron_ext.teachers.serving import ReplicaRanks, TeacherListener, TeacherServer
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.teachers.targets.formed_targets import FormedTargets
@@ -25,20 +22,8 @@ from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training import rank_phase
 from megatron_ext.training.config import DistillConfig, ParallelConfig
-from megatron_ext.training.run_models import frozen_teacher
+from megatron_ext.training.live_teacher import LiveTeacher, check_gives_hidden, live_teacher
 from megatron_ext.training.serving.served_targets import served_form
-
-
-class ServedModel(NamedTuple):
-    """A teacher in the layout of its own ranks."""
-
-    teacher: Teacher
-
-    shard: VocabShard
-    """This rank's columns of its vocabulary."""
-
-    head: torch.Tensor | None
-    """[Vp, D] on the last stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +67,14 @@ class ServedTeacher:
         )
         rank_phase.enter(f"building the teacher {self.name}")
         form = served_form(self.config, self.name, self.tokenizer)
-        model = _served_model(self.config, self.name, self.tokenizer, groups)
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=serving.tensor_model_parallel_size,
+            pipeline_model_parallel_size=serving.pipeline_model_parallel_size,
+        )
+        model = live_teacher(self.config, self.name, self.tokenizer, groups, parallel=parallel)
+        if form.kind == "hidden":
+            where = f"{self.config.section_of(self.name)}.serving.targets"
+            check_gives_hidden(model, groups, where=where, why="hidden targets are")
         ranks = _replica_ranks(groups)
         server = TeacherServer(
             model.teacher,
@@ -98,7 +90,7 @@ class ServedTeacher:
         listener = listen(ranks, groups.dp_rank) if ranks.is_main else None
         server.serve(listener, until_client_leaves=until_client_leaves)
 
-    def _head(self, model: ServedModel, ranks: ReplicaRanks) -> Callable[[], torch.Tensor | None]:
+    def _head(self, model: LiveTeacher, ranks: ReplicaRanks) -> Callable[[], torch.Tensor | None]:
         def gather() -> torch.Tensor | None:
             if model.head is None:
                 return None
@@ -115,31 +107,6 @@ class ServedTeacher:
             ).teacher
         tile_rows = self.config.loss.linear_tile_rows
         return FormedTargets(form=form, boundary=boundary, tile_rows=tile_rows)
-
-
-def _megatron_model(
-    config: DistillConfig, name: str, tokenizer: MegatronTokenizerText, groups: ProcessGroups
-) -> ServedModel:
-    serving = config.named_teachers[name].serving
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=serving.tensor_model_parallel_size,
-        pipeline_model_parallel_size=serving.pipeline_model_parallel_size,
-    )
-    chunks, shard = frozen_teacher(config, name, tokenizer, groups, parallel=parallel)
-    head = head_weight(chunks[-1]) if groups.is_last_stage else None
-    return ServedModel(MegatronTeacher(chunks, shard=shard), shard, head)
-
-
-_LIBRARIES: Final[
-    Mapping[str, Callable[[DistillConfig, str, MegatronTokenizerText, ProcessGroups], ServedModel]]
-] = {"megatron": _megatron_model}
-"""By ``library``: the model of a teacher on ranks of its own."""
-
-
-def _served_model(
-    config: DistillConfig, name: str, tokenizer: MegatronTokenizerText, groups: ProcessGroups
-) -> ServedModel:
-    return _LIBRARIES[config.named_teachers[name].library](config, name, tokenizer, groups)
 
 
 def _replica_ranks(groups: ProcessGroups) -> ReplicaRanks:

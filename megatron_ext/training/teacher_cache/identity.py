@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_ext.errors import CheckpointError
+from megatron_ext.huggingface.checkpoint_files import (
+    CONFIG_FILE,
+    CheckpointFiles,
+    is_checkpoint_folder,
+)
 from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import Inputs
@@ -56,10 +61,12 @@ def cache_identity(config: DistillConfig, inputs: Inputs, teacher: str) -> dict[
 def weights_identity(checkpoint: Path) -> str:
     """The hash of all files of a checkpoint, by name; reads them once.
 
+    Of a HuggingFace folder those that its weights and its configuration are in.
+
     Raises:
         CheckpointError: A file cannot be read.
     """
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    files = _files(checkpoint)
     try:
         with ThreadPoolExecutor() as pool:
             hashes = list(pool.map(_hash_of_file, files))
@@ -69,6 +76,13 @@ def weights_identity(checkpoint: Path) -> str:
         ) from error
     names = [path.relative_to(checkpoint).as_posix() for path in files]
     return _hash(dict(zip(names, hashes, strict=True)))
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    if not is_checkpoint_folder(checkpoint):
+        return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    weights = {stored.file for stored in CheckpointFiles(checkpoint).tensors.values()}
+    return sorted({checkpoint / CONFIG_FILE, *weights})
 
 
 def _hash_of_file(path: Path) -> str:

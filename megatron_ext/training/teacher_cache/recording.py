@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from safetensors.torch import save
 
 from megatron_ext.atomic_file import write_bytes
@@ -25,7 +24,6 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.losses import BoundaryColumns
-from megatron_ext.teachers.megatron_teacher import MegatronTeacher, head_weight
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.tokenizers.token_bytes import TokenBytes
@@ -33,8 +31,8 @@ from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import Inputs
+from megatron_ext.training.live_teacher import check_gives_hidden, live_teacher
 from megatron_ext.training.metrics import progress_bar
-from megatron_ext.training.run_models import frozen_teacher
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.teacher_cache.block_recorder import BlockRecorder
 from megatron_ext.training.teacher_cache.blocks import Block, block_bytes, blocks_of
@@ -145,13 +143,15 @@ def record(
     groups.on_main(lambda: _start(folder, manifest))
     missing = _missing(folder, manifest, blocks, groups)
     if missing or not _has_head(folder, manifest):
-        chunks, shard = frozen_teacher(config, name, inputs.teachers[name].tokenizer, groups)
-        if recording.form.kind == "hidden" and groups.is_last_stage:
-            _save_head(chunks[-1], shard, folder, groups)
+        live = live_teacher(config, name, inputs.teachers[name].tokenizer, groups)
+        if recording.form.kind == "hidden":
+            check_gives_hidden(live, groups, where="--targets", why="hidden targets are")
+        if recording.form.kind == "hidden" and live.head is not None:
+            _save_head(live.head, live.shard, folder, groups)
         recorder = BlockRecorder(
             name=name,
-            teacher=MegatronTeacher(chunks, shard=shard),
-            formed=_formed(config, inputs, recording, shard, groups),
+            teacher=live.teacher,
+            formed=_formed(config, inputs, recording, live.shard, groups),
             collator=inputs.data.collator,
             groups=groups,
             micro_batch_size=config.training.micro_batch_size,
@@ -277,9 +277,9 @@ def _formed(
     )
 
 
-def _save_head(gpt: GPTModel, shard: VocabShard, folder: Path, groups: ProcessGroups) -> None:
+def _save_head(head: torch.Tensor, shard: VocabShard, folder: Path, groups: ProcessGroups) -> None:
     """Write the teacher's head [V, D]. One all-gather over ``tp``."""
-    own = head_weight(gpt).detach().contiguous()
+    own = head.detach().contiguous()
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(groups.tp))]
     dist.all_gather(parts, own, group=groups.tp)
     if groups.is_main:
