@@ -44,14 +44,21 @@ def step_arithmetic(plan: Plan) -> StepArithmetic:
     """What a step computes, all microbatches and replicas together."""
     rows = plan.config.training.global_batch_size
     student = plan.student
-    teachers = plan.teachers.values()
+    teachers = plan.teachers
     return StepArithmetic(
         student_layers=round((_THERE_AND_BACK + plan.recomputed_share) * rows * _layers(student)),
         student_head=_THERE_AND_BACK * rows * _head(student),
-        teacher_layers=rows * sum(_layers(teacher) for teacher in teachers),
-        teacher_heads=rows * sum(_head(teacher) for teacher in teachers),
+        # Those elsewhere are computed by others; a head is applied where its targets are read.
+        teacher_layers=rows * sum(_layers(teacher) for teacher in plan.own_teachers),
+        teacher_heads=rows * sum(_head(teachers[name]) for name in _with_heads(plan)),
         loss_bytes=rows * plan.element * _logits_moved(plan),
     )
+
+
+def _with_heads(plan: Plan) -> list[str]:
+    """Teachers whose hidden states the student's ranks turn into logits."""
+    forms = plan.forms
+    return [name for name in plan.teachers if name not in forms or forms[name].kind == "hidden"]
 
 
 def _layers(shape: ModelShape) -> int:

@@ -11,7 +11,9 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_ext.distributed.roles import student_processes
 from megatron_ext.projection import SparseProjection
+from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.dry_run.checkpoint_check import check_checkpoint
@@ -27,7 +29,7 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
 
     Args:
         config: The run.
-        world_size: Processes that it is planned for.
+        world_size: Processes that it is planned for, with those that are a teacher's own.
         has_flash: Whether layers will be Transformer Engine's; whether it is installed with None.
 
     Returns:
@@ -38,6 +40,7 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
     """
     if has_flash is None:
         has_flash = find_spec("transformer_engine") is not None
+    world_size = student_processes(world_size, config.teacher_ranks)
     with tempfile.TemporaryDirectory() as folder:
         data = dataclasses.replace(config.data, index_cache=folder, alignment_cache=None)
         inputs = read_inputs(dataclasses.replace(config, data=data), world_size=world_size)
@@ -49,6 +52,7 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
         teacher_vocab_sizes={
             name: teacher.tokenizer.vocab_size for name, teacher in inputs.teachers.items()
         },
+        forms=_forms(config, inputs),
         has_flash=has_flash,
     )
     compared = _check_checkpoints(config, inputs)
@@ -78,6 +82,10 @@ def _check_checkpoints(config: DistillConfig, inputs: Inputs) -> dict[str, bool]
     for name, teacher in config.named_teachers.items() if config.distils else ():
         section = config.section_of(name)
         checkpoint = find_checkpoint(teacher.checkpoint, where=f"{section}.checkpoint")
+        if teacher.library == "huggingface":
+            # Compared where its files were checked.
+            compared[str(checkpoint)] = True
+            continue
         compared[str(checkpoint)] = check_checkpoint(
             checkpoint,
             teacher.model,
@@ -85,6 +93,20 @@ def _check_checkpoints(config: DistillConfig, inputs: Inputs) -> dict[str, bool]
             where=f"{section}.model",
         )
     return compared
+
+
+def _forms(config: DistillConfig, inputs: Inputs) -> dict[str, TargetForm]:
+    """Of the teachers that are elsewhere or cached."""
+    from megatron_ext.training.serving.served_targets import served_form
+    from megatron_ext.training.teacher_cache.files.target_cache import TargetCache
+
+    found = {}
+    for name, teacher in config.named_teachers.items() if config.distils else ():
+        if teacher.cache is not None:
+            found[name] = TargetCache(teacher.cache).form
+        elif teacher.is_elsewhere:
+            found[name] = served_form(config, name, inputs.teachers[name].tokenizer)
+    return found
 
 
 def _projections(config: DistillConfig, inputs: Inputs) -> dict[str, SparseProjection]:

@@ -39,9 +39,11 @@ class RankMemory:
     """Two moments, and in bf16 fp32 weights; a rank's share with the distributed optimizer."""
 
     teacher_weights: int
+    """Of those on the student's ranks, and on the last stage the heads of others."""
 
     teacher_targets: int
-    """The teachers' last hidden states of a whole global batch; on the last stage."""
+    """The teachers' last hidden states of a whole global batch, or what comes of one that is
+    elsewhere or cached; on the last stage."""
 
     batch: int
     """Tokens, labels, positions, chunks and masks of a whole global batch."""
@@ -62,17 +64,20 @@ def rank_memory(plan: Plan, stage: int) -> RankMemory:
     """The memory of a rank of ``stage``."""
     parameters = plan.student.parameters(stage)
     is_last = plan.student.is_last(stage)
-    teachers = list(plan.teachers.values())
+    teachers, own = list(plan.teachers.values()), plan.own_teachers
     return RankMemory(
         student_weights=parameters * plan.element,
         gradients=parameters * FP32,
         optimizer_state=_optimizer_state(plan, parameters),
-        teacher_weights=sum(teacher.parameters(stage) for teacher in teachers) * plan.element,
-        teacher_targets=sum(_targets(plan, teacher) for teacher in teachers) if is_last else 0,
+        teacher_weights=(
+            sum(teacher.parameters(stage) for teacher in own) + (_heads(plan) if is_last else 0)
+        )
+        * plan.element,
+        teacher_targets=sum(_targets(plan, name) for name in plan.teachers) if is_last else 0,
         batch=sum(_batch(plan, shape) for shape in (plan.student, *teachers)),
         activations=max(
             kept_activations(plan, stage),
-            *(layer_activations(plan, teacher) for teacher in teachers),
+            *(layer_activations(plan, teacher) for teacher in own),
             0,
         ),
         loss=_loss(plan) if is_last else 0,
@@ -89,8 +94,22 @@ def _optimizer_state(plan: Plan, parameters: int) -> int:
     )
 
 
-def _targets(plan: Plan, teacher: ModelShape) -> int:
-    return plan.microbatches * plan.tokens(teacher) * teacher.model.hidden_size * plan.element
+def _targets(plan: Plan, name: str) -> int:
+    """Of one teacher; ids and numbers of other forms are taken to be as wide as they are sent."""
+    teacher, form = plan.teachers[name], plan.forms.get(name)
+    width = teacher.model.hidden_size * plan.element
+    if form is not None and form.kind != "hidden":
+        width = form.bytes_per_token
+    return plan.microbatches * plan.tokens(teacher) * width
+
+
+def _heads(plan: Plan) -> int:
+    """Numbers of the heads of teachers that are elsewhere and send hidden states."""
+    return sum(
+        plan.teachers[name].head_rows * plan.teachers[name].model.hidden_size
+        for name, form in plan.forms.items()
+        if form.kind == "hidden"
+    )
 
 
 def _batch(plan: Plan, shape: ModelShape) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from megatron_ext.distributed.layout import data_parallel_size, sequence_multiple
+from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training.config import DistillConfig, ModelConfig
 from megatron_ext.training.dry_run.model_shape import ModelShape
@@ -41,6 +42,10 @@ class Plan:
     pairs: Mapping[str, PairCost] = field(default_factory=dict)
     """By teacher; one that is missing costs nothing."""
 
+    forms: Mapping[str, TargetForm] = field(default_factory=dict)
+    """What comes of the teachers whose model is not on the student's ranks: by name, those that
+    are elsewhere or cached."""
+
     has_flash: bool = False
     """Whether layers are Transformer Engine's, which keep no attention scores."""
 
@@ -53,6 +58,7 @@ class Plan:
         vocab_size: int,
         teacher_vocab_sizes: Mapping[str, int],
         pairs: Mapping[str, PairCost] | None = None,
+        forms: Mapping[str, TargetForm] | None = None,
         has_flash: bool = False,
     ) -> Plan:
         """The plan of a checked configuration.
@@ -77,8 +83,14 @@ class Plan:
                 for name, teacher in named.items()
             },
             pairs=pairs or {},
+            forms=forms or {},
             has_flash=has_flash,
         )
+
+    @property
+    def own_teachers(self) -> list[ModelShape]:
+        """Those whose models are on the student's ranks."""
+        return [shape for name, shape in self.teachers.items() if name not in self.forms]
 
     @property
     def cp(self) -> int:

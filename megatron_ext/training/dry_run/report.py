@@ -59,8 +59,28 @@ def _run(plan: Plan) -> str:
         f"layers      {layers}, {training.precision}",
         f"student     {_model(student)}",
     ]
-    lines += [f"{name:<11} {_model(teacher)}" for name, teacher in plan.teachers.items()]
+    lines += [f"{name:<11} {_teacher(plan, name)}" for name in plan.teachers]
     return "\n".join(lines)
+
+
+def _teacher(plan: Plan, name: str) -> str:
+    """The model, or where it is and what comes of it."""
+    form, teacher = plan.forms.get(name), plan.config.named_teachers[name]
+    if form is None:
+        return _model(plan.teachers[name])
+    sent = f"{form}, {form.bytes_per_token:,} bytes a token"
+    if teacher.cache is not None:
+        return f"from its cache: {sent}"
+    serving, shape = teacher.serving, plan.teachers[name]
+    weights = shape.tp * sum(shape.parameters(stage) for stage in range(shape.pp)) * plan.element
+    where = {
+        "own_ranks": f"on {serving.ranks} ranks of its own, TP "
+        f"{serving.tensor_model_parallel_size} x PP {serving.pipeline_model_parallel_size}: about "
+        f"{_bytes(weights / serving.replica_size)} of weights on each",
+        "process": f"in a process beside each replica: about {_bytes(weights)} of weights there",
+        "server": f"on the server at {', '.join(serving.address)}",
+    }
+    return f"{where[teacher.placement]}; {sent}"
 
 
 def _model(shape: ModelShape) -> str:

@@ -37,6 +37,10 @@ class WireBytes:
     tied_embedding: int
     """The embedding's gradient between the first and the last stage."""
 
+    served_targets: int
+    """What comes of teachers elsewhere to the first rank of the last stage, which gives it to those
+    that share its rows; on the last stage."""
+
     loss: int
     """Statistics of rows, and what is summed of columns of several ranks; on the last stage."""
 
@@ -54,6 +58,7 @@ def wire_bytes(plan: Plan, stage: int) -> WireBytes:
         tensor_parallel=_tensor_parallel(plan, stage),
         pipeline=_pipeline(plan, stage),
         tied_embedding=_tied_embedding(plan, stage),
+        served_targets=_served_targets(plan) if plan.student.is_last(stage) else 0,
         loss=_loss(plan) if plan.student.is_last(stage) else 0,
     )
 
@@ -76,7 +81,7 @@ def _context_parallel(plan: Plan) -> int:
     recomputes = plan.config.training.recompute_granularity == "selective"
     again = plan.student.layers if recomputes else plan.student.layers * plan.recomputed_share
     halves = round((2 * plan.student.layers + again) * _keys_and_values(plan, plan.student))
-    for teacher in plan.teachers.values():
+    for teacher in plan.own_teachers:
         halves += teacher.layers * _keys_and_values(plan, teacher)
     return plan.microbatches * halves * (plan.cp - 1) // plan.cp
 
@@ -95,7 +100,7 @@ def _tensor_parallel(plan: Plan, stage: int) -> int:
     recomputed = round(2 * plan.student.layers * plan.recomputed_share)
     student = 4 * plan.student.layers + recomputed + (stage == 0) + plan.student.is_last(stage)
     total = student * _hidden(plan, plan.student)
-    for teacher in plan.teachers.values():
+    for teacher in plan.own_teachers:
         total += (2 * teacher.layers + (stage == 0)) * _hidden(plan, teacher)
     return plan.microbatches * all_reduced(total, plan.student.tp)
 
@@ -112,7 +117,7 @@ def _pipeline(plan: Plan, stage: int) -> int:
     if plan.stages == 1:
         return 0
     total = (forward + backward) * plan.hidden_bytes(plan.student)
-    total += forward * sum(plan.hidden_bytes(teacher) for teacher in plan.teachers.values())
+    total += forward * sum(plan.hidden_bytes(teacher) for teacher in plan.own_teachers)
     return plan.microbatches * total
 
 
@@ -121,6 +126,15 @@ def _tied_embedding(plan: Plan, stage: int) -> int:
     if not (plan.student.is_tied and plan.stages > 1 and is_end):
         return 0
     return all_reduced(plan.student.head_rows * plan.student.model.hidden_size * FP32, 2)
+
+
+def _served_targets(plan: Plan) -> int:
+    teachers = plan.config.named_teachers
+    return sum(
+        plan.microbatches * plan.cp * plan.tokens(plan.teachers[name]) * form.bytes_per_token
+        for name, form in plan.forms.items()
+        if teachers[name].is_elsewhere
+    )
 
 
 def _loss(plan: Plan) -> int:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_ext.training.serving.elsewhere_teacher import ElsewhereTeacher
 
 SHARE = "teacher_waiting_share"
 
 
-class _Seen(NamedTuple):
-    waited_s: float
-    received_bytes: int
-    received_tokens: int
-
-
 class TeacherWatch:
-    """Reads what each teacher elsewhere has taken and sent during a step.
+    """Reads how long teachers elsewhere were waited for in a step, and what they sent.
 
-    What comes between steps, for an evaluation or ahead, is not counted; nor is the head.
+    Waiting between steps, for an evaluation, is not counted.
 
     Args:
         teachers: By name; none is fine.
@@ -27,39 +21,38 @@ class TeacherWatch:
 
     def __init__(self, teachers: Mapping[str, ElsewhereTeacher]) -> None:
         self._teachers = dict(teachers)
-        self._seen: dict[str, _Seen] = {}
-        self.begin()
+        self._waited_s = 0.0
+        # The head, which comes once at the start, is not counted.
+        self._at_start = {name: its.remote.received_bytes for name, its in teachers.items()}
 
     def begin(self) -> None:
         """A step begins."""
-        self._seen = {name: _seen(teacher) for name, teacher in self._teachers.items()}
+        self._waited_s = self._all_waited_s()
 
     def row(self, *, seconds: float) -> dict[str, Any]:
-        """``seconds/teacher_waiting`` and its share of the step, and what targets took.
+        """``seconds/teacher_waiting`` and its share of the step, and what targets took so far.
 
-        ``teacher_bytes_per_token/NAME`` is of all that arrived for all positions that were asked
-        for, padding included; where none arrived it is left out.
+        ``teacher_bytes_per_token/NAME`` is of all that has arrived, for all positions that were
+        asked for, padding included.
 
         Args:
             seconds: The step's.
         """
         if not self._teachers:
             return {}
-        waited, values = 0.0, {}
-        for name, teacher in self._teachers.items():
-            before, now = self._seen[name], _seen(teacher)
-            waited += now.waited_s - before.waited_s
-            tokens = now.received_tokens - before.received_tokens
-            if tokens:
-                received = now.received_bytes - before.received_bytes
-                values[f"teacher_bytes_per_token/{name}"] = received / tokens
+        waited = self._all_waited_s() - self._waited_s
+        values = {
+            f"teacher_bytes_per_token/{name}": (
+                (its.remote.received_bytes - self._at_start[name]) / its.remote.received_tokens
+            )
+            for name, its in self._teachers.items()
+            if its.remote.received_tokens
+        }
         return {"seconds/teacher_waiting": waited, SHARE: waited / seconds, **values}
 
     def shown(self, row: Mapping[str, Any]) -> dict[str, str]:
         """What of a row the progress line has."""
         return {"waiting": f"{row[SHARE]:.0%}"} if SHARE in row else {}
 
-
-def _seen(teacher: ElsewhereTeacher) -> _Seen:
-    remote = teacher.remote
-    return _Seen(remote.waited_s, remote.received_bytes, remote.received_tokens)
+    def _all_waited_s(self) -> float:
+        return sum(its.remote.waited_s for its in self._teachers.values())
