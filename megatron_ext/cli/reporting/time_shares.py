@@ -13,6 +13,8 @@ from megatron_ext.cli.reporting.run_record import RunRecord
 PREFIX: Final = "seconds/"
 _WITHIN_DATA: Final = "waiting"
 """A part of the phase ``data``, and no phase of its own."""
+_WITHIN_TEACHER: Final = "teacher_waiting"
+"""A part of ``teacher``, likewise."""
 _BETWEEN_STEPS: Final = frozenset({"evaluation", "checkpoint"})
 """Phases that are not in the ``seconds`` of a step."""
 
@@ -57,6 +59,7 @@ def _of(run: RunRecord) -> TimeShares:
         if name.startswith(PREFIX) and run.values(name)
     }
     waited = phases.pop(_WITHIN_DATA, None)
+    phases.pop(_WITHIN_TEACHER, None)
     if not phases:
         return TimeShares(run.name, (), "")
     inside = sum(seconds for name, seconds in phases.items() if name not in _BETWEEN_STEPS)
