@@ -36,6 +36,7 @@ _ABOUT = (
     "precision",
     "seq_length",
     "adds_bos",
+    "applies_chat_template",
 )
 
 
@@ -89,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not begin contexts with the tokenizer's BOS",
     )
+    model.add_argument(
+        "--apply-chat-template",
+        dest="applies_chat_template",
+        action="store_true",
+        help="ask each item as a message of a user, in the tokenizer's chat template",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -129,6 +136,13 @@ def _task(arguments: argparse.Namespace) -> Task:
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
     )
+    if arguments.applies_chat_template and arguments.task == "bits_per_byte":
+        raise ConfigError(
+            "texts are no messages of a user",
+            where="--apply-chat-template",
+            got="--task bits_per_byte",
+            fix="leave the flag out",
+        )
     harness = arguments.task.removeprefix(PREFIX)
     make = TASKS[arguments.task] if harness == arguments.task else partial(LmEvalTask, harness)
     if arguments.data is None and harness == arguments.task:

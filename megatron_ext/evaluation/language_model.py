@@ -80,6 +80,10 @@ class LanguageModel(Protocol):
     def adds_bos(self) -> bool:
         """Whether contexts and prompts begin with the tokenizer's BOS, where it has one."""
 
+    @property
+    def applies_chat_template(self) -> bool:
+        """Whether contexts and prompts are what a user says, in the tokenizer's chat template."""
+
     def log_likelihoods(self, requests: Sequence[TokenRequest]) -> list[LogLikelihood]:
         """Of each request, in order."""
 

@@ -62,6 +62,9 @@ class ModelOptions:
     adds_bos: bool = True
     """Contexts begin with BOS, where the tokenizer has one."""
 
+    applies_chat_template: bool = False
+    """Contexts and prompts are messages of a user in the tokenizer's chat template."""
+
 
 def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLanguageModel:
     """Build and load a model on every rank that torchrun started, or on this process alone.
@@ -87,6 +90,13 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
         timeout=_TIMEOUT,
     )
     model, tokenizer = _model(checkpoint, options), _tokenizer(checkpoint, options)
+    if options.applies_chat_template and tokenizer.chat_template is None:
+        raise ConfigError(
+            "the tokenizer has no chat template",
+            where="--apply-chat-template",
+            got=tokenizer.path,
+            fix="leave the flag out, or name a tokenizer that has one with --tokenizer",
+        )
     parallel = ParallelConfig(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
@@ -116,6 +126,7 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
     return MegatronLanguageModel(
         tokenizer=tokenizer,
         adds_bos=options.adds_bos,
+        applies_chat_template=options.applies_chat_template,
         scorer=TokenScorer(**shared),
         generator=Generator(**shared),
         groups=groups,

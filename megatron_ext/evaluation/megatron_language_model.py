@@ -31,6 +31,7 @@ class MegatronLanguageModel:
     scorer: TokenScorer
     generator: Generator
     groups: ProcessGroups
+    applies_chat_template: bool = False
 
     @property
     def max_length(self) -> int:

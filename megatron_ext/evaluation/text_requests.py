@@ -18,15 +18,26 @@ class _Reader(Protocol):
     def adds_bos(self) -> bool: ...
 
     @property
+    def applies_chat_template(self) -> bool: ...
+
+    @property
     def max_length(self) -> int: ...
 
 
 def prompt_ids(text: str, reader: _Reader) -> list[int]:
     """Ids of a prompt; at least one.
 
+    With a chat template they are those of one message of a user and of what comes before an answer,
+    and control tokens, BOS among them, are the template's alone.
+
     Raises:
         TokenizerError: The text is empty and the tokenizer has nothing to begin a text with.
     """
+    if reader.applies_chat_template:
+        message = [{"role": "user", "content": text}]
+        rendered = reader.tokenizer.apply_chat_template(message, add_generation_prompt=True)
+        assert isinstance(rendered, list)
+        return rendered
     ids = reader.tokenizer.text_to_ids(text)
     bos = reader.tokenizer.bos_id
     if reader.adds_bos and bos is not None:
@@ -53,11 +64,17 @@ def continuation_request(context: str, continuation: str, reader: _Reader) -> To
     """A continuation behind its context, tokenized as one text.
 
     Spaces at the end of the context are the continuation's: most tokenizers put a space before a
-    word into its token.
+    word into its token. With a chat template the continuation is what an answer begins with, so
+    that it has no space in front.
 
     Raises:
         TokenizerError: The continuation has no token of its own.
     """
+    if reader.applies_chat_template:
+        answer = reader.tokenizer.text_to_ids(continuation.lstrip(" "))
+        if not answer:
+            raise TokenizerError("a continuation has no token of its own", got=repr(continuation))
+        return TokenRequest(prompt_ids(context, reader), answer)
     stripped = context.rstrip()
     whole = prompt_ids(context + continuation, reader)
     before = prompt_ids(stripped, reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,23 @@ def evaluate(rank: int, arguments: list[str]) -> None:
     main(["evaluate", *arguments])
     # What the caller takes leave of.
     process_groups.join(timedelta(minutes=1))
+
+
+def ask_families(rank: int, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """First choices of models of other families, and what they are asked as a chat."""
+    found = {}
+    for name, folder in folders.items():
+        parallel_state.destroy_model_parallel()
+        model = load_language_model(folder, ModelOptions(adds_bos=False, micro_batch_size=3))
+        ids = [prompt_ids(prompt, model) for prompt in PROMPTS]
+        chat = replace(model, applies_chat_template=True)
+        found[name] = {
+            "greedy_ids": model.generator.generate(
+                ids, GREEDY, places=range(len(ids)), is_done=lambda new: False
+            ),
+            "chat_prompt": prompt_ids(PROMPTS[0], chat),
+            "chat_request": continuation_request(PROMPTS[0], " there", chat),
+            "chat": chat.generate(PROMPTS[:1], GREEDY),
+            "chat_score": chat.log_likelihoods([continuation_request(PROMPTS[0], " there", chat)]),
+        }
+    return found

@@ -16,6 +16,7 @@ class StandInModel:
     """Likes tokens by their text; completes prompts by a function; remembers what it was asked."""
 
     adds_bos = False
+    applies_chat_template = False
 
     def __init__(
         self,

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.evaluation.evaluation_ranks import ask, evaluate
+from tests.evaluation.evaluation_ranks import ask, ask_families, evaluate
 from tests.evaluation.stand_in_model import written
 from tests.evaluation.tiny_language_model import PROMPTS, save_tiny_model
+from tests.huggingface.tiny_models import save_model
 from tests.process_group import run_ranks
 
 ALONE = {"adds_bos": False, "micro_batch_size": 3}
@@ -22,6 +23,8 @@ LAYOUTS = {
     "pp2": {**ALONE, "pipeline_model_parallel_size": 2, "micro_batch_size": 2},
     "dp2": {**ALONE, "micro_batch_size": 5},
 }
+
+FAMILIES = ["qwen3", "gemma"]
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +122,64 @@ def test_the_verb_measures_a_huggingface_folder(folder: Path, model: Any, tmp_pa
     assert (tmp_path / "samples.jsonl").is_file()
 
 
-def _score(model: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    return {name: save_model(name, root / name) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def asked(families: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    (found,) = run_ranks(1, ask_families, families)
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families_generate_what_transformers_does(
+    asked: dict[str, dict[str, Any]], families: dict[str, Path], name: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(families[name], dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(families[name])
+    for prompt, ids in zip(PROMPTS, asked[name]["greedy_ids"], strict=True):
+        encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        assert ids == _first_choices(model, encoded, len(tokenizer))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chat_template_makes_a_message_of_every_prompt(
+    asked: dict[str, dict[str, Any]], families: dict[str, Path], name: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(families[name], dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(families[name])
+    message = [{"role": "user", "content": PROMPTS[0]}]
+    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    found = asked[name]
+    assert found["chat_prompt"] == prompt
+    assert found["chat_request"] == (prompt, tokenizer("there")["input_ids"])
+    nats, _ = _score(model, *found["chat_request"], vocab_size=len(tokenizer))
+    assert found["chat_score"][0].nats == pytest.approx(nats, rel=1e-5)
+    ids = _first_choices(model, torch.tensor([prompt]), len(tokenizer))
+    ids = ids[: ids.index(2)] if 2 in ids else ids
+    assert found["chat"] == [tokenizer.decode(ids, skip_special_tokens=True)]
+
+
+def _first_choices(model: Any, ids: torch.Tensor, vocab_size: int) -> list[int]:
+    """20 new ids, each from all before it, of those that the tokenizer has."""
+    start = ids.shape[1]
+    with torch.no_grad():
+        for _ in range(20):
+            logits = model(ids).logits[:, -1, :vocab_size]
+            ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), dim=1)
+    return ids[0, start:].tolist()
+
+
+def _score(
+    model: Any, context: list[int], continuation: list[int], *, vocab_size: int | None = None
+) -> tuple[float, bool]:
     ids = torch.tensor([(context + continuation)[-97:]])
     with torch.no_grad():
-        log_probs = model(ids[:, :-1]).logits[0].log_softmax(-1)[-len(continuation) :]
+        logits = model(ids[:, :-1]).logits[0, :, :vocab_size]
+        log_probs = logits.log_softmax(-1)[-len(continuation) :]
     labels = torch.tensor(continuation)
     nats = log_probs.gather(1, labels[:, None]).sum()
     return float(nats), bool((log_probs.argmax(-1) == labels).all())
