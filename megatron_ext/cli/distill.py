@@ -91,5 +91,7 @@ def _plan(config: DistillConfig, arguments: argparse.Namespace) -> None:
         world_size = launched_processes()
     elif world_size < 1:
         raise ConfigError("no run has so few processes", where="--world-size", got=world_size)
+    # Reads and checks the files of the tasks.
+    RunTasks(config.evaluation)
     has_flash = {"local": False, "transformer_engine": True}.get(arguments.layers)
     sys.stdout.write(dry_run(config, world_size=world_size, has_flash=has_flash))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.training.evaluation_config import EvaluationConfig, EvaluationTaskConfig
 from megatron_ext.training.megatron_lm.loop_arguments import (
     check_arguments,
     check_padded_vocab_size,
@@ -161,3 +162,7 @@ def test_what_only_our_loop_has_is_refused(tmp_path: Path) -> None:
     training = dataclasses.replace(config.training, vocabulary_layout="co_sharded")
     with pytest.raises(ConfigError, match=r"training\.vocabulary_layout"):
         PretrainDistillation(dataclasses.replace(config, training=training), SimpleNamespace)
+    tasks = {"mmlu": EvaluationTaskConfig(data="mmlu")}
+    measured = dataclasses.replace(config, evaluation=EvaluationConfig(tasks=tasks))
+    with pytest.raises(ConfigError, match=r"evaluation\.tasks"):
+        PretrainDistillation(measured, SimpleNamespace)

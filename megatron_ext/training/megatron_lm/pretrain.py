@@ -273,6 +273,7 @@ def _check_settings(config: DistillConfig) -> None:
         ("training.vocabulary_layout", config.training.vocabulary_layout, "original"),
         ("loss.weighting", config.loss.weighting, "fixed"),
         ("parallel.context_parallel_size", getattr(config.parallel, "context_parallel_size", 1), 1),
+        ("evaluation.tasks", ", ".join(config.evaluation.tasks) or "none", "none"),
         *(
             (f"{config.section_of(name)}.placement", teacher.placement, "student_ranks")
             for name, teacher in config.named_teachers.items()
