@@ -1,0 +1,82 @@
+"""Every recipe is a run: its keys are known, its models fit its layout and its machine."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
+from megatron_ext.huggingface.families import FAMILIES
+from megatron_ext.huggingface.model_settings import model_settings
+from megatron_ext.huggingface.tensor_map import TensorMap
+from megatron_ext.training.arguments import config_from_arguments
+from megatron_ext.training.config import DistillConfig
+from tests.examples.published_models import BILLIONS, CONFIGS, write_config
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
+PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("recipes")
+    for name in CONFIGS:
+        write_config(root / "models" / name, name)
+    return root
+
+
+@pytest.fixture(params=RECIPES, ids=lambda file: file.stem)
+def recipe(
+    request: pytest.FixtureRequest, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> DistillConfig:
+    monkeypatch.chdir(models)
+    return config_from_arguments(argparse.Namespace(config=str(request.param)))
+
+
+def test_a_recipe_divides_over_its_processes(
+    recipe: DistillConfig, request: pytest.FixtureRequest
+) -> None:
+    first_lines = next(f for f in RECIPES if f.stem in request.node.name).read_text()[:200]
+    processes = 8 if "8 GPUs" in first_lines else 1
+    parallel, training = recipe.parallel, recipe.training
+    model_parallel = (
+        parallel.tensor_model_parallel_size
+        * parallel.pipeline_model_parallel_size
+        * parallel.context_parallel_size
+    )
+    assert processes % model_parallel == 0
+    replicas = processes // model_parallel
+    assert training.global_batch_size % (training.micro_batch_size * replicas) == 0
+    assert training.precision == "bf16"
+    assert recipe.distils
+
+
+def test_models_and_tokenizers_are_those_of_the_folders(recipe: DistillConfig) -> None:
+    assert recipe.tokenizer.model == recipe.initial_checkpoint
+    sides = [(recipe.initial_checkpoint, recipe.student)]
+    for teacher in recipe.named_teachers.values():
+        assert teacher.tokenizer.model == teacher.checkpoint
+        sides.append((teacher.checkpoint, teacher.model))
+    for folder, model in sides:
+        assert model.hidden_size == CONFIGS[Path(str(folder)).name]["hidden_size"]
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_the_shapes_have_as_many_parameters_as_is_published(models: Path, name: str) -> None:
+    files = CheckpointFiles(models / "models" / name)
+    settings = model_settings(files)
+    (architecture,) = files.config["architectures"]
+    shapes = TensorMap(FAMILIES[architecture].rules, settings).shapes()
+    if not settings["untie_embeddings_and_output_weights"]:
+        del shapes["lm_head.weight"]
+    assert sum(map(prod, shapes.values())) / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
+
+
+def test_the_page_has_every_recipe_and_names_no_other() -> None:
+    named = set(re.findall(r"examples/recipes/(\w+\.yaml)", PAGE))
+    assert named == {file.name for file in RECIPES}
