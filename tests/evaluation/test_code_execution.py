@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.evaluation.code_execution import Limits, run_program
 from megatron_ext.evaluation.tasks import TASKS, TaskOptions
 from tests.evaluation.stand_in_model import StandInModel, written
@@ -186,6 +186,15 @@ def test_solutions_pass_base_and_plus_tests(
     if "pass@1/base" in result.metrics:
         assert result.metrics["pass@1/base"] == 1.0
     assert [sample["plus"] for sample in result.samples] == ["passed", "failed"]
+
+
+@needs_namespaces
+def test_a_reference_that_fails_on_every_input_is_an_error_of_the_data(tmp_path: Path) -> None:
+    broken = {**EVALPLUS, "canonical_solution": "    return x / nothing\n"}
+    data = written(tmp_path / "problems.jsonl", json.dumps(broken) + "\n")
+    made = TASKS["humaneval_plus"](TaskOptions(data=data, run_generated_code=True))
+    with pytest.raises(DataError, match=r"fails on every input.*HumanEval/0, base"):
+        made.run(StandInModel(complete=lambda prompt: "    return x / 2"))
 
 
 def _processes(place: str) -> list[str]:
