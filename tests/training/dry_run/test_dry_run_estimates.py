@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
+from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.dry_run.activations import kept_activations, stage_activations
 from megatron_ext.training.dry_run.arithmetic import step_arithmetic
@@ -30,6 +32,32 @@ def test_targets_are_the_hidden_states_of_every_microbatch_on_the_last_stage_alo
     assert (plan.dp, plan.microbatches) == (2, 2)
     assert rank_memory(plan, 0).teacher_targets == 0
     assert rank_memory(plan, 1).teacher_targets == 2 * TEACHER_TOKENS * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "width"), [("hidden", 128 * 64 * 4, 256), ("topk", 0, 28)], ids=str
+)
+def test_a_teacher_elsewhere_takes_its_targets_and_head_and_nothing_of_its_layers(
+    kind: Any, head: int, width: int
+) -> None:
+    config = planned_run(**PP2)
+    assert config.teacher is not None
+    config = dataclasses.replace(
+        config, teacher=dataclasses.replace(config.teacher, placement="process")
+    )
+    form = TargetForm.of(kind, precision="fp32", top_k=4, hidden_size=64, vocab_size=256)
+    here = plan_of(config, world_size=2)
+    plan = dataclasses.replace(here, forms={"teacher": form})
+    assert rank_memory(plan, 0).teacher_weights == 0
+    assert last_stage(plan).teacher_weights == head
+    assert form.bytes_per_token == width
+    assert last_stage(plan).teacher_targets == 4 * TEACHER_TOKENS * width
+    assert wire_bytes(plan, 1).served_targets == 4 * TEACHER_TOKENS * width
+    assert wire_bytes(plan, 0).served_targets == wire_bytes(here, 1).served_targets == 0
+    assert wire_bytes(plan, 0).pipeline < wire_bytes(here, 0).pipeline
+    work, work_here = step_arithmetic(plan), step_arithmetic(here)
+    assert work.teacher_layers == 0 < work_here.teacher_layers
+    assert work.teacher_heads == (work_here.teacher_heads if kind == "hidden" else 0)
 
 
 def test_logits_and_gradients_of_both_terms_are_on_the_last_stage_alone() -> None:

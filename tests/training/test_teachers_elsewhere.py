@@ -1,0 +1,204 @@
+"""A student learns the same wherever its teachers are, and a teacher that dies ends the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.training.config import LossConfig
+from megatron_ext.training.metrics import read_metrics
+from tests.process_group import run_ranks
+from tests.training.elsewhere_runs import ITERATIONS, elsewhere_run, train_beside, write_config
+from tests.training.launched_ranks import Ended, Launch, free_port
+from tests.training.tiny_run import write_corpus, write_rank_list
+
+ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
+TWO: dict[str, Any] = {"near": {}, "far": {"weight": 0.5, "temperature": 2.0}}
+ALM = LossConfig(objective="alm", options={"debias": True}, ce_weight=0.5)
+
+# fp32 sums in another order, as in test_layouts.
+TOLERANCE = 1e-5
+HIDDEN_BYTES = 48 * 4
+
+
+def own(ranks: int, **serving: Any) -> dict[str, Any]:
+    return {"placement": "own_ranks", "serving": {"ranks": ranks, **serving}}
+
+
+# Name: (run it is compared with, teachers, processes of the launch, the student's layout).
+PLACES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
+    # Tensor-parallel on its own ranks, asked two global batches ahead, beside one that is not.
+    "own-tp2": (
+        "two",
+        {
+            "near": {},
+            "far": TWO["far"] | own(2, tensor_model_parallel_size=2, prefetch=2),
+        },
+        3,
+        {},
+    ),
+}
+if ALL:
+    PLACES |= {
+        "own-pp2": (
+            "two",
+            {"near": {}, "far": TWO["far"] | own(2, pipeline_model_parallel_size=2, prefetch=0)},
+            4,
+            {"pipeline_model_parallel_size": 2},
+        ),
+        # Two replicas of the student; each teacher has another number of them.
+        "own-dp2": ("two", {"near": own(1), "far": TWO["far"] | own(2)}, 5, {}),
+        "own-cp2": (
+            "two",
+            {"near": own(1), "far": TWO["far"] | own(1)},
+            4,
+            {"context_parallel_size": 2},
+        ),
+        "label": ("alm", {"near": own(1, targets="label")}, 2, {}),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the runs whose teachers are on the student's ranks."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    write_corpus(folder)
+    write_rank_list(folder)
+    runs: dict[str, Any] = {"two": (TWO, None)}
+    if ALL:
+        runs |= {"alm": ({"near": {}}, ALM)}
+    run_ranks(1, train_beside, folder, runs, timeout_s=240)
+    return folder
+
+
+def check_losses(folder: Path, name: str, expected: str) -> list[dict[str, Any]]:
+    rows, beside = read_metrics(folder / name), read_metrics(folder / expected)
+    assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
+    for quantity in ("loss", "ce", "kd"):
+        measured = [row[quantity] for row in rows]
+        assert measured == pytest.approx([row[quantity] for row in beside], rel=TOLERANCE)
+    return rows
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_losses_with_teachers_on_ranks_of_their_own(name: str, folder: Path) -> None:
+    expected, teachers, processes, parallel = PLACES[name]
+    loss = ALM if expected == "alm" else None
+    config = elsewhere_run(folder, name, teachers, loss=loss, **parallel)
+    ended = Launch(
+        ["distill", "--config", write_config(config)],
+        world_size=processes,
+        folder=folder,
+        name=name,
+    ).wait(240)
+    assert [process.exit_code for process in ended] == [0] * processes, ended
+    rows = check_losses(folder, name, expected)
+    far = list(teachers)[-1]
+    assert 0 <= rows[0]["teacher_waiting_share"] <= 1
+    assert rows[0]["seconds/teacher_waiting"] > 0
+    if expected == "two":
+        # Headers and heartbeats beside the numbers.
+        sent = rows[0][f"teacher_bytes_per_token/{far}"]
+        assert HIDDEN_BYTES < sent < 1.1 * HIDDEN_BYTES
+        assert (
+            f"teacher {far} (own_ranks): hidden 48 in fp32, 192 bytes a token"
+            in ended[config.parallel.pipeline_model_parallel_size - 1].output
+        )
+
+
+def test_losses_with_a_teacher_in_a_process_and_one_on_a_server(folder: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    teachers = {
+        "near": {"placement": "process"},
+        "far": TWO["far"] | {"placement": "server", "serving": {"address": (address,)}},
+    }
+    config = write_config(elsewhere_run(folder, "places", teachers))
+    serving = ["serve-teacher", "--config", config, "--teacher", "far", "--address", address]
+    server = Launch(serving, world_size=None, folder=folder, name="server")
+    try:
+        student = ["distill", "--config", config]
+        (ended,) = Launch(student, world_size=None, folder=folder, name="places").wait(240)
+        assert ended.exit_code == 0, ended.output + server.said()
+        check_losses(folder, "places", "two")
+        (log,) = (folder / "places" / "teachers").glob("near-0.log")
+        # The server waits for the next student, and the process has ended with its own.
+        assert server.processes[0].exitcode is None, server.said()
+        assert log.read_text() == ""
+    finally:
+        server.kill()
+
+
+def test_a_teacher_that_is_killed_ends_the_run_on_every_rank(folder: Path) -> None:
+    config = elsewhere_run(
+        folder, "killed", {"far": own(1)}, iterations=1000, tensor_model_parallel_size=2
+    )
+    argv = ["distill", "--config", write_config(config)]
+    run = Launch(argv, world_size=3, folder=folder, name="killed")
+    try:
+        _wait_for_a_step(folder / "killed", run)
+        os.kill(run.processes[2].pid, signal.SIGKILL)
+        # Well within the two minutes of the watchdog.
+        asking, other, killed = run.wait(60)
+    finally:
+        run.kill()
+    assert killed.exit_code == -signal.SIGKILL
+    assert asking.exit_code == other.exit_code == 2, run.said()
+    assert "the teacher far is gone; got connection closed without a word" in _error(asking)
+    # The rank that does not ask sees its peer go, and what the peer said.
+    assert "the teacher far is gone" in _error(other), run.said()
+
+
+@pytest.mark.skipif(not ALL, reason="as above, for another role")
+def test_a_student_that_is_killed_lets_no_rank_end_well(folder: Path) -> None:
+    config = elsewhere_run(folder, "left", {"far": own(1)}, iterations=1000)
+    argv = ["distill", "--config", write_config(config)]
+    run = Launch(argv, world_size=2, folder=folder, name="left")
+    try:
+        _wait_for_a_step(folder / "left", run)
+        os.kill(run.processes[0].pid, signal.SIGKILL)
+        _, teacher = run.wait(60)
+    finally:
+        run.kill()
+    assert teacher.exit_code != 0
+
+
+@pytest.mark.skipif(not ALL, reason="one more process that imports everything")
+def test_a_teacher_process_that_is_killed_and_one_whose_student_is(folder: Path) -> None:
+    def started(name: str) -> tuple[Launch, int]:
+        teachers = {"near": {"placement": "process"}}
+        config = write_config(elsewhere_run(folder, name, teachers, iterations=1000))
+        run = Launch(["distill", "--config", config], world_size=None, folder=folder, name=name)
+        _wait_for_a_step(folder / name, run)
+        (child,) = Path(f"/proc/{run.processes[0].pid}/task").glob("*/children")
+        return run, int(child.read_text().split()[0])
+
+    run, child = started("killed-process")
+    os.kill(child, signal.SIGKILL)
+    (ended,) = run.wait(60)
+    assert ended.exit_code == 2
+    assert "the teacher near is gone" in ended.output
+    assert "killed by SIGKILL" in ended.output
+    run, child = started("killed-student")
+    run.kill()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{child}").exists()
+
+
+def _wait_for_a_step(run_dir: Path, run: Launch) -> None:
+    deadline = time.monotonic() + 120
+    while not (run_dir / "metrics.jsonl").exists() or not read_metrics(run_dir):
+        assert time.monotonic() < deadline, run.said()
+        assert run.processes[0].exitcode is None, run.said()
+        time.sleep(0.05)
+
+
+def _error(process: Ended) -> str:
+    (line,) = (x for x in process.output.splitlines() if x.startswith("megatron-ext: error"))
+    return line.split(": ", 2)[2]
