@@ -78,6 +78,7 @@ def rows(count: int = STEPS, **more):
     found = [row(iteration, **more) for iteration in range(1, count + 1)]
     for one in found[9::10]:
         one |= {"student_bits_per_byte": 3.25, "teacher_bits_per_byte": 2.5}
+        one |= {"agreement": one["loss"] / 8, "eval/mmlu/accuracy": one["loss"] / 16}
     return found
 
 
@@ -188,7 +189,8 @@ def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp
     assert "tokens per second, median 120.5" in short
     assert "3 GiB" in short
     curves = page.section("Curves")
-    for name in ("loss", "ce", "kd", "grad_norm", "learning_rate", "student_bits_per_byte"):
+    names = ("loss", "ce", "kd", "grad_norm", "learning_rate", "student_bits_per_byte")
+    for name in (*names, "agreement", "eval/mmlu/accuracy"):
         assert f" {name} " in curves
     assert "ce/accuracy" in curves
     assert "Unchanged: tokens = 10, one_to_one = 6" in curves

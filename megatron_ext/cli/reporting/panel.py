@@ -64,6 +64,19 @@ _KINDS: Final = (
         is_smoothed=False,
         is_together=True,
     ),
+    _Kind(
+        "Agreement",
+        "Held-out chunks of one token each in which student and teacher choose the same token.",
+        lambda name, _: re.match(r"agreement(/|$)", name) is not None,
+        is_smoothed=False,
+        is_together=True,
+    ),
+    _Kind(
+        "Tasks",
+        "Measured between steps.",
+        lambda name, _: name.startswith("eval/"),
+        is_smoothed=False,
+    ),
     _Kind("Learning rate", "", lambda name, _: name == "learning_rate", is_smoothed=False),
     _Kind("Gradient norm", "Before clipping.", lambda name, _: name == "grad_norm"),
     _Kind(

@@ -1,0 +1,84 @@
+"""docs/distillation.md can be walked: its commands exist, and run one after the other."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.cli.run_files import REPOSITORY
+from tests.examples.page_commands import commands, verb_of
+
+PAGES = ("distillation", "recipes")
+WALK = REPOSITORY / "docs" / "distillation.md"
+CONFIG = REPOSITORY / "examples" / "distillation" / "distill.yaml"
+SHORTER = {
+    "make_checkpoints.py": ["--steps", "2"],
+    "distill": ["--train-iters", "2", "--lr-warmup-iters", "1", "--global-batch-size", "4"],
+    "evaluate": ["--limit", "1"],
+}
+"""What is added to commands whose words have this."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_has_flags_that_there_are(page: str) -> None:
+    found = [verb_of(words) for words in commands(REPOSITORY / "docs" / f"{page}.md")]
+    verbs = [words for words in found if words is not None]
+    assert len(verbs) > 5
+    for verb, *arguments in verbs:
+        module = import_module(f"megatron_ext.cli.{verb.replace('-', '_')}")
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        module.add_arguments(parser)
+        parser.parse_args(arguments)
+
+
+def test_the_configuration_of_the_page_is_that_of_the_example() -> None:
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```\n", WALK.read_text(), re.DOTALL | re.MULTILINE)
+    comment, _, settings = CONFIG.read_text().partition("\n")
+    assert comment.startswith("#")
+    assert shown == settings
+
+
+@pytest.mark.skipif(
+    not os.environ.get("MEGATRON_EXT_ALL_TEXT"), reason="two minutes: MEGATRON_EXT_ALL_TEXT=1"
+)
+def test_the_walk_leads_to_a_student_that_transformers_loads(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    for words in commands(WALK):
+        for mark, more in SHORTER.items():
+            if any(word.endswith(mark) for word in words):
+                words = [*words, *_not_given(more, words)]
+        _run([*_program(words[0]), *words[1:]], tmp_path)
+    (script,) = re.findall(r"^```py\n(.*?)^```\n", WALK.read_text(), re.DOTALL | re.MULTILINE)
+    assert _run([sys.executable, "-c", script], tmp_path).startswith("A function is")
+    assert (tmp_path / "runs" / "walk" / "report.html").stat().st_size > 10_000
+
+
+def _not_given(more: list[str], words: list[str]) -> list[str]:
+    pairs = zip(more[::2], more[1::2], strict=True)
+    return [word for flag, value in pairs if flag not in words for word in (flag, value)]
+
+
+def _program(name: str) -> list[str]:
+    modules = {"python": [], "megatron-ext": ["-m", "megatron_ext"]}
+    modules["torchrun"] = ["-m", "torch.distributed.run"]
+    return [sys.executable, *modules[name]]
+
+
+def _run(command: list[str], folder: Path) -> str:
+    finished = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert finished.returncode == 0, f"{' '.join(command)}\n{finished.stderr[-3000:]}"
+    return finished.stdout
