@@ -20,8 +20,8 @@ from megatron_ext.evaluation.megatron_language_model import MegatronLanguageMode
 from megatron_ext.evaluation.text_requests import continuation_request, prompt_ids, rolling_requests
 from tests.evaluation.tiny_language_model import PAIRS, PROMPTS
 
-GREEDY = GenerationOptions(max_new_tokens=20)
-SAMPLED = GenerationOptions(max_new_tokens=20, temperature=0.7, top_p=0.9, seed=3)
+NEW_TOKENS = 12
+GREEDY = GenerationOptions(max_new_tokens=NEW_TOKENS)
 
 
 def ask(rank: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -31,8 +31,8 @@ def ask(rank: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str
         parallel_state.destroy_model_parallel()
         model = load_language_model(folder, ModelOptions(**options))
         found[name] = _answers(model)
-        if not rank and name == "alone":
-            found[name]["slow_ids"] = _without_cache(model, prompt_ids(PROMPTS[0], model))
+        if name == "alone":
+            found[name] |= _answers_alone(model)
     return found
 
 
@@ -40,29 +40,39 @@ def _answers(model: MegatronLanguageModel) -> dict[str, Any]:
     requests = [continuation_request(*pair, model) for pair in PAIRS]
     text = " ".join(PROMPTS) * 6
     rolling = list(rolling_requests(text, model))
-    ids = [prompt_ids(prompt, model) for prompt in PROMPTS]
     return {
         "scores": model.log_likelihoods(requests),
         "rolling": model.log_likelihoods(rolling),
         "requests": requests,
         "rolling_requests": rolling,
-        "greedy": model.generate(PROMPTS, GREEDY),
-        "sampled": model.generate(PROMPTS, SAMPLED),
-        "others": model.generate(PROMPTS, _with_seed(4)),
         "stopped": model.generate(PROMPTS, _with_stop("e")),
-        "greedy_ids": model.generator.generate(
-            ids, GREEDY, places=range(len(ids)), is_done=lambda new: False
-        ),
+        "sampled": model.generate(PROMPTS, _with_seed(3)),
         "once": model.once(lambda: "said"),
     }
 
 
+def _answers_alone(model: MegatronLanguageModel) -> dict[str, Any]:
+    ids = [prompt_ids(prompt, model) for prompt in PROMPTS]
+    return {
+        "greedy": model.generate(PROMPTS, GREEDY),
+        "others": model.generate(PROMPTS, _with_seed(4)),
+        "greedy_ids": model.generator.generate(
+            ids, GREEDY, places=range(len(ids)), is_done=lambda new: False
+        ),
+        "slow_ids": _without_cache(_by_large_batches(model), ids[0]),
+    }
+
+
 def _with_seed(seed: int) -> GenerationOptions:
-    return GenerationOptions(max_new_tokens=20, temperature=0.7, top_p=0.9, seed=seed)
+    return GenerationOptions(max_new_tokens=NEW_TOKENS, temperature=0.7, top_p=0.9, seed=seed)
 
 
 def _with_stop(stop: str) -> GenerationOptions:
-    return GenerationOptions(max_new_tokens=20, stop=(stop,))
+    return GenerationOptions(max_new_tokens=NEW_TOKENS, stop=(stop,))
+
+
+def _by_large_batches(model: MegatronLanguageModel) -> MegatronLanguageModel:
+    return replace(model, scorer=replace(model.scorer, micro_batch_size=64))
 
 
 def _without_cache(model: MegatronLanguageModel, prompt: list[int]) -> list[int]:
