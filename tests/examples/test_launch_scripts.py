@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training import inputs
 from megatron_ext.training.config import DistillConfig
@@ -71,6 +72,7 @@ def test_a_dry_run_accepts_the_configuration(
 ) -> None:
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(inputs, "build_tokenizer", _tokenizer)
+    monkeypatch.setattr(SparseProjection, "from_tokenizers", _projection)
     config = build_config(DistillConfig, *read_config_file(LAUNCH / f"{name}.yaml"))
     page = dry_run(config, world_size=PROCESSES[name], has_flash=name != "cpu")
     assert page.startswith(f"processes   {PROCESSES[name]}: ")
@@ -79,6 +81,7 @@ def test_a_dry_run_accepts_the_configuration(
 
 # All configurations name the same two files.
 _tokenizer = cache(build_tokenizer)
+_projection = cache(SparseProjection.from_tokenizers)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
