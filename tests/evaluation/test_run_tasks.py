@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from tests.training.tiny_run import write_corpus, write_rank_list
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
-    "dp2": {"use_distributed_optimizer": True},
 }
+"""Replicas too with MEGATRON_EXT_ALL_TEXT."""
+if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
+    LAYOUTS["dp2"] = {"use_distributed_optimizer": True}
+
 NAMES = {
     "eval/bits_per_byte/bits_per_byte",
     "eval/bits_per_byte/nats_per_token",
