@@ -10,10 +10,12 @@ from typing import Final, NamedTuple
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_ext.errors import DistributedError, MegatronExtError
 from megatron_ext.teachers.serving import RemoteTeacher, TeacherClient, connect, own_addresses
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.training.learning_step import TaughtBy, run_projection
 from megatron_ext.training.models import DTYPES
+from megatron_ext.training.rank_report import first_line
 from megatron_ext.training.run_models import teacher_vocab_shard
 from megatron_ext.training.run_teachers.teacher_parts import StudentParts, TeacherParts
 from megatron_ext.training.serving.elsewhere_teacher import ElsewhereTeacher
@@ -60,7 +62,7 @@ def teacher_elsewhere(name: str, run: StudentParts) -> TeacherParts:
         except Exception as failure:
             if found is not None:
                 found.end()
-            error = failure
+            error = _named(failure, name)
     _raise_everywhere(error)
     remote = RemoteTeacher(
         client,
@@ -155,12 +157,19 @@ def _identity(name: str, run: StudentParts) -> Mapping[str, str | int]:
     try:
         own = with_weights(identity, run.config, name) if run.groups.is_main else None
     except Exception as failure:
-        own, error = None, failure
+        own, error = None, _named(failure, name)
     _raise_everywhere(error)
     everywhere: list[dict[str, str | int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     (found,) = (values for values in everywhere if values is not None)
     return found
+
+
+def _named(error: Exception, name: str) -> MegatronExtError:
+    """An error that can be sent to the other ranks."""
+    if isinstance(error, MegatronExtError):
+        return error
+    return DistributedError(f"the teacher {name} cannot be reached", got=first_line(error))
 
 
 def _raise_everywhere(error: Exception | None) -> None:

@@ -29,10 +29,11 @@ from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config import DistillConfig, TeacherConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.live_teacher import check_gives_hidden, live_teacher
 from megatron_ext.training.metrics import progress_bar
+from megatron_ext.training.serving_config import ServingConfig
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.teacher_cache.block_recorder import BlockRecorder
 from megatron_ext.training.teacher_cache.blocks import Block, block_bytes, blocks_of
@@ -102,8 +103,8 @@ def recording_config(config: DistillConfig, folder: Path, *, world_size: int) ->
     )
     stages = parallel.pipeline_model_parallel_size
     rows = training.micro_batch_size * replicas * stages
-    teacher = config.teacher and dataclasses.replace(config.teacher, cache=None)
-    teachers = {name: dataclasses.replace(its, cache=None) for name, its in config.teachers.items()}
+    teacher = config.teacher and _live(config.teacher)
+    teachers = {name: _live(its) for name, its in config.teachers.items()}
     return dataclasses.replace(
         config,
         run_dir=str(folder),
@@ -118,6 +119,13 @@ def recording_config(config: DistillConfig, folder: Path, *, world_size: int) ->
             tensorboard_dir=None,
             wandb_project=None,
         ),
+    )
+
+
+def _live(teacher: TeacherConfig) -> TeacherConfig:
+    """With its model on the ranks that record, wherever a run has it."""
+    return dataclasses.replace(
+        teacher, cache=None, placement="student_ranks", serving=ServingConfig()
     )
 
 
