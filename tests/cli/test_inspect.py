@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import io
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from megatron_ext.cli import inspect as verb
 from megatron_ext.cli.main import main
 from megatron_ext.cli.token_view import TokenView, ribbon
-from megatron_ext.tokenizers import MegatronTokenizer
+from megatron_ext.tokenizers import MegatronTokenizer, build_tokenizer
 from tests.cli.run_files import start
 
 MODEL = Path(pytest.importorskip("mistral_common").__file__).parent / "data" / "tekken_240911.json"
 TEXT = "naïve\t2017\n\u65e5\u672c 🤷"
+
+
+@pytest.fixture(autouse=True)
+def _built_once(monkeypatch):
+    monkeypatch.setattr(verb, "build_tokenizer", _tokenizer)
+
+
+_tokenizer = cache(build_tokenizer)
 
 
 def shown(capsys, *words):
