@@ -28,6 +28,9 @@ CHAT_TEMPLATE: Final = (
 )
 CONTROL_TOKENS: Final = ["<unk>", "<s>", "</s>", "<|start|>", "<|end|>"]
 TEACHER_STEPS: Final = 240
+LEAST_STEPS: Final = 4
+"""A schedule that rises and falls has no fewer."""
+
 BATCH_SIZE: Final = 8
 LENGTH: Final = 128
 
@@ -184,7 +187,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=TEACHER_STEPS, help=f"of the teacher ({TEACHER_STEPS})"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.steps < LEAST_STEPS:
+        parser.error(f"--steps must be {LEAST_STEPS} or more")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ PAGES = ("distillation", "recipes")
 WALK = REPOSITORY / "docs" / "distillation.md"
 CONFIG = REPOSITORY / "examples" / "distillation" / "distill.yaml"
 SHORTER = {
-    "make_checkpoints.py": ["--steps", "2"],
+    "make_checkpoints.py": ["--steps", "4"],
     "distill": ["--train-iters", "2", "--lr-warmup-iters", "1", "--global-batch-size", "4"],
     "evaluate": ["--limit", "1"],
 }
