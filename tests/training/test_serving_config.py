@@ -131,3 +131,11 @@ def test_an_objective_that_needs_more_than_is_sent(
         check_targets(config, "teacher", make_objective(config.loss), form, key="serving.targets")
     assert words in str(caught.value)
     assert "teacher.serving.targets" in str(caught.value)
+
+
+def test_megatron_lms_loop_has_teachers_on_its_own_ranks_alone() -> None:
+    from megatron_ext.training.megatron_lm.pretrain import PretrainDistillation
+
+    config = distill_config(teacher=teacher(placement="process"))
+    with pytest.raises(ConfigError, match=r"not Megatron-LM's loop; got process.*student_ranks"):
+        PretrainDistillation(config, lambda: None)

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.metrics import read_metrics
+from tests.huggingface.tiny_models import save_model
 from tests.process_group import run_ranks
 from tests.training.elsewhere_runs import ITERATIONS, elsewhere_run, train_beside, write_config
+from tests.training.huggingface_teacher_runs import write_texts
 from tests.training.launched_ranks import Ended, Launch, free_port
 from tests.training.tiny_run import write_corpus, write_rank_list
 
@@ -189,6 +192,40 @@ def test_a_teacher_process_that_is_killed_and_one_whose_student_is(folder: Path)
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not Path(f"/proc/{child}").exists()
+
+
+@pytest.mark.skipif(not ALL, reason="whole runs, of two libraries")
+def test_a_model_of_transformers_is_the_same_on_ranks_of_its_own(tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path / "teacher")
+    save_model("llama", tmp_path / "student")
+    write_texts(tmp_path)
+    sizes = {"seq_length": 48, "make_vocab_size_divisible_by": 8}
+    elsewhere = own(1) | {"library": "huggingface"}
+    for name, fields, processes in (("beside", {}, 1), ("own", elsewhere, 2)):
+        values = {
+            "run_dir": str(tmp_path / name),
+            "initial_checkpoint": str(tmp_path / "student"),
+            "student": sizes,
+            "teacher": {"checkpoint": str(tmp_path / "teacher"), "model": sizes, **fields},
+            "data": {
+                "train": [str(tmp_path / "train.jsonl")],
+                "validation": [str(tmp_path / "held-out.jsonl")],
+                "packing": True,
+            },
+            "loss": {"objective": "vocab_kl"},
+            "training": {"train_iters": 2, "global_batch_size": 2},
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        argv = ["distill", "--config", str(path)]
+        ended = Launch(argv, world_size=processes, folder=tmp_path, name=name).wait(240)
+        assert [process.exit_code for process in ended] == [0] * processes, ended
+    beside, own_rows = read_metrics(tmp_path / "beside"), read_metrics(tmp_path / "own")
+    for quantity in ("loss", "kd"):
+        expected = [row[quantity] for row in beside]
+        assert [row[quantity] for row in own_rows] == pytest.approx(expected, rel=TOLERANCE)
+    measured = [rows[-1]["teacher_bits_per_byte"] for rows in (own_rows, beside)]
+    assert measured[0] == pytest.approx(measured[1], rel=TOLERANCE)
 
 
 def _wait_for_a_step(run_dir: Path, run: Launch) -> None:

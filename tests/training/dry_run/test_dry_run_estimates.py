@@ -13,6 +13,7 @@ from megatron_ext.training.dry_run.activations import kept_activations, stage_ac
 from megatron_ext.training.dry_run.arithmetic import step_arithmetic
 from megatron_ext.training.dry_run.memory import RankMemory, rank_memory
 from megatron_ext.training.dry_run.plan import PairCost, Plan
+from megatron_ext.training.dry_run.report import report
 from megatron_ext.training.dry_run.step_time import step_seconds
 from megatron_ext.training.dry_run.wire import all_reduced, wire_bytes
 from tests.training.dry_run.planned_runs import BATCH, MODELS, plan_of, planned_run
@@ -58,6 +59,9 @@ def test_a_teacher_elsewhere_takes_its_targets_and_head_and_nothing_of_its_layer
     work, work_here = step_arithmetic(plan), step_arithmetic(here)
     assert work.teacher_layers == 0 < work_here.teacher_layers
     assert work.teacher_heads == (work_here.teacher_heads if kind == "hidden" else 0)
+    sent = f"{form}, {width} bytes a token"
+    assert f"of weights there; {sent}" in report(plan, {}, {})
+    assert "in a process" not in report(here, {}, {})
 
 
 def test_logits_and_gradients_of_both_terms_are_on_the_last_stage_alone() -> None:
