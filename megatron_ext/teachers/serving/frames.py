@@ -1,23 +1,22 @@
 """What two processes say to one another: a line of JSON and tensors, never pickled objects.
 
 A frame is one message of JSON, ``{"kind", "values", "tensors": [[name, dtype, shape], ...]}``, and
-the bytes of each tensor behind it in messages of at most ``PART_BYTES``.
+behind it the bytes of each tensor as they are. These are read into the tensor's memory: a message
+of ``multiprocessing.connection`` would be copied twice more.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from megatron_ext.errors import DistributedError
-
-PART_BYTES: Final = 1 << 20
-"""A receiver allocates as much for every read of a message, so larger ones are slower."""
 
 _MOST_HEADER_BYTES: Final = 1 << 24
 
@@ -54,8 +53,12 @@ def send_frame(connection: Connection, frame: Frame) -> None:
     Raises:
         OSError: The other side is gone.
     """
-    for message in _messages(frame):
-        connection.send_bytes(message)
+    connection.send_bytes(_header(frame))
+    descriptor = connection.fileno()
+    for tensor in frame.tensors.values():
+        left = _view(bytes_of(tensor))
+        while left:
+            left = left[os.write(descriptor, left) :]
 
 
 def receive_frame(
@@ -67,7 +70,7 @@ def receive_frame(
     """The next frame; waits for it.
 
     Args:
-        heard: Is told the bytes of every message that arrives.
+        heard: Is told how many bytes have arrived, whenever some have.
         allocate: Makes the memory of a tensor's bytes, uint8.
 
     Raises:
@@ -77,10 +80,13 @@ def receive_frame(
     """
 
     def fill(view: memoryview) -> None:
-        for part in _parts(view):
-            if connection.recv_bytes_into(part) != len(part):
-                raise _no_frame("a message that ends early")
-            heard(len(part))
+        descriptor = connection.fileno()
+        while view:
+            count = os.readv(descriptor, [view])
+            if not count:
+                raise EOFError
+            heard(count)
+            view = view[count:]
 
     header = connection.recv_bytes(_MOST_HEADER_BYTES)
     heard(len(header))
@@ -89,7 +95,8 @@ def receive_frame(
 
 def to_bytes(frame: Frame) -> bytes:
     """One run of bytes, for ``from_bytes``."""
-    header, *parts = _messages(frame)
+    header = _header(frame)
+    parts = [_view(bytes_of(tensor)) for tensor in frame.tensors.values()]
     return b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
 
@@ -111,17 +118,14 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
-def _messages(frame: Frame) -> Iterator[bytes | memoryview]:
+def _header(frame: Frame) -> bytes:
     tensors = [[n, _NAMES[t.dtype], list(t.shape)] for n, t in frame.tensors.items()]
     header = {"kind": frame.kind, "values": dict(frame.values), "tensors": tensors}
-    yield json.dumps(header, separators=(",", ":")).encode()
-    for tensor in frame.tensors.values():
-        yield from _parts(bytes_of(tensor).numpy().data)
+    return json.dumps(header, separators=(",", ":")).encode()
 
 
-def _parts(view: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(view), PART_BYTES):
-        yield view[start : start + PART_BYTES]
+def _view(content: torch.Tensor) -> memoryview:
+    return memoryview(content.numpy().data)
 
 
 def _read(
@@ -138,7 +142,7 @@ def _read(
         if min(shape, default=1) < 0:
             raise _no_frame(f"a tensor of shape {shape}")
         content = allocate(math.prod(shape) * dtype.itemsize)
-        fill(content.numpy().data)
+        fill(_view(content))
         tensors[name] = content.view(dtype).view(shape)
     return Frame(kind, said, tensors)
 

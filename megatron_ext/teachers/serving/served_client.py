@@ -64,7 +64,13 @@ class ServedClient:
         self._ring: SegmentRing | None = None
         self._authkey = authkey
         self._events = events
-        threading.Thread(target=self._run, name="student", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="student", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the connection stands."""
+        return self._thread.is_alive()
 
     def answer(self, number: int, payloads: Sequence[torch.Tensor]) -> None:
         """Send targets, uint8 each; nothing where the student is gone."""
@@ -94,6 +100,11 @@ class ServedClient:
         reason = text if is_own else f"{type(error).__name__}: {text}".removesuffix(": ")
         self.say(Frame(ERROR, {"reason": reason}, {}))
         self._wire.close()
+
+    def end(self) -> None:
+        """End the connection and its thread: one that is left over at exit can bring torch down."""
+        self._wire.close()
+        self._thread.join(5)
 
     def beat(self) -> None:
         """Say that the server lives."""

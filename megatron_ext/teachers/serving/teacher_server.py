@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -82,6 +81,7 @@ class TeacherServer:
         self._on_idle = on_idle
         self._hello = Hello(teacher=name, form=formed.form, identity=identity)
         self._events: SimpleQueue[Event] = SimpleQueue()
+        self._connections: list[ServedClient] = []
         self._clients: list[ServedClient] = []
 
     def serve(self, listener: TeacherListener | None, *, until_client_leaves: bool) -> None:
@@ -103,20 +103,26 @@ class TeacherServer:
             self._follow()
             return
         stopped = threading.Event()
-        for task in (
+        tasks = (
             lambda: listener.accept_all(lambda connected: self._welcome(connected, listener)),
             lambda: self._beat_until(stopped),
-        ):
-            threading.Thread(target=task, name="teacher server", daemon=True).start()
+        )
+        threads = [threading.Thread(target=task, name="server", daemon=True) for task in tasks]
+        for thread in threads:
+            thread.start()
         try:
             self._lead(until_client_leaves)
         except BaseException as error:
-            for client in [*self._clients, *self._just_joined()]:
+            for client in self._connections:
                 client.fail(error)
             raise
         finally:
             stopped.set()
             listener.close()
+            for thread in threads:
+                thread.join(5)
+            for client in self._connections:
+                client.end()
         self._ranks.broadcast(_END)
 
     def _lead(self, until_client_leaves: bool) -> None:
@@ -140,14 +146,6 @@ class TeacherServer:
             elif event.client in self._clients:
                 assert event.frame is not None
                 self._answer(event.client, event.frame)
-
-    def _just_joined(self) -> Iterator[ServedClient]:
-        """Students that the main thread has not met yet."""
-        with suppress(Empty):
-            while True:
-                event = self._events.get_nowait()
-                if event.kind == "joined":
-                    yield event.client
 
     def _check_patience(self, waited_s: float) -> None:
         if waited_s > self._timeout_s:
@@ -220,7 +218,7 @@ class TeacherServer:
         return payloads
 
     def _welcome(self, connected: socket.socket, listener: TeacherListener) -> None:
-        ServedClient(
+        client = ServedClient(
             connected,
             hello=self._hello,
             device=self._ranks.device,
@@ -228,6 +226,7 @@ class TeacherServer:
             events=self._events,
             timeout_s=self._timeout_s,
         )
+        self._connections = [*(its for its in self._connections if its.is_there), client]
 
     def _beat_until(self, stopped: threading.Event) -> None:
         while not stopped.wait(BEAT_S):

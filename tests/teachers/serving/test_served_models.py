@@ -22,8 +22,8 @@ RUNS = [
 ]
 MICROBATCHES = 6
 
-# fp32 sums in another order, a few ulps of the largest number. Logits of a top-k are the differences
-# of two, which are larger.
+# fp32 sums in another order, a few ulps of the largest number. Logits of a top-k are differences of
+# two that are larger.
 TOLERANCE = 1e-6
 TOP_K_TOLERANCE = 2e-6
 
