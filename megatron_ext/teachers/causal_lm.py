@@ -25,6 +25,9 @@ _PROBE_TOLERANCE: Final = {torch.float32: 1e-4}
 
 _SHORT_TOLERANCE: Final = 2e-2
 
+_OLDEST: Final = (4, 56)
+"""transformers of which the calls here are."""
+
 _LOADING_ERRORS: Final = (
     OSError,
     ValueError,
@@ -71,11 +74,16 @@ class CausalLM:
         return hidden if self.scale == 1.0 else hidden * self.scale
 
 
-def load_causal_lm(folder: Path, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def load_causal_lm(
+    folder: Path, *, dtype: torch.dtype, device: torch.device, vocab_size: int = 0
+) -> CausalLM:
     """Load a folder with ``config.json`` and safetensors files, of any model of transformers.
 
     Nothing in the folder is run. Attention is torch's scaled dot product, but in models that cap
     its scores, which that does not.
+
+    Args:
+        vocab_size: Ids that it may be asked about; rows of those that it has not are zero.
 
     Raises:
         ConfigError: transformers is not installed.
@@ -112,6 +120,7 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, device: torch.device) ->
                 got=f"{what.replace('_', ' ')}: {sorted(map(str, loaded[what]))[0]}",
                 fix="download it again",
             )
+    _add_rows(model, vocab_size)
     return frozen_causal_lm(model.to(device), dtype=dtype)
 
 
@@ -124,12 +133,19 @@ def import_transformers() -> Any:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise ConfigError(
-            "a teacher with library huggingface needs transformers",
-            got=str(error),
-            fix='install it: pip install "transformers>=4.56"',
-        ) from error
+        raise _no_transformers(str(error)) from error
+    version = str(transformers.__version__)
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise _no_transformers(f"version {version}")
     return transformers
+
+
+def _no_transformers(got: str) -> ConfigError:
+    return ConfigError(
+        "a teacher with library huggingface needs transformers",
+        got=got,
+        fix=f'install it: pip install "transformers>={_OLDEST[0]}.{_OLDEST[1]}"',
+    )
 
 
 def frozen_causal_lm(model: Any, *, dtype: torch.dtype) -> CausalLM:
@@ -148,6 +164,18 @@ def frozen_causal_lm(model: Any, *, dtype: torch.dtype) -> CausalLM:
         head=head,
         scale=scale,
     )
+
+
+@torch.no_grad()
+def _add_rows(model: Any, vocab_size: int) -> None:
+    """Rows of zeros in embeddings and head, up to ``vocab_size``."""
+    rows = len(model.get_input_embeddings().weight)
+    if vocab_size <= rows:
+        return
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for values in () if embeddings is None else embeddings.parameters():
+            values[rows:] = 0
 
 
 def _attention(config: Any) -> dict[str, str]:

@@ -20,10 +20,7 @@ from megatron_ext.training.config import TEACHER as TEACHER
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.blend import read_blend
 from megatron_ext.training.huggingface.model_check import check_if_huggingface
-from megatron_ext.training.huggingface.teacher_check import (
-    check_huggingface_teacher,
-    check_ids_of_teacher,
-)
+from megatron_ext.training.huggingface.teacher_check import check_huggingface_teacher
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
 from megatron_ext.training.watching.writers import check_writers
 
@@ -90,8 +87,6 @@ def _teacher(
     tokenizer = _tokenizer(
         config.named_teachers[name].tokenizer, section, conversations=conversations
     )
-    if config.distils and config.named_teachers[name].library == "huggingface":
-        check_ids_of_teacher(config, name, _teacher_checkpoint(config, name), tokenizer)
     path = config.projection_of(name)
     projection = None
     if config.distils and path is not None:

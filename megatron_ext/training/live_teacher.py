@@ -20,7 +20,7 @@ from megatron_ext.teachers.offloaded_teacher import HostWeights, OffloadedTeache
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig, ParallelConfig
-from megatron_ext.training.huggingface.model_check import warn_of_other_tokenizer
+from megatron_ext.training.huggingface.model_check import warn_of_tokenizer
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.run_models import frozen_teacher, teacher_vocab_shard
 
@@ -111,7 +111,12 @@ def _of_huggingface(
     if not groups.is_last_stage:
         return LiveTeacher(StageWithoutTeacher(), shard, None)
     folder = find_checkpoint(its.checkpoint, where=f"{config.section_of(name)}.checkpoint")
-    model = load_causal_lm(folder, dtype=DTYPES[config.training.precision], device=groups.device)
+    model = load_causal_lm(
+        folder,
+        dtype=DTYPES[config.training.precision],
+        device=groups.device,
+        vocab_size=tokenizer.vocab_size,
+    )
     teacher = HuggingFaceTeacher(
         model,
         shard=shard,
@@ -120,7 +125,7 @@ def _of_huggingface(
         keeps_head=its.offload,
     )
     if groups.is_main:
-        warn_of_other_tokenizer(folder, tokenizer)
+        warn_of_tokenizer(folder, tokenizer)
     if not its.offload:
         return LiveTeacher(teacher, shard, teacher.head_weight)
     weights = HostWeights([teacher.module])

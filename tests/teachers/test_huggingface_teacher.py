@@ -90,6 +90,28 @@ def test_a_head_that_is_scaled_stays_a_product(folders: dict[str, Path]) -> None
     assert _load(folders["granite"]).scale == pytest.approx(1 / 3, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma 2", "phi"])
+def test_ids_that_a_model_has_no_rows_of_are_zero(folders: dict[str, Path], name: str) -> None:
+    """Gemma 3 1B comes with a tokenizer of one more id."""
+    shard = VocabShard(start=0, stop=WIDTH, vocab_size=VOCAB_SIZE + 2)
+    texts = some_texts(9, 5)
+    unknown = torch.tensor([3, VOCAB_SIZE + 1, 5])
+    model = load_causal_lm(
+        folders[name],
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        vocab_size=VOCAB_SIZE + 2,
+    )
+    assert model.kind == ("logits" if name in LOGITS else "hidden")
+    (targets,) = HuggingFaceTeacher(model, shard=shard).targets(
+        [packed_rows([[*texts, unknown]], 17)]
+    )
+    (logits,) = targets.to_logits()
+    _assert_close(logits[:14, :VOCAB_SIZE], torch.cat(own_logits(folders[name], texts)))
+    assert not logits[:, VOCAB_SIZE:].any()
+    assert logits[14:, :VOCAB_SIZE].isfinite().all()
+
+
 def test_ranks_that_share_rows_have_their_part_of_what_one_alone_has(
     folders: dict[str, Path],
 ) -> None:
@@ -158,6 +180,12 @@ def test_folders_that_cannot_be_loaded_say_so_in_one_line(
     with pytest.raises(CheckpointError, match="transformers cannot load") as raised:
         _load(partial)
     assert "\n" not in str(raised.value)
+
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", "4.55.4")
+    with pytest.raises(ConfigError, match=r"got version 4\.55\.4; .*pip install"):
+        _load(folders["llama"])
 
     def import_module(name: str) -> None:
         raise ImportError(f"No module named {name!r}")

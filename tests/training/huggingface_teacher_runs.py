@@ -14,6 +14,9 @@ import yaml
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher, StageWithoutTeacher
+from megatron_ext.teachers.megatron_teacher import MegatronTeacher
+from megatron_ext.teachers.offloaded_teacher import OffloadedTeacher
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.arguments import config_from_arguments
@@ -79,10 +82,19 @@ def train_runs(rank: int, root: Path, runs: Sequence[Run]) -> dict[str, list[dic
             _record(root, run)
         with patch.object(SavedRun, "save"):
             trainer = _trainer(config_of(root, run))
+            assert isinstance(trainer.teacher, _class_of(run.teacher))
             trainer.train()
         dist.barrier()
         metrics[run.name] = read_metrics(Path(trainer.run_dir))
     return metrics
+
+
+def _class_of(teacher: Mapping[str, Any]) -> Any:
+    if "cache" in teacher:
+        return type(None)
+    if teacher.get("offload"):
+        return OffloadedTeacher
+    return HuggingFaceTeacher | StageWithoutTeacher if "library" in teacher else MegatronTeacher
 
 
 def _record(root: Path, run: Run) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_ext.errors import CheckpointError, MegatronExtError
+from megatron_ext.huggingface.any_model import any_model_settings
 from megatron_ext.huggingface.checkpoint_files import (
     CONFIG_FILE,
     CheckpointFiles,
@@ -90,7 +91,7 @@ def warn_of_tokenizer(folder: Path, tokenizer: MegatronTokenizerText) -> None:
 
     It is no error: a vocabulary may have come to a checkpoint as another file.
     """
-    rows = model_settings(CheckpointFiles(folder))["vocab_size"]
+    rows = any_model_settings(CheckpointFiles(folder))["vocab_size"]
     found = []
     if tokenizer.vocab_size > rows:
         missing = tokenizer.vocab_size - rows
@@ -98,20 +99,11 @@ def warn_of_tokenizer(folder: Path, tokenizer: MegatronTokenizerText) -> None:
             f"the tokenizer has {tokenizer.vocab_size} ids and the checkpoint {rows} rows of "
             f"embeddings; the rows of the other {missing} are zero"
         )
-    for warning in found:
-        _warn(folder, warning)
-    warn_of_other_tokenizer(folder, tokenizer)
-
-
-def warn_of_other_tokenizer(folder: Path, tokenizer: MegatronTokenizerText) -> None:
-    """Say on standard error that a checkpoint came with another tokenizer, if it did."""
     theirs = _tokenizer_of(folder, tokenizer)
     if theirs is not None and theirs.fingerprint() != tokenizer.fingerprint():
-        _warn(folder, "the tokenizer is not the one that comes with the checkpoint")
-
-
-def _warn(folder: Path, warning: str) -> None:
-    sys.stderr.write(f"warning: {folder}: {warning}\n")
+        found.append("the tokenizer is not the one that comes with the checkpoint")
+    for warning in found:
+        sys.stderr.write(f"warning: {folder}: {warning}\n")
 
 
 def _tokenizer_of(folder: Path, configured: MegatronTokenizerText) -> MegatronTokenizerText | None:

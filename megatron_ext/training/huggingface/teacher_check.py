@@ -12,7 +12,6 @@ from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     is_checkpoint_folder,
 )
-from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DistillConfig
 
 
@@ -64,22 +63,4 @@ def check_huggingface_teacher(config: DistillConfig, name: str, folder: Path) ->
             where=f"{section}.model.seq_length",
             got=teacher.model.seq_length,
             expected=f"at most {longest}, as {folder / CONFIG_FILE} says",
-        )
-
-
-def check_ids_of_teacher(
-    config: DistillConfig, name: str, folder: Path, tokenizer: MegatronTokenizerText
-) -> None:
-    """Check that such a teacher has an embedding of every id that its tokenizer makes.
-
-    Raises:
-        CheckpointError: It has not.
-    """
-    rows = any_model_settings(CheckpointFiles(folder))["vocab_size"]
-    if tokenizer.vocab_size > rows:
-        raise CheckpointError(
-            "the tokenizer has ids that the model has no embeddings of",
-            where=folder,
-            got=f"{tokenizer.vocab_size} ids and {rows} rows",
-            fix=f"set {config.section_of(name)}.tokenizer to the one that comes with the model",
         )

@@ -7,10 +7,7 @@ from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.huggingface.model_check import check_if_huggingface
-from megatron_ext.training.huggingface.teacher_check import (
-    check_huggingface_teacher,
-    check_ids_of_teacher,
-)
+from megatron_ext.training.huggingface.teacher_check import check_huggingface_teacher
 
 
 def read_served_teacher(config: DistillConfig, name: str) -> MegatronTokenizerText:
@@ -34,7 +31,4 @@ def read_served_teacher(config: DistillConfig, name: str) -> MegatronTokenizerTe
             where=f"{section}.tokenizer.model",
             expected="a tokenizer file, or a directory that holds one",
         )
-    tokenizer = build_tokenizer(teacher.tokenizer)
-    if teacher.library == "huggingface":
-        check_ids_of_teacher(config, name, checkpoint, tokenizer)
-    return tokenizer
+    return build_tokenizer(teacher.tokenizer)
