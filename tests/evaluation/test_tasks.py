@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.cli.main import main
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.evaluation.results import results_table, write_results, write_samples
 from megatron_ext.evaluation.tasks import TASKS, TaskOptions
@@ -178,3 +179,12 @@ def test_results_are_a_file_and_a_table(tmp_path: Path) -> None:
     assert values["metrics"] == result.metrics
     assert len((tmp_path / "s.jsonl").read_text().splitlines()) == 1
     assert f"{result.metrics['bits_per_byte']:.4f}" in results_table("bits_per_byte", result)
+
+
+def test_texts_are_no_messages_of_a_user(tmp_path: Path, capsys: Any) -> None:
+    data = written(tmp_path / "texts.txt", "text")
+    words = ["evaluate", "--checkpoint", "none", "--task", "bits_per_byte", "--data", str(data)]
+    with pytest.raises(SystemExit) as exit:
+        main([*words, "--apply-chat-template"])
+    assert exit.value.code == 2
+    assert "--apply-chat-template" in capsys.readouterr().err
