@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,9 @@ def test_texts_of_like_length_run_together_within_the_size_of_the_microbatch() -
     assert batch.rows.labels is not None
     labelled = (batch.rows.labels.flatten() >= 0).nonzero().flatten()
     assert torch.equal(places.unique(), labelled)
+    # Of rows without labels nobody knows what is padding.
+    unlabelled = replace(batch.rows, labels=None)
+    assert sum(own.lengths.sum() for own in text_batches(unlabelled)) == batch.tokens.numel()
 
 
 def test_short_floats_keep_what_kind_of_head_it_is(folders: dict[str, Path]) -> None:
