@@ -177,8 +177,8 @@ def test_a_teacher_process_that_is_killed_and_one_whose_student_is(folder: Path)
         config = write_config(elsewhere_run(folder, name, teachers, iterations=1000))
         run = Launch(["distill", "--config", config], world_size=None, folder=folder, name=name)
         _wait_for_a_step(folder / name, run)
-        (child,) = Path(f"/proc/{run.processes[0].pid}/task").glob("*/children")
-        return run, int(child.read_text().split()[0])
+        (child,) = _teachers_of(run.processes[0].pid)
+        return run, child
 
     run, child = started("killed-process")
     os.kill(child, signal.SIGKILL)
@@ -226,6 +226,17 @@ def test_a_model_of_transformers_is_the_same_on_ranks_of_its_own(tmp_path: Path)
         assert [row[quantity] for row in own_rows] == pytest.approx(expected, rel=TOLERANCE)
     measured = [rows[-1]["teacher_bits_per_byte"] for rows in (own_rows, beside)]
     assert measured[0] == pytest.approx(measured[1], rel=TOLERANCE)
+
+
+def _teachers_of(pid: int) -> list[int]:
+    """Processes that serve a teacher to a process, which has started them."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [child for task in tasks for child in task.read_text().split()]
+    return [
+        int(child)
+        for child in children
+        if b"serve-teacher" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+    ]
 
 
 def _wait_for_a_step(run_dir: Path, run: Launch) -> None:
