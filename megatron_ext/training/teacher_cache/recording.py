@@ -26,6 +26,7 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.losses import BoundaryColumns
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.teachers.targets.formed_targets import FormedTargets
+from megatron_ext.teachers.targets.whole_head import whole_head
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint
@@ -287,9 +288,6 @@ def _formed(
 
 def _save_head(head: torch.Tensor, shard: VocabShard, folder: Path, groups: ProcessGroups) -> None:
     """Write the teacher's head [V, D]. One all-gather over ``tp``."""
-    own = head.detach().contiguous()
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(groups.tp))]
-    dist.all_gather(parts, own, group=groups.tp)
-    if groups.is_main:
-        whole = torch.cat(parts)[: shard.vocab_size].cpu()
-        write_bytes(folder / HEAD_FILE, save({"head": whole.contiguous()}))
+    whole = whole_head(head, shard, is_kept=groups.is_main)
+    if whole is not None:
+        write_bytes(folder / HEAD_FILE, save({"head": whole}))
