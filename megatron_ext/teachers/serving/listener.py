@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Final
@@ -52,12 +53,12 @@ class TeacherListener:
         while not self._is_closed:
             try:
                 connected, _ = self._socket.accept()
+                welcome(connected)
             except TimeoutError:
                 continue
             except OSError:
-                # Closed, or a connection that ended before it was accepted.
-                continue
-            welcome(connected)
+                # Closed, a connection that ended already, or too many of them.
+                time.sleep(_POLL_S)
 
     def close(self) -> None:
         """Take no more; idempotent."""

@@ -13,6 +13,7 @@ import torch
 from megatron_ext.errors import DistributedError
 from megatron_ext.teachers.serving.channels.offers import CHANNELS, TCP
 from megatron_ext.teachers.serving.channels.ring import OpenSegments
+from megatron_ext.teachers.serving.channels.segment import use_device
 from megatron_ext.teachers.serving.frames import Frame
 from megatron_ext.teachers.serving.known_server import KnownServer
 from megatron_ext.teachers.serving.payload import Fields, fields_of, payload_size
@@ -134,6 +135,7 @@ class ReplicaClient:
     def _read(self) -> None:
         reason = "connection closed without a word"
         try:
+            use_device(self._device)
             while True:
                 frame = self._wire.receive(self._allocate)
                 if frame.kind == ERROR:

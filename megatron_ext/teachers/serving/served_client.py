@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing import AuthenticationError
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
@@ -15,6 +14,7 @@ import torch
 from megatron_ext.errors import DistributedError
 from megatron_ext.teachers.serving.channels.offers import CHANNELS, ChannelOffers
 from megatron_ext.teachers.serving.channels.ring import SegmentRing
+from megatron_ext.teachers.serving.channels.segment import use_device
 from megatron_ext.teachers.serving.frames import Frame
 from megatron_ext.teachers.serving.hello import Hello
 from megatron_ext.teachers.serving.protocol import (
@@ -64,6 +64,7 @@ class ServedClient:
         self._ring: SegmentRing | None = None
         self._authkey = authkey
         self._events = events
+        self._has_joined = False
         self._thread = threading.Thread(target=self._run, name="student", daemon=True)
         self._thread.start()
 
@@ -94,11 +95,12 @@ class ServedClient:
             self._wire.close()
 
     def fail(self, error: BaseException) -> None:
-        """Tell it why it gets no answer, and end the connection."""
+        """Tell it why it gets no answer, if it is past the greeting, and end the connection."""
         text = (str(error).splitlines() or [""])[0]
         is_own = isinstance(error, DistributedError)
         reason = text if is_own else f"{type(error).__name__}: {text}".removesuffix(": ")
-        self.say(Frame(ERROR, {"reason": reason}, {}))
+        if self._has_joined:
+            self.say(Frame(ERROR, {"reason": reason}, {}))
         self._wire.close()
 
     def end(self) -> None:
@@ -108,17 +110,19 @@ class ServedClient:
 
     def beat(self) -> None:
         """Say that the server lives."""
-        with suppress(OSError):
+        try:
             self._wire.beat()
+        except OSError:
+            self._wire.close()
 
     def _run(self) -> None:
-        has_joined = False
+        use_device(self._device)
         try:
             self._wire.greet(self._authkey, is_server=True)
             if not self._is_meant():
                 return
             self._wire.wait_without_limit()
-            has_joined = True
+            self._has_joined = True
             self._events.put(Event(self, "joined"))
             while (frame := self._wire.receive()).kind != BYE:
                 if frame.kind != RETURNED:
@@ -134,7 +138,7 @@ class ServedClient:
             self._wire.close()
             if self._ring is not None:
                 self._ring.close()
-            if has_joined:
+            if self._has_joined:
                 self._events.put(Event(self, "left"))
 
     def _is_meant(self) -> bool:

@@ -20,6 +20,12 @@ class Segment:
     """Plain values by which another process opens it."""
 
 
+def use_device(device: torch.device) -> None:
+    """Make it the calling thread's: a new one would open the first GPU, beside the one in use."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class Channel(Protocol):
     """A kind of shared memory."""
 
