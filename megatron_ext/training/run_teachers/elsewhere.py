@@ -130,7 +130,8 @@ def _in_process(name: str, run: StudentParts) -> _Found:
 
 
 def _on_server(name: str, run: StudentParts) -> _Found:
-    return _Found(run.teacher(name).serving.address, server_key())
+    addresses = run.teacher(name).serving.address
+    return _Found(addresses, server_key(addresses))
 
 
 _FINDERS: Final[Mapping[str, Callable[[str, StudentParts], _Found]]] = {

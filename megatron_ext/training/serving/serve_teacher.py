@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.errors import ConfigError
 from megatron_ext.teachers.serving import ReplicaRanks, TeacherListener
 from megatron_ext.teachers.serving.listener import split_address
 from megatron_ext.tokenizers import MegatronTokenizerText
@@ -31,9 +32,28 @@ KEY_VARIABLE: Final = "MEGATRON_EXT_TEACHER_KEY"
 """Of the environment of a server and of its students: the key that they must have alike."""
 
 
-def server_key() -> bytes:
-    """That of the environment, or one that everybody has."""
-    return os.environ.get(KEY_VARIABLE, "megatron-ext").encode()
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+
+
+def server_key(addresses: Sequence[str]) -> bytes:
+    """That of the environment; on one machine it may be left out.
+
+    Args:
+        addresses: Where the server listens, HOST:PORT.
+
+    Raises:
+        ConfigError: It is not set, and other machines can reach the server.
+    """
+    key = os.environ.get(KEY_VARIABLE, "")
+    for address in addresses:
+        if not key and split_address(address)[0] not in _LOOPBACK:
+            raise ConfigError(
+                "a teacher's server that other machines can reach needs a key",
+                where=address,
+                got=f"no environment variable {KEY_VARIABLE}",
+                fix="set it to the same secret where the server and its students start",
+            )
+    return (key or "megatron-ext").encode()
 
 
 def serve_at(
@@ -46,12 +66,11 @@ def serve_at(
         address: HOST:PORT of the first replica; the next ones listen at the ports behind it.
     """
     host, port = split_address(address)
+    key = server_key([address])
 
     def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
         at = port + replica if port else 0
-        listener = TeacherListener(
-            f"[{host}]:{at}" if ":" in host else f"{host}:{at}", server_key()
-        )
+        listener = TeacherListener(f"[{host}]:{at}" if ":" in host else f"{host}:{at}", key)
         form = served_form(config, name, tokenizer)
         _say(f"{described(name, f'replica {replica} at {listener.address}', form)}")
         return listener
