@@ -64,7 +64,8 @@ def test_answers_come_back_whatever_their_channel_order_and_size(channel: str) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "top_k", "precision"), [("topk", 5, "fp32"), ("topk", 64, "fp16"), ("label", 0, None)]
+    ("kind", "top_k", "precision"),
+    [("topk", 5, "fp32"), ("topk", 64, "fp16"), ("label", 0, None), ("hidden", 0, "bf16")],
 )
 def test_other_forms_are_those_that_a_cache_keeps(kind: Any, top_k: int, precision: Any) -> None:
     form = TargetForm.of(
