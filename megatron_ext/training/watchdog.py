@@ -76,7 +76,7 @@ class Watchdog:
         if error is None:
             self._stop()
             return
-        if not _is_communication(error):
+        if not is_communication(error):
             self._stop()
             with suppress(*_STORE_ERRORS):
                 self._board.write(self._state(error=first_line(error)))
@@ -142,7 +142,7 @@ class Watchdog:
 _FIX = "look first at the ranks that are not where the others are, and at the end of their logs"
 
 
-def _is_communication(error: BaseException) -> bool:
+def is_communication(error: BaseException) -> bool:
     """Whether a communication library raised it."""
     if isinstance(error, MegatronExtError) or not isinstance(error, RuntimeError):
         return False

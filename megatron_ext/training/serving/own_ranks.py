@@ -18,7 +18,7 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.serving.role_store import Address, RoleStore
 from megatron_ext.training.serving.served_targets import served_identity
 from megatron_ext.training.serving.served_teacher import ServedTeacher
-from megatron_ext.training.watchdog import GRACE, Watchdog
+from megatron_ext.training.watchdog import GRACE, Watchdog, is_communication
 
 
 def serve_on_own_ranks(config: DistillConfig, name: str, tokenizer: MegatronTokenizerText) -> None:
@@ -40,7 +40,9 @@ def serve_on_own_ranks(config: DistillConfig, name: str, tokenizer: MegatronToke
         try:
             _serve(config, name, tokenizer, store, timeout)
         except BaseException as error:
-            store.note_failure(error)
+            # What a library says of a lost connection is what became of another rank.
+            if not is_communication(error):
+                store.note_failure(error)
             raise
         store.check_finished()
     process_groups.finalize()
