@@ -49,6 +49,8 @@ def elsewhere_run(
         teachers={key: _teacher(config.teacher, **fields) for key, fields in teachers.items()},
         data=DataConfig(train=config.data.train),
         loss=loss or LossConfig(temperature=1.5, ce_weight=0.5),
+        # So that the first steps of a run are the same however many follow.
+        optimizer=dataclasses.replace(config.optimizer, lr_decay_style="constant"),
         training=TrainingConfig(
             train_iters=iterations, micro_batch_size=2, global_batch_size=4, save_interval=1000
         ),

@@ -34,20 +34,9 @@ def own(ranks: int, **serving: Any) -> dict[str, Any]:
 
 
 # Name: (run it is compared with, teachers, processes of the launch, the student's layout).
-PLACES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
-    # Tensor-parallel on its own ranks, asked two global batches ahead, beside one that is not.
-    "own-tp2": (
-        "two",
-        {
-            "near": {},
-            "far": TWO["far"] | own(2, tensor_model_parallel_size=2, prefetch=2),
-        },
-        3,
-        {},
-    ),
-}
+PLACES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {}
 if ALL:
-    PLACES |= {
+    PLACES = {
         "own-pp2": (
             "two",
             {"near": {}, "far": TWO["far"] | own(2, pipeline_model_parallel_size=2, prefetch=0)},
@@ -80,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_losses(folder: Path, name: str, expected: str) -> list[dict[str, Any]]:
-    rows, beside = read_metrics(folder / name), read_metrics(folder / expected)
+    rows, beside = read_metrics(folder / name)[:ITERATIONS], read_metrics(folder / expected)
     assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
     for quantity in ("loss", "ce", "kd"):
         measured = [row[quantity] for row in rows]
@@ -88,6 +77,7 @@ def check_losses(folder: Path, name: str, expected: str) -> list[dict[str, Any]]
     return rows
 
 
+@pytest.mark.skipif(not ALL, reason="a launch each")
 @pytest.mark.parametrize("name", PLACES)
 def test_losses_with_teachers_on_ranks_of_their_own(name: str, folder: Path) -> None:
     expected, teachers, processes, parallel = PLACES[name]
@@ -100,18 +90,7 @@ def test_losses_with_teachers_on_ranks_of_their_own(name: str, folder: Path) -> 
         name=name,
     ).wait(240)
     assert [process.exit_code for process in ended] == [0] * processes, ended
-    rows = check_losses(folder, name, expected)
-    far = list(teachers)[-1]
-    assert 0 <= rows[0]["teacher_waiting_share"] <= 1
-    assert rows[0]["seconds/teacher_waiting"] > 0
-    if expected == "two":
-        # Headers and heartbeats beside the numbers.
-        sent = rows[0][f"teacher_bytes_per_token/{far}"]
-        assert HIDDEN_BYTES < sent < 1.1 * HIDDEN_BYTES
-        assert (
-            f"teacher {far} (own_ranks): hidden 48 in fp32, 192 bytes a token"
-            in ended[config.parallel.pipeline_model_parallel_size - 1].output
-        )
+    check_losses(folder, name, expected)
 
 
 def test_losses_with_a_teacher_in_a_process_and_one_on_a_server(folder: Path) -> None:
@@ -136,24 +115,46 @@ def test_losses_with_a_teacher_in_a_process_and_one_on_a_server(folder: Path) ->
         server.kill()
 
 
-def test_a_teacher_that_is_killed_ends_the_run_on_every_rank(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def killed(folder: Path) -> list[Ended]:
+    """A run over two ranks, whose teacher over two others was killed after some steps.
+
+    Beside it is one on the student's ranks; it was asked two global batches ahead.
+    """
+    far = TWO["far"] | own(2, tensor_model_parallel_size=2, prefetch=2)
     config = elsewhere_run(
-        folder, "killed", {"far": own(1)}, iterations=1000, tensor_model_parallel_size=2
+        folder, "killed", {"near": {}, "far": far}, iterations=1000, tensor_model_parallel_size=2
     )
     argv = ["distill", "--config", write_config(config)]
-    run = Launch(argv, world_size=3, folder=folder, name="killed")
+    run = Launch(argv, world_size=4, folder=folder, name="killed")
     try:
-        _wait_for_a_step(folder / "killed", run)
+        _wait_for_steps(folder / "killed", run, steps=ITERATIONS)
         os.kill(run.processes[2].pid, signal.SIGKILL)
         # Well within the two minutes of the watchdog.
-        asking, other, killed = run.wait(60)
+        return run.wait(60)
     finally:
         run.kill()
-    assert killed.exit_code == -signal.SIGKILL
-    assert asking.exit_code == other.exit_code == 2, run.said()
+
+
+def test_losses_with_a_teacher_on_tensor_parallel_ranks_of_its_own(
+    killed: list[Ended], folder: Path
+) -> None:
+    rows = check_losses(folder, "killed", "two")
+    assert rows[0]["seconds/teacher_waiting"] > 0
+    assert 0 <= rows[0]["teacher_waiting_share"] <= 1
+    # Headers and heartbeats beside the numbers.
+    assert HIDDEN_BYTES < rows[1]["teacher_bytes_per_token/far"] < 1.1 * HIDDEN_BYTES
+    assert "teacher far (own_ranks): hidden 48 in fp32, 192 bytes a token" in killed[0].output
+
+
+def test_a_teacher_that_is_killed_ends_the_run_on_every_rank(killed: list[Ended]) -> None:
+    asking, other, dead, its_peer = killed
+    assert dead.exit_code == -signal.SIGKILL
+    assert asking.exit_code == other.exit_code == 2
+    assert its_peer.exit_code == 2, its_peer.output
     assert "the teacher far is gone; got connection closed without a word" in _error(asking)
     # The rank that does not ask sees its peer go, and what the peer said.
-    assert "the teacher far is gone" in _error(other), run.said()
+    assert "the teacher far is gone" in _error(other)
 
 
 @pytest.mark.skipif(not ALL, reason="as above, for another role")
@@ -162,7 +163,7 @@ def test_a_student_that_is_killed_lets_no_rank_end_well(folder: Path) -> None:
     argv = ["distill", "--config", write_config(config)]
     run = Launch(argv, world_size=2, folder=folder, name="left")
     try:
-        _wait_for_a_step(folder / "left", run)
+        _wait_for_steps(folder / "left", run)
         os.kill(run.processes[0].pid, signal.SIGKILL)
         _, teacher = run.wait(60)
     finally:
@@ -176,7 +177,7 @@ def test_a_teacher_process_that_is_killed_and_one_whose_student_is(folder: Path)
         teachers = {"near": {"placement": "process"}}
         config = write_config(elsewhere_run(folder, name, teachers, iterations=1000))
         run = Launch(["distill", "--config", config], world_size=None, folder=folder, name=name)
-        _wait_for_a_step(folder / name, run)
+        _wait_for_steps(folder / name, run)
         (child,) = _teachers_of(run.processes[0].pid)
         return run, child
 
@@ -239,9 +240,10 @@ def _teachers_of(pid: int) -> list[int]:
     ]
 
 
-def _wait_for_a_step(run_dir: Path, run: Launch) -> None:
+def _wait_for_steps(run_dir: Path, run: Launch, *, steps: int = 1) -> None:
     deadline = time.monotonic() + 120
-    while not (run_dir / "metrics.jsonl").exists() or not read_metrics(run_dir):
+    log = run_dir / "metrics.jsonl"
+    while not log.exists() or log.read_text().count("\n") < steps:
         assert time.monotonic() < deadline, run.said()
         assert run.processes[0].exitcode is None, run.said()
         time.sleep(0.05)
