@@ -186,6 +186,8 @@ def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: 
                 leaves[key] = Path(value).name
     for key in sorted(before.keys() | now.keys()):
         may_change = _of_any_teacher(key).startswith(_MAY_CHANGE)
+        # A run of a version that had no teachers elsewhere.
+        may_change |= _of_any_teacher(key).startswith("teacher.serving.") and key not in before
         if may_change or before.get(key) == now.get(key):
             continue
         raise ConfigError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.training.config import DistillConfig
@@ -18,6 +19,7 @@ from megatron_ext.training.run_folder import (
     check_same_text,
     record_run,
 )
+from megatron_ext.training.serving_config import ServingConfig
 from tests.training.tiny_run import student_run
 
 TEXT = {"train": {"sha256": "aa"}, "validation": None}
@@ -122,6 +124,24 @@ def test_what_makes_another_experiment_is_refused_by_name(
         check_run_folder(changed(config, keys, value))
     assert f"another {keys}; got {value!r}; expected " in str(caught.value)
     assert str(started / CONFIG_FILE) in str(caught.value)
+
+
+def test_where_a_teacher_runs_may_change_and_what_it_sends_may_not(
+    config: DistillConfig, started: Path
+) -> None:
+    own = ServingConfig(ranks=2, tensor_model_parallel_size=2, prefetch=3)
+    assert config.teacher is not None
+    teacher = dataclasses.replace(config.teacher, placement="own_ranks", serving=own)
+    elsewhere = dataclasses.replace(config, teacher=teacher)
+    check_run_folder(elsewhere)
+    topk = changed(elsewhere, "teacher.serving", dataclasses.replace(own, targets="topk"))
+    with pytest.raises(ConfigError, match=r"another teacher\.serving\.targets"):
+        check_run_folder(topk)
+    # A run from before teachers could be elsewhere has no such keys.
+    values = yaml.safe_load((started / CONFIG_FILE).read_text())
+    del values["teacher"]["serving"]
+    (started / CONFIG_FILE).write_text(yaml.safe_dump(values))
+    check_run_folder(elsewhere)
 
 
 def test_a_start_that_left_no_checkpoint_binds_nothing(config: DistillConfig) -> None:
