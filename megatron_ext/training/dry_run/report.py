@@ -74,7 +74,7 @@ def _teacher(plan: Plan, name: str) -> str:
     serving, shape = teacher.serving, plan.teachers[name]
     weights = shape.tp * sum(shape.parameters(stage) for stage in range(shape.pp)) * plan.element
     where = {
-        "own_ranks": f"on {serving.ranks} ranks of its own, TP "
+        "own_ranks": f"on ranks of its own ({serving.ranks}), TP "
         f"{serving.tensor_model_parallel_size} x PP {serving.pipeline_model_parallel_size}: about "
         f"{_bytes(weights / serving.replica_size)} of weights on each",
         "process": f"in a process beside each replica: about {_bytes(weights)} of weights there",
