@@ -120,11 +120,14 @@ class ReplicaClient:
             self._wait(lambda: False)
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
+        # A student that was stopped itself first reads what has come meanwhile.
+        started = time.monotonic()
         with self._changed:
             while not is_there():
                 if self._failure is not None:
                     raise self._server.gone(self._failure)
-                if time.monotonic() - self._wire.heard_at > self._server.timeout_s:
+                since = max(started, self._wire.heard_at)
+                if time.monotonic() - since > self._server.timeout_s:
                     raise self._silent()
                 self._changed.wait(_POLL_S)
 
