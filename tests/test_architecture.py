@@ -15,6 +15,8 @@ from megatron_ext.training.arguments import config_flags
 PYPROJECT = str(Path(__file__).parents[1] / "pyproject.toml")
 CONTRACTS = [contract["id"] for contract in read_configuration(PYPROJECT)["contracts_options"]]
 SECONDS = 0.3
+"""Of processor time: whatever else the machine does."""
+
 HEAVY = ("torch", "megatron", "transformers", "triton", "numpy", "yaml", "tokenizers", "tiktoken")
 """Everything that is not the standard library and takes time to load."""
 
@@ -28,9 +30,9 @@ except SystemExit as exit:
 """
 _MEASURE = """
 import sys, time
-begin = time.perf_counter()
+begin = time.process_time()
 {code}
-seconds = time.perf_counter() - begin
+seconds = time.process_time() - begin
 print(seconds, *{{name.split(".")[0] for name in sys.modules}}, file=sys.stderr)
 """
 
