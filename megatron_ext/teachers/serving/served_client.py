@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from multiprocessing import AuthenticationError
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
@@ -26,6 +26,8 @@ from megatron_ext.teachers.serving.protocol import (
     RETURNED,
 )
 from megatron_ext.teachers.serving.wire import Wire
+
+_LAST_WORDS_S: Final = 2.0
 
 
 class Event(NamedTuple):
@@ -64,7 +66,9 @@ class ServedClient:
         self._ring: SegmentRing | None = None
         self._authkey = authkey
         self._events = events
+        self._is_greeted = False
         self._has_joined = False
+        self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="student", daemon=True)
         self._thread.start()
 
@@ -99,12 +103,18 @@ class ServedClient:
         text = (str(error).splitlines() or [""])[0]
         is_own = isinstance(error, DistributedError)
         reason = text if is_own else f"{type(error).__name__}: {text}".removesuffix(": ")
-        if self._has_joined:
-            self.say(Frame(ERROR, {"reason": reason}, {}))
-        self._wire.close()
+        self._has_failed = True
+        if not self._is_greeted:
+            self._wire.close()
+            return
+        self.say(Frame(ERROR, {"reason": reason}, {}))
+        self._wire.finish()
 
     def end(self) -> None:
         """End the connection and its thread: one that is left over at exit can bring torch down."""
+        if self._has_failed:
+            # Until the student has read why.
+            self._thread.join(_LAST_WORDS_S)
         self._wire.close()
         self._thread.join(5)
 
@@ -119,12 +129,15 @@ class ServedClient:
         use_device(self._device)
         try:
             self._wire.greet(self._authkey, is_server=True)
+            self._is_greeted = True
             if not self._is_meant():
                 return
             self._wire.wait_without_limit()
             self._has_joined = True
             self._events.put(Event(self, "joined"))
             while (frame := self._wire.receive()).kind != BYE:
+                if self._has_failed:
+                    continue
                 if frame.kind != RETURNED:
                     self._events.put(Event(self, "asked", frame))
                 elif self._ring is not None:

@@ -14,7 +14,7 @@ from megatron_ext.teachers.serving.frames import Frame
 from megatron_ext.teachers.serving.hello import Hello
 from megatron_ext.teachers.serving.known_server import KnownServer
 from megatron_ext.teachers.serving.payload import Fields
-from megatron_ext.teachers.serving.protocol import READY
+from megatron_ext.teachers.serving.protocol import ERROR, READY
 from megatron_ext.teachers.serving.replica_client import ReplicaClient
 from megatron_ext.teachers.serving.wire import Wire
 from megatron_ext.teachers.targets.form import TargetForm
@@ -166,7 +166,10 @@ def _agreed(
 ) -> str:
     """The channel of a server that has the right teacher."""
     try:
-        values = wire.receive().values
+        said = wire.receive()
+        if said.kind == ERROR:
+            raise server.gone(str(said.values.get("reason")))
+        values = said.values
         hello = Hello.of(values, where=server.address)
         hello.check(form=form, identity=identity, name=server.name, where=server.address)
         channel = choose(values["channels"], device)

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Final
 
@@ -98,6 +99,14 @@ class Wire:
     def wait_without_limit(self) -> None:
         """From now on ``receive`` waits for as long as the connection stands."""
         _limit(self._socket, socket.SO_RCVTIMEO, 0)
+
+    def finish(self) -> None:
+        """Send no more.
+
+        What was sent last arrives, as it might not where ``close`` throws unread messages away.
+        """
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """End it; whoever waits in ``receive`` or ``send`` gets an error. Idempotent."""
