@@ -32,3 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return ranks.get(folder, len(ranks))
 
     items.sort(key=rank)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: files that start processes mostly wait for them."""
+    return (os.cpu_count() or 1) + 1
