@@ -51,10 +51,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 SHARDED = ["dynamic", "three", "three-linear", "selected", "pulled"]
 OF_LAYOUT = {
-    "tp2": ["dynamic", "three-linear"],
+    "tp2": ["three-linear"],
     "pp2": ["dynamic"],
-    "dp2": ["dynamic", "selected"],
-    "cp2": ["dynamic", "averaged", "pulled"],
+    "dp2": ["dynamic"],
+    "cp2": ["averaged", "pulled"],
 }
 """What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):

@@ -40,7 +40,6 @@ TWO_RANKS = [
     Run("untied-tp2", parallel=TP2, **UNTIED),
     Run("untied-cp2", parallel=CP2, **UNTIED),
     Run("tied-pp2", parallel=PP2),
-    Run("tied-dp2", parallel=SHARDED_OPTIMIZER),
 ]
 COPY_ALONE = [Run("copy-tied", goes_on_from="tied", only_saves=True)]
 COPY_ON_TWO_RANKS = [
@@ -50,9 +49,10 @@ COPY_ON_TWO_RANKS = [
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     ALONE.append(Run("bf16", "original", **BF16))
     ALONE_PERMUTED.append(Run("tied-turned-off", "original", goes_on_from="tied-permuted"))
-    TWO_RANKS.append(
-        Run("tied-dp2-turned-off", "original", goes_on_from="tied-dp2", parallel=SHARDED_OPTIMIZER)
-    )
+    TWO_RANKS += [
+        Run("tied-dp2", parallel=SHARDED_OPTIMIZER),
+        Run("tied-dp2-turned-off", "original", goes_on_from="tied-dp2", parallel=SHARDED_OPTIMIZER),
+    ]
     COPY_ALONE.append(Run("copy-bf16", goes_on_from="bf16", only_saves=True, **BF16))
     COPY_ON_TWO_RANKS.append(
         Run("copy-tied-pp2", parallel=PP2, goes_on_from="tied", only_saves=True)

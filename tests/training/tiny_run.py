@@ -41,9 +41,9 @@ def vocabulary(name: str) -> str:
 
 
 def write_corpus(folder: Path) -> Path:
-    """Documents of different lengths, mixed scripts, as JSON lines; six more are held out."""
+    """Documents of different lengths, mixed scripts, as JSON lines; three more are held out."""
     documents = ["".join(SENTENCES[(i + k) % 5] for k in range(1 + i % 7)) for i in range(30)]
-    for name, part in (("held-out", documents[24:]), ("train", documents[:24])):
+    for name, part in (("held-out", documents[27:]), ("train", documents[:24])):
         path = folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
     return path
