@@ -16,10 +16,10 @@ import warnings
 from pathlib import Path
 from typing import get_args
 
+from megatron_ext.cli.named_teacher import named_teacher
 from megatron_ext.distributed.layout import launched_processes
-from megatron_ext.errors import ConfigError, UnknownNameError
+from megatron_ext.errors import ConfigError
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs
 
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.file_mib > 0:
         raise ConfigError("--file-mib must be positive", got=arguments.file_mib)
     given = config_from_arguments(arguments)
-    name = _teacher(given, arguments.teacher)
+    name = named_teacher(given, arguments.teacher, what_for="cache")
     world_size = launched_processes()
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
@@ -101,21 +101,6 @@ def run(arguments: argparse.Namespace) -> None:
             f"in {len(manifest.shards):,} files = {form.bytes_per_token:,} a token + 24 a window + "
             "64 a file"
         )
-
-
-def _teacher(config: DistillConfig, name: str | None) -> str:
-    names = list(config.named_teachers)
-    if not names:
-        raise ConfigError("there is no teacher to cache", fix="add a teacher section")
-    if name is None and len(names) > 1:
-        raise ConfigError(
-            "there are several teachers", expected=f"--teacher and one of {', '.join(names)}"
-        )
-    if name is not None and name not in names:
-        raise UnknownNameError(
-            "there is no such teacher", got=name, expected=f"one of {', '.join(names)}"
-        )
-    return name or names[0]
 
 
 def _say(line: str) -> None:

@@ -5,7 +5,8 @@
 The configuration is the run's, whose teacher has placement: server and serving.address. Its layout
 is serving.tensor_model_parallel_size and serving.pipeline_model_parallel_size; replicas beyond the
 first listen at the ports behind the given one. Students come and go. The environment variable
-MEGATRON_EXT_TEACHER_KEY is a key that a student must have as well.
+MEGATRON_EXT_TEACHER_KEY is a key that a student must have as well; without it a server listens on
+its own machine alone.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import argparse
 import sys
 import warnings
 
-from megatron_ext.errors import ConfigError, UnknownNameError
+from megatron_ext.cli.named_teacher import named_teacher
+from megatron_ext.errors import ConfigError
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.serving.served_inputs import read_served_teacher
 
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Serve."""
     config = config_from_arguments(arguments)
-    name = _teacher(config, arguments.teacher)
+    name = named_teacher(config, arguments.teacher, what_for="serve")
     if (arguments.address is None) == (arguments.parent_fd is None):
         raise ConfigError("a server needs an address to listen at", fix="pass --address HOST:PORT")
     tokenizer = read_served_teacher(config, name)
@@ -52,18 +53,3 @@ def run(arguments: argparse.Namespace) -> None:
         serve_at(config, name, tokenizer, arguments.address)
     except KeyboardInterrupt:
         sys.stdout.write(f"teacher {name} is served no more\n")
-
-
-def _teacher(config: DistillConfig, name: str | None) -> str:
-    names = list(config.named_teachers)
-    if not names:
-        raise ConfigError("there is no teacher to serve", fix="add a teacher section")
-    if name is None and len(names) > 1:
-        raise ConfigError(
-            "there are several teachers", expected=f"--teacher and one of {', '.join(names)}"
-        )
-    if name is not None and name not in names:
-        raise UnknownNameError(
-            "there is no such teacher", got=name, expected=f"one of {', '.join(names)}"
-        )
-    return name or names[0]
