@@ -11,6 +11,7 @@ from megatron_ext.errors import ConfigError, UnknownNameError
 from tests.training.dry_run.planned_runs import planned_run
 
 ONE = planned_run()
+assert ONE.teacher is not None
 TWO = dataclasses.replace(ONE, teacher=None, teachers={"a": ONE.teacher, "b": ONE.teacher})
 
 
