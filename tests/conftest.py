@@ -13,6 +13,12 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Files side by side share the cores: threads of each that wait for its others only take time. What
+# the tests start has it from the environment.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
 # Enough for each run of the suite; all of them where everything is run.
 settings.register_profile("suite", max_examples=40, deadline=None)
 settings.register_profile("everything", max_examples=400, deadline=None)
