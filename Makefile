@@ -10,7 +10,7 @@ TRITON := triton==3.6.0
 .PHONY: demo test lint bench-gpu clean
 
 demo: $(VENV)/.ready
-	@echo "==> demo: three short training runs, about eight minutes on 2 CPU cores; see runs/demo"
+	@echo "==> demo: three short training runs, about nine minutes on 2 CPU cores; see runs/demo"
 	@$(BIN)/python examples/demo/run.py
 
 test: $(VENV)/.ready
