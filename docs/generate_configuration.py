@@ -35,7 +35,8 @@ Every key of `megatron-ext distill`. The [quickstart](quickstart.md) shows a who
 - A mapping is JSON: `--loss-options '{"top_k": 32}'`.
 - Paths are relative to the folder that the command is started in.
 - A key without a default is required. Keys of `teacher` are required only where there is a teacher.
-- A run reads texts: a tokenizer's `mode` is `text`, and its `prompt_format` stays unset.
+- A run reads texts, or with `data.conversations` conversations; each tokenizer then needs a
+  `prompt_format`, `auto` for its own chat template.
 - An unknown key, a missing one and a value of the wrong type end the command with exit code 2 and
   one line that names the file, the line and the key, or the flag.
 """

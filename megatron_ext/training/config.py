@@ -385,7 +385,8 @@ class DataConfig:
     """Field of a record that holds the text."""
 
     conversations: bool = False
-    """Records hold conversations, which each model reads in its own prompt format."""
+    """Records hold conversations, which each model reads in its own prompt format: every tokenizer
+    needs a ``prompt_format`` (``auto``: its own chat template), or the mode ``sft``."""
 
     messages_key: str | None = None
     """Field of a record that holds the turns of a conversation; told of each record when not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from megatron_ext.cli.main import main
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.training.arguments import config_flags
 from megatron_ext.training.run_folder import check_run_folder, config_values, record_run
 from tests.cli.run_files import start, write_config
 from tests.training.tiny_run import student_run, write_corpus, write_rank_list
@@ -64,9 +66,13 @@ def one_line(errors: str) -> str:
 
 
 def test_a_right_configuration_gets_past_every_check(values: Values, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    _gets_past_every_check(values, tmp_path)
+
+
+def _gets_past_every_check(values: Values, folder: Path) -> None:
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ImportError, match=r"megatron_ext\.training\.distill"):
-        main(["distill", "--config", str(tmp_path / "run.yaml")])
+        main(["distill", "--config", str(folder / "run.yaml")])
 
 
 @pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
@@ -96,6 +102,20 @@ def test_conversations_need_a_prompt_format(values, refused) -> None:
     line = refused()
     assert line.startswith("tokenizer: conversations need a prompt format")
     assert "set tokenizer.prompt_format" in line
+
+
+@pytest.mark.parametrize("asked", [{"prompt_format": "auto"}, {"mode": "sft"}], ids=str)
+def test_a_run_reads_conversations_by_each_tokenizers_template(values, tmp_path, asked) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    for section in ("tokenizer", "teacher.tokenizer"):
+        _section(values, section).update(asked, chat_template=template)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    values["data"].update(train=[str(chats)], validation=[], conversations=True)
+    _gets_past_every_check(values, tmp_path)
+    (said,) = (flag.help for flag in config_flags() if flag.name == "--data-conversations")
+    assert all(word in said for setting in asked.items() for word in setting)
 
 
 def test_a_blend_needs_a_weight_before_every_path(values, refused) -> None:
