@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--seq-length", type=int, metavar="INT", help="tokens read at once")
     model.add_argument(
-        "--micro-batch-size", type=int, default=8, metavar="INT", help="rows at a time"
+        "--micro-batch-size", type=int, default=8, metavar="INT", help="rows in one forward pass"
     )
     model.add_argument(
         "--no-bos",

@@ -23,7 +23,7 @@ VERBS = {
     "projection": "build, inspect, convert and repair a projection between two vocabularies",
     "distill": "train a student from a teacher with another tokenizer",
     "cache-teacher": "record what a teacher predicts, for runs without its model",
-    "serve-teacher": "let a teacher answer runs that go on elsewhere",
+    "serve-teacher": "serve a teacher to runs on other machines",
     "report": "write a page about a run, or about several beside one another",
     "import-hf": "make a checkpoint to train and teach from out of a HuggingFace folder",
     "export-hf": "make a HuggingFace folder out of a run or a checkpoint",

@@ -57,7 +57,7 @@ class ModelOptions:
     up to 4,096."""
 
     micro_batch_size: int = 8
-    """Rows at a time."""
+    """Rows in one forward pass."""
 
     adds_bos: bool = True
     """Contexts begin with BOS, where the tokenizer has one."""

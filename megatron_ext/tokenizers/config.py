@@ -53,7 +53,7 @@ class TokenizerConfig:
     """Train the tool calls in the messages that are trained, as is done unless set."""
 
     exclude_unknown: bool | None = None
-    """Leave messages untrained of which a template hides the source; unless set, refuse them."""
+    """Do not train messages whose source a template hides; unless set, they are refused."""
 
     allow_control_tokens_in_content: bool | None = None
     """Turn special tokens that a message spells into their ids: its author can forge a turn."""

@@ -51,7 +51,7 @@ def file_kind(path: str | os.PathLike[str]) -> FileKind:
     """Recognise a tokenizer file, or that of a directory or of a name on the HuggingFace hub.
 
     Raises:
-        TokenizerError: It does not exist, cannot be read or is no tokenizer that we know.
+        TokenizerError: It does not exist, cannot be read or is not a recognised tokenizer file.
     """
     file = _tokenizer_file(Path(path))
     try:
@@ -64,7 +64,7 @@ def file_kind(path: str | os.PathLike[str]) -> FileKind:
     file_format = _format_of(head, file)
     if file_format is None:
         raise TokenizerError(
-            "this is no tokenizer file that we know",
+            "not a recognised tokenizer file",
             got="an empty file" if not head else f"a file that begins with {head[:16]!r}",
             expected="tokenizer.json (huggingface), a SentencePiece model or a tiktoken rank list",
             where=file,

@@ -15,6 +15,6 @@ def library_at(path: str | os.PathLike[str]) -> FileLibrary:
     the HuggingFace library's.
 
     Raises:
-        TokenizerError: There is none, or it is no tokenizer that we know.
+        TokenizerError: There is none, or it is not a recognised tokenizer file.
     """
     return "huggingface" if vocab_files_at(path) is not None else file_kind(path).library

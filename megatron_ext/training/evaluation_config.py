@@ -53,7 +53,7 @@ class EvaluationConfig:
     """Iterations between measurements by the tasks; one is always made at the end."""
 
     micro_batch_size: int = 8
-    """Rows at a time."""
+    """Rows in one forward pass of a task."""
 
     def __post_init__(self) -> None:
         for name in ("interval", "micro_batch_size"):

@@ -31,10 +31,11 @@ class ServingConfig:
     log-normaliser, or the log-probability of the label."""
 
     top_k: int = 64
-    """Tokens of ``topk``."""
+    """How many tokens ``topk`` sends for each position."""
 
     target_precision: Literal["fp32", "fp16", "bf16"] | None = None
-    """Of the numbers of ``hidden`` (the run's own when not given) and of ``topk`` (fp16)."""
+    """Precision of the hidden states or logits that are sent; when not given, the run's own for
+    ``hidden`` and fp16 for ``topk``."""
 
     prefetch: int = 1
     """Global batches that the teacher is asked for ahead of the one that the student learns from;

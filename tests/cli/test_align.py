@@ -131,7 +131,7 @@ def test_the_text_report_says_shares_examples_with_their_line_and_the_objective(
     assert report["recommendation"]["title"].split(":")[0] in out
     assert "\x1b[" not in out
     assert "\x1b[" in aligned(capsys, str(path), "--color", "always")
-    assert "by the tokens that they concern" not in aligned(capsys, str(path), "--examples", "0")
+    assert "most affected tokens" not in aligned(capsys, str(path), "--examples", "0")
 
 
 def test_the_flags_of_distill_name_the_tokenizers_too(capsys):

@@ -67,7 +67,7 @@ def test_a_missing_file_is_named(tmp_path, library):
 )
 def test_a_file_of_another_sort_is_refused(tmp_path, library, contents):
     (tmp_path / "file").write_bytes(contents)
-    refused(library, tmp_path / "file", "no tokenizer file that we know", "expected")
+    refused(library, tmp_path / "file", "not a recognised tokenizer file", "expected")
 
 
 @pytest.mark.parametrize("keep", [40, 1000, 400_000], ids=str)
@@ -114,7 +114,7 @@ def test_a_directory_with_one_model_is_that_model(tokenizer_path):
 
 def test_a_slow_huggingface_vocabulary_is_no_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"a": 0, "b": 1}', encoding="utf-8")
-    refused("huggingface", tmp_path, "no tokenizer file that we know")
+    refused("huggingface", tmp_path, "not a recognised tokenizer file")
 
 
 @pytest.mark.parametrize("broken", ["model", "vocab"])

@@ -118,8 +118,8 @@ def _by_numbers(classes: Sequence[CoverageRow], one_to_one: str) -> Recommendati
     if split / chunks > MOST_SPLIT_NUMBERS:
         return Recommendation(
             "projected_kl",
-            "Projected KL: the two cut numbers differently, and an objective on the exactly common "
-            "vocabulary would not teach these tokens.",
+            "Projected KL: the tokenizers split numbers differently, and an objective on the "
+            "exactly shared vocabulary would not train these tokens.",
             (numbers_cut, one_to_one),
         )
     return Recommendation(

@@ -22,10 +22,10 @@ from megatron_ext.alignment.audit.character_table import (
 )
 
 TEXT_CLASSES: Final = {
-    "digits-1": "digits, of a run of 1",
-    "digits-2": "digits, of a run of 2",
-    "digits-3": "digits, of a run of 3",
-    "digits-4+": "digits, of a run of 4 or more",
+    "digits-1": "1-digit numbers",
+    "digits-2": "2-digit numbers",
+    "digits-3": "3-digit numbers",
+    "digits-4+": "numbers of 4 or more digits",
     "letters": "letters",
     "punctuation": "punctuation and symbols",
     "whitespace": "white space",

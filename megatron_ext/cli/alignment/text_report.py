@@ -57,8 +57,8 @@ class _Text:
         yield from self._totals()
         yield from self._table()
         for title, offenders in (
-            ("chunks that are not 1:1, by the tokens that they concern", self._report.most_tokens),
-            ("chunks that are not 1:1, by size", self._report.largest),
+            ("most affected tokens, in chunks that are not 1:1", self._report.most_tokens),
+            ("largest chunks that are not 1:1", self._report.largest),
         ):
             if offenders[:examples]:
                 yield f"\n{self._styled(_BOLD, title)}\n"

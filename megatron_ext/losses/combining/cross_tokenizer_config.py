@@ -88,7 +88,7 @@ class CrossTokenizerLossConfig:
         ):
             if value not in choices:
                 raise LossError(
-                    "a choice that there is not",
+                    "unknown choice",
                     got=repr(value),
                     expected=f"one of {', '.join(map(str, choices))}",
                     where=option,
