@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
+HOMES = (ROOT, ROOT / "megatron_ext")
 PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
@@ -26,6 +27,7 @@ PROGRAM = re.compile(
 """A Python block, and the text block right after it, which is what the program prints."""
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+SOURCE = re.compile(r"`([a-z_]+/[\w./-]+\.py)`")
 CODE = re.compile(r"^```.*?^```\n", re.DOTALL | re.MULTILINE)
 
 
@@ -84,6 +86,46 @@ def test_the_configuration_reference_is_current() -> None:
     assert script["PAGE"].read_text(encoding="utf-8") == script["configuration_page"](), (
         "run: python docs/generate_configuration.py"
     )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_source_file_that_a_page_names_is_there(page: Path) -> None:
+    named = set(SOURCE.findall(CODE.sub("", page.read_text(encoding="utf-8"))))
+    # A folder that is not ours is one of Megatron-LM's.
+    homes = [(path, home) for path in named for home in HOMES if (home / path).parents[0].exists()]
+    assert not [path for path, home in homes if not (home / path).exists()]
+
+
+@pytest.mark.parametrize("page", ["losses.md", "distillation_data.md"])
+def test_a_name_that_takes_the_place_of_one_of_nemo_rl_can_be_imported(page: str) -> None:
+    import megatron_ext
+    import megatron_ext.losses
+
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    tables = re.findall(r"^\| NeMo RL[^\n]*\n(?:\|[^\n]*\n)+", text, re.MULTILINE)
+    ours = [row.rsplit("|", 2)[-2] for table in tables for row in table.splitlines()[2:]]
+    classes = {name for cell in ours for name in re.findall(r"\b(?:[A-Z]\w*[a-z]){2}\w*", cell)}
+    assert len(classes) > 2
+    elsewhere = {"DataLoader", "PackedBatches", "PackedTextDataset"}
+    homes = (megatron_ext, megatron_ext.losses)
+    assert not {name for name in classes - elsewhere if not any(hasattr(h, name) for h in homes)}
+
+
+def test_an_error_that_the_quickstart_explains_is_raised_somewhere() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
+    _, _, table = page.partition("## When it does not start")
+    explained = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+    assert len(explained) > 5
+    sources = "".join(file.read_text("utf-8") for file in (ROOT / "megatron_ext").rglob("*.py"))
+    texts = re.sub(r'"\s*\n\s*f?"', "", sources)
+    assert not [error for error in explained if not re.search(written(error), texts)]
+
+
+def written(error: str) -> str:
+    """Pattern of an error as it is in the source, where any word may be in braces."""
+    braces = r"\{[^{}]*\}\S*"
+    words = (re.escape(word) for word in error.split())
+    return " ".join(braces if r"\.\.\." in word else f"(?:{word}|{braces})" for word in words)
 
 
 def headings(markdown: str) -> set[str]:
