@@ -15,7 +15,7 @@ import pytest
 from tests.cli.run_files import REPOSITORY
 from tests.examples.page_commands import commands, verb_of
 
-PAGES = ("distillation", "recipes")
+PAGES = ("distillation", "projection", "recipes")
 WALK = REPOSITORY / "docs" / "distillation.md"
 CONFIG = REPOSITORY / "examples" / "distillation" / "distill.yaml"
 SHORTER = {
