@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -94,6 +95,31 @@ def test_a_source_file_that_a_page_names_is_there(page: Path) -> None:
     # A folder that is not ours is one of Megatron-LM's.
     homes = [(path, home) for path in named for home in HOMES if (home / path).parents[0].exists()]
     assert not [path for path, home in homes if not (home / path).exists()]
+
+
+@pytest.mark.parametrize(
+    "feature",
+    ["ensembles", "lockstep", "LoRA", "hypernetworks", "on-policy", "experts", "data sets by name"],
+)
+def test_the_readme_names_what_related_projects_have_and_this_one_lacks(feature: str) -> None:
+    _, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Not yet\n")
+    assert feature in rest.partition("\n## ")[0]
+
+
+def test_the_figures_of_the_readme_are_those_of_the_raw_results() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = {
+        name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+        for name in ("alignment", "projection")
+    }
+    code = {r["student_tokens"]: r for r in results["alignment"] if r["text"] == "source code"}
+    pair, *_ = results["projection"]
+    for figure in (
+        f"{code[4096]['ms_median']:.2f} ms",
+        f"{code[1_000_000]['ms_median']:.0f} ms",
+        f"{pair['seconds_median']:.1f} s, {pair['peak_mib']:.0f} MiB peak",
+    ):
+        assert f"| {figure} |" in readme
 
 
 @pytest.mark.parametrize("page", ["losses.md", "distillation_data.md"])
