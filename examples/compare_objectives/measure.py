@@ -41,6 +41,7 @@ from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.checkpoint_tokenizer import check_same_tokenizer
 from megatron_ext.training.config import DistillConfig, ModelConfig
 from megatron_ext.training.config_file import build_config, read_config_file
 from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
@@ -137,7 +138,8 @@ class Comparison:
             groups=self.groups,
         )
         folder = find_checkpoint(checkpoint, where="the model to measure")
-        load_weights(folder, [gpt], fingerprint=tokenizer.fingerprint())
+        check_same_tokenizer(folder, tokenizer)
+        load_weights(folder, [gpt])
         return freeze([gpt])[0]
 
     def _logits(

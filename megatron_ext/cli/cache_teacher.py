@@ -21,6 +21,7 @@ from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
 from megatron_ext.training.inputs import read_inputs
+from megatron_ext.training.start_warnings import write_warnings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     config = recording_config(given, arguments.output, world_size=world_size)
     inputs = read_inputs(config, world_size=world_size)
+    write_warnings(inputs.warnings)
     form = TargetForm.of(
         arguments.targets or accepted_forms(teacher_objective(config, name))[0],
         precision=arguments.target_precision,

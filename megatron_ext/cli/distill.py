@@ -25,6 +25,7 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.serving.served_inputs import read_served_teacher
+from megatron_ext.training.start_warnings import write_warnings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     evaluator = RunTasks(config.evaluation) if config.evaluation.tasks else None
     inputs = read_inputs(config, world_size=launched_processes())
+    write_warnings(inputs.warnings)
     # After every check that does without them: megatron-core and torch take seconds to load.
     from megatron_ext.training.distill import distill
 

@@ -31,6 +31,7 @@ _ABOUT = (
     "task",
     "data",
     "tokenizer",
+    "allow_other_tokenizer",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "precision",
@@ -73,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generation.add_argument("--seed", type=int, default=0, help="of the draws")
     model = parser.add_argument_group("model")
     model.add_argument("--tokenizer", help="the one that comes with the checkpoint if not given")
+    model.add_argument(
+        "--allow-other-tokenizer",
+        action="store_true",
+        help="measure with a tokenizer that the model was not trained with",
+    )
     for name in ("tensor", "pipeline"):
         model.add_argument(
             f"--{name}-model-parallel-size", type=int, default=1, metavar="INT", help="processes"

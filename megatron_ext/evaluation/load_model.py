@@ -26,11 +26,13 @@ from megatron_ext.tokenizers import (
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.checkpoint_model import checkpoint_model
+from megatron_ext.training.checkpoint_tokenizer import tokenizer_doubts
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.first_weights import load_first_weights
 from megatron_ext.training.huggingface.kept_tokenizer import KeptTokenizer
 from megatron_ext.training.models import build_gpt_model, freeze
 from megatron_ext.training.run_folder import CHECKPOINTS
+from megatron_ext.training.start_warnings import write_warnings
 
 _LONGEST: Final = 4096
 """Tokens that a model of HuggingFace reads at once when nothing is said."""
@@ -45,6 +47,9 @@ class ModelOptions:
 
     tokenizer: str | None = None
     """Tokenizer to read texts with; the one that comes with the checkpoint when not given."""
+
+    allow_other_tokenizer: bool = False
+    """Take one that the model was not trained with."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -97,6 +102,13 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
             got=tokenizer.path,
             fix="leave the flag out, or name a tokenizer that has one with --tokenizer",
         )
+    doubts = tokenizer_doubts(
+        checkpoint,
+        tokenizer,
+        allow_other=options.allow_other_tokenizer,
+        switch="pass --allow-other-tokenizer",
+    )
+    write_warnings(f"{checkpoint}: {doubt}" for doubt in doubts)
     parallel = ParallelConfig(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
@@ -114,7 +126,7 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
         training=TrainingConfig(train_iters=1, precision=precision),
         groups=groups,
     )
-    load_first_weights(checkpoint, [chunk], model, tokenizer)
+    load_first_weights(checkpoint, [chunk], model)
     (chunk,) = freeze([chunk])
     shared: dict[str, Any] = {
         "chunk": chunk,

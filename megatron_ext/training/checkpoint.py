@@ -6,7 +6,7 @@ where it lies ``training.checkpoint_folder``'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -98,20 +98,18 @@ def load_checkpoint(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def load_weights(checkpoint: Path, chunks: ModelChunks, *, fingerprint: str) -> None:
-    """Load a model's weights alone, and check that it was trained on this tokenizer.
+def load_weights(checkpoint: Path, chunks: ModelChunks) -> None:
+    """Load a model's weights alone.
 
     Args:
         checkpoint: One iteration's folder.
         chunks: This rank's part of the model, under any layout.
-        fingerprint: Of the tokenizer that the run gives the model.
 
     Collectives: those of ``load_checkpoint``.
 
     Raises:
-        CheckpointError: Unreadable, of another shape, or of another tokenizer.
+        CheckpointError: Unreadable, or of another shape.
     """
-    check_tokenizer(checkpoint, load_common(checkpoint), fingerprint=fingerprint)
     load_weights_of(chunks, load_checkpoint(checkpoint, sharded_weights(chunks)))
 
 
@@ -120,21 +118,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
-
-
-def check_tokenizer(checkpoint: Path, state: Mapping[str, Any], *, fingerprint: str) -> None:
-    """Check that the model in ``checkpoint``, whose loaded state is given, reads these ids.
-
-    Raises:
-        CheckpointError: It was trained with another tokenizer.
-    """
-    run = state.get("run")
-    trained_on = run.get("tokenizer_fingerprint") if isinstance(run, Mapping) else None
-    if trained_on is not None and trained_on != fingerprint:
-        raise CheckpointError(
-            "the model was trained with another tokenizer",
-            where=checkpoint,
-            got=f"vocabulary {trained_on[:12]}",
-            expected=f"{fingerprint[:12]}, the configured tokenizer",
-            fix="configure the tokenizer of the checkpoint",
-        )

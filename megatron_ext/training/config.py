@@ -201,6 +201,10 @@ class TeacherConfig:
     """Checkpoint folder of the teacher: a run's ``checkpoints``, one iteration in it, or a
     HuggingFace folder."""
 
+    allow_other_tokenizer: bool = False
+    """Take the checkpoint though it was trained with another tokenizer, or has too few rows for
+    this one; an error otherwise."""
+
     objective: str | None = None
     """Objective for this teacher; ``loss.objective`` when not given."""
 
@@ -608,6 +612,10 @@ class DistillConfig:
     initial_checkpoint: str | None = None
     """Checkpoint or HuggingFace folder to take the student's first weights from; random weights
     when not given."""
+
+    allow_other_tokenizer: bool = False
+    """Take first weights though they were trained with another tokenizer, or have too few rows for
+    this one; an error otherwise."""
 
     projection: str | None = None
     """Projection file (safetensors); built once into ``run_dir`` when not given."""

@@ -93,7 +93,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     chunks, shard = model_part("student", config.student, tokenizer, config, groups)
     if config.initial_checkpoint and latest_checkpoint(run_dir / CHECKPOINTS) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
-        load_first_weights(start, chunks, config.student, tokenizer)
+        load_first_weights(start, chunks, config.student)
         groups.on_main(lambda: copy_side_files(start, run_dir / SIDE_FOLDER))
     return teach(chunks, shard, config=config, groups=groups, inputs=inputs, make_student=Student)
 

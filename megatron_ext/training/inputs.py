@@ -7,7 +7,7 @@ trace. torch is loaded late, and megatron-core only where the text is in its own
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,11 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
+from megatron_ext.training.checkpoint_tokenizer import (
+    check_same_tokenizer,
+    teacher_doubts,
+    tokenizer_doubts,
+)
 from megatron_ext.training.config import TEACHER as TEACHER
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.blend import read_blend
@@ -48,6 +53,14 @@ class Inputs:
 
     data: RunData
 
+    doubts: Mapping[str, list[str]] = field(default_factory=dict)
+    """What speaks against a tokenizer, short of an error, by the checkpoint of its model."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user should read before the run starts."""
+        return [f"{folder}: {doubt}" for folder, found in self.doubts.items() for doubt in found]
+
     @property
     def teacher_tokenizer(self) -> MegatronTokenizerText | None:
         """Of the one teacher of a ``teacher`` section."""
@@ -73,9 +86,10 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
         for name in config.named_teachers
     }
     _check_loss(config, tokenizer, teachers)
+    doubts = _doubts(config, tokenizer, teachers)
     data = _data(config, tokenizer, teachers)
     check_same_text(config, data.summary())
-    inputs = Inputs(tokenizer=tokenizer, teachers=teachers, data=data)
+    inputs = Inputs(tokenizer=tokenizer, teachers=teachers, data=data, doubts=doubts)
     _check_targets(config, inputs)
     return inputs
 
@@ -154,6 +168,31 @@ def _check_loss(
     from megatron_ext.training.loss_check import check_loss
 
     check_loss(config, tokenizer, {name: its.tokenizer for name, its in teachers.items()})
+
+
+def _doubts(
+    config: DistillConfig,
+    tokenizer: MegatronTokenizerText,
+    teachers: Mapping[str, TeacherInputs],
+) -> dict[str, list[str]]:
+    """Check that every model has learned the ids of its tokenizer; what is doubtful."""
+    found: dict[str, list[str]] = {}
+    latest = latest_checkpoint(Path(config.run_dir) / CHECKPOINTS)
+    if latest is not None:
+        check_same_tokenizer(latest, tokenizer)
+    elif config.initial_checkpoint:
+        start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
+        found[str(start)] = tokenizer_doubts(
+            start,
+            tokenizer,
+            allow_other=config.allow_other_tokenizer,
+            switch="set allow_other_tokenizer",
+        )
+    for name in teachers if config.distils else ():
+        checkpoint = _teacher_checkpoint(config, name)
+        doubts = teacher_doubts(config, name, checkpoint, teachers[name].tokenizer)
+        found.setdefault(str(checkpoint), []).extend(doubts)
+    return found
 
 
 def _check_targets(config: DistillConfig, inputs: Inputs) -> None:

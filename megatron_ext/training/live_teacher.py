@@ -20,7 +20,6 @@ from megatron_ext.teachers.offloaded_teacher import HostWeights, OffloadedTeache
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig, ParallelConfig
-from megatron_ext.training.huggingface.model_check import warn_of_tokenizer
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.run_models import frozen_teacher, teacher_vocab_shard
 
@@ -124,8 +123,6 @@ def _of_huggingface(
         context=ContextRank.of(groups.cp),
         keeps_head=its.offload,
     )
-    if groups.is_main:
-        warn_of_tokenizer(folder, tokenizer)
     if not its.offload:
         return LiveTeacher(teacher, shard, teacher.head_weight)
     weights = HostWeights([teacher.module])

@@ -51,6 +51,8 @@ _MAY_CHANGE = (
     "data.alignment_cache",
     "data.bad_documents",
     "initial_checkpoint",
+    "allow_other_tokenizer",
+    "teacher.allow_other_tokenizer",
     "projection",
     "loss.linear",
     "parallel.tensor_model_parallel_size",

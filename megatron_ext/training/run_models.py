@@ -35,7 +35,7 @@ def frozen_teacher(
     )
     where = f"{config.section_of(name)}.checkpoint"
     checkpoint = find_checkpoint(teacher.checkpoint, where=where)
-    load_first_weights(checkpoint, chunks, teacher.model, tokenizer)
+    load_first_weights(checkpoint, chunks, teacher.model)
     return freeze(chunks), shard
 
 

@@ -13,7 +13,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError, ProjectionError
 from megatron_ext.huggingface.side_files import SIDE_FOLDER
 from megatron_ext.training import random_state, rank_phase
-from megatron_ext.training.checkpoint import check_tokenizer, load_checkpoint, load_common
+from megatron_ext.training.checkpoint import load_checkpoint, load_common
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.checkpoint_writer import CheckpointWriter
 from megatron_ext.training.config import DistillConfig
@@ -92,7 +92,6 @@ class SavedRun:
             self._groups.on_main(lambda: forget_refused(run_dir, last_iteration=0))
             return 0
         common = load_common(checkpoint)
-        check_tokenizer(checkpoint, common, fingerprint=self._record["tokenizer_fingerprint"])
         iteration = int(common["iteration"])
         wanted = self._student.sharded_state(is_loading=True)
         if random_state.can_load(common, self._groups):

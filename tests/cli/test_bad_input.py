@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from megatron_ext.cli.main import main
@@ -329,6 +330,7 @@ def test_a_start_that_fails_late_is_one_line_too_and_binds_no_folder(
 def _checkpoint(folder: Path) -> None:
     """What tells a folder of checkpoints from others, without any weights."""
     (folder / "iter_0000001").mkdir(parents=True)
+    torch.save({}, folder / "iter_0000001" / "common.pt")
     (folder / "latest").write_text("iter_0000001")
 
 

@@ -160,7 +160,11 @@ def _error_of(folder: Path, run: CachedRun) -> str:
     """Of a run that learns from the student's first weights, as if they were the teacher's."""
     config = config_of(folder, run)
     assert config.teacher is not None
-    other = dataclasses.replace(config.teacher, checkpoint=str(folder / "start" / "checkpoints"))
+    other = dataclasses.replace(
+        config.teacher,
+        checkpoint=str(folder / "start" / "checkpoints"),
+        allow_other_tokenizer=True,
+    )
     try:
         _trainer(dataclasses.replace(config, teacher=other))
     except MegatronExtError as error:

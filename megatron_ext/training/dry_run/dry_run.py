@@ -55,7 +55,7 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
         forms=_forms(config, inputs),
         has_flash=has_flash,
     )
-    compared = _check_checkpoints(config, inputs)
+    compared = _check_checkpoints(config)
     pairs = {
         name: pair_cost(
             projection,
@@ -65,20 +65,17 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
         )
         for name, projection in _projections(config, inputs).items()
     }
-    return report(dataclasses.replace(plan, pairs=pairs), summary, compared)
+    return report(dataclasses.replace(plan, pairs=pairs), summary, compared, inputs.doubts)
 
 
-def _check_checkpoints(config: DistillConfig, inputs: Inputs) -> dict[str, bool]:
+def _check_checkpoints(config: DistillConfig) -> dict[str, bool]:
     """Every checkpoint that the run would load, and whether it says what model it is of."""
     compared = {}
-    fingerprint = inputs.tokenizer.fingerprint()
     latest = latest_checkpoint(Path(config.run_dir) / CHECKPOINTS)
     if latest is None and config.initial_checkpoint:
         latest = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
     if latest is not None:
-        compared[str(latest)] = check_checkpoint(
-            latest, config.student, fingerprint=fingerprint, where="student"
-        )
+        compared[str(latest)] = check_checkpoint(latest, config.student, where="student")
     for name, teacher in config.named_teachers.items() if config.distils else ():
         section = config.section_of(name)
         checkpoint = find_checkpoint(teacher.checkpoint, where=f"{section}.checkpoint")
@@ -87,10 +84,7 @@ def _check_checkpoints(config: DistillConfig, inputs: Inputs) -> dict[str, bool]
             compared[str(checkpoint)] = True
             continue
         compared[str(checkpoint)] = check_checkpoint(
-            checkpoint,
-            teacher.model,
-            fingerprint=inputs.teachers[name].tokenizer.fingerprint(),
-            where=f"{section}.model",
+            checkpoint, teacher.model, where=f"{section}.model"
         )
     return compared
 

@@ -16,18 +16,24 @@ from megatron_ext.training.dry_run.wire import WireBytes, wire_bytes
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def report(plan: Plan, data: Mapping[str, Any], checkpoints: Mapping[str, bool]) -> str:
+def report(
+    plan: Plan,
+    data: Mapping[str, Any],
+    checkpoints: Mapping[str, bool],
+    doubts: Mapping[str, Sequence[str]],
+) -> str:
     """The page.
 
     Args:
         data: The summary of ``RunData``.
         checkpoints: Paths that the run would load, and whether they say what model they hold.
+        doubts: What speaks against the tokenizers of their models, by path.
     """
     stages = _shown_stages(plan)
     parts = [
         _run(plan),
         _text(data),
-        _checked(checkpoints),
+        _checked(checkpoints, doubts),
         _table(
             "memory of a rank, by pipeline stage",
             {stage: rank_memory(plan, stage) for stage in stages},
@@ -101,11 +107,14 @@ def _text(data: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _checked(checkpoints: Mapping[str, bool]) -> str:
+def _checked(checkpoints: Mapping[str, bool], doubts: Mapping[str, Sequence[str]]) -> str:
     lines = ["checked     configuration, run folder, files, tokenizers, pairs and projections"]
     for path, compared in checkpoints.items():
-        what = "model and tokenizer fit" if compared else "does not say what model it holds"
+        what = "does not say what model it holds"
+        if compared:
+            what = "the model fits" if doubts.get(path) else "model and tokenizer fit"
         lines.append(f"checkpoint  {path}: {what}")
+        lines += [f"warning     {path}: {doubt}" for doubt in doubts.get(path, ())]
     return "\n".join(lines)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_ext.errors import CheckpointError, MegatronExtError
-from megatron_ext.huggingface.any_model import any_model_settings
+from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import (
     CONFIG_FILE,
     CheckpointFiles,
@@ -22,9 +20,7 @@ from megatron_ext.huggingface.model_settings import (
     model_settings,
     tensor_map,
 )
-from megatron_ext.huggingface.side_files import TOKENIZER_FILES
 from megatron_ext.huggingface.tensor_map import TensorMap
-from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training.config import ModelConfig
 
 _FREE: Final = ("window_size", "vocab_size", "init_method_std")
@@ -84,35 +80,3 @@ def full_settings(model: ModelConfig) -> dict[str, Any]:
         "kv_channels": model.head_width,
         "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
     }
-
-
-def warn_of_tokenizer(folder: Path, tokenizer: MegatronTokenizerText) -> None:
-    """Say on standard error what of a tokenizer does not fit a checkpoint, if anything.
-
-    It is no error: a vocabulary may have come to a checkpoint as another file.
-    """
-    rows = any_model_settings(CheckpointFiles(folder))["vocab_size"]
-    found = []
-    if tokenizer.vocab_size > rows:
-        missing = tokenizer.vocab_size - rows
-        found.append(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the checkpoint {rows} rows of "
-            f"embeddings; the rows of the other {missing} are zero"
-        )
-    theirs = _tokenizer_of(folder, tokenizer)
-    if theirs is not None and theirs.fingerprint() != tokenizer.fingerprint():
-        found.append("the tokenizer is not the one that comes with the checkpoint")
-    for warning in found:
-        sys.stderr.write(f"warning: {folder}: {warning}\n")
-
-
-def _tokenizer_of(folder: Path, configured: MegatronTokenizerText) -> MegatronTokenizerText | None:
-    """The one that comes with a checkpoint; None where it is the configured, or cannot be read."""
-    path = None if configured.path is None else Path(configured.path).resolve()
-    has_one = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    if not has_one or (path is not None and folder.resolve() in (path, path.parent)):
-        return None
-    try:
-        return build_tokenizer(TokenizerConfig(model=str(folder)))
-    except MegatronExtError:
-        return None

@@ -50,6 +50,7 @@ from megatron_ext.training.megatron_lm.own_precision import InItsPrecision
 from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.run_models import model_shard
 from megatron_ext.training.start_agreement import check_same_start
+from megatron_ext.training.start_warnings import write_warnings
 from megatron_ext.training.student import Student
 from megatron_ext.training.trainer import Trainer
 
@@ -145,8 +146,7 @@ class PretrainDistillation:
         if len(self._chunks) == parallel.virtual_pipeline_model_parallel_size:
             if self.config.initial_checkpoint:
                 start = find_checkpoint(self.config.initial_checkpoint, where="initial_checkpoint")
-                tokenizer = self._inputs.tokenizer
-                load_first_weights(start, self._chunks, self.config.student, tokenizer)
+                load_first_weights(start, self._chunks, self.config.student)
             self._trainer = teach(
                 self._chunks,
                 self._shard,
@@ -240,6 +240,7 @@ class PretrainDistillation:
         """Read everything once Megatron-LM has made its process groups."""
         check_arguments(self._arguments(), self.config)
         self._inputs = read_inputs(self.config, world_size=launched_processes())
+        write_warnings(self._inputs.warnings)
         check_same_start(self.config, self._inputs)
         self._groups = ProcessGroups.from_megatron(_device())
         self._shard = model_shard(

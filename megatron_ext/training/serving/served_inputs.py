@@ -5,13 +5,17 @@ from __future__ import annotations
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
 from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.checkpoint_tokenizer import teacher_doubts
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.huggingface.model_check import check_if_huggingface
 from megatron_ext.training.huggingface.teacher_check import check_huggingface_teacher
+from megatron_ext.training.start_warnings import write_warnings
 
 
 def read_served_teacher(config: DistillConfig, name: str) -> MegatronTokenizerText:
     """Check and read what ``config`` says of one teacher, for a process that serves it.
+
+    What is doubtful goes to standard error.
 
     Returns:
         The teacher's tokenizer.
@@ -31,4 +35,7 @@ def read_served_teacher(config: DistillConfig, name: str) -> MegatronTokenizerTe
             where=f"{section}.tokenizer.model",
             expected="a tokenizer file, or a directory that holds one",
         )
-    return build_tokenizer(teacher.tokenizer)
+    tokenizer = build_tokenizer(teacher.tokenizer)
+    doubts = teacher_doubts(config, name, checkpoint, tokenizer)
+    write_warnings(f"{checkpoint}: {doubt}" for doubt in doubts)
+    return tokenizer

@@ -1,0 +1,184 @@
+"""Whether a checkpoint's model was trained on the ids of the tokenizer that it is given.
+
+A checkpoint of ours keeps the fingerprint of its tokenizer, and the tokenizer; a HuggingFace folder
+has a number of rows, and the files of its own tokenizer or none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from megatron_ext.errors import CheckpointError, MegatronExtError
+from megatron_ext.huggingface.any_model import any_model_settings
+from megatron_ext.huggingface.checkpoint_files import CheckpointFiles, is_checkpoint_folder
+from megatron_ext.huggingface.side_files import TOKENIZER_FILES
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers.token_bytes import TokenBytes
+from megatron_ext.training.checkpoint_record import checkpoint_record
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.huggingface.kept_tokenizer import KeptTokenizer
+
+_ADDED: Final = 64
+"""Ids without a row that tokens added to a tokenizer explain: Gemma 3 has one."""
+
+_PADDING: Final = 1024
+"""Rows without an id that padding explains: Qwen 2.5 has 399."""
+
+
+def check_same_tokenizer(checkpoint: Path, tokenizer: MegatronTokenizerText) -> None:
+    """Check that a checkpoint of ours was saved with this very vocabulary, if it says with which.
+
+    Raises:
+        CheckpointError: It was saved with another one.
+    """
+    if _saved_with(checkpoint) not in (None, tokenizer.fingerprint()):
+        raise _error(checkpoint, tokenizer, _of_other_hash(checkpoint, tokenizer))
+
+
+def teacher_doubts(
+    config: DistillConfig, name: str, checkpoint: Path, tokenizer: MegatronTokenizerText
+) -> list[str]:
+    """``tokenizer_doubts`` of a teacher of a run."""
+    return tokenizer_doubts(
+        checkpoint,
+        tokenizer,
+        allow_other=config.named_teachers[name].allow_other_tokenizer,
+        switch=f"set {config.section_of(name)}.allow_other_tokenizer",
+    )
+
+
+def tokenizer_doubts(
+    checkpoint: Path, tokenizer: MegatronTokenizerText, *, allow_other: bool, switch: str
+) -> list[str]:
+    """What speaks against a tokenizer for a model, short of an error; nothing where it fits.
+
+    Ids of both tokenizers must be the same text, or both control tokens. Either may have more ids
+    than the other, and control tokens by another name: that, and what cannot be compared, are
+    doubts.
+
+    Args:
+        checkpoint: One iteration's folder, or one of HuggingFace.
+        tokenizer: That the model is given.
+        allow_other: Doubt only where it would be an error.
+        switch: What a user does to allow it, as an imperative clause.
+
+    Raises:
+        CheckpointError: The model was trained with another tokenizer, or has too few rows.
+    """
+    reason, doubts = _compared_with_own(checkpoint, tokenizer)
+    if is_checkpoint_folder(checkpoint):
+        text = f"{tokenizer.vocab_size:,} ids for a model with {_rows(checkpoint):,} rows"
+        missing = tokenizer.vocab_size - _rows(checkpoint)
+        if missing > _ADDED and reason is None:
+            reason = text
+        elif missing > 0:
+            doubts.append(f"{text} of embeddings: those of the last {missing:,} are zero")
+    if reason is None:
+        return doubts
+    if not allow_other:
+        raise _error(checkpoint, tokenizer, reason, switch)
+    return [f"another tokenizer than the model's is allowed: {reason}", *doubts]
+
+
+def _compared_with_own(
+    checkpoint: Path, tokenizer: MegatronTokenizerText
+) -> tuple[str | None, list[str]]:
+    """Why it is another tokenizer than the checkpoint's, if it is; and what is doubtful."""
+    saved_with = None if is_checkpoint_folder(checkpoint) else _saved_with(checkpoint)
+    if saved_with == tokenizer.fingerprint():
+        return None, []
+    unknown = "no tokenizer comes with the checkpoint"
+    try:
+        own = _own_tokenizer(checkpoint, tokenizer)
+    except MegatronExtError as error:
+        own, unknown = None, f"the checkpoint's own tokenizer cannot be read ({error})"
+    if own is not None:
+        return _compared(own, tokenizer)
+    if saved_with is not None:
+        return _of_other_hash(checkpoint, tokenizer), []
+    doubt = f"{unknown}: whether the model was trained with this one is not known"
+    if is_checkpoint_folder(checkpoint) and _rows(checkpoint) - tokenizer.vocab_size > _PADDING:
+        doubt += (
+            f", and its {_rows(checkpoint):,} rows are more than padding explains for "
+            f"{tokenizer.vocab_size:,} ids"
+        )
+    return None, [doubt]
+
+
+def _own_tokenizer(
+    checkpoint: Path, configured: MegatronTokenizerText
+) -> MegatronTokenizerText | None:
+    """The one that comes with a checkpoint; None where there is none.
+
+    Raises:
+        MegatronExtError: It cannot be read.
+    """
+    if not is_checkpoint_folder(checkpoint):
+        return KeptTokenizer(checkpoint).tokenizer
+    if not any((checkpoint / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    path = None if configured.path is None else Path(configured.path).resolve()
+    if path is not None and checkpoint.resolve() in (path, path.parent):
+        return configured
+    return build_tokenizer(TokenizerConfig(model=str(checkpoint)))
+
+
+def _compared(
+    own: MegatronTokenizerText, configured: MegatronTokenizerText
+) -> tuple[str | None, list[str]]:
+    if own.fingerprint() == configured.fingerprint():
+        return None, []
+    theirs, given = TokenBytes.of(own).tokens(), TokenBytes.of(configured).tokens()
+    shared = min(len(theirs), len(given))
+    others = [i for i in range(shared) if theirs[i] != given[i]]
+    if others:
+        return (
+            f"{len(others):,} of {shared:,} ids mean something else, such as {others[0]}: "
+            f"{configured.id_to_token(others[0])!r}, in the model {own.id_to_token(others[0])!r}"
+        ), []
+    doubts = []
+    renamed = [
+        i
+        for i in range(shared)
+        if theirs[i] is None and own.id_to_token(i) != configured.id_to_token(i)
+    ]
+    if renamed:
+        doubts.append(
+            f"{len(renamed):,} control tokens have other names than in the checkpoint's tokenizer, "
+            f"such as {renamed[0]}: {configured.id_to_token(renamed[0])!r}, there "
+            f"{own.id_to_token(renamed[0])!r}"
+        )
+    if len(theirs) != len(given):
+        doubts.append(
+            f"the tokenizer has {len(given):,} ids, and the checkpoint's own {len(theirs):,}"
+        )
+    return None, doubts
+
+
+def _rows(folder: Path) -> int:
+    """Rows of embeddings that a HuggingFace folder says."""
+    return int(any_model_settings(CheckpointFiles(folder))["vocab_size"])
+
+
+def _saved_with(checkpoint: Path) -> str | None:
+    """The fingerprint that a checkpoint of ours says."""
+    fingerprint = checkpoint_record(checkpoint).get("tokenizer_fingerprint")
+    return None if fingerprint is None else str(fingerprint)
+
+
+def _of_other_hash(checkpoint: Path, tokenizer: MegatronTokenizerText) -> str:
+    own = str(_saved_with(checkpoint))
+    return f"vocabulary {tokenizer.fingerprint()[:12]}, in the model {own[:12]}"
+
+
+def _error(
+    checkpoint: Path, tokenizer: MegatronTokenizerText, reason: str, switch: str | None = None
+) -> CheckpointError:
+    return CheckpointError(
+        "the model was trained with another tokenizer",
+        where=checkpoint,
+        got=f"{tokenizer.path or tokenizer.library}: {reason}",
+        expected="the one that it was trained with, in this or another file",
+        fix="configure that one" + (f", or {switch} if another one is meant" if switch else ""),
+    )

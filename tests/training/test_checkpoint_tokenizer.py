@@ -1,0 +1,249 @@
+"""A model is given the tokenizer that it was trained with, or nothing starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.training.checkpoint_tokenizer import check_same_tokenizer, tokenizer_doubts
+from megatron_ext.training.config import (
+    DataConfig,
+    DistillConfig,
+    LossConfig,
+    ModelConfig,
+    TeacherConfig,
+    TrainingConfig,
+)
+from megatron_ext.training.dry_run import dry_run
+from megatron_ext.training.huggingface.model_section import with_huggingface_models
+from tests.examples.published_models import write_hollow_weights
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+ANOTHER = "the model was trained with another tokenizer"
+SIZES = {
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 64,
+}
+
+
+def write_tokenizer(
+    folder: Path, *, letters: Sequence[str] = BYTES, specials: Sequence[str] = ("<eos>",)
+) -> Path:
+    """An id for each byte, in an order, and special tokens behind them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(specials))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": specials[0]}))
+    return folder
+
+
+def write_model(folder: Path, *, rows: int, **tokenizer: Any) -> Path:
+    """A folder of a Llama with nothing but the headers of its weights."""
+    write_tokenizer(folder, **tokenizer)
+    config = {**SIZES, "architectures": ["LlamaForCausalLM"], "vocab_size": rows}
+    (folder / "config.json").write_text(json.dumps(config))
+    layer = "model.layers.0"
+    square = ("q_proj", "k_proj", "v_proj", "o_proj")
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (rows, 8),
+        "model.norm.weight": (8,),
+        f"{layer}.input_layernorm.weight": (8,),
+        f"{layer}.post_attention_layernorm.weight": (8,),
+        **{f"{layer}.self_attn.{name}.weight": (8, 8) for name in square},
+        **{f"{layer}.mlp.{name}_proj.weight": (8, 8) for name in ("gate", "up", "down")},
+    }
+    write_hollow_weights(folder, shapes)
+    return folder
+
+
+def doubts(checkpoint: Path, tokenizer: Path, *, allow_other: bool = False) -> list[str]:
+    return tokenizer_doubts(
+        checkpoint, _read(tokenizer), allow_other=allow_other, switch="pass --it"
+    )
+
+
+def _read(tokenizer: Path) -> MegatronTokenizerText:
+    return build_tokenizer(TokenizerConfig(model=str(tokenizer)))
+
+
+def write_checkpoint(folder: Path, tokenizer: MegatronTokenizerText, *, keeps: bool) -> Path:
+    """What a run saves beside the weights."""
+    folder.mkdir()
+    torch.save({"run": {"tokenizer_fingerprint": tokenizer.fingerprint()}}, folder / "common.pt")
+    if keeps:
+        tokenizer.save_pretrained(folder / "tokenizer")
+    return folder
+
+
+def test_the_folders_own_tokenizer_fits_and_so_does_a_copy(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", rows=300)
+    assert doubts(model, model) == []
+    assert doubts(model, model / "tokenizer.json") == []
+    assert doubts(model, write_tokenizer(tmp_path / "copy")) == []
+
+
+def test_ids_that_mean_something_else_are_refused_unless_they_are_allowed(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", rows=300)
+    other = write_tokenizer(tmp_path / "other", letters=BYTES[::-1])
+    with pytest.raises(CheckpointError) as refused:
+        doubts(model, other)
+    line = str(refused.value)
+    assert line.startswith(f"{model}: {ANOTHER}; got {other}: 256 of 257 ids mean something els")
+    assert line.endswith("or pass --it if another one is meant")
+    (doubt,) = doubts(model, other, allow_other=True)
+    assert "another tokenizer than the model's is allowed: 256 of 257 ids" in doubt
+
+
+@pytest.mark.parametrize("has_own", [True, False], ids=["own", "none"])
+def test_many_more_ids_than_rows_are_refused(tmp_path: Path, has_own: bool) -> None:
+    model = write_model(tmp_path / "model", rows=100)
+    tokenizer = write_tokenizer(tmp_path / "given")
+    if not has_own:
+        _without_tokenizer(model)
+    with pytest.raises(CheckpointError, match=f"{ANOTHER}.* 257 ids for a model with 100 rows"):
+        doubts(model, tokenizer)
+
+
+def test_a_few_ids_without_a_row_are_a_doubt(tmp_path: Path) -> None:
+    # Gemma 3 1B: 262,145 ids and 262,144 rows.
+    model = write_model(tmp_path / "model", rows=256)
+    (doubt,) = doubts(model, model)
+    assert doubt.endswith("those of the last 1 are zero")
+
+
+@pytest.mark.parametrize(
+    ("specials", "words"),
+    [
+        (("<eos>", "<tool>"), "has 258 ids, and the checkpoint's own 257"),
+        (("<|im_end|>",), "1 control tokens have other names"),
+    ],
+    ids=["added", "renamed"],
+)
+def test_added_and_renamed_control_tokens_are_a_doubt(
+    tmp_path: Path, specials: Sequence[str], words: str
+) -> None:
+    model = write_model(tmp_path / "model", rows=300)
+    (doubt,) = doubts(model, write_tokenizer(tmp_path / "given", specials=specials))
+    assert words in doubt
+
+
+def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", rows=5000)
+    tokenizer = write_tokenizer(tmp_path / "given")
+    (model / "tokenizer.json").write_text("{}")
+    (unreadable,) = doubts(model, tokenizer)
+    assert unreadable.startswith("the checkpoint's own tokenizer cannot be read")
+    _without_tokenizer(model)
+    (none,) = doubts(model, tokenizer)
+    assert none.startswith("no tokenizer comes with the checkpoint: whether the model was trained")
+    assert none.endswith("its 5,000 rows are more than padding explains for 257 ids")
+
+
+def _without_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["tokenizer", "fingerprint"])
+def test_a_checkpoint_of_ours_says_which_tokenizer_it_was_saved_with(
+    tmp_path: Path, keeps: bool
+) -> None:
+    own, other = (
+        write_tokenizer(tmp_path / name, letters=letters)
+        for name, letters in (("own", BYTES), ("other", BYTES[::-1]))
+    )
+    checkpoint = write_checkpoint(tmp_path / "iter_0000001", _read(own), keeps=keeps)
+    assert doubts(checkpoint, own) == []
+    check_same_tokenizer(checkpoint, _read(own))
+    with pytest.raises(CheckpointError, match="mean something else" if keeps else "vocabulary"):
+        doubts(checkpoint, other)
+    assert len(doubts(checkpoint, other, allow_other=True)) == 1
+    longer = write_tokenizer(tmp_path / "longer", specials=("<eos>", "<tool>"))
+    with pytest.raises(CheckpointError, match=ANOTHER):
+        # A run that goes on has as many ids as before.
+        check_same_tokenizer(checkpoint, _read(longer))
+    if keeps:
+        assert len(doubts(checkpoint, longer)) == 1
+
+
+def test_a_checkpoint_that_does_not_say_is_a_doubt(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "common.pt")
+    tokenizer = write_tokenizer(tmp_path / "given")
+    check_same_tokenizer(tmp_path, _read(tokenizer))
+    (doubt,) = doubts(tmp_path, tokenizer)
+    assert "is not known" in doubt
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> DistillConfig:
+    """A student and a teacher from folders, each with the tokenizer of its own."""
+    (tmp_path / "text.jsonl").write_text('{"text": "some words and then some"}\n' * 4)
+    folders = [write_model(tmp_path / name, rows=300) for name in ("student", "teacher")]
+    write_tokenizer(folders[1], letters=BYTES[::-1])
+    values = {
+        "initial_checkpoint": str(folders[0]),
+        "student": {"seq_length": 32},
+        "teacher": {"checkpoint": str(folders[1]), "model": {"seq_length": 32}},
+    }
+    filled = with_huggingface_models(values)
+    return DistillConfig(
+        run_dir=str(tmp_path / "run"),
+        initial_checkpoint=str(folders[0]),
+        tokenizer=TokenizerConfig(**filled["tokenizer"]),
+        student=ModelConfig(**filled["student"]),
+        teacher=TeacherConfig(
+            checkpoint=str(folders[1]),
+            tokenizer=TokenizerConfig(**filled["teacher"]["tokenizer"]),
+            model=ModelConfig(**filled["teacher"]["model"]),
+        ),
+        data=DataConfig(train=(str(tmp_path / "text.jsonl"),)),
+        loss=LossConfig(objective="alm"),
+        training=TrainingConfig(train_iters=1, global_batch_size=1),
+    )
+
+
+@pytest.mark.parametrize("library", ["megatron", "huggingface"])
+def test_a_dry_run_refuses_another_tokenizer_of_a_teacher(run: DistillConfig, library: Any) -> None:
+    assert run.teacher is not None
+    teacher = dataclasses.replace(run.teacher, library=library)
+    page = dry_run(dataclasses.replace(run, teacher=teacher), world_size=1)
+    assert page.count("model and tokenizer fit") == 2
+    assert "warning" not in page
+    many = write_tokenizer(
+        Path(run.run_dir).parent / "many", specials=[f"<{i}>" for i in range(150)]
+    )
+    for other in (run.tokenizer, TokenizerConfig(model=str(many))):
+        wrong = dataclasses.replace(teacher, tokenizer=other)
+        with pytest.raises(CheckpointError, match=r"set teacher\.allow_other_tokenizer if"):
+            dry_run(dataclasses.replace(run, teacher=wrong), world_size=1)
+        allowed = dataclasses.replace(wrong, allow_other_tokenizer=True)
+        page = dry_run(dataclasses.replace(run, teacher=allowed), world_size=1)
+        assert f"checkpoint  {teacher.checkpoint}: the model fits\n" in page
+        assert f"warning     {teacher.checkpoint}: another tokenizer than the model's" in page
+
+
+def test_a_dry_run_refuses_another_tokenizer_of_the_student(run: DistillConfig) -> None:
+    assert run.teacher is not None
+    wrong = dataclasses.replace(run, tokenizer=run.teacher.tokenizer)
+    with pytest.raises(CheckpointError, match="or set allow_other_tokenizer if"):
+        dry_run(wrong, world_size=1)
+    page = dry_run(dataclasses.replace(wrong, allow_other_tokenizer=True), world_size=1)
+    assert f"warning     {run.initial_checkpoint}: another tokenizer" in page
