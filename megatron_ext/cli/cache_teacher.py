@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     from megatron_ext.teachers.targets.form import TargetForm
+    from megatron_ext.training.device import announce_device
     from megatron_ext.training.loss_check import teacher_objective
     from megatron_ext.training.teacher_cache.accepted_forms import accepted_forms
     from megatron_ext.training.teacher_cache.recording import (
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
         recording_config,
     )
 
+    announce_device(require_gpu=given.training.require_gpu)
     config = recording_config(given, arguments.output, world_size=world_size)
     inputs = read_inputs(config, world_size=world_size)
     write_warnings(inputs.warnings)

@@ -58,6 +58,10 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.world_size is not None or arguments.layers is not None:
         raise ConfigError("--world-size and --layers plan a run", fix="add --dry-run")
+    # The device stands above the configuration, so torch is loaded before the checks of the inputs.
+    from megatron_ext.training.device import announce_device
+
+    announce_device(require_gpu=config.training.require_gpu)
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(yaml.safe_dump(config_values(config), sort_keys=False) + "\n")
         sys.stdout.flush()
@@ -71,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     evaluator = RunTasks(config.evaluation) if config.evaluation.tasks else None
     inputs = read_inputs(config, world_size=launched_processes())
     write_warnings(inputs.warnings)
-    # After every check that does without them: megatron-core and torch take seconds to load.
+    # After every check that does without it: megatron-core takes seconds to load.
     from megatron_ext.training.distill import distill
 
     distill(config, inputs, evaluator=evaluator)

@@ -41,6 +41,9 @@ def run(arguments: argparse.Namespace) -> None:
     name = named_teacher(config, arguments.teacher, what_for="serve")
     if (arguments.address is None) == (arguments.parent_fd is None):
         raise ConfigError("a server needs an address to listen at", fix="pass --address HOST:PORT")
+    from megatron_ext.training.device import announce_device
+
+    announce_device(require_gpu=config.training.require_gpu)
     tokenizer = read_served_teacher(config, name)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")

@@ -534,6 +534,9 @@ class TrainingConfig:
     recompute_num_layers: int | None = None
     """Layers of ``recompute_method``."""
 
+    require_gpu: bool = False
+    """Refuse to start where no CUDA device is visible; such a run goes on the CPU otherwise."""
+
     seed: int = 1234
     """Seed of the initial weights and of the order of the data."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,9 @@ from megatron_ext.training.watching.writers import MetricsWriter
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss_curve.png"
+_OF_STUDENT = "student_bits_per_byte"
+_OF_TEACHER = "teacher_bits_per_byte"
+"""Of the one ``teacher``; one of several has its name behind a stroke."""
 _MEASURED = ("seconds", "tokens_per_second", "memory_bytes")
 
 
@@ -70,6 +74,21 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def result_lines(run_dir: Path, *, done: int) -> list[str]:
+    """Where a finished run is, what it came to on held-out text, and what shows the rest."""
+    lines = [f"the run in {run_dir} is finished: {done} iterations are done"]
+    measured = [row for row in read_metrics(run_dir) if row.get(_OF_STUDENT) is not None]
+    if measured:
+        row = measured[-1]
+        teachers = "".join(
+            f", {name.replace(_OF_TEACHER, 'teacher').replace('/', ' ')} {value:.3f}"
+            for name, value in row.items()
+            if name.startswith(_OF_TEACHER) and value is not None
+        )
+        lines.append(f"held-out bits per byte: student {row[_OF_STUDENT]:.3f}{teachers}")
+    return [*lines, f"next: megatron-ext report {shlex.quote(str(run_dir))}"]
+
+
 def without_measurements(row: Mapping[str, Any]) -> dict[str, Any]:
     """What of a row is the same whenever and wherever a run is made."""
     return {name: value for name, value in row.items() if not name.startswith(_MEASURED)}
@@ -99,7 +118,7 @@ def plot_loss_curve(run_dir: Path, *, title: str) -> Path:
     losses, held_out = figure.subplots(1, 2)
     for axes, panel, names in (
         (losses, "training", ("loss", "kd", "ce")),
-        (held_out, "held-out bits per byte", ("student_bits_per_byte", "teacher_bits_per_byte")),
+        (held_out, "held-out bits per byte", (_OF_STUDENT, _OF_TEACHER)),
     ):
         for name in names:
             points = [(row["iteration"], row[name]) for row in rows if row.get(name) is not None]

@@ -67,6 +67,7 @@ _MAY_CHANGE = (
     "training.micro_batch_size",
     "training.variable_seq_lengths",
     "training.seq_length_multiple",
+    "training.require_gpu",
     "training.recompute_granularity",
     "training.recompute_method",
     "training.recompute_num_layers",

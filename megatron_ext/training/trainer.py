@@ -28,7 +28,12 @@ from megatron_ext.training.fault_counts import FaultCounts
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep, reduce_reports
 from megatron_ext.training.learned_projections import LearnedProjections
 from megatron_ext.training.lesson import Lesson
-from megatron_ext.training.metrics import MetricsLog, plot_loss_curve, progress_bar
+from megatron_ext.training.metrics import (
+    MetricsLog,
+    plot_loss_curve,
+    progress_bar,
+    result_lines,
+)
 from megatron_ext.training.non_finite import DivergedError, NonFinitePolicy, finite_only
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.serving.elsewhere_teacher import elsewhere, leave
@@ -133,8 +138,7 @@ class Trainer:
             self._loop(saved, done, total, None, None)
             return
         if done >= total:
-            print(f"the run in {self.run_dir} is finished: {done} iterations are done", flush=True)
-            self._plot()
+            self._close(done)
             return
         writers = open_writers(self.config, last_iteration=done)
         with (
@@ -142,7 +146,7 @@ class Trainer:
             progress_bar("distil" if self.step.term else "train", total=total, done=done) as bar,
         ):
             self._loop(saved, done, total, log, bar)
-        self._plot()
+        self._close(total)
 
     def _loop(
         self, saved: SavedRun, done: int, total: int, log: MetricsLog | None, bar: Any
@@ -357,6 +361,10 @@ class Trainer:
         if term is None or not self.config.loss.learned_projection:
             return None
         return LearnedProjections.of(self.run_dir, term)
+
+    def _close(self, done: int) -> None:
+        self._plot()
+        print(*result_lines(self.run_dir, done=done), sep="\n", flush=True)
 
     def _plot(self) -> None:
         plot_loss_curve(self.run_dir, title=self.run_dir.name)

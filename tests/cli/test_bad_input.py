@@ -305,6 +305,12 @@ def test_a_wrong_command_line_is_refused(capsys, arguments, words) -> None:
     assert words in one_line(capsys.readouterr().err)
 
 
+def test_a_run_that_needs_a_gpu_does_not_start_on_a_cpu(values, refused, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    line = refused("--require-gpu")
+    assert line.startswith("training.require_gpu: a GPU is required and there is none; got ")
+
+
 def test_other_ranks_say_which_they_are(capsys, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit):

@@ -98,8 +98,13 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(
     folder: Path, killed: Path
 ) -> None:
     before = _contents(killed)
-    output = _start(folder / "killed.yaml", "--async-save").finish()
-    assert f"the run in {killed} is finished: {ITERATIONS} iterations" in output.splitlines()[-1]
+    output = _start(folder / "killed.yaml", "--async-save").finish().splitlines()
+    assert output[0].startswith("device: cpu (")
+    assert output[-3] == f"the run in {killed} is finished: {ITERATIONS} iterations are done"
+    measured = [read_metrics(killed)[-1][f"{who}_bits_per_byte"] for who in ("student", "teacher")]
+    student, teacher = (f"{value:.3f}" for value in measured)
+    assert output[-2] == f"held-out bits per byte: student {student}, teacher {teacher}"
+    assert output[-1] == f"next: megatron-ext report {killed}"
     assert _contents(killed) == before
 
 

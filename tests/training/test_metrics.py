@@ -11,6 +11,7 @@ from megatron_ext.training.metrics import (
     plot_loss_curve,
     progress_bar,
     read_metrics,
+    result_lines,
 )
 
 
@@ -55,6 +56,32 @@ def test_a_line_that_a_crash_cut_short_is_left_out_and_written_over(tmp_path: Pa
     assert [row["iteration"] for row in read_metrics(tmp_path)] == [1, 2]
     write_rows(tmp_path, 3, last_iteration=2)
     assert [row["iteration"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"student_bits_per_byte": 2.6409, "teacher_bits_per_byte": 2.1}, "2.641, teacher 2.100"),
+        ({"student_bits_per_byte": 2.5, "teacher_bits_per_byte/phi": 2.1}, "2.500, teacher phi"),
+        ({"student_bits_per_byte": 2.5, "teacher_bits_per_byte": None}, "2.500"),
+        ({"loss": 1.0}, None),
+    ],
+    ids=["one teacher", "of several teachers", "no teacher", "nothing held out"],
+)
+def test_a_finished_run_says_what_it_came_to(
+    tmp_path: Path, row: dict[str, float], line: str | None
+) -> None:
+    run = tmp_path / "my run"
+    run.mkdir()
+    with MetricsLog(run, last_iteration=0) as log:
+        log.write(iteration=1, student_bits_per_byte=9.0) if line else None
+        log.write(iteration=2, **row)
+    first, *measured, last = result_lines(run, done=2)
+    assert first == f"the run in {run} is finished: 2 iterations are done"
+    assert last == f"next: megatron-ext report '{run}'"
+    assert len(measured) == (line is not None)
+    if line is not None:
+        assert measured[0].startswith(f"held-out bits per byte: student {line}")
 
 
 def test_a_folder_without_metrics_has_no_rows(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.config_file import build_config, read_config_file
+from megatron_ext.training.device import announce_device
 from megatron_ext.training.distill import teach
 from megatron_ext.training.first_weights import load_first_weights
 from megatron_ext.training.inputs import Inputs, read_inputs
@@ -238,6 +239,7 @@ class PretrainDistillation:
 
     def _start(self) -> None:
         """Read everything once Megatron-LM has made its process groups."""
+        announce_device(require_gpu=self.config.training.require_gpu)
         check_arguments(self._arguments(), self.config)
         self._inputs = read_inputs(self.config, world_size=launched_processes())
         write_warnings(self._inputs.warnings)

@@ -1,0 +1,54 @@
+"""A launch says what it runs on, and does not start on what it was not meant for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.device import announce_device
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA H{index}00")
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_is_named_with_the_ranks_by_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    announce_device(require_gpu=True)
+    assert capsys.readouterr().out == "device: cuda:1 NVIDIA H100, 8 ranks\n"
+    monkeypatch.setenv("RANK", "1")
+    announce_device(require_gpu=True)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_cpu_comes_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    announce_device(require_gpu=False)
+    assert capsys.readouterr().out == "device: cpu (no CUDA device is visible), 1 rank\n"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    announce_device(require_gpu=False)
+    assert "is built without CUDA), 1 rank" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_cpu_is_refused_where_a_gpu_is_required_by_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ConfigError, match="got no CUDA device is visible; start where"):
+        announce_device(require_gpu=True)
