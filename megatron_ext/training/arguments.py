@@ -47,7 +47,7 @@ def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:
 
     Raises:
         ConfigError: As ``build_config``, naming the file and line, or the flag.
-        CheckpointError: A model is to be taken from a HuggingFace folder that cannot be read.
+        CheckpointError: A model is to be taken from a folder that is not there, or cannot be read.
     """
     file_values, file_where = (
         read_config_file(namespace.config) if namespace.config else ({}, lambda keys: "flags")
@@ -62,7 +62,7 @@ def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:
     def where(keys: tuple[str, ...]) -> str:
         return flag_of[keys] if keys in overrides else file_where(keys)
 
-    return build_config(DistillConfig, with_huggingface_models(values), where)
+    return build_config(DistillConfig, with_huggingface_models(values, where), where)
 
 
 def _with(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> dict[str, Any]:

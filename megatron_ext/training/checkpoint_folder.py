@@ -111,11 +111,20 @@ def find_checkpoint(path: str, *, where: str) -> Path:
         raise CheckpointError(
             "no checkpoint found",
             where=where,
-            got=path if folder.is_dir() else f"{path}, which is no folder",
-            expected="a run's checkpoints folder, one iteration in it, or a HuggingFace folder",
-            fix="train that model first, or correct the path",
+            got=f"{path}, {_what_is_at(folder)}",
+            expected="a HuggingFace folder, a run's checkpoints folder or one iteration in it; "
+            "models are not fetched by name",
+            fix="correct the path, or train or download the model first: "
+            f"hf download OWNER/NAME --local-dir {path}",
         )
     return checkpoint
+
+
+def _what_is_at(path: Path) -> str:
+    """What is there in place of a checkpoint."""
+    if path.is_dir():
+        return "a folder without a model's config.json and without checkpoints"
+    return "which is no folder" if path.exists() else "which does not exist"
 
 
 def _complete_checkpoints(folder: Path) -> list[Path]:

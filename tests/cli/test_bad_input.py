@@ -264,6 +264,35 @@ def test_a_missing_teacher_checkpoint_is_refused(values, refused, tmp_path, exis
     assert str(tmp_path / "none") in line
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "place"),
+    [
+        ((), "initial_checkpoint", "initial_checkpoint"),
+        (("student",), "hf", "student.hf"),
+        (("teacher",), "checkpoint", "teacher.checkpoint"),
+    ],
+    ids=["student", "shape", "teacher"],
+)
+def test_a_model_that_is_not_there_is_the_reason_and_not_its_missing_shape(
+    values, refused, section, key, place
+) -> None:
+    values["student"] = {"seq_length": 41}
+    values["teacher"]["model"] = {"seq_length": 53}
+    if section != ("teacher",):
+        del values["teacher"]
+    (_section(values, ".".join(section)) if section else values)[key] = "Qwen/Qwen3-4B"
+    line = refused()
+    assert f"run.yaml:{_line_of(values, key)}: {place}: no checkpoint found; got Qwen/Q" in line
+    assert "which does not exist; expected a HuggingFace folder" in line
+    assert line.endswith("hf download OWNER/NAME --local-dir Qwen/Qwen3-4B")
+
+
+def _line_of(values: Values, key: str) -> int:
+    lines = yaml.safe_dump(values, sort_keys=False).splitlines()
+    (number,) = (i for i, line in enumerate(lines, 1) if line.strip() == f"{key}: Qwen/Qwen3-4B")
+    return number
+
+
 def test_a_missing_first_checkpoint_of_the_student_is_refused(values, refused) -> None:
     assert refused("--initial-checkpoint", "/nowhere").startswith("initial_checkpoint: no check")
 

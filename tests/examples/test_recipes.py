@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.families import FAMILIES
 from megatron_ext.huggingface.model_settings import model_settings
@@ -36,6 +37,15 @@ def recipe(
 ) -> DistillConfig:
     monkeypatch.chdir(models)
     return config_from_arguments(argparse.Namespace(config=str(request.param)))
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_a_recipe_without_its_models_names_the_first(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"initial_checkpoint: no checkpoint .* got models/"):
+        config_from_arguments(argparse.Namespace(config=str(file)))
 
 
 def test_a_recipe_divides_over_its_processes(

@@ -116,7 +116,7 @@ def test_an_optional_section_with_one_flag_of_it_asks_for_the_rest(file: Path) -
     start, end = FILE.index("teacher:"), FILE.index("data:")
     file.write_text(FILE[:start] + FILE[end:])
     with pytest.raises(ConfigError, match="required configuration key is missing"):
-        config("--config", str(file), "--teacher-checkpoint", "runs/b")
+        config("--config", str(file), "--teacher-num-layers", "2")
 
 
 def test_an_error_in_a_flags_value_names_the_flag(file: Path) -> None:

@@ -81,6 +81,7 @@ def test_an_unfinished_checkpoint_is_none(tmp_path: Path) -> None:
 def test_a_missing_checkpoint_is_refused_by_its_key_and_path(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         find_checkpoint(str(tmp_path / "absent"), where="teacher.checkpoint")
+    absent = tmp_path / "absent"
     assert str(caught.value).startswith(
-        f"teacher.checkpoint: no checkpoint found; got {tmp_path / 'absent'}, which is no folder; "
+        f"teacher.checkpoint: no checkpoint found; got {absent}, which does not exist; "
     )

@@ -4,53 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from megatron_ext.huggingface.any_model import any_model_settings
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.model_settings import model_settings
 from megatron_ext.huggingface.side_files import TOKENIZER_FILES, kept_folder
-from megatron_ext.training.checkpoint_folder import latest_checkpoint
+from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
+from megatron_ext.training.config_file import Where
+
+_SHAPE: Final = "num_layers"
+"""A setting that a model cannot be without, so that the rest is taken to be given with it."""
 
 
-def with_huggingface_models(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_huggingface_models(values: Mapping[str, Any], where: Where = ".".join) -> dict[str, Any]:
     """The values of a ``DistillConfig``, with models and tokenizers that follow from folders.
 
     A model is taken from the folder that ``hf`` names, or that its weights come from: of
     HuggingFace, or a checkpoint of ours that was. What is given stays. So does what is no mapping,
     for those who check it. Of a teacher that transformers runs only sizes are taken.
 
+    Args:
+        where: Names the place of a key path, for errors.
+
     Raises:
-        CheckpointError: The folder is of a model that megatron-core has not, where that runs it.
+        CheckpointError: There is no such folder and the shape of its model is not given, or the
+            folder is of a model that megatron-core has not, where that runs it.
     """
-    filled = _with_model(values, "student", values.get("initial_checkpoint"))
+    filled = _with_model(values, "student", ("initial_checkpoint",), where)
     teacher = values.get("teacher")
     if isinstance(teacher, Mapping):
-        filled["teacher"] = _with_model(teacher, "model", teacher.get("checkpoint"))
+        filled["teacher"] = _teacher(teacher, ("teacher",), where)
     teachers = values.get("teachers")
     if isinstance(teachers, Mapping):
         filled["teachers"] = {
-            name: _with_model(its, "model", its.get("checkpoint"))
-            if isinstance(its, Mapping)
-            else its
-            for name, its in teachers.items()
+            name: _teacher(its, ("teachers", str(name)), where) for name, its in teachers.items()
         }
     elif isinstance(teachers, list):
-        filled["teachers"] = [
-            _with_model(its, "model", its.get("checkpoint")) if isinstance(its, Mapping) else its
-            for its in teachers
-        ]
+        filled["teachers"] = [_teacher(its, ("teachers",), where) for its in teachers]
     return filled
 
 
-def _with_model(section: Mapping[str, Any], key: str, checkpoint: object) -> dict[str, Any]:
-    """A section with its model, under ``key``, and its tokenizer filled in."""
+def _teacher(section: Any, keys: tuple[str, ...], where: Where) -> Any:
+    if not isinstance(section, Mapping):
+        return section
+    return _with_model(section, "model", (*keys, "checkpoint"), where)
+
+
+def _with_model(
+    section: Mapping[str, Any], key: str, checkpoint: tuple[str, ...], where: Where
+) -> dict[str, Any]:
+    """A section with its model, under ``key``, and its tokenizer filled in.
+
+    Args:
+        checkpoint: Key path of the folder that the model's weights come from.
+    """
     model, filled = section.get(key), dict(section)
     given = {} if model is None else model
     if not isinstance(given, Mapping):
         return filled
-    folder = _folder(given.get("hf") or checkpoint)
+    path, named_by = section.get(checkpoint[-1]), checkpoint
+    if given.get("hf"):
+        path, named_by = given["hf"], (*checkpoint[:-1], key, "hf")
+    folder = _folder(path)
     if folder is None:
+        if isinstance(path, str) and _SHAPE not in given:
+            find_checkpoint(path, where=where(named_by))
         return filled
     files = CheckpointFiles(folder)
     is_run_by_transformers = section.get("library") == "huggingface"
