@@ -89,13 +89,31 @@ def tokenizer_library(config: TokenizerConfig) -> Library:
     return _library(config, _metadata(config))
 
 
+def names_tokenizer(config: TokenizerConfig) -> bool:
+    """Whether a tokenizer is named: its file, or a library that reads none."""
+    return config.model is not None or _reads_no_file(_said_library(config, _metadata(config)))
+
+
 def _library(config: TokenizerConfig, metadata: Mapping[str, Any]) -> Library:
-    library = config.library
-    if library is None and metadata:
-        library = cast(Library, library_of(metadata["library"]).library)
-    if config.model is None and (library is None or TOKENIZER_LIBRARIES[library].reads_file):
-        raise ConfigError("no tokenizer is named", fix="set model to a file", where="model")
+    library = _said_library(config, metadata)
+    if config.model is None and not _reads_no_file(library):
+        raise ConfigError(
+            "no tokenizer is named",
+            expected="a tokenizer file, a directory that holds one, or a name on the hub",
+            fix="set model, or pass --tokenizer-model",
+            where="model",
+        )
     return library_at(str(config.model)) if library is None else library
+
+
+def _said_library(config: TokenizerConfig, metadata: Mapping[str, Any]) -> Library | None:
+    if config.library is None and metadata:
+        return cast(Library, library_of(metadata["library"]).library)
+    return config.library
+
+
+def _reads_no_file(library: Library | None) -> bool:
+    return library is not None and not TOKENIZER_LIBRARIES[library].reads_file
 
 
 def _agreed(metadata: Mapping[str, Any], config: TokenizerConfig) -> dict[str, Any]:

@@ -34,7 +34,8 @@ class TokenizerConfig:
     """Library that reads the tokenizer; told from the file when unset."""
 
     model: str | None = None
-    """Tokenizer file, its directory, or its name on the HuggingFace hub."""
+    """Tokenizer file, its directory, or its name on the HuggingFace hub; unset for byte-level and
+    null, which read no file."""
 
     mode: TokenizerMode = "text"
     """What the tokenizer is for: text, sft (conversations) or multimodal (images in them)."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.distributed.layout import data_parallel_size
 from megatron_ext.errors import ConfigError
 from megatron_ext.projection import SparseProjection
-from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.checkpoint_tokenizer import (
     check_same_tokenizer,
@@ -27,6 +27,7 @@ from megatron_ext.training.data.blend import read_blend
 from megatron_ext.training.huggingface.model_check import check_if_huggingface
 from megatron_ext.training.huggingface.teacher_check import check_huggingface_teacher
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
+from megatron_ext.training.run_tokenizer import read_tokenizer
 from megatron_ext.training.watching.writers import check_writers
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     check_writers(config)
     _check_checkpoints(config)
     reads = config.data.conversations
-    tokenizer = _tokenizer(config.tokenizer, "tokenizer", conversations=reads)
+    tokenizer = read_tokenizer(config.tokenizer, "tokenizer", conversations=reads)
     teachers = {
         name: _teacher(config, name, tokenizer, conversations=reads)
         for name in config.named_teachers
@@ -98,7 +99,7 @@ def _teacher(
     config: DistillConfig, name: str, student: MegatronTokenizerText, *, conversations: bool
 ) -> TeacherInputs:
     section = f"{config.section_of(name)}.tokenizer"
-    tokenizer = _tokenizer(
+    tokenizer = read_tokenizer(
         config.named_teachers[name].tokenizer, section, conversations=conversations
     )
     path = config.projection_of(name)
@@ -221,26 +222,3 @@ def _data(
             for name, its in teachers.items()
         },
     )
-
-
-def _tokenizer(
-    config: TokenizerConfig, section: str, *, conversations: bool
-) -> MegatronTokenizerText:
-    if config.model is None:
-        raise ConfigError(
-            "no tokenizer is named",
-            where=f"{section}.model",
-            expected="a tokenizer file, or a directory that holds one",
-            fix=f"set it, or pass --{section.replace('.', '-')}-model",
-        )
-    if config.mode == "multimodal":
-        raise ConfigError("a run reads no images", got="mode multimodal", where=section)
-    tokenizer = build_tokenizer(config)
-    if conversations and tokenizer.prompt_config is None:
-        raise ConfigError(
-            "conversations need a prompt format",
-            got="a tokenizer without one, and without a chat template",
-            fix=f"set {section}.prompt_format, see docs/prompt_formats.md",
-            where=section,
-        )
-    return tokenizer

@@ -77,6 +77,22 @@ def _gets_past_every_check(values: Values, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
+def test_a_tokenizer_of_bytes_needs_no_file(values: Values, tmp_path: Path, section: str) -> None:
+    _section(values, section).clear()
+    _section(values, section)["library"] = "byte-level"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ImportError, match=r"megatron_ext\.training\.distill"):
+        main(["distill", "--config", str(tmp_path / "run.yaml")])
+
+
+@pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
+def test_a_run_reads_no_numbers(values, refused, section) -> None:
+    _section(values, section).clear()
+    _section(values, section).update(library="null", vocab_size=300)
+    assert refused().startswith(f"{section}: a run reads texts, of which a null tokenizer knows")
+
+
+@pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
 def test_a_missing_tokenizer_file_is_named(values, refused, section) -> None:
     _section(values, section)["model"] = "/nowhere/tokenizer.model"
     assert refused().startswith("/nowhere/tokenizer.model: the tokenizer does not exist")
@@ -89,7 +105,7 @@ def test_a_tokenizer_that_is_not_named_is_asked_for_by_key_and_flag(
     del _section(values, section)["model"]
     line = refused()
     assert line.startswith(f"{section}.model: no tokenizer is named")
-    assert f"--{section.replace('.', '-')}-model" in line
+    assert line.endswith(f"set it, or pass --{section.replace('.', '-')}-model")
 
 
 @pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
@@ -101,8 +117,26 @@ def test_a_run_reads_no_images(values, refused, section) -> None:
 def test_conversations_need_a_prompt_format(values, refused) -> None:
     values["data"]["conversations"] = True
     line = refused()
-    assert line.startswith("tokenizer: conversations need a prompt format")
-    assert "set tokenizer.prompt_format" in line
+    assert line.startswith("tokenizer: conversations need a prompt format; got a tokenizer without")
+    assert "set tokenizer.prompt_format, or pass --tokenizer-prompt-format, see" in line
+
+
+@pytest.mark.parametrize("side", ["student", "teacher", "one of several teachers"])
+def test_a_chat_template_is_asked_for_by_its_switch(values, refused, side) -> None:
+    values["data"]["conversations"] = True
+    values["tokenizer"]["chat_template"] = "{{ messages[0].content }}"
+    section, flag = "tokenizer", ", or pass --tokenizer-prompt-format auto"
+    if side != "student":
+        values["tokenizer"]["prompt_format"] = "auto"
+        values["teacher"]["tokenizer"]["chat_template"] = "{{ messages[0].content }}"
+        section, flag = "teacher.tokenizer", ", or pass --teacher-tokenizer-prompt-format auto"
+    if side == "one of several teachers":
+        values["teachers"] = {"big": values.pop("teacher")}
+        section, flag = "teachers.big.tokenizer", ""
+    assert refused() == (
+        f"{section}: conversations need a prompt format; got a tokenizer without one, whose chat "
+        f"template is not asked for; set {section}.prompt_format to auto{flag}"
+    )
 
 
 @pytest.mark.parametrize("asked", [{"prompt_format": "auto"}, {"mode": "sft"}], ids=str)
@@ -150,8 +184,9 @@ def test_a_truncated_sentencepiece_model_is_refused(values, refused, tmp_path) -
         ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', ":3", "not JSON"),
         ("list.jsonl", b"[1, 2]\n", ":1", "no text under 'text'; got list"),
         ("other.jsonl", b'{"body": "a"}\n', ":1", "got keys ['body']; set data.text_key"),
+        ("chat.jsonl", b'{"messages": []}\n', ":1", "; pass --data-conversations (data.conv"),
     ],
-    ids=["absent", "latin-1", "empty", "blank", "broken-json", "list", "other-key"],
+    ids=["absent", "latin-1", "empty", "blank", "broken-json", "list", "other-key", "chat"],
 )
 def test_text_that_cannot_be_used_is_refused_with_its_place(
     values, refused, tmp_path, part, name, contents, place, words

@@ -193,6 +193,11 @@ def test_a_configuration_takes_model_and_tokenizer_from_folders(folder: Path) ->
     assert "hidden_size" not in section["model"]
 
 
+def test_a_tokenizer_of_bytes_is_not_given_the_file_of_the_folder(folder: Path) -> None:
+    values = {"initial_checkpoint": str(folder), "tokenizer": {"library": "byte-level"}}
+    assert with_huggingface_models(values)["tokenizer"] == {"library": "byte-level"}
+
+
 def test_a_folder_without_an_architecture_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     assert is_checkpoint_folder(folder)
     assert find_checkpoint(str(folder), where="here") == folder

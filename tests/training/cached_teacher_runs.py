@@ -138,7 +138,7 @@ def record_cache(
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         context_parallel_size=config.parallel.context_parallel_size,
     )
-    with patch("megatron_ext.training.inputs.build_tokenizer", _tokenizer):
+    with patch("megatron_ext.training.run_tokenizer.build_tokenizer", _tokenizer):
         inputs = read_inputs(config, world_size=dist.get_world_size())
     vocab_size = inputs.teachers["teacher"].tokenizer.vocab_size
     form = dataclasses.replace(form, vocab_size=vocab_size)

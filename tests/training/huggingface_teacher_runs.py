@@ -109,7 +109,7 @@ def _record(root: Path, run: Run) -> None:
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
     groups = process_groups.initialize(tensor_model_parallel_size=2, pipeline_model_parallel_size=1)
-    with patch("megatron_ext.training.inputs.build_tokenizer", _tokenizer):
+    with patch("megatron_ext.training.run_tokenizer.build_tokenizer", _tokenizer):
         inputs = read_inputs(config, world_size=2)
     assert config.teacher is not None
     form = TargetForm.of(

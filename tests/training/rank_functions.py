@@ -143,7 +143,7 @@ def _trainer(config: DistillConfig) -> Trainer:
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.parallel.context_parallel_size,
     )
-    with patch("megatron_ext.training.inputs.build_tokenizer", _tokenizer):
+    with patch("megatron_ext.training.run_tokenizer.build_tokenizer", _tokenizer):
         inputs = read_inputs(config, world_size=dist.get_world_size())
     # To draw a run takes longer than a step of it; tests/cli/test_resume.py looks for the picture.
     patch("megatron_ext.training.trainer.plot_loss_curve").start()

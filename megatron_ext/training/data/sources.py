@@ -140,7 +140,12 @@ def _texts(data: DataConfig, paths: list[str], where: str) -> ArrowTextDataset:
         messages_key=data.messages_key,
         cache_dir=data.index_cache,
         refuse_bad=data.bad_documents == "stop",
-        called=CorpusNames(where, "data.text_key", "data.messages_key"),
+        called=CorpusNames(
+            where,
+            "data.text_key",
+            "data.messages_key",
+            "--data-conversations (data.conversations: true)",
+        ),
     )
 
 

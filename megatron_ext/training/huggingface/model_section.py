@@ -10,6 +10,7 @@ from megatron_ext.huggingface.any_model import any_model_settings
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.model_settings import model_settings
 from megatron_ext.huggingface.side_files import TOKENIZER_FILES, kept_folder
+from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config_file import Where
 
@@ -77,10 +78,19 @@ def _with_model(
     filled[key] = {**{k: v for k, v in settings.items() if v is not None}, **given}
     tokenizer = section.get("tokenizer")
     has_one = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    is_open = tokenizer is None or (isinstance(tokenizer, Mapping) and "model" not in tokenizer)
-    if has_one and is_open:
+    if has_one and _is_open(tokenizer):
         filled["tokenizer"] = {**(tokenizer or {}), "model": str(folder)}
     return filled
+
+
+def _is_open(tokenizer: object) -> bool:
+    """Whether a tokenizer's section leaves to the model's folder which one it is."""
+    if tokenizer is None:
+        return True
+    if not isinstance(tokenizer, Mapping) or "model" in tokenizer:
+        return False
+    library = TOKENIZER_LIBRARIES.get(tokenizer.get("library", ""))
+    return library is None or library.reads_file
 
 
 def _folder(path: object) -> Path | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_ext.errors import ConfigError
-from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
+from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.checkpoint_tokenizer import teacher_doubts
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.huggingface.model_check import check_if_huggingface
 from megatron_ext.training.huggingface.teacher_check import check_huggingface_teacher
+from megatron_ext.training.run_tokenizer import read_tokenizer
 from megatron_ext.training.start_warnings import write_warnings
 
 
@@ -29,13 +29,7 @@ def read_served_teacher(config: DistillConfig, name: str) -> MegatronTokenizerTe
         check_huggingface_teacher(config, name, checkpoint)
     else:
         check_if_huggingface(checkpoint, teacher.model)
-    if teacher.tokenizer.model is None:
-        raise ConfigError(
-            "no tokenizer is named",
-            where=f"{section}.tokenizer.model",
-            expected="a tokenizer file, or a directory that holds one",
-        )
-    tokenizer = build_tokenizer(teacher.tokenizer)
+    tokenizer = read_tokenizer(teacher.tokenizer, f"{section}.tokenizer")
     doubts = teacher_doubts(config, name, checkpoint, tokenizer)
     write_warnings(f"{checkpoint}: {doubt}" for doubt in doubts)
     return tokenizer

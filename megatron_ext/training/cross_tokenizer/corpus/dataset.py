@@ -25,6 +25,7 @@ class CorpusNames(NamedTuple):
     data_files: str = "data_files"
     text_key: str = "text_key"
     messages_key: str = "messages_key"
+    conversations: str = "conversations=True"
 
 
 _ARGUMENTS: Final = CorpusNames()
@@ -74,7 +75,7 @@ class ArrowTextDataset(Dataset[dict[str, Any] | ConversationRecord]):
     ) -> None:
         names = [data_files] if isinstance(data_files, str | Path) else data_files
         files = find_sources([str(name) for name in names], fix=f"check {called.data_files}").files
-        fields = RecordFields((text_key,), "text", called.text_key)
+        fields = RecordFields((text_key,), "text", called.text_key, called.conversations)
         if conversations:
             fields = RecordFields(
                 (messages_key or "messages",),
