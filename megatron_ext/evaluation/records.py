@@ -23,9 +23,16 @@ def read_records(path: Path) -> list[Row]:
         MissingDependencyError: It is Parquet, and pyarrow is missing.
     """
     read = _READERS.get(_suffix(path))
+    if not path.is_file():
+        raise DataError(
+            "this is a folder" if path.is_dir() else "there is no such file or folder",
+            where=path,
+            expected="a data file, or a folder of them where a task says so",
+            fix="correct the path",
+        )
     if read is None:
         raise DataError(
-            "no such data file is read",
+            "this is no data file by its suffix",
             where=path,
             got=path.suffix or "no suffix",
             expected=f"one of {', '.join(_READERS)}, .csv where a task says so",

@@ -162,6 +162,12 @@ def test_bad_files_get_one_line(tmp_path: Path, task: str, name: str, text: str 
         TASKS[task](TaskOptions(data=path, num_fewshot=0))
 
 
+@pytest.mark.parametrize("task", ["mmlu", "gsm8k", "bits_per_byte"])
+def test_data_that_is_not_there_is_the_reason(tmp_path: Path, task: str) -> None:
+    with pytest.raises(MegatronExtError, match=r"^\S+nofolder: there is no such file or folder;"):
+        TASKS[task](TaskOptions(data=tmp_path / "nofolder"))
+
+
 def test_too_few_examples_are_said_before_a_model_is_built(tmp_path: Path) -> None:
     mmlu_csv(tmp_path)
     with pytest.raises(MegatronExtError, match="too few solved examples of college physics"):
