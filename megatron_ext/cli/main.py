@@ -10,11 +10,12 @@ import argparse
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.registry import did_you_mean
 from megatron_ext.version import __version__
 
 VERBS = {
@@ -74,6 +75,46 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, fix=f"see {self.prog} --help")
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As argparse does it, with the flag that an unknown one may stand for."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = next((word for word in unknown if word.startswith("--")), "").split("=")[0]
+            near = _near_flag(flag, dict(_flags(self)))
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        return found
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = did_you_mean(value, [str(choice) for choice in action.choices or ()])
+            if near is None:
+                raise
+            raise argparse.ArgumentError(action, f"{error.message}; {near}") from None
+
+
+def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """Every flag of a parser and of its actions, with its help."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _flags(inner)
+        for flag in () if action.dest == "help" else action.option_strings:
+            yield flag, action.help or ""
+
+
+def _near_flag(flag: str, known: Mapping[str, str]) -> str:
+    """The flag of nearly this name, or else the first whose help has its words."""
+    near = did_you_mean(flag, known)
+    words = flag.strip("-").replace("-", " ")
+    if near is None and " " in words:
+        said = [name for name, text in known.items() if words in text.lower()]
+        near = f"did you mean {said[0]!r}?" if said else None
+    return "" if near is None else f"; {near}"
 
 
 def _run(argv: list[str]) -> None:

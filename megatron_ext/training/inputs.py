@@ -77,6 +77,8 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     """
     _check_batch(config, world_size)
     read_blend(config.data.train, where="data.train")
+    # Before the run folder: of a run that is there, a mistyped name is another experiment.
+    _check_objectives(config)
     check_run_folder(config)
     check_writers(config)
     _check_checkpoints(config)
@@ -160,12 +162,18 @@ def _teacher_checkpoint(config: DistillConfig, name: str) -> Path:
     return find_checkpoint(config.named_teachers[name].checkpoint, where=where)
 
 
+def _check_objectives(config: DistillConfig) -> None:
+    # Objectives bring torch with them.
+    from megatron_ext.training.loss_check import check_objectives
+
+    check_objectives(config)
+
+
 def _check_loss(
     config: DistillConfig,
     tokenizer: MegatronTokenizerText,
     teachers: Mapping[str, TeacherInputs],
 ) -> None:
-    # Objectives bring torch with them: seconds that the checks above do without.
     from megatron_ext.training.loss_check import check_loss
 
     check_loss(config, tokenizer, {name: its.tokenizer for name, its in teachers.items()})

@@ -15,22 +15,32 @@ from megatron_ext.training.teacher_term import make_aggregator
 from megatron_ext.training.term_weighting import make_weighting
 
 
+def check_objectives(config: DistillConfig) -> None:
+    """Check that objectives have their names and options, whatever the run then does with them.
+
+    Raises:
+        ConfigError: An option that one does not have or cannot use.
+        UnknownNameError: There is no such objective.
+    """
+    # Also where nothing distils: a wrong name or option is an error.
+    make_objective(config.loss)
+    for name in config.named_teachers if config.distils else ():
+        teacher_objective(config, name)
+
+
 def check_loss(
     config: DistillConfig,
     tokenizer: MegatronTokenizerText,
     teachers: Mapping[str, MegatronTokenizerText],
 ) -> None:
-    """Check objectives, weights and what they ask of the teachers.
+    """Check what objectives, which ``check_objectives`` found right, ask of the run.
 
     Args:
         teachers: Tokenizers by name.
 
     Raises:
         ConfigError: Something does not go together.
-        UnknownNameError: There is no such objective.
     """
-    # Also where nothing distils: a wrong name or option is an error.
-    make_objective(config.loss)
     make_weighting(config)
     objectives: dict[str, Objective] = {}
     if config.distils:

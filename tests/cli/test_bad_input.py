@@ -231,6 +231,12 @@ def test_an_unknown_objective_lists_the_known_ones(values, refused) -> None:
     assert "did you mean 'projected_kl'?" in line
 
 
+def test_an_unknown_objective_is_no_other_experiment(values, refused, tmp_path) -> None:
+    record_run(student_run(tmp_path, "run"), {})
+    _checkpoint(tmp_path / "run" / "checkpoints")
+    assert "did you mean 'projected_kl'?" in refused("--loss-objective", "projectedkl")
+
+
 def test_a_wrong_option_of_the_objective_names_the_nearest(values, refused) -> None:
     values["loss"]["options"] = {"vocab_topkk": 8}
     line = refused()
@@ -353,6 +359,14 @@ def test_a_run_folder_that_is_a_file_is_refused(values, refused, tmp_path) -> No
     [
         ([], "the following arguments are required: VERB"),
         (["distil"], "invalid choice: 'distil'"),
+        (["distil"], "; did you mean 'distill'?; see megatron-ext --help"),
+        (["distill", "--dryrun"], "unrecognized arguments: --dryrun; did you mean '--dry-run'?"),
+        (["distill", "--lr=1", "--train-iter=5"], "--train-iter=5; did you mean '--train-iters'?"),
+        (["distill", "--learning-rate", "1"], "rate 1; did you mean '--lr'?; see megatron-ext dis"),
+        (["distill", "--tp", "2"], "unrecognized arguments: --tp 2; see megatron-ext distill --h"),
+        (["projection", "biuld"], "did you mean 'build'?"),
+        (["projection", "inspect", "x", "--studnt", "y"], "did you mean '--student'?"),
+        (["inspect", "hi"], "; set model, or pass --tokenizer-model"),
         (["distill", "--train-iters", "many"], "argument --train-iters: invalid int value: 'many'"),
         (["distill", "--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["distill", "--learning-rate", "1"], "unrecognized arguments: --learning-rate 1"),
@@ -360,7 +374,7 @@ def test_a_run_folder_that_is_a_file_is_refused(values, refused, tmp_path) -> No
         (["distill"], "a required configuration key is missing; expected run_dir"),
         (["distill", "--config", "/nowhere.yaml"], "/nowhere.yaml: the configuration file cannot"),
     ],
-    ids=["no-verb", "verb", "int", "choice", "flag", "short-flag", "nothing", "file"],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_wrong_command_line_is_refused(capsys, arguments, words) -> None:
     with pytest.raises(SystemExit) as stopped:
