@@ -13,6 +13,7 @@ import torch
 
 from megatron_ext.alignment import ChunkCounts
 from megatron_ext.training.metrics import read_metrics, without_measurements
+from tests.guards.golden_runs import check_golden
 from tests.process_group import run_ranks
 from tests.training.checkpoint_tensors import weights_of
 from tests.training.rank_functions import repeat_last_iteration, train_alone, train_layouts
@@ -64,6 +65,11 @@ def test_every_iteration_measures_what_one_process_measures(
     expected = [row[quantity] for row in alone]
     assert all(expected)
     assert [row[quantity] for row in sharded] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["alone", "tp2", "cp2"])
+def test_a_run_measures_what_was_recorded(runs: Path, name: str) -> None:
+    check_golden(name, read_metrics(runs / name))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

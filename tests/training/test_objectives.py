@@ -12,6 +12,7 @@ import torch
 
 from megatron_ext.losses import LOSS_REGISTRY, DskdProjectors
 from megatron_ext.training.metrics import read_metrics, without_measurements
+from tests.guards.golden_runs import check_golden
 from tests.process_group import run_ranks
 from tests.training.checkpoint_tensors import weights_of
 from tests.training.rank_functions import (
@@ -102,6 +103,10 @@ def test_an_objective_has_a_finite_loss_over_what_it_counts(runs: Path, name: st
 def test_the_loss_is_the_weighted_sum_of_its_terms(runs: Path, name: str) -> None:
     for row in read_metrics(runs / f"{name}-alone"):
         assert row["loss"] == pytest.approx(row["kd"] + 0.5 * row["ce"], rel=1e-5)
+
+
+def test_a_run_measures_what_was_recorded(runs: Path) -> None:
+    check_golden("partition_kl", read_metrics(runs / "partition_kl-alone"))
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

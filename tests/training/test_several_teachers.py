@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_ext.training.metrics import read_metrics
+from tests.guards.golden_runs import check_golden
 from tests.process_group import run_ranks
 from tests.training.checkpoint_tensors import weights_of
 from tests.training.teacher_runs import ITERATIONS, Run, train_runs, train_teachers
@@ -106,6 +107,11 @@ def test_each_teacher_has_its_own_numbers_and_their_weighted_sum_is_the_term(run
         assert counts[2] == row["tokens"] > counts[0]
         assert row["kd/other/teacher_entropy"] > 0
         assert row["kd/again/teacher_rest"] > 0
+
+
+@pytest.mark.parametrize("name", ["three", "three-linear"])
+def test_a_run_measures_what_was_recorded(runs: Path, name: str) -> None:
+    check_golden(f"{name}-teachers", read_metrics(runs / name))
 
 
 def test_every_teacher_is_measured_on_held_out_text(runs: Path) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.training.metrics import read_metrics
+from tests.guards.golden_runs import check_golden
 from tests.process_group import run_ranks
 from tests.training.layout_runs import Run, run_alone, run_layouts
 from tests.training.tiny_run import STUDENT_VOCAB_SIZE, write_corpus, write_rank_list
@@ -113,6 +114,10 @@ def test_a_run_measures_what_it_does_in_the_order_of_ids(runs: Path, name: str) 
                 assert row[key] == pytest.approx(other[key], rel=LOSS_TOLERANCE)
         assert row["compared"] == other["compared"]
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=GRADIENT_NORM_TOLERANCE)
+
+
+def test_a_run_measures_what_was_recorded(runs: Path) -> None:
+    check_golden("co-sharded-tp2", read_metrics(runs / "tied-tp2"))
 
 
 @pytest.mark.parametrize("name", PERMUTED)
