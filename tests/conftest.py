@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.durations import DurationRecorder, longest_first
+
 # Triton decides as it is imported whether kernels are compiled for a GPU or run in Python.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -25,11 +27,22 @@ settings.register_profile("everything", max_examples=400, deadline=None)
 settings.load_profile("everything" if os.environ.get("MEGATRON_EXT_ALL_TEXT") else "suite")
 
 _LONG: Final = ("training", "evaluation", "huggingface", "teachers", "examples", "cli", "ops")
-"""Folders of files that take long, first of all those that start processes."""
+"""Folders of files that take long, first of all those that start processes; what counts until
+durations are recorded."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record durations where that is asked for."""
+    if os.environ.get("MEGATRON_EXT_RECORD_DURATIONS"):
+        config.pluginmanager.register(DurationRecorder(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes long: no worker is left with a long file when the others are done."""
+    recorded = longest_first()
+    if recorded is not None:
+        items.sort(key=recorded)
+        return
     ranks = {name: rank for rank, name in enumerate(_LONG)}
     tests = __file__.removesuffix("conftest.py")
 

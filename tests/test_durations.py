@@ -1,0 +1,85 @@
+"""What files of tests take is recorded, and decides their order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.durations import DurationRecorder, Seconds, longest_first, write_durations
+
+pytest_plugins = ("pytester",)
+
+BUSY = """
+import subprocess, sys, time
+
+CODE = "import time\\nwhile time.process_time() < 0.3: pass"
+
+def test_a_child_works():
+    subprocess.run([sys.executable, "-c", CODE], check=True)
+
+def test_waiting():
+    time.sleep(0.1)
+"""
+
+
+class Recording:
+    """Registers the recorder as ``conftest.py`` does."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.pluginmanager.register(DurationRecorder(config, self._path))
+
+
+def test_a_file_takes_what_its_children_take(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_busy=BUSY, test_idle="def test_nothing(): pass")
+    path = pytester.path / "durations.json"
+    pytester.inline_run("-p", "no:cacheprovider", plugins=[Recording(path)]).assertoutcome(passed=3)
+    table = json.loads(path.read_text())
+    # Counted in ticks of a hundredth of a second.
+    assert table["test_busy.py"]["cpu"] >= 0.25
+    assert table["test_busy.py"]["wall"] >= 0.4
+    assert table["test_idle.py"]["cpu"] < table["test_busy.py"]["cpu"]
+
+
+def test_parts_of_a_file_on_several_workers_add_up(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").touch()
+    config: Any = SimpleNamespace()
+    recorder = DurationRecorder(config, tmp_path / "durations.json")
+    for seconds in ([1.0, 2.0], [0.5, 3.0]):
+        recorder.pytest_testnodedown(
+            SimpleNamespace(workeroutput={"durations": {"test_a.py": seconds}})
+        )
+    recorder.pytest_testnodedown(SimpleNamespace())
+    recorder.pytest_sessionfinish()
+    assert json.loads((tmp_path / "durations.json").read_text()) == {
+        "test_a.py": {"cpu": 1.5, "wall": 5.0}
+    }
+
+
+def test_a_worker_reports_and_writes_nothing(tmp_path: Path) -> None:
+    config: Any = SimpleNamespace(workeroutput={})
+    DurationRecorder(config, tmp_path / "durations.json").pytest_sessionfinish()
+    assert config.workeroutput == {"durations": {}}
+    assert not any(tmp_path.iterdir())
+
+
+def test_long_files_come_first_and_unknown_ones_before_them(tmp_path: Path) -> None:
+    path = tmp_path / "durations.json"
+    assert longest_first(path) is None
+    for name in ("short", "long"):
+        (tmp_path / f"{name}.py").touch()
+    write_durations({"short.py": Seconds(9.0, 1.0), "gone.py": Seconds(1.0, 1.0)}, path)
+    write_durations({"long.py": Seconds(0.1, 5.0)}, path)
+    assert list(json.loads(path.read_text())) == ["long.py", "short.py"]
+    key = longest_first(path)
+    assert key is not None
+    items: list[Any] = [
+        SimpleNamespace(path=tmp_path / f"{name}.py") for name in ("short", "long", "new")
+    ]
+    assert [item.path.stem for item in sorted(items, key=key)] == ["new", "long", "short"]
