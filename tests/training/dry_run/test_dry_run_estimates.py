@@ -60,8 +60,8 @@ def test_a_teacher_elsewhere_takes_its_targets_and_head_and_nothing_of_its_layer
     assert work.teacher_layers == 0 < work_here.teacher_layers
     assert work.teacher_heads == (work_here.teacher_heads if kind == "hidden" else 0)
     sent = f"{form}, {width} bytes a token"
-    assert f"of weights there; {sent}" in report(plan, {}, {}, [])
-    assert "in a process" not in report(here, {}, {}, [])
+    assert f"of weights there; {sent}" in report(plan, {}, {}, {})
+    assert "in a process" not in report(here, {}, {}, {})
 
 
 def test_logits_and_gradients_of_both_terms_are_on_the_last_stage_alone() -> None:
