@@ -10,15 +10,15 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs
-from megatron_ext.ops.chunk_rows import ChunkRows
-from megatron_ext.ops.implementation import Implementation
-from megatron_ext.ops.projected_kl import (
-    Comparing,
-    CrossEntropy,
-    ShardedProjection,
-    projected_kl_with_ce,
+from megatron_ext.losses import (
+    LOSS_REGISTRY,
+    DistillationInputs,
+    LossPart,
+    LossPlan,
+    NextTokenLoss,
+    ProjectedKLLoss,
 )
+from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.vocab_kl import vocab_kl_reference
 
 from .counted_bytes import Teacher
@@ -151,38 +151,18 @@ def _eager_both(inputs: DistillationInputs) -> torch.Tensor:
     return eager_projected_kl(inputs) + eager_cross_entropy(inputs)
 
 
-def fused_projected_kl(
-    implementation: Implementation, *, in_place: bool = False, diagnostics: bool = True
-) -> Loss:
-    """Projected KL of every chunk plus the cross-entropy of every label, by one operation."""
+def fused_projected_kl(implementation: Implementation, *, in_place: bool = False) -> Loss:
+    """Projected KL of every chunk plus the cross-entropy of every label, as a run computes them."""
+    objective = ProjectedKLLoss(implementation=implementation)
+    next_token = NextTokenLoss()
 
     def loss(inputs: DistillationInputs) -> torch.Tensor:
-        alignment, projection, teacher = inputs.alignment, inputs.projection, inputs.teacher
-        assert alignment is not None
-        assert projection is not None
-        assert teacher is not None
-        logits = inputs.student_logits.flatten(0, 1)
-        labels = inputs.labels.flatten()
-        total, _ = projected_kl_with_ce(
-            logits,
-            teacher.to_logits().flatten(0, 1),
-            student_rows=ChunkRows.of(alignment.student_chunk_id.flatten(), alignment.chunk_count),
-            teacher_rows=ChunkRows.of(alignment.teacher_chunk_id.flatten(), alignment.chunk_count),
-            projection=ShardedProjection(
-                projection.weight,
-                projection.weight_transposed,
-                projection.row_mass,
-                projection.reachable,
-                projection.plan,
-            ),
-            student_shard=inputs.student_shard,
-            teacher_shard=teacher.shard,
-            cross_entropy=CrossEntropy(labels, torch.ones_like(labels, dtype=torch.float32)),
-            comparing=Comparing(diagnostics=diagnostics),
-            in_place=in_place,
-            implementation=implementation,
-        )
-        return total
+        parts = {
+            "kd": LossPart(objective=objective, inputs=inputs, term="kd", count_name="one"),
+            "ce": LossPart(objective=next_token, inputs=inputs, term="ce", count_name="one"),
+        }
+        plan = LossPlan(parts=parts, term_weights={"kd": 1.0, "ce": 1.0})
+        return plan.loss({"one": 1}, in_place=in_place).total
 
     return loss
 
@@ -198,7 +178,6 @@ OBJECTIVES: Final = (
         fused=fused_projected_kl,
         others={
             "eager": lambda: _eager_both,
-            "triton, no diagnostics": lambda: fused_projected_kl("triton", diagnostics=False),
             "triton, in place": lambda: fused_projected_kl("triton", in_place=True),
             "triton, two operations": _two_operations,
         },

@@ -70,7 +70,6 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_ext.teachers.targets.form import TargetForm
     from megatron_ext.training.device import announce_device
     from megatron_ext.training.loss_check import teacher_objective
-    from megatron_ext.training.teacher_cache.accepted_forms import accepted_forms
     from megatron_ext.training.teacher_cache.recording import (
         Recording,
         record_teacher,
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
     inputs = read_inputs(config, world_size=world_size)
     write_warnings(inputs.warnings)
     form = TargetForm.of(
-        arguments.targets or accepted_forms(teacher_objective(config, name))[0],
+        arguments.targets or teacher_objective(config, name).target_forms[0],
         precision=arguments.target_precision,
         top_k=arguments.top_k,
         hidden_size=config.named_teachers[name].model.hidden_size,

@@ -1,12 +1,8 @@
 from megatron_ext.losses.base import (
-    LOSS_REGISTRY,
     DistillationInputs,
     LossOutput,
-    Objective,
     SumCount,
 )
-from megatron_ext.losses.combined import CombinedOutput, LossPart, PlannedPart, reduce_counts
-from megatron_ext.losses.combining.announced_loss import AnnouncedLoss, announced_loss
 from megatron_ext.losses.combining.cross_tokenizer import CrossTokenizerDistillationLossFn
 from megatron_ext.losses.combining.cross_tokenizer_config import (
     CrossTokenizerLossConfig,
@@ -34,6 +30,13 @@ from megatron_ext.losses.inputs.learned_projection import LearnedProjection
 from megatron_ext.losses.inputs.projection_shard import ProjectionShard
 from megatron_ext.losses.inputs.targets import TargetKind, TeacherTargets
 from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
+from megatron_ext.losses.objective import (
+    LOSS_REGISTRY,
+    Evaluated,
+    FusedObjective,
+    Needs,
+    Objective,
+)
 from megatron_ext.losses.objectives.alm import AlmLoss
 from megatron_ext.losses.objectives.dskd import DskdLoss
 from megatron_ext.losses.objectives.dskd_projectors import DskdProjectors
@@ -46,11 +49,11 @@ from megatron_ext.losses.objectives.projected_kl import ProjectedKLLoss
 from megatron_ext.losses.objectives.strict_topk import StrictTopKLoss
 from megatron_ext.losses.objectives.uld import ULDLoss
 from megatron_ext.losses.objectives.vocab_kl import VocabKLLoss
+from megatron_ext.losses.plan import CombinedOutput, Loss, LossPart, LossPlan, reduce_counts
 
 __all__ = [
     "LOSS_REGISTRY",
     "AlmLoss",
-    "AnnouncedLoss",
     "BoundaryColumns",
     "ChunkCompletions",
     "CombinedOutput",
@@ -61,7 +64,9 @@ __all__ = [
     "DistillationInputs",
     "DskdLoss",
     "DskdProjectors",
+    "Evaluated",
     "FixedWeighting",
+    "FusedObjective",
     "GoldLoss",
     "GradientMagnitudeWeighting",
     "HybridKLLoss",
@@ -69,16 +74,18 @@ __all__ = [
     "KnownAhead",
     "LayerGradients",
     "LearnedProjection",
+    "Loss",
     "LossOutput",
     "LossPart",
+    "LossPlan",
     "LossWeighting",
     "MatchedWeighting",
     "MinedLoss",
     "MultiTeacherLossAggregator",
+    "Needs",
     "NextTokenLoss",
     "Objective",
     "PartitionKLLoss",
-    "PlannedPart",
     "ProjectedKLLoss",
     "ProjectionShard",
     "ScheduledWeighting",
@@ -92,7 +99,6 @@ __all__ = [
     "ULDLoss",
     "VocabKLLoss",
     "VocabularyMatch",
-    "announced_loss",
     "reduce_counts",
     "reduce_scores",
 ]

@@ -5,7 +5,6 @@ B batch, Ts Tt tokens, Vp local partition, C chunks, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +16,6 @@ from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
 from megatron_ext.losses.inputs.projection_shard import ProjectionShard
 from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
-from megatron_ext.registry import Registry
 
 SumCount = tuple[torch.Tensor, torch.Tensor]
 """A local sum (fp32 scalar) and the number of things summed (int64 scalar)."""
@@ -69,9 +67,9 @@ class DistillationInputs:
     chunk_script: torch.Tensor | None = None
     """[C] int8: number in ``alignment.audit.character_table.SCRIPTS``; for diagnostics."""
 
-    announced: float | torch.Tensor = 1.0
+    grad_scale: float | torch.Tensor = 1.0
     """The gradient that ``LossOutput.loss_sum`` is going to get: its weight over its global count.
-    As a tensor a scalar without a graph. Kernels write the gradient for it in their forward, and
+    As a tensor a scalar without a graph. The gradient is written for it in the forward, and
     another one costs a pass over that; it is not 0."""
 
     def counted_chunks(self) -> torch.Tensor:
@@ -98,9 +96,3 @@ class LossOutput:
     chunk_loss: torch.Tensor | None = None
     """[C] without a graph: each chunk's part of ``loss_sum``, 0 for those that are left out; None
     from an objective that does not sum over chunks."""
-
-
-Objective = Callable[[DistillationInputs], LossOutput]
-
-LOSS_REGISTRY: Registry[Callable[..., Objective]] = Registry("distillation objective")
-"""Name -> constructor taking the objective's options as keywords."""

@@ -1,4 +1,4 @@
-"""What an objective will count, before the student has run.
+"""What the data says of a microbatch before the student has run, and objectives count by.
 
 A schedule runs the backward pass of one microbatch before the forward pass of the next, so the
 global count must be there before the first. The data says it.
@@ -7,14 +7,12 @@ global count must be there before the first. The data says it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import Objective
 
 Over = Literal["chunks", "tokens"]
 """What an objective sums over: chunks of an alignment, or the student's labels (``vocab_kl``)."""
@@ -58,27 +56,3 @@ class KnownAhead:
             assert mask is not None
             return mask.sum()
         return (self.chunk_mask & usable).sum()
-
-
-@runtime_checkable
-class CountsAhead(Protocol):
-    """An objective that knows from the data which chunks it leaves out."""
-
-    def count_ahead(self, known: KnownAhead) -> torch.Tensor:
-        """int64 scalar: ``LossOutput.count`` of these inputs."""
-
-
-def count_ahead(objective: Objective, known: KnownAhead, *, over: Over = "chunks") -> torch.Tensor:
-    """int64 scalar by which the global batch's sum of ``objective`` is divided.
-
-    That is what the objective says, where it is ``CountsAhead``; otherwise all labels, or all
-    chunks that it is given, used or not.
-
-    Raises:
-        LossError: Chunks without an alignment.
-    """
-    if isinstance(objective, CountsAhead):
-        return objective.count_ahead(known)
-    if over == "tokens":
-        return (known.labels != IGNORE_INDEX).sum()
-    return known.chunks()

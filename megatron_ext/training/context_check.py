@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Mapping
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses import AlmLoss, Objective, ULDLoss
+from megatron_ext.losses import Objective
 from megatron_ext.training.config import DistillConfig
 
 
@@ -30,32 +29,15 @@ def check_context_parallel(config: DistillConfig, objectives: Mapping[str, Objec
             fix="set one of them back",
         )
     for name, objective in objectives.items():
-        for needs_whole, why in _WHOLE:
-            if needs_whole(objective):
-                own = config.loss.of_teacher(config.named_teachers[name])
-                raise ConfigError(
-                    f"the objective {own.objective} needs whole sequences so, which "
-                    "context-parallel ranks have not",
-                    where=f"{config.section_of(name)}.options"
-                    if config.named_teachers[name].options
-                    else "loss.options",
-                    got=f"{why}, with parallel.context_parallel_size {size}",
-                    fix="leave the option out, or set parallel.context_parallel_size to 1",
-                )
-
-
-_WHOLE: Final[tuple[tuple[Callable[[Objective], bool], str], ...]] = (
-    (
-        lambda objective: isinstance(objective, AlmLoss) and objective.merge != "none",
-        "merge, of chunks that can be two ranks'",
-    ),
-    (
-        lambda objective: isinstance(objective, ULDLoss) and objective.alignment == "position",
-        "alignment position, which counts along a sample",
-    ),
-    (
-        lambda objective: getattr(objective, "numerics", "proper") == "nemo",
-        "numerics nemo, which choose columns for a microbatch",
-    ),
-)
-"""Which objectives are no sum over chunks of what their rows, and the row after each, say."""
+        why = objective.why_no_context_parallel
+        if why is not None:
+            own = config.loss.of_teacher(config.named_teachers[name])
+            raise ConfigError(
+                f"the objective {own.objective} needs whole sequences so, which "
+                "context-parallel ranks have not",
+                where=f"{config.section_of(name)}.options"
+                if config.named_teachers[name].options
+                else "loss.options",
+                got=f"{why}, with parallel.context_parallel_size {size}",
+                fix="leave the option out, or set parallel.context_parallel_size to 1",
+            )

@@ -20,19 +20,18 @@ from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import (
-    CombinedOutput,
     DistillationInputs,
     LayerGradients,
+    Loss,
     LossOutput,
+    LossPart,
+    LossPlan,
     Objective,
-    PlannedPart,
     SumCount,
-    announced_loss,
 )
 from megatron_ext.losses.checks.finite_check import FiniteCheck, check_finite
-from megatron_ext.losses.linear import no_logits
+from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.training.lesson import Lesson
-from megatron_ext.training.linear_forms import LinearForms
 from megatron_ext.training.model_chunks import has_head
 from megatron_ext.training.student_head import Head, head_of, without_head
 from megatron_ext.training.student_hidden import StudentHidden
@@ -110,8 +109,8 @@ class StudentStep:
     hidden: StudentHidden | None = None
     """On the last stage, for objectives that read hidden states."""
 
-    linear: LinearForms | None = None
-    """In place of logits: the loss from hidden states."""
+    linear: Mapping[str, LinearDistillation] | None = None
+    """In place of logits: the loss from hidden states; by teacher, see ``linear_forms``."""
 
     counts: GlobalCounts = GlobalCounts(tokens=0, of_parts={}, chunk_counts=ChunkCounts())
 
@@ -135,7 +134,7 @@ class StudentStep:
             return output, partial(self._loss, lesson, None)
         if is_headless:
             head = head_of(model)
-            return output, partial(self._linear_loss, lesson, head)
+            return output, partial(self._loss_from_hidden, lesson, head)
         # Now: under a pipeline, other microbatches go forward before this one has its loss.
         return output, partial(self._loss, lesson, self.hidden.take() if self.hidden else None)
 
@@ -144,31 +143,25 @@ class StudentStep:
     ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
         """megatron-core's triple: this microbatch's part of the loss, 0 tokens, what to report."""
         head = self.hidden.head_weight if self.hidden else None
-        student = self._student(lesson, logits, hidden, head)
-        parts, finite = self._parts(lesson, student)
-        counts = self._counts()
+        plan, finite = self._plan(lesson, self._student(lesson, logits, hidden, head))
         if self.gradients is None:
             # Nobody reads the logits again: who compares hidden states has those.
-            loss = announced_loss(parts, self.term_weights, counts, in_place=True)
-            return self._report(parts, loss.outputs, loss.total, finite)
-        combined = CombinedOutput(
-            parts={name: part.compute() for name, part in parts.items()},
-            term_weights=self.term_weights,
-        )
+            return self._report(plan, plan.loss(self._counts(), in_place=True), finite)
+        combined, counts = plan.outputs(), self._counts()
         self.gradients.add(combined.terms(counts))
-        outputs = {name: part.output for name, part in combined.parts.items()}
-        return self._report(parts, outputs, combined.total(counts), finite)
+        loss = Loss(total=combined.total(counts), outputs=dict(combined.outputs))
+        return self._report(plan, loss, finite)
 
-    def _linear_loss(
+    def _loss_from_hidden(
         self, lesson: Lesson, head: Head, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
         """The same, of a stage's last hidden states [T, B, D]."""
         assert self.linear is not None
         hidden = head.whole(output, self.shard.group)
         logits = no_logits(hidden, self.shard)
-        parts, finite = self._parts(lesson, self._student(lesson, logits, hidden, head.weight))
-        loss = self.linear.loss(parts, lesson.batch.tiles, self.term_weights, self._counts())
-        return self._report(parts, loss.outputs, loss.total, finite)
+        plan, finite = self._plan(lesson, self._student(lesson, logits, hidden, head.weight))
+        loss = plan.loss_from_hidden(self._counts(), self.linear, lesson.batch.tiles)
+        return self._report(plan, loss, finite)
 
     def _student(
         self,
@@ -185,20 +178,18 @@ class StudentStep:
             student_head_weight=head_weight,
         )
 
-    def _parts(
-        self, lesson: Lesson, student: DistillationInputs
-    ) -> tuple[dict[str, PlannedPart], FiniteCheck]:
-        """The parts of the loss, and whether the numbers that they read are finite."""
+    def _plan(self, lesson: Lesson, student: DistillationInputs) -> tuple[LossPlan, FiniteCheck]:
+        """The loss of a microbatch, and whether the numbers that it reads are finite."""
         of_teachers = self.term.inputs(lesson, student) if self.term else {}
         finite = FiniteCheck(torch.zeros(2, dtype=torch.int32, device=student.labels.device))
         for inputs in of_teachers.values() or [student]:
             finite = finite.merged(check_finite(self._seen(inputs)))
         parts = {
-            "ce": PlannedPart(objective=self.next_token, inputs=student, term="ce", count_name="ce")
+            "ce": LossPart(objective=self.next_token, inputs=student, term="ce", count_name="ce")
         }
         if self.term is not None:
-            parts |= self.term.aggregator.planned(of_teachers, weights=self.teacher_weights)
-        return parts, finite
+            parts |= self.term.aggregator(of_teachers, weights=self.teacher_weights)
+        return LossPlan(parts=parts, term_weights=self.term_weights), finite
 
     def _seen(self, inputs: DistillationInputs) -> DistillationInputs:
         """With what is there to be checked: hidden states in place of logits that are not made."""
@@ -213,25 +204,22 @@ class StudentStep:
         return {"ce": self.counts.tokens, **self.counts.of_parts}
 
     def _report(
-        self,
-        parts: Mapping[str, PlannedPart],
-        outputs: Mapping[str, LossOutput],
-        total: torch.Tensor,
-        finite: FiniteCheck,
+        self, plan: LossPlan, loss: Loss, finite: FiniteCheck
     ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
+        total = loss.total
         no_tokens = torch.zeros((), dtype=torch.int, device=total.device)
         metrics = {"loss": (total.detach(), no_tokens)}
         shares = []
-        for name, output in outputs.items():
+        for name, output in loss.outputs.items():
             called = self.term.metric_name(name) if self.term else name
             metrics |= _metrics(called, output)
             if called != name or name == "ce":
                 continue
-            weight = parts[name].weight
-            count = max(self.counts.of_parts[parts[name].count_name], 1)
-            shares.append(weight * output.loss_sum.detach() / count)
-            if isinstance(weight, torch.Tensor):
-                metrics[f"{name}/weight"] = (weight, torch.ones_like(no_tokens))
+            part = plan.parts[name]
+            count = max(self.counts.of_parts[part.count_name], 1)
+            shares.append(part.weight * output.loss_sum.detach() / count)
+            if isinstance(part.weight, torch.Tensor):
+                metrics[f"{name}/weight"] = (part.weight, torch.ones_like(no_tokens))
         if shares:
             metrics["kd"] = (torch.stack(shares).sum(), no_tokens)
         return total, no_tokens, StepReport(metrics, finite)

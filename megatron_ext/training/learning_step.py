@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_ext.distributed.context_rank import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import DskdProjectors, LearnedProjection, Objective, ProjectedKLLoss
+from megatron_ext.losses import DskdProjectors, LearnedProjection, Needs, Objective
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.building.options import ProjectionMethod
 from megatron_ext.projection.layout import VocabularyLayout
@@ -23,10 +23,10 @@ from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.config import TEACHER, DistillConfig
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
-from megatron_ext.training.linear_forms import LinearForms
+from megatron_ext.training.linear_forms import linear_forms
 from megatron_ext.training.loss_check import teacher_objective
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.objective import Needs, make_objective, needs_of, projector_start
+from megatron_ext.training.objective import make_objective, projector_start
 from megatron_ext.training.run_constants import RunConstants
 from megatron_ext.training.run_folder import CHECKPOINTS, projection_file
 from megatron_ext.training.student_hidden import StudentHidden
@@ -80,19 +80,19 @@ def learning_step(
         objectives[teacher.name] = teacher_objective(config, teacher.name)
         if not groups.is_last_stage:
             continue
-        needs = needs_of(objectives[teacher.name])
+        needs = objectives[teacher.name].needs
         constants[teacher.name] = _constants(config, inputs, step, teacher, needs, student, groups)
         if needs.hidden:
             projectors = _projectors(config, student, teacher, step.shard, constants[teacher.name])
             _add(student, PROJECTORS, teacher.name, projectors, config, groups)
             its = config.named_teachers[teacher.name]
             objectives[teacher.name] = make_objective(config.loss.of_teacher(its), projectors)
-    reads_hidden = any(needs_of(objective).hidden for objective in objectives.values())
+    reads_hidden = any(objective.needs.hidden for objective in objectives.values())
     step = dataclasses.replace(
         step, hidden=StudentHidden(student) if reads_hidden and groups.is_last_stage else None
     )
     if config.loss.linear:
-        forms = LinearForms.of(step.next_token, objectives, tile_rows=config.loss.linear_tile_rows)
+        forms = linear_forms(step.next_token, objectives, tile_rows=config.loss.linear_tile_rows)
         step = dataclasses.replace(step, linear=forms)
     if not objectives:
         return step
@@ -112,7 +112,7 @@ def run_projection(
 
     Collectives: that of ``ProcessGroups.on_main``, where the run builds its projection.
     """
-    method = needs_of(teacher_objective(config, name)).projection
+    method = teacher_objective(config, name).needs.projection
     configured = inputs.teachers[name].projection
     if configured is not None or method is None:
         return configured
@@ -128,7 +128,9 @@ def _constants(
     student: GPTModel,
     groups: ProcessGroups,
 ) -> RunConstants:
-    is_learned = config.loss.learned_projection and needs.shard and _learns(config, teacher.name)
+    is_learned = (
+        config.loss.learned_projection and teacher_objective(config, teacher.name).learns_projection
+    )
     constants = RunConstants.of(
         dataclasses.replace(needs, shard=needs.shard and not is_learned),
         tokenizers=(inputs.tokenizer, inputs.teachers[teacher.name].tokenizer),
@@ -156,11 +158,6 @@ def _constants(
     )
     _add(student, PROJECTION, teacher.name, learned, config, groups)
     return dataclasses.replace(constants, learned=learned)
-
-
-def _learns(config: DistillConfig, name: str) -> bool:
-    objective = teacher_objective(config, name)
-    return isinstance(objective, ProjectedKLLoss) and objective.numerics == "proper"
 
 
 def _add(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_ext.errors import ConfigError, LossError
-from megatron_ext.losses import Objective, ProjectedKLLoss
+from megatron_ext.losses import Objective
 from megatron_ext.losses.linear.linear_distillation import LinearDistillation
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.context_check import check_context_parallel
-from megatron_ext.training.objective import make_objective, needs_of
+from megatron_ext.training.objective import make_objective
 from megatron_ext.training.teacher_term import make_aggregator
 from megatron_ext.training.term_weighting import make_weighting
 
@@ -51,7 +51,7 @@ def check_loss(
     _check_linear(config, objectives)
     check_context_parallel(config, objectives)
     for name, objective in objectives.items():
-        if needs_of(objective).same_tokenizer or config.loss.teacher_mode == "averaged_logits":
+        if objective.needs.same_tokenizer or config.loss.teacher_mode == "averaged_logits":
             _check_same_tokenizer(config, name, tokenizer, teachers[name])
 
 
@@ -77,7 +77,7 @@ def _check_layout(config: DistillConfig, objectives: Mapping[str, Objective]) ->
             got=f"{got}, with {len(objectives)} teachers",
             expected="original",
         )
-    if not any(needs_of(objective).projection for objective in objectives.values()):
+    if not any(objective.needs.projection for objective in objectives.values()):
         raise ConfigError(
             f"the objective {config.loss.objective} has no projection to lay the vocabularies out "
             "by",
@@ -92,12 +92,7 @@ def _check_learned(config: DistillConfig, objectives: Mapping[str, Objective]) -
     if not config.loss.learned_projection:
         return
     where = "loss.learned_projection"
-    learners = [
-        objective
-        for objective in objectives.values()
-        if isinstance(objective, ProjectedKLLoss) and objective.numerics == "proper"
-    ]
-    if not learners:
+    if not any(objective.learns_projection for objective in objectives.values()):
         raise ConfigError(
             "no objective learns a projection",
             where=where,

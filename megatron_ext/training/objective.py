@@ -1,33 +1,17 @@
-"""The objective that a run names: its options, checked, and what it reads besides the logits.
-
-A run has no other code for an objective than its row in ``_NEEDS``.
-"""
+"""The objective that a run names, with its options checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from megatron_ext.errors import ConfigError, LossError
 from megatron_ext.losses import (
     LOSS_REGISTRY,
-    AlmLoss,
     DskdLoss,
     DskdProjectors,
-    GoldLoss,
-    MinedLoss,
     Objective,
-    PartitionKLLoss,
-    ProjectedKLLoss,
-    StrictTopKLoss,
-    ULDLoss,
-    VocabKLLoss,
 )
-from megatron_ext.losses.combining.cross_tokenizer import what_it_sums_over
-from megatron_ext.losses.count_ahead import Over
-from megatron_ext.projection.building.options import ProjectionMethod
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.config_file import build_config
 
@@ -35,64 +19,6 @@ _PROJECTORS: Final = "projectors"
 PROJECTOR_STARTS: Final = ("random", "heads")
 """Values of the option ``projectors`` of ``dskd``: from the run's seed, or by pseudo-inverses of
 the models' heads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """What an objective reads that does not follow from logits, labels and alignment."""
-
-    projection: ProjectionMethod | None = None
-    """How the projection is built, where the run is not given one; None: it needs none."""
-
-    shard: bool = False
-    """The projection itself."""
-
-    match: bool = False
-    """The tokens that both vocabularies have, by the projection."""
-
-    min_share: float | None = None
-    """Least share of a token in the match, see ``SparseProjection.partition``."""
-
-    boundary: bool = False
-    """The tokens that begin a word."""
-
-    completions: bool = False
-    """What both models can say in each chunk."""
-
-    hidden: bool = False
-    """The student's last hidden states and head."""
-
-    same_tokenizer: bool = False
-    """A teacher that reads the student's tokens."""
-
-
-_PROJECTED: Final = Needs(projection="retokenized", shard=True)
-_MATCHED: Final = Needs(projection="retokenized", match=True)
-
-_NEEDS: Final[Mapping[Callable[..., Any], Callable[[Any], Needs]]] = {
-    ProjectedKLLoss: lambda objective: _PROJECTED,
-    VocabKLLoss: lambda objective: Needs(same_tokenizer=True),
-    ULDLoss: lambda objective: Needs(),
-    AlmLoss: lambda objective: Needs(boundary=objective.debias or objective.merge != "none"),
-    MinedLoss: lambda objective: Needs(projection="mined", shard=True),
-    StrictTopKLoss: lambda objective: _MATCHED,
-    PartitionKLLoss: lambda objective: Needs(
-        projection="retokenized", match=True, completions=True
-    ),
-    # Projectors that start from the heads match tokens as well.
-    DskdLoss: lambda objective: Needs(projection="retokenized", match=True, hidden=True),
-    GoldLoss: lambda objective: Needs(
-        projection="retokenized", match=True, min_share=getattr(objective, "min_share", None)
-    ),
-}
-
-
-def needs_of(objective: Objective) -> Needs:
-    """What ``objective`` reads; of one that is not known here, projection and match."""
-    for kind in type(objective).__mro__:
-        if kind in _NEEDS:
-            return _NEEDS[kind](objective)
-    return Needs(projection="retokenized", shard=True, match=True)
 
 
 def make_objective(
@@ -144,11 +70,6 @@ def projector_start(loss: LossConfig, *, section: str = "loss") -> str:
             expected=f"one of {', '.join(PROJECTOR_STARTS)}",
         )
     return str(start)
-
-
-def sums_over(loss: LossConfig) -> Over:
-    """Chunks, or the student's labels."""
-    return what_it_sums_over(loss.objective, loss.options)
 
 
 def _where(section: str, keys: tuple[str, ...]) -> str:

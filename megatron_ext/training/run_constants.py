@@ -11,6 +11,7 @@ from megatron_ext.losses import (
     BoundaryColumns,
     CompletionTable,
     LearnedProjection,
+    Needs,
     ProjectionShard,
     VocabularyMatch,
 )
@@ -18,7 +19,6 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
-from megatron_ext.training.objective import Needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

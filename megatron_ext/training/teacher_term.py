@@ -27,7 +27,6 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.lesson import Lesson
-from megatron_ext.training.objective import sums_over
 from megatron_ext.training.run_constants import RunConstants
 
 
@@ -49,7 +48,6 @@ def make_aggregator(
                 name: TeacherObjective(
                     objective=objective,
                     weight=teachers[name].weight,
-                    over=sums_over(loss.of_teacher(teachers[name])),
                 )
                 for name, objective in objectives.items()
             },
@@ -105,7 +103,7 @@ class TeacherTerm:
                 group=self.context.group,
             )
             for name in self.constants
-            if self.aggregator.teachers[name].over == "chunks"
+            if self.aggregator.teachers[name].objective.sums_over == "chunks"
         }
 
     def completions(

@@ -28,6 +28,7 @@ from megatron_ext.training.fault_counts import FaultCounts
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep, reduce_reports
 from megatron_ext.training.learned_projections import LearnedProjections
 from megatron_ext.training.lesson import Lesson
+from megatron_ext.training.linear_forms import cut_into_tiles
 from megatron_ext.training.metrics import (
     MetricsLog,
     plot_loss_curve,
@@ -294,7 +295,7 @@ class Trainer:
         completions = term.completions(sides, plans) if term else {}
         tiles = None
         if self.step.linear is not None and self.groups.is_last_stage:
-            tiles = self.step.linear.tiles(sides, completions)
+            tiles = cut_into_tiles(self.step.linear, sides, completions)
         batch = Microbatch.of(sides, completions, tiles, context=context, plans=plans)
         if self.groups.is_last_stage:
             recorded = {

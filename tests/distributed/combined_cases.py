@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.losses import NextTokenLoss, ProjectedKLLoss
-from megatron_ext.losses.combined import CombinedOutput, LossPart, reduce_counts
+from megatron_ext.losses import LossPart, LossPlan, NextTokenLoss, ProjectedKLLoss, reduce_counts
 from megatron_ext.losses.combining.gradient_magnitude import LayerGradients
 from megatron_ext.losses.combining.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
 from megatron_ext.losses.combining.teacher_scores import TeacherText, reduce_scores
@@ -68,11 +67,11 @@ def run(
     for rows, batch in zip(microbatches, batches, strict=True):
         logits = HIDDEN[rows] @ head.t()
         inputs = {name: replace(part, student_logits=logits) for name, part in batch.items()}
-        ce = LossPart(output=NextTokenLoss()(inputs["a"]), term="ce", count_name="ce")
-        output = CombinedOutput(
+        ce = LossPart(objective=NextTokenLoss(), inputs=inputs["a"], term="ce", count_name="ce")
+        output = LossPlan(
             parts={"ce": ce, **losses(inputs, weights=weights["bits_per_byte"])},
             term_weights={"kd": 0.8, "ce": 0.3},
-        )
+        ).outputs()
         gradients.add(output.terms(counts))
         total = output.total(counts)
         grad += torch.autograd.grad(total, head)[0]

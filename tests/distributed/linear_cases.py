@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron_ext.distributed.shard_collectives import copy_to_shards
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, KnownAhead, TeacherTargets
-from megatron_ext.losses.base import Objective
 from megatron_ext.losses.linear import LinearDistillation, no_logits
+from megatron_ext.losses.objective import Objective
 from tests.distributed.partition_cases import completed
 from tests.losses.linear.linear_case import ordered
 from tests.losses.microbatch import Microbatch

@@ -14,10 +14,10 @@ from megatron_ext.losses import (
     DistillationInputs,
     KnownAhead,
     LossOutput,
+    LossPart,
+    LossPlan,
     NextTokenLoss,
     Objective,
-    PlannedPart,
-    announced_loss,
 )
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 
@@ -67,13 +67,14 @@ def with_cross_entropy(
         labels=inputs.labels,
     )
     parts = {
-        "ce": PlannedPart(objective=NextTokenLoss(), inputs=student, term="ce", count_name="ce")
+        "ce": LossPart(objective=NextTokenLoss(), inputs=student, term="ce", count_name="ce")
     }
     if not isinstance(objective, NextTokenLoss):
-        parts["kd"] = PlannedPart(
+        parts["kd"] = LossPart(
             objective=objective, inputs=inputs, term="kd", count_name="kd", weight=teacher_weight
         )
-    loss = announced_loss(parts, {"kd": kd_weight, "ce": ce_weight}, COUNTS, in_place=True)
+    plan = LossPlan(parts=parts, term_weights={"kd": kd_weight, "ce": ce_weight})
+    loss = plan.loss(COUNTS, in_place=True)
     return PathLoss(total=loss.total, parts=loss.outputs)
 
 

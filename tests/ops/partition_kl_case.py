@@ -164,7 +164,7 @@ class Case:
             divergence = torch.cat([side.divergence for side in out])
             total = (divergence * self.weights().to(divergence)).sum()
         else:
-            total = out.loss
+            total = out
         (grad,) = torch.autograd.grad(total, leaf)
         return out, grad
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.losses.kept_gradient import kept_gradient
 from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.projected_kl import (
@@ -17,7 +18,7 @@ from megatron_ext.ops.projected_kl import (
     LearnedEntries,
     ProjectedKL,
     ShardedProjection,
-    projected_kl_with_ce,
+    evaluate_projected_kl,
     projected_kl_with_ce_reference,
 )
 from tests.ops.kernel_case import assert_as_exact, nan_filled
@@ -59,50 +60,42 @@ def fused(
     logits: torch.Tensor,
     comparing: Comparing,
     padding: int = 0,
+    in_place: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, ProjectedKL]:
+    """The weighted sum of chunks and tokens with a graph, and what it is of."""
     student = VocabShard(start=0, stop=47 + padding, vocab_size=47)
     teacher = VocabShard(start=0, stop=41, vocab_size=41)
     rows = torch.nn.functional.pad(case.projection.float(), (0, 0, 0, padding))
-    return projected_kl_with_ce(
-        logits,
-        case.teacher_logits.to(logits.dtype),
-        student_rows=ChunkRows.of(case.student_chunk_id, 3),
-        teacher_rows=ChunkRows.of(case.teacher_chunk_id, 3),
-        projection=ShardedProjection(
-            rows.to_sparse_csr(),
-            rows.t().contiguous().to_sparse_csr(),
-            rows.sum(dim=-1),
-            (rows > 0).any(dim=0),
-            column_plan(case.projection, student, teacher),
-        ),
-        student_shard=student,
-        teacher_shard=teacher,
-        cross_entropy=CrossEntropy(LABELS, WEIGHTS),
-        announced=ANNOUNCED,
-        comparing=comparing,
-        **options,
-    )
+    found: list[ProjectedKL] = []
 
+    def evaluate(whole: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        values = evaluate_projected_kl(
+            whole,
+            case.teacher_logits.to(logits.dtype),
+            student_rows=ChunkRows.of(case.student_chunk_id, 3),
+            teacher_rows=ChunkRows.of(case.teacher_chunk_id, 3),
+            projection=ShardedProjection(
+                rows.to_sparse_csr(),
+                rows.t().contiguous().to_sparse_csr(),
+                rows.sum(dim=-1),
+                (rows > 0).any(dim=0),
+                column_plan(case.projection, student, teacher),
+            ),
+            student_shard=student,
+            teacher_shard=teacher,
+            cross_entropy=CrossEntropy(LABELS, WEIGHTS),
+            announced=ANNOUNCED,
+            comparing=comparing,
+            gradient=gradient,
+            **options,
+        )
+        found.append(values)
+        assert values.token_loss is not None
+        chunks = torch.where(ANNOUNCED == 0, 0.0, values.chunk_loss * ANNOUNCED)
+        return chunks.sum() + torch.where(WEIGHTS == 0, 0.0, values.token_loss * WEIGHTS).sum()
 
-def test_the_reference_has_the_gradient_of_its_value() -> None:
-    case = paired()
-    case.student_logits.requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda logits: projected_kl_with_ce_reference(
-            logits,
-            case.teacher_logits,
-            student_chunk_id=case.student_chunk_id,
-            teacher_chunk_id=case.teacher_chunk_id,
-            chunk_count=3,
-            projection=case.projection,
-            label=LABELS,
-            weight=WEIGHTS.double(),
-            announced=ANNOUNCED.double(),
-        ),
-        case.student_logits,
-        fast_mode=True,
-    )
+    return kept_gradient(logits, evaluate, in_place=in_place), found[0]
 
 
 @pytest.mark.usefixtures("nan_filled")
@@ -202,17 +195,18 @@ def test_learned_entries_get_theirs_by_kernel_as_by_torch(direction: Any) -> Non
     rows, columns = ((dense > 0) & ((dense > 0).sum(dim=1, keepdim=True) > 1)).nonzero().unbind(1)
     found = []
     for implementation in IMPLEMENTATIONS:
-        value = dense[rows, columns].clone().requires_grad_()
+        value = dense[rows, columns].clone()
+        entry_gradient = torch.zeros_like(value)
         logits = case.student_logits.float().requires_grad_()
         total, _ = fused(
             case,
             logits,
             Comparing(1.3, direction),
             learned=LearnedEntries(value, rows, columns),
+            entry_gradient=entry_gradient,
             implementation=implementation,
-            in_place=False,
         )
-        found.append(torch.autograd.grad(0.5 * total, (logits, value)))
+        found.append((*torch.autograd.grad(total, logits), entry_gradient))
     for by_kernel, by_torch in zip(*found, strict=True):
         scale = by_torch.abs().max().item()
         assert scale > 1e-3

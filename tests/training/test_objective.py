@@ -13,11 +13,13 @@ from megatron_ext.losses import (
     DskdLoss,
     DskdProjectors,
     LossOutput,
+    Needs,
+    Objective,
     ProjectedKLLoss,
     StrictTopKLoss,
 )
 from megatron_ext.training.config import LossConfig
-from megatron_ext.training.objective import Needs, make_objective, needs_of, sums_over
+from megatron_ext.training.objective import make_objective
 
 
 def test_options_and_temperature_reach_the_objective() -> None:
@@ -99,23 +101,42 @@ def test_projectors_are_those_that_are_given() -> None:
 
 
 def test_an_objective_needs_what_its_options_make_it_read() -> None:
-    assert needs_of(AlmLoss()).boundary
-    assert not needs_of(AlmLoss(debias=False)).boundary
-    assert needs_of(AlmLoss(debias=False, merge="words")).boundary
+    assert AlmLoss().needs.boundary
+    assert not AlmLoss(debias=False).needs.boundary
+    assert AlmLoss(debias=False, merge="words").needs.boundary
     hybrid = make_objective(LossConfig(objective="hybrid_kl", options={"min_share": 0.8}))
-    assert needs_of(hybrid) == Needs(projection="retokenized", match=True, min_share=0.8)
-    assert needs_of(make_objective(LossConfig(objective="gold"))).min_share is None
-    assert needs_of(ProjectedKLLoss()) == Needs(projection="retokenized", shard=True)
+    assert hybrid.needs == Needs(projection="retokenized", match=True, min_share=0.8)
+    assert make_objective(LossConfig(objective="gold")).needs.min_share is None
+    assert ProjectedKLLoss().needs == Needs(projection="retokenized", shard=True)
 
 
-def test_an_objective_of_somebody_else_gets_projection_and_match() -> None:
-    def objective(inputs: DistillationInputs) -> LossOutput:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Added(Objective):
+    """An objective of a user's own."""
+
+    name = "added"
+
+    strength: float = 1.0
+
+    def compute(self, inputs: DistillationInputs) -> LossOutput:
         raise NotImplementedError
 
-    assert needs_of(objective) == Needs(projection="retokenized", shard=True, match=True)
+
+def test_an_objective_that_is_added_has_its_options_and_all_that_it_may_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LOSS_REGISTRY, "_rows", dict(LOSS_REGISTRY._rows))
+    LOSS_REGISTRY.register("added", _Added)
+    added = make_objective(LossConfig(objective="added", options={"strength": 2.0}))
+    assert added == _Added(strength=2.0)
+    assert added.needs == Needs(projection="retokenized", shard=True, match=True)
+    assert added.target_forms == ("hidden",)
 
 
 def test_objectives_over_labels_are_known() -> None:
-    assert sums_over(LossConfig(objective="vocab_kl")) == "tokens"
-    assert sums_over(LossConfig(objective="uld", options={"alignment": "position"})) == "tokens"
-    assert sums_over(LossConfig(objective="uld")) == "chunks"
+    assert make_objective(LossConfig(objective="vocab_kl")).sums_over == "tokens"
+    assert (
+        make_objective(LossConfig(objective="uld", options={"alignment": "position"})).sums_over
+        == "tokens"
+    )
+    assert make_objective(LossConfig(objective="uld")).sums_over == "chunks"

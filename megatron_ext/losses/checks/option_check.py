@@ -12,6 +12,13 @@ Numerics = Literal["proper", "nemo"]
 gradient of NeMo RL's x_token losses, for comparison with runs that used them."""
 
 
+def why_nemo(numerics: Numerics) -> str | None:
+    """Why an objective with these numerics cannot be cut; None: it can."""
+    if numerics == "nemo":
+        return "numerics nemo, which choose columns for the whole microbatch"
+    return None
+
+
 def check_temperature(objective: str, temperature: float) -> None:
     """Raises LossError where it is no positive number."""
     if not (math.isfinite(temperature) and temperature > 0):

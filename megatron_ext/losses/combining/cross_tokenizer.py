@@ -9,9 +9,8 @@ from typing import Any, Final
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs
+from megatron_ext.losses.base import DistillationInputs
 from megatron_ext.losses.checks.keyword_check import check_keywords
-from megatron_ext.losses.combined import CombinedOutput, LossPart
 from megatron_ext.losses.combining.cross_tokenizer_config import (
     CrossTokenizerLossConfig,
     TeacherLossConfig,
@@ -25,8 +24,10 @@ from megatron_ext.losses.combining.multi_teacher import (
 )
 from megatron_ext.losses.combining.teacher_scores import TeacherMeasure
 from megatron_ext.losses.combining.weighting import FixedWeighting, LossWeighting, MatchedWeighting
-from megatron_ext.losses.count_ahead import KnownAhead, Over, count_ahead
+from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.objective import LOSS_REGISTRY
 from megatron_ext.losses.objectives.next_token import NextTokenLoss
+from megatron_ext.losses.plan import CombinedOutput, LossPart, LossPlan
 
 NEMO_VOCAB_TOPK: Final = 8192
 """Columns of a microbatch in the original's projected KL, unless it is told otherwise."""
@@ -114,17 +115,18 @@ class CrossTokenizerDistillationLossFn:
             Parts ``ce`` and ``kd/<teacher>`` with metrics. Collectives: those of ``NextTokenLoss``
             and then of each teacher's objective.
         """
-        ce = LossPart(output=self._next_token(student), term="ce", count_name="ce")
-        return CombinedOutput(
+        ce = LossPart(objective=self._next_token, inputs=student, term="ce", count_name="ce")
+        plan = LossPlan(
             parts={"ce": ce, **self.aggregator(teachers, weights=teacher_weights)},
             term_weights=self.weighting.weights(step),
         )
+        return plan.outputs()
 
     def counts(
         self, student: KnownAhead, teachers: Mapping[str, KnownAhead]
     ) -> dict[str, torch.Tensor]:
         """One microbatch's counts by name, int64 scalars, before the student has run."""
-        tokens = count_ahead(self._next_token, student, over="tokens")
+        tokens = self._next_token.count_ahead(student)
         return {"ce": tokens, **self.aggregator.counts(teachers)}
 
     def observe(self, values: Mapping[str, float]) -> None:
@@ -175,12 +177,6 @@ def objective_of(
     }
 
 
-def what_it_sums_over(name: str, options: Mapping[str, Any]) -> Over:
-    """``tokens`` for objectives that look at labels and at no alignment."""
-    is_positional = name == "uld" and options.get("alignment") == "position"
-    return "tokens" if is_positional or name in ("next_token", "vocab_kl") else "chunks"
-
-
 def _teacher_objective(
     config: CrossTokenizerLossConfig, teacher: TeacherLossConfig
 ) -> TeacherObjective:
@@ -191,7 +187,6 @@ def _teacher_objective(
     return TeacherObjective(
         objective=constructor(**options),
         weight=teacher.weight,
-        over=what_it_sums_over(name, options),
     )
 
 

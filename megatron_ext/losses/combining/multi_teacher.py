@@ -10,8 +10,7 @@ from typing import Literal, get_args
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs, Objective
-from megatron_ext.losses.combined import LossPart, PlannedPart
+from megatron_ext.losses.base import DistillationInputs
 from megatron_ext.losses.combining.averaged_logits import averaged_inputs, teacher_targets
 from megatron_ext.losses.combining.sample_selection import restricted
 from megatron_ext.losses.combining.teacher_scores import (
@@ -21,7 +20,9 @@ from megatron_ext.losses.combining.teacher_scores import (
     dynamic_weights,
     sample_scores,
 )
-from megatron_ext.losses.count_ahead import KnownAhead, Over, count_ahead
+from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.objective import Objective
+from megatron_ext.losses.plan import LossPart
 
 TeacherMode = Literal["sum", "averaged_logits", "select_teacher"]
 
@@ -38,10 +39,6 @@ class TeacherObjective:
     objective: Objective
 
     weight: float = 1.0
-
-    over: Over = "chunks"
-    """What the objective sums over: how a sample that another teacher was chosen for is left out,
-    and what is counted ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,20 +122,11 @@ class MultiTeacherLossAggregator:
             weights: [P] fp32 from ``weights``; None for the static ones.
 
         Returns:
-            Parts for a ``CombinedOutput``. Collectives: those of the objectives, in the order of
-            the teachers.
+            Parts for a ``LossPlan``. No collectives but those of averaging.
 
         Raises:
-            LossError: Inputs of other teachers, dynamic weights that were not given, and what the
-                objectives raise.
+            LossError: Inputs of other teachers, or dynamic weights that were not given.
         """
-        planned = self.planned(inputs, weights=weights)
-        return {name: part.compute() for name, part in planned.items()}
-
-    def planned(
-        self, inputs: Mapping[str, DistillationInputs], *, weights: torch.Tensor | None = None
-    ) -> dict[str, PlannedPart]:
-        """What ``__call__`` computes, with the objective and the inputs of each part."""
         self._check_names(inputs)
         if self.mode == "averaged_logits":
             average = averaged_inputs(
@@ -195,7 +183,7 @@ class MultiTeacherLossAggregator:
         """
         self._check_names(known)
         return {
-            name: restricted(known[name], choice == index, teacher.over)
+            name: restricted(known[name], choice == index, teacher.objective.sums_over)
             for index, (name, teacher) in enumerate(self.teachers.items())
         }
 
@@ -204,12 +192,12 @@ class MultiTeacherLossAggregator:
         self._check_names(known)
         if self.mode == "averaged_logits":
             name, teacher = next(iter(self.teachers.items()))
-            count = count_ahead(teacher.objective, known[name], over=teacher.over)
+            count = teacher.objective.count_ahead(known[name])
             return {self._count_name("average"): count}
         counts: dict[str, torch.Tensor] = {}
         for name, teacher in self.teachers.items():
             key = self._count_name(name)
-            count = count_ahead(teacher.objective, known[name], over=teacher.over)
+            count = teacher.objective.count_ahead(known[name])
             counts[key] = counts[key] + count if key in counts else count
         return counts
 
@@ -224,9 +212,9 @@ class MultiTeacherLossAggregator:
 
     def _part(
         self, name: str, inputs: DistillationInputs, weight: float | torch.Tensor
-    ) -> PlannedPart:
+    ) -> LossPart:
         teacher = self.teachers.get(name)
-        return PlannedPart(
+        return LossPart(
             # An average has the one objective of all.
             objective=self._objectives()[0] if teacher is None else teacher.objective,
             inputs=inputs,

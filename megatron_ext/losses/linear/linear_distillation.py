@@ -12,14 +12,14 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs, LossOutput, Objective
+from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.fused_evaluation import evaluate_together
 from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
 from megatron_ext.losses.linear.added_outputs import AddedOutputs
 from megatron_ext.losses.linear.microbatch_tiles import MicrobatchTiles
 from megatron_ext.losses.linear.teacher_tiles import TeacherTiles
-from megatron_ext.losses.linear.tile_evaluation import evaluate_tile
-from megatron_ext.losses.linear.tileable import check_tileable, compares_tokens, reads_labels
+from megatron_ext.losses.objective import Objective, Scale
 from megatron_ext.ops.linear_form import Tile, linear_loss
 
 
@@ -59,7 +59,14 @@ class LinearDistillation:
         if not self.objectives:
             raise LossError("a linear form needs an objective", got="none")
         for name, objective in self.objectives.items():
-            check_tileable(name, objective)
+            why = objective.why_no_linear_form
+            if why is not None:
+                raise LossError(
+                    f"the objective {name} has no linear form",
+                    got=f"{type(objective).__name__}: {why}",
+                    expected="a sum over chunks or labels, each from rows of its own",
+                    fix="call it with logits",
+                )
 
     def tiles(
         self, known: KnownAhead, completions: ChunkCompletions | None = None
@@ -73,9 +80,9 @@ class LinearDistillation:
         return MicrobatchTiles.of(
             known,
             rows=self.tile_rows,
-            paired=any(compares_tokens(objective) for objective in objectives)
+            paired=any(objective.needs.same_tokenizer for objective in objectives)
             or known.alignment is None,
-            with_labels=any(reads_labels(objective) for objective in objectives),
+            with_labels=any(objective.sums_over == "tokens" for objective in objectives),
             completions=completions,
         )
 
@@ -83,7 +90,7 @@ class LinearDistillation:
         self,
         inputs: DistillationInputs,
         tiles: MicrobatchTiles,
-        scales: Mapping[str, float | torch.Tensor],
+        scales: Mapping[str, Scale],
     ) -> LinearOutput:
         """The loss of a microbatch.
 
@@ -130,7 +137,7 @@ class _Run:
     def __init__(
         self,
         objectives: Mapping[str, Objective],
-        scales: Mapping[str, float | torch.Tensor],
+        scales: Mapping[str, Scale],
         inputs: DistillationInputs,
         tiles: MicrobatchTiles,
     ) -> None:
@@ -145,12 +152,11 @@ class _Run:
         inputs = replace(
             next(self._inputs), student_logits=logits[None], teacher=self._teacher.of(tile)
         )
-        evaluated = evaluate_tile(
-            self._objectives, self._scales, inputs, needs_gradient=needs_gradient
-        )
-        self.added.add(tile, evaluated.outputs)
-        sums = [self._scales[name] * out.loss_sum for name, out in evaluated.outputs.items()]
-        return torch.stack(sums).sum(), evaluated.gradient
+        gradient = logits if needs_gradient else None
+        outputs = evaluate_together(self._objectives, self._scales, inputs, gradient=gradient)
+        self.added.add(tile, outputs)
+        sums = [self._scales[name] * output.loss_sum for name, output in outputs.items()]
+        return torch.stack(sums).sum(), gradient
 
 
 def no_logits(hidden: torch.Tensor, shard: VocabShard) -> torch.Tensor:

@@ -11,11 +11,12 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_student
 from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks
 from megatron_ext.losses.inputs.targets import TargetKind
+from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective, TargetForm
 from megatron_ext.losses.objectives.chunk_groups import ChunkGroups, chunk_groups
 from megatron_ext.losses.objectives.chunk_likelihood import (
     ChunkLikelihoods,
@@ -34,7 +35,7 @@ Merge = Literal["none", "words", "likely_boundaries"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlmLoss:
+class AlmLoss(Objective):
     """``sum_c D(P_c, Q_c)`` over chunks: how likely the chunk's bytes are to either model.
 
     ``log P_c`` is the sum of the teacher's log-probabilities of the chunk's tokens, ``log Q_c``
@@ -119,7 +120,8 @@ class AlmLoss:
                 expected="above 0 and below 1",
             )
 
-    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+    def compute(self, inputs: DistillationInputs) -> LossOutput:
+        """See ``Objective``."""
         check_student(inputs)
         kinds: tuple[TargetKind, ...] = ("logits", "hidden", "label")
         alignment, teacher = check_alignment(inputs, objective=self.name, kinds=kinds)
@@ -165,7 +167,7 @@ class AlmLoss:
         )
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
-        """See ``CountsAhead``: chunks with all their labels.
+        """Chunks with all their labels.
 
         Exact but for chunks that a model makes impossible, which no data tells, with ``merge``
         "none", and "words" where ``known`` has the teacher's labels and ``word_starts``. Otherwise
@@ -210,6 +212,28 @@ class AlmLoss:
         if self.debias:
             chunk = chunk + torch.where(groups.is_last, boundary, 0.0)
         return groups.sum(torch.where(usable, chunk, 0.0))
+
+    @property
+    def needs(self) -> Needs:
+        """Boundaries, where it debiases or merges."""
+        return Needs(boundary=self.debias or self.merge != "none")
+
+    @property
+    def target_forms(self) -> tuple[TargetForm, ...]:
+        """Two numbers a token do."""
+        return ("label", "hidden")
+
+    @property
+    def why_no_context_parallel(self) -> str | None:
+        """With merged chunks."""
+        return None if self.merge == "none" else "merge, of chunks that can be two ranks'"
+
+    @property
+    def why_no_linear_form(self) -> str | None:
+        """With ``debias`` or merged chunks."""
+        if self.debias or self.merge != "none":
+            return "debias and merge look at the row behind a chunk"
+        return None
 
 
 def _before_boundary(

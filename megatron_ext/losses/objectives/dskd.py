@@ -13,12 +13,13 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.distributed.vocab_parallel import accumulation_dtype, vocab_argmax
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_student
 from megatron_ext.losses.checks.option_check import check_choice
 from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
 from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
 from megatron_ext.losses.objectives.dskd_projectors import DskdProjectors
 from megatron_ext.losses.objectives.dskd_slices import Positions, Spaces, Terms, terms_by_slice
 from megatron_ext.ops.divergence import Divergence, check_divergence
@@ -31,7 +32,7 @@ Gate = Literal["target", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DskdLoss:
+class DskdLoss(Objective):
     """Distillation in both models' spaces, summed over aligned positions c.
 
     ``A`` carries a teacher's hidden state to the student's width, ``B`` a student's to the
@@ -119,7 +120,8 @@ class DskdLoss:
                     expected="0 or above",
                 )
 
-    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+    def compute(self, inputs: DistillationInputs) -> LossOutput:
+        """See ``Objective``."""
         check_student(inputs)
         alignment, teacher = check_alignment(inputs, objective=self.name, kinds=("hidden",))
         usable = self._usable(inputs.labels, alignment)
@@ -131,7 +133,7 @@ class DskdLoss:
             onto_teacher,
             positions,
             partial(self._terms, inputs, teacher, positions.rows, used),
-            announced=torch.where(used, 1.0, 0.0) * inputs.announced,
+            announced=torch.where(used, 1.0, 0.0) * inputs.grad_scale,
         )
         has_target = terms.target >= 0
         return chunk_output(
@@ -243,6 +245,11 @@ class DskdLoss:
         if self.positions == "one_to_one":
             usable = usable & (alignment.chunk_class == ChunkClass.ONE_TO_ONE)
         return usable
+
+    @property
+    def needs(self) -> Needs:
+        """Hidden states; projectors that start from the heads match tokens as well."""
+        return Needs(projection="retokenized", match=True, hidden=True)
 
 
 def _linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

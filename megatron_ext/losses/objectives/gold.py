@@ -9,25 +9,27 @@ from typing import ClassVar, get_args
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_student
 from megatron_ext.losses.checks.option_check import (
     Numerics,
     check_choice,
     check_count,
+    why_nemo,
 )
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.inputs.counted_ids import counted_ids
 from megatron_ext.losses.inputs.matched_columns import MatchedColumns, matched_columns
 from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.losses.nemo import nemo_gold
+from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.matched_divergence import Comparing, Matching, matched_divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GoldLoss:
+class GoldLoss(Objective):
     """``tau^2 * sum_c ( D(P_c, Q_c) + w * L1(P_c, Q_c) )`` over chunks.
 
     ``Q_c`` and ``P_c`` are the means of the student's and the teacher's distributions over the rows
@@ -103,7 +105,8 @@ class GoldLoss:
                 expected="'forward' or 'reverse'",
             )
 
-    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+    def compute(self, inputs: DistillationInputs) -> LossOutput:
+        """See ``Objective``."""
         check_student(inputs)
         _, teacher = check_alignment(inputs, objective=self.name)
         columns = matched_columns(inputs, teacher, objective=self.name)
@@ -147,7 +150,7 @@ class GoldLoss:
             ),
             # So that the gradient is rounded once.
             announced=torch.full((count,), weight, device=inputs.student_logits.device)
-            * inputs.announced,
+            * inputs.grad_scale,
             implementation=self.implementation,
         )
         return chunk_output(
@@ -162,6 +165,21 @@ class GoldLoss:
                 "top1_agreement": found.agreement,
             },
         )
+
+    @property
+    def needs(self) -> Needs:
+        """The match."""
+        return Needs(projection="retokenized", match=True)
+
+    @property
+    def why_no_context_parallel(self) -> str | None:
+        """With nemo numerics."""
+        return why_nemo(self.numerics)
+
+    @property
+    def why_no_linear_form(self) -> str | None:
+        """As ``why_no_context_parallel``."""
+        return self.why_no_context_parallel
 
 
 LOSS_REGISTRY.register("gold", GoldLoss)

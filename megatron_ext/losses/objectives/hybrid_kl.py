@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import LOSS_REGISTRY
+from megatron_ext.losses.objective import LOSS_REGISTRY, Needs
 from megatron_ext.losses.objectives.gold import GoldLoss
 
 
@@ -36,6 +36,11 @@ class HybridKLLoss(GoldLoss):
                 got=self.min_share,
                 expected="above 0 and at most 1",
             )
+
+    @property
+    def needs(self) -> Needs:
+        """The relaxed match."""
+        return Needs(projection="retokenized", match=True, min_share=self.min_share)
 
 
 LOSS_REGISTRY.register("hybrid_kl", HybridKLLoss)

@@ -10,19 +10,20 @@ import torch
 from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_projection, check_student
 from megatron_ext.losses.checks.option_check import check_choice
 from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.inputs.carried_targets import Sharing, carried_targets
 from megatron_ext.losses.inputs.projection_shard import ProjectionShard
+from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.vocab_kl import vocab_kl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MinedLoss:
+class MinedLoss(Objective):
     """``tau^2 * sum_c D(P_c || Q_c)`` over chunks of one student and one teacher token.
 
     ``Q_c`` is the student's distribution at the position that predicts the chunk, at the
@@ -74,7 +75,8 @@ class MinedLoss:
         )
         check_choice(self.name, "sharing", self.sharing, get_args(Sharing))
 
-    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+    def compute(self, inputs: DistillationInputs) -> LossOutput:
+        """See ``Objective``."""
         check_student(inputs)
         alignment, teacher = check_alignment(inputs, objective=self.name)
         projection = check_projection(inputs, objective=self.name)
@@ -131,7 +133,7 @@ class MinedLoss:
             temperature=self.temperature,
             direction=self.direction,
             mixture=self.mixture,
-            announced=torch.ones_like(empty, dtype=torch.float32) * inputs.announced,
+            announced=torch.ones_like(empty, dtype=torch.float32) * inputs.grad_scale,
         )
         return (
             torch.where(empty, 0.0, out.row_loss),
@@ -141,8 +143,18 @@ class MinedLoss:
         )
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
-        """See ``CountsAhead``."""
+        """See ``Objective``."""
         return known.chunks(known.aligned.chunk_class == ChunkClass.ONE_TO_ONE)
+
+    @property
+    def needs(self) -> Needs:
+        """The projection, by edits."""
+        return Needs(projection="mined", shard=True)
+
+    @property
+    def why_no_linear_form(self) -> str | None:
+        """None: each chunk is a term."""
+        return None
 
 
 LOSS_REGISTRY.register("mined", MinedLoss)

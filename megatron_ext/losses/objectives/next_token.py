@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_student
+from megatron_ext.losses.count_ahead import Over
+from megatron_ext.losses.objective import (
+    LOSS_REGISTRY,
+    Evaluated,
+    FusedObjective,
+    Scale,
+    label_scales,
+)
 from megatron_ext.ops.implementation import Implementation, check_implementation
-from megatron_ext.ops.token_log_prob import token_prediction
+from megatron_ext.ops.token_log_prob import evaluate_cross_entropy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NextTokenLoss:
+class NextTokenLoss(FusedObjective):
     """``-sum_t log p(label_t)`` over labels other than ``IGNORE_INDEX``, counting those labels.
 
     Metric: ``accuracy``, the labels that are the first largest logit. Three all-reduces forward,
-    24 B T bytes a rank, none backward. It writes a gradient of its own; objectives that read the
-    same logits have the cross-entropy as a term of theirs (``vocab_kl_with_ce``).
+    24 B T bytes a rank, none backward. A ``FusedObjective`` beside it takes it along.
 
     Raises:
         LossError: An unknown implementation; calling it with logits, labels and shard of different
             shapes. NaN logits and labels beyond the vocabulary make ``loss_sum`` NaN.
     """
+
+    name: ClassVar[str] = "next_token"
 
     implementation: Implementation = "auto"
     """``auto``, ``triton`` or ``torch``, see ``ops/implementation``."""
@@ -32,17 +42,26 @@ class NextTokenLoss:
     def __post_init__(self) -> None:
         check_implementation("next_token", self.implementation)
 
-    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+    def evaluate(
+        self,
+        inputs: DistillationInputs,
+        *,
+        scale: Scale = 1.0,
+        ce_scale: Scale | None = None,
+        gradient: torch.Tensor | None = None,
+    ) -> Evaluated:
+        """``evaluate_cross_entropy``; its collectives."""
+        assert ce_scale is None
         check_student(inputs)
-        labels = inputs.labels.flatten()
-        out = token_prediction(
+        values = evaluate_cross_entropy(
             inputs.student_logits.flatten(0, 1),
-            labels,
+            inputs.labels.flatten(),
             inputs.student_shard,
-            announced=torch.where(labels != IGNORE_INDEX, -1.0, 0.0) * inputs.announced,
+            announced=label_scales(inputs, scale),
+            gradient=gradient,
             implementation=self.implementation,
         )
-        return self.output(inputs, -out.log_prob, out.top_column)
+        return Evaluated(self.output(inputs, values.row_loss, values.top_column), None)
 
     def output(
         self, inputs: DistillationInputs, row_loss: torch.Tensor, top_column: torch.Tensor
@@ -61,6 +80,16 @@ class NextTokenLoss:
             count=count,
             metrics={"accuracy": (hits.sum().to(row_loss.dtype), count)},
         )
+
+    @property
+    def sums_over(self) -> Over:
+        """Labels."""
+        return "tokens"
+
+    @property
+    def why_no_linear_form(self) -> str | None:
+        """None: each label is a term."""
+        return None
 
 
 LOSS_REGISTRY.register("next_token", NextTokenLoss)

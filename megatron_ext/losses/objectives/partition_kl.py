@@ -7,31 +7,40 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_student
 from megatron_ext.losses.count_ahead import KnownAhead
-from megatron_ext.losses.diagnostics import chunk_output
+from megatron_ext.losses.diagnostics import chunk_output, used_chunks
 from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
 from megatron_ext.losses.inputs.topk_masses import singles_as_chains, topk_masses
 from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
+from megatron_ext.losses.objective import (
+    LOSS_REGISTRY,
+    Evaluated,
+    FusedObjective,
+    Needs,
+    Scale,
+    TargetForm,
+    label_scales,
+)
 from megatron_ext.losses.objectives.chunk_likelihood import labelled_chunks
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
-from megatron_ext.ops.partition_kl import Comparison, partition_kl, shared_columns
+from megatron_ext.ops.partition_kl import Comparison, evaluate_partition_kl, shared_columns
 
 
 class ComparedEvents(NamedTuple):
     """The chunks of one microbatch, those of one token a side first."""
 
     arguments: dict[str, Any]
-    """Of ``partition_kl`` and ``evaluate_partition_kl``, but for the student's logits."""
+    """Of ``evaluate_partition_kl``, but for the student's logits."""
 
     chunk: torch.Tensor
     """int64: the number of each chunk."""
@@ -41,7 +50,7 @@ class ComparedEvents(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionKLLoss:
+class PartitionKLLoss(FusedObjective):
     """``tau^2 * sum_c w_c D(P_c || Q_c)`` over chunks, ``w_c`` 1 or ``chain_weight``.
 
     P_c and Q_c are the teacher's and the student's distributions over a partition of what may come
@@ -65,6 +74,8 @@ class PartitionKLLoss:
 
     Source: Common-Support Distillation (arXiv 2610.28895).
     """
+
+    name: ClassVar[str] = "partition_kl"
 
     temperature: float = 1.0
     """tau: masses of the events to the power of 1 / tau, normalised again. It acts on the events
@@ -99,17 +110,37 @@ class PartitionKLLoss:
                 expected="a finite number, at least 0",
             )
 
-    def __call__(self, inputs: DistillationInputs) -> LossOutput:
-        events = self.events(inputs)
-        compared = partition_kl(
+    def evaluate(
+        self,
+        inputs: DistillationInputs,
+        *,
+        scale: Scale = 1.0,
+        ce_scale: Scale | None = None,
+        gradient: torch.Tensor | None = None,
+    ) -> Evaluated:
+        """``evaluate_partition_kl``; its collectives."""
+        events = self._events(inputs)
+        assert inputs.alignment is not None
+        weight = self._chunk_weight(inputs.alignment, torch.float32)
+        used = torch.where(used_chunks(inputs)[events.chunk] & events.usable, 1.0, 0.0)
+        wanted: dict[str, Any] = {}
+        if ce_scale is not None:
+            wanted = {
+                "labels": inputs.labels.flatten(),
+                "ce_weight": label_scales(inputs, ce_scale),
+            }
+        values = evaluate_partition_kl(
             inputs.student_logits.flatten(0, 1),
-            announced=self._announced(inputs, events),
             **events.arguments,
+            announced=used * weight[events.chunk] * scale,
+            gradient=gradient,
+            **wanted,
         )
-        return self.output(inputs, compared, events)
+        parts = values.singles, values.chains
+        return Evaluated(self._output(inputs, parts, events), values.token_loss)
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
-        """See ``CountsAhead``: chunks of one token a side, and others with all their labels.
+        """Chunks of one token a side, and others with all their labels.
 
         Exact with the teacher's labels, but for targets of a top-k without ``label_log_probs``:
         which observed tokens lie outside it is not known before the teacher has run. Then, and
@@ -123,7 +154,7 @@ class PartitionKLLoss:
         usable = labelled_chunks(labels, ids, alignment.chunk_count)
         return known.chunks(usable | (alignment.chunk_class == ChunkClass.ONE_TO_ONE))
 
-    def events(self, inputs: DistillationInputs) -> ComparedEvents:
+    def _events(self, inputs: DistillationInputs) -> ComparedEvents:
         """What is compared in each chunk.
 
         Raises:
@@ -165,20 +196,12 @@ class PartitionKLLoss:
             usable=torch.cat([torch.ones_like(singles.student, dtype=torch.bool), counted]),
         )
 
-    def chunk_weight(self, alignment: AlignmentBatch, dtype: torch.dtype) -> torch.Tensor:
+    def _chunk_weight(self, alignment: AlignmentBatch, dtype: torch.dtype) -> torch.Tensor:
         """[C]: what multiplies the divergence of each chunk."""
         weight = torch.where(alignment.chunk_class == ChunkClass.ONE_TO_ONE, 1.0, self.chain_weight)
         return self.temperature**2 * weight.to(dtype)
 
-    def _announced(self, inputs: DistillationInputs, events: ComparedEvents) -> torch.Tensor:
-        """What each chunk's divergence gets where the sum of the loss gets what is announced."""
-        assert inputs.alignment is not None
-        weight = self.chunk_weight(inputs.alignment, torch.float32)
-        if inputs.chunk_mask is not None:
-            weight = torch.where(inputs.chunk_mask, weight, 0.0)
-        return weight[events.chunk] * inputs.announced
-
-    def output(
+    def _output(
         self,
         inputs: DistillationInputs,
         parts: tuple[Comparison, Comparison],
@@ -194,7 +217,7 @@ class PartitionKLLoss:
         divergence = by_chunk(compared.divergence)
         return chunk_output(
             inputs,
-            self.chunk_weight(inputs.alignment, divergence.dtype) * divergence,
+            self._chunk_weight(inputs.alignment, divergence.dtype) * divergence,
             usable=by_chunk(events.usable),
             means={
                 "teacher_rest": by_chunk(compared.teacher_rest),
@@ -202,6 +225,21 @@ class PartitionKLLoss:
                 "top1_agreement": by_chunk(compared.agreement),
             },
         )
+
+    @property
+    def needs(self) -> Needs:
+        """The match and what completes it."""
+        return Needs(projection="retokenized", match=True, completions=True)
+
+    @property
+    def target_forms(self) -> tuple[TargetForm, ...]:
+        """Of a top-k too."""
+        return ("topk", "hidden")
+
+    @property
+    def why_no_linear_form(self) -> str | None:
+        """None: each chunk is a term."""
+        return None
 
 
 def _joined(parts: tuple[Comparison, Comparison]) -> Comparison:

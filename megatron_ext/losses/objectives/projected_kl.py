@@ -6,20 +6,38 @@ B batch, Ts Tt tokens, Vps Vpt local columns, C chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import ClassVar, Final, get_args
 
 import torch
 
+from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_projection, check_student
-from megatron_ext.losses.checks.option_check import Numerics, check_choice
+from megatron_ext.losses.checks.option_check import Numerics, check_choice, why_nemo
 from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
+from megatron_ext.losses.inputs.projection_shard import ProjectionShard
+from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.losses.nemo import nemo_projected_kl
+from megatron_ext.losses.objective import (
+    LOSS_REGISTRY,
+    Evaluated,
+    FusedObjective,
+    Needs,
+    Scale,
+    label_scales,
+)
+from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
-from megatron_ext.ops.projected_kl import ProjectedKL, projected_kl
+from megatron_ext.ops.projected_kl import (
+    Comparing,
+    CrossEntropy,
+    ProjectedKL,
+    evaluate_projected_kl,
+    projected_kl,
+)
 
 _WHY_NOT: Final = (
     "a teacher is normalised over the columns that the projection reaches, and neither a tail nor "
@@ -29,7 +47,7 @@ _WHY_NOT: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProjectedKLLoss:
+class ProjectedKLLoss(FusedObjective):
     """``tau^2 * sum_c D(P_c || Q_c)`` over chunks, in its proper form (``ops/projected_kl``).
 
     The output counts chunks. Metrics: ``teacher_entropy`` (nats a chunk), ``top1_agreement`` (of
@@ -45,6 +63,8 @@ class ProjectedKLLoss:
         LossError: Calling it without teacher, alignment or projection, or with ones that do not fit
             the logits. NaN logits are not looked for: they make ``loss_sum`` NaN.
     """
+
+    name: ClassVar[str] = "projected_kl"
 
     temperature: float = 1.0
     """tau, at which both distributions are compared."""
@@ -93,11 +113,44 @@ class ProjectedKLLoss:
                 expected="at least 1, or none for every token",
             )
 
-    def __call__(self, inputs: DistillationInputs) -> LossOutput:
-        check_student(inputs)
-        alignment, teacher = check_alignment(inputs, objective="projected_kl", why=_WHY_NOT)
-        projection = check_projection(inputs, objective="projected_kl")
-        usable = alignment.is_exact if self.exact_token_match_only else None
+    def evaluate(
+        self,
+        inputs: DistillationInputs,
+        *,
+        scale: Scale = 1.0,
+        ce_scale: Scale | None = None,
+        gradient: torch.Tensor | None = None,
+    ) -> Evaluated:
+        """``evaluate_projected_kl``; its collectives."""
+        alignment, teacher, projection = self._operands(inputs)
+        usable = self._usable(alignment)
+        values = evaluate_projected_kl(
+            inputs.student_logits.flatten(0, 1),
+            teacher.to_logits().flatten(0, 1),
+            student_rows=ChunkRows.of(alignment.student_chunk_id.flatten(), alignment.chunk_count),
+            teacher_rows=ChunkRows.of(alignment.teacher_chunk_id.flatten(), alignment.chunk_count),
+            projection=projection.operand(),
+            student_shard=inputs.student_shard,
+            teacher_shard=teacher.shard,
+            comparing=Comparing(self.temperature, self.direction, self.mixture, self.vocab_topk),
+            announced=torch.where(used_chunks(inputs, usable), 1.0, 0.0) * scale,
+            gradient=gradient,
+            cross_entropy=None
+            if ce_scale is None
+            else CrossEntropy(inputs.labels.flatten(), label_scales(inputs, ce_scale)),
+            implementation=self.implementation,
+        )
+        return Evaluated(self._output(inputs, values, usable), values.token_loss)
+
+    def fuses(self, inputs: DistillationInputs) -> bool:
+        """Not the nemo numerics, nor a projection that learns."""
+        is_learned = inputs.projection is not None and inputs.projection.learned is not None
+        return self.numerics == "proper" and not is_learned
+
+    def compute(self, inputs: DistillationInputs) -> LossOutput:
+        """Under autograd: the nemo numerics, or a projection that learns."""
+        alignment, teacher, projection = self._operands(inputs)
+        usable = self._usable(alignment)
         if self.numerics == "nemo":
             return nemo_projected_kl(
                 inputs,
@@ -108,7 +161,7 @@ class ProjectedKLLoss:
                 vocab_topk=self.vocab_topk,
                 usable=usable,
             )
-        out = projected_kl(
+        values = projected_kl(
             inputs.student_logits.flatten(0, 1),
             teacher.to_logits().flatten(0, 1),
             student_chunk_id=alignment.student_chunk_id.flatten(),
@@ -126,12 +179,23 @@ class ProjectedKLLoss:
             mixture=self.mixture,
             vocab_topk=self.vocab_topk,
             learned=projection.learned,
-            announced=torch.where(used_chunks(inputs, usable), 1.0, 0.0) * inputs.announced,
+            announced=torch.where(used_chunks(inputs, usable), 1.0, 0.0) * inputs.grad_scale,
             implementation=self.implementation,
         )
-        return self.output(inputs, out, usable)
+        return self._output(inputs, values, usable)
 
-    def output(
+    def _operands(
+        self, inputs: DistillationInputs
+    ) -> tuple[AlignmentBatch, TeacherTargets, ProjectionShard]:
+        check_student(inputs)
+        alignment, teacher = check_alignment(inputs, objective=self.name, why=_WHY_NOT)
+        return alignment, teacher, check_projection(inputs, objective=self.name)
+
+    def _usable(self, alignment: AlignmentBatch) -> torch.Tensor | None:
+        """bool [C]; None: all."""
+        return alignment.is_exact if self.exact_token_match_only else None
+
+    def _output(
         self, inputs: DistillationInputs, values: ProjectedKL, usable: torch.Tensor | None
     ) -> LossOutput:
         """What the operation's values say of the microbatch; ``usable`` [C] bool, None: all."""
@@ -153,8 +217,28 @@ class ProjectedKLLoss:
         )
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
-        """See ``CountsAhead``."""
-        return known.chunks(known.aligned.is_exact if self.exact_token_match_only else None)
+        """See ``Objective``."""
+        return known.chunks(self._usable(known.aligned))
+
+    @property
+    def needs(self) -> Needs:
+        """The projection."""
+        return Needs(projection="retokenized", shard=True)
+
+    @property
+    def why_no_context_parallel(self) -> str | None:
+        """With nemo numerics."""
+        return why_nemo(self.numerics)
+
+    @property
+    def why_no_linear_form(self) -> str | None:
+        """As ``why_no_context_parallel``."""
+        return self.why_no_context_parallel
+
+    @property
+    def learns_projection(self) -> bool:
+        """With proper numerics."""
+        return self.numerics == "proper"
 
 
 LOSS_REGISTRY.register("projected_kl", ProjectedKLLoss)

@@ -6,20 +6,21 @@ B batch, Ts Tt tokens, Vp local columns, C chunks, K top-k, N shared tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_match, check_student
 from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.losses.inputs.teacher_tail import check_tail_temperature, topk_log_probs
 from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
+from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective, TargetForm
 from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
 from megatron_ext.ops.selected_log_prob import selected_log_prob, sort_keys, top_columns
 
@@ -27,7 +28,7 @@ Tail = Literal["renormalise", "bucket"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrictTopKLoss:
+class StrictTopKLoss(Objective):
     """``tau^2 * sum_c D(P_c || Q_c)`` over the chunks of one student and one teacher token.
 
     There both models predict the same bytes after the same bytes, so their distributions compare
@@ -54,6 +55,8 @@ class StrictTopKLoss:
         LossError: Calling it without teacher, alignment or vocabulary match, or with ones that do
             not fit. NaN logits are not looked for: they make ``loss_sum`` NaN.
     """
+
+    name: ClassVar[str] = "strict_topk"
 
     temperature: float = 1.0
     """tau, at which both distributions are compared."""
@@ -88,7 +91,8 @@ class StrictTopKLoss:
                 expected=f"one of {', '.join(get_args(Tail))}",
             )
 
-    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+    def compute(self, inputs: DistillationInputs) -> LossOutput:
+        """See ``Objective``."""
         check_student(inputs)
         alignment, teacher = check_alignment(
             inputs, objective="strict_topk", kinds=("logits", "hidden", "topk")
@@ -113,7 +117,7 @@ class StrictTopKLoss:
         )
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
-        """See ``CountsAhead``."""
+        """See ``Objective``."""
         return known.chunks(known.aligned.chunk_class == ChunkClass.ONE_TO_ONE)
 
     def _top_tokens(self, teacher: TeacherTargets, match: VocabularyMatch) -> _TopTokens:
@@ -162,6 +166,23 @@ class StrictTopKLoss:
             logits, of_row, inputs.student_shard, temperature=self.temperature
         )
         return log_q[rows]
+
+    @property
+    def needs(self) -> Needs:
+        """The match."""
+        return Needs(projection="retokenized", match=True)
+
+    @property
+    def target_forms(self) -> tuple[TargetForm, ...]:
+        """Of a top-k too, but for a tail at another temperature than 1: a log-normaliser tells
+        none."""
+        keeps_tail = self.tail == "bucket" and self.temperature != 1.0
+        return ("hidden",) if keeps_tail else ("topk", "hidden")
+
+    @property
+    def why_no_linear_form(self) -> str | None:
+        """None: each chunk is a term."""
+        return None
 
 
 class _TopTokens(NamedTuple):

@@ -6,25 +6,26 @@ B batch, Ts Tt tokens, C chunks, P pairs of positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput, SumCount
+from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
 from megatron_ext.losses.checks.input_check import (
     check_alignment,
     check_student,
     check_teacher_columns,
 )
 from megatron_ext.losses.checks.option_check import check_choice, check_count, check_temperature
-from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.count_ahead import KnownAhead, Over
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.inputs.counted_ids import counted_ids
 from megatron_ext.losses.inputs.row_samples import row_samples
 from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.sorted_l1 import ChunkSortedL1, chunk_sorted_l1
 
@@ -32,7 +33,7 @@ PairedBy = Literal["chunks", "position"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ULDLoss:
+class ULDLoss(Objective):
     """``tau^2 * sum_c sum_i |sort(Q_c)_i - sort(P_c)_i|`` over the ``top_u`` largest places.
 
     ``Q_c`` and ``P_c`` are the means of the student's and the teacher's distributions over the rows
@@ -59,6 +60,8 @@ class ULDLoss:
             ``loss_sum`` NaN.
     """
 
+    name: ClassVar[str] = "uld"
+
     temperature: float = 1.0
     """tau, at which both models are compared."""
 
@@ -77,7 +80,8 @@ class ULDLoss:
         check_choice("uld", "alignment", self.alignment, get_args(PairedBy))
         check_implementation("uld", self.implementation)
 
-    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+    def compute(self, inputs: DistillationInputs) -> LossOutput:
+        """See ``Objective``."""
         check_student(inputs)
         if self.alignment == "position":
             return self._over_positions(inputs)
@@ -129,9 +133,31 @@ class ULDLoss:
             top_u=self.top_u,
             # So that the gradient is rounded once.
             announced=torch.full((count,), self.temperature**2, device=inputs.student_logits.device)
-            * inputs.announced,
+            * inputs.grad_scale,
             implementation=self.implementation,
         )
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing."""
+        return Needs()
+
+    @property
+    def sums_over(self) -> Over:
+        """Chunks, or labels by position."""
+        return "tokens" if self.alignment == "position" else "chunks"
+
+    @property
+    def why_no_context_parallel(self) -> str | None:
+        """By position."""
+        if self.alignment == "position":
+            return "alignment position, which counts along a sample"
+        return None
+
+    @property
+    def why_no_linear_form(self) -> str | None:
+        """By position: pairs are of a sample."""
+        return self.why_no_context_parallel
 
 
 def _pairs(

@@ -6,25 +6,36 @@ B batch, T tokens, Vp local columns, K top-k.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import vocab_argmax
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import LOSS_REGISTRY, DistillationInputs, LossOutput
+from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_same_tokenizer, check_student
+from megatron_ext.losses.count_ahead import Over
 from megatron_ext.losses.diagnostics import over_chunks
 from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.losses.inputs.teacher_tail import check_tail_temperature, topk_log_probs
+from megatron_ext.losses.objective import (
+    LOSS_REGISTRY,
+    Evaluated,
+    FusedObjective,
+    Needs,
+    Scale,
+    TargetForm,
+    label_scales,
+)
 from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.selected_log_prob import selected_log_prob
-from megatron_ext.ops.vocab_kl import vocab_kl
+from megatron_ext.ops.vocab_kl.evaluation import evaluate_vocab_kl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VocabKLLoss:
+class VocabKLLoss(FusedObjective):
     """``tau^2 * sum_t D(P_t || Q_t)`` over positions with a label, in nats, counting them.
 
     P is the teacher's and Q the student's softmax over their one vocabulary at the temperature tau;
@@ -45,6 +56,8 @@ class VocabKLLoss:
         LossError: Calling it without a teacher, with one of other positions or another vocabulary,
             or with a chunk mask. NaN logits are not looked for: they make ``loss_sum`` NaN.
     """
+
+    name: ClassVar[str] = "vocab_kl"
 
     temperature: float = 1.0
     """tau, at which both distributions are compared."""
@@ -69,10 +82,50 @@ class VocabKLLoss:
             mixture=self.mixture,
         )
 
-    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+    def evaluate(
+        self,
+        inputs: DistillationInputs,
+        *,
+        scale: Scale = 1.0,
+        ce_scale: Scale | None = None,
+        gradient: torch.Tensor | None = None,
+    ) -> Evaluated:
+        """``evaluate_vocab_kl``; its collectives."""
+        teacher = self._teacher(inputs)
+        wanted: dict[str, Any] = {}
+        if ce_scale is not None:
+            wanted = {
+                "labels": inputs.labels.flatten(),
+                "label_announced": label_scales(inputs, ce_scale),
+            }
+        values = evaluate_vocab_kl(
+            inputs.student_logits.flatten(0, 1),
+            teacher.to_logits().flatten(0, 1),
+            student_shard=inputs.student_shard,
+            teacher_shard=teacher.shard,
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+            announced=label_scales(inputs, scale),
+            gradient=gradient,
+            implementation=self.implementation,
+            **wanted,
+        )
+        means = {"teacher_entropy": values.teacher_entropy, "top1_agreement": values.top1_agreement}
+        return Evaluated(self._output(inputs, values.row_loss, means), values.cross_entropy)
+
+    def fuses(self, inputs: DistillationInputs) -> bool:
+        """Not on a teacher's top tokens."""
+        return inputs.teacher is None or inputs.teacher.kind != "topk"
+
+    def compute(self, inputs: DistillationInputs) -> LossOutput:
+        """Under autograd: on a teacher's top tokens."""
+        return self._output(inputs, *self._on_top_tokens(inputs, self._teacher(inputs)))
+
+    def _teacher(self, inputs: DistillationInputs) -> TeacherTargets:
         check_student(inputs)
         teacher = check_same_tokenizer(
-            inputs, objective="vocab_kl", kinds=("logits", "hidden", "topk")
+            inputs, objective=self.name, kinds=("logits", "hidden", "topk")
         )
         if inputs.chunk_mask is not None:
             raise LossError(
@@ -80,10 +133,9 @@ class VocabKLLoss:
                 got="a chunk mask",
                 fix="set the labels that do not count to IGNORE_INDEX",
             )
-        compare = self._on_top_tokens if teacher.kind == "topk" else self._on_every_token
-        return self.output(inputs, *compare(inputs, teacher))
+        return teacher
 
-    def output(
+    def _output(
         self, inputs: DistillationInputs, row_loss: torch.Tensor, means: dict[str, torch.Tensor]
     ) -> LossOutput:
         """The output of a loss and other values of every position, [B Ts] each."""
@@ -93,23 +145,6 @@ class VocabKLLoss:
             count=used.sum(),
             metrics={name: over_chunks(values, used) for name, values in means.items()},
         )
-
-    def _on_every_token(
-        self, inputs: DistillationInputs, teacher: TeacherTargets
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        out = vocab_kl(
-            inputs.student_logits.flatten(0, 1),
-            teacher.to_logits().flatten(0, 1),
-            student_shard=inputs.student_shard,
-            teacher_shard=teacher.shard,
-            temperature=self.temperature,
-            direction=self.direction,
-            mixture=self.mixture,
-            announced=(inputs.labels.flatten() != IGNORE_INDEX).float() * inputs.announced,
-            implementation=self.implementation,
-        )
-        means = {"teacher_entropy": out.teacher_entropy, "top1_agreement": out.top1_agreement}
-        return out.row_loss, means
 
     def _on_top_tokens(
         self, inputs: DistillationInputs, teacher: TeacherTargets
@@ -130,6 +165,26 @@ class VocabKLLoss:
             "top1_agreement": agreement,
             "rest_mass": p[:, -1],
         }
+
+    @property
+    def needs(self) -> Needs:
+        """A teacher of the same tokens."""
+        return Needs(same_tokenizer=True)
+
+    @property
+    def sums_over(self) -> Over:
+        """Labels."""
+        return "tokens"
+
+    @property
+    def target_forms(self) -> tuple[TargetForm, ...]:
+        """Of a top-k too at temperature 1: a log-normaliser tells no other tail."""
+        return ("topk", "hidden") if self.temperature == 1.0 else ("hidden",)
+
+    @property
+    def why_no_linear_form(self) -> str | None:
+        """None: each label is a term."""
+        return None
 
 
 LOSS_REGISTRY.register("vocab_kl", VocabKLLoss)

@@ -2,9 +2,7 @@ from megatron_ext.ops.partition_kl.chain_masses import RowMasses
 from megatron_ext.ops.partition_kl.chains import ChainRows, Chains, SingleRows
 from megatron_ext.ops.partition_kl.evaluation import evaluate_partition_kl
 from megatron_ext.ops.partition_kl.function import (
-    PartitionKLWithCE,
     partition_kl,
-    partition_kl_with_ce,
 )
 from megatron_ext.ops.partition_kl.reference import partition_kl_reference
 from megatron_ext.ops.partition_kl.shared_columns import SharedColumns, shared_columns
@@ -14,7 +12,6 @@ __all__ = [
     "ChainRows",
     "Chains",
     "Comparison",
-    "PartitionKLWithCE",
     "PartitionValues",
     "RowMasses",
     "SharedColumns",
@@ -22,6 +19,5 @@ __all__ = [
     "evaluate_partition_kl",
     "partition_kl",
     "partition_kl_reference",
-    "partition_kl_with_ce",
     "shared_columns",
 ]

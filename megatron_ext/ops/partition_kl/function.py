@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -20,16 +20,7 @@ from megatron_ext.ops.partition_kl.chains import Chains, SingleRows, chunk_slots
 from megatron_ext.ops.partition_kl.evaluation import evaluate_partition_kl
 from megatron_ext.ops.partition_kl.shared_columns import SharedColumns
 from megatron_ext.ops.partition_kl.values import Comparison, PartitionValues
-from megatron_ext.ops.unit_gradient import hand_over, hand_over_chunks
-
-
-class PartitionKLWithCE(NamedTuple):
-    """A distillation and a language-model term of the same rows."""
-
-    loss: torch.Tensor
-    """Scalar ``sum_c announced_c D_c + sum_i ce_weight_i CE_i``, the only one with a graph."""
-
-    values: PartitionValues
+from megatron_ext.ops.unit_gradient import hand_over_chunks
 
 
 def partition_kl(
@@ -102,59 +93,6 @@ def partition_kl(
     )
 
 
-def partition_kl_with_ce(
-    student_logits: torch.Tensor,
-    teacher: torch.Tensor | RowMasses,
-    *,
-    labels: torch.Tensor,
-    announced: torch.Tensor,
-    ce_weight: torch.Tensor,
-    singles: SingleRows,
-    shared: SharedColumns,
-    chains: Chains,
-    counted: torch.Tensor,
-    student_shard: VocabShard,
-    teacher_shard: VocabShard,
-    temperature: float = 1.0,
-    direction: Divergence = "forward",
-    mixture: float = 0.5,
-    in_place: bool = False,
-    implementation: Implementation = "auto",
-) -> PartitionKLWithCE:
-    """``sum_c announced_c D_c + sum_i ce_weight_i CE_i`` from one sweep over the logits.
-
-    Args:
-        labels: int64 [Ts], negative for none; a label beyond the vocabulary makes the loss NaN.
-        announced: fp32 [C + H] weights of the divergences, of the singles and then of the chains.
-        ce_weight: fp32 [Ts] weights of the cross-entropies, which are at temperature 1. What has a
-            weight of 0 adds nothing to loss and gradient, whatever its rows hold.
-
-    The other arguments, memory and collectives are those of ``partition_kl``.
-    """
-    evaluate = partial(
-        evaluate_partition_kl,
-        teacher=teacher,
-        singles=singles,
-        shared=shared,
-        chains=chains,
-        counted=counted,
-        student_shard=student_shard,
-        teacher_shard=teacher_shard,
-        temperature=temperature,
-        direction=direction,
-        mixture=mixture,
-        announced=announced,
-        labels=labels,
-        ce_weight=ce_weight,
-        implementation=implementation,
-    )
-    room = _room(student_logits, in_place)
-    loss, values = _PartitionKLWithCE.apply(
-        student_logits, evaluate, room, announced, ce_weight, implementation
-    )
-    return PartitionKLWithCE(loss, values)
-
-
 def _room(student_logits: torch.Tensor, in_place: bool) -> torch.Tensor | None:
     """Where the gradient is written; None if there is no need for it."""
     if not (torch.is_grad_enabled() and student_logits.requires_grad):
@@ -195,34 +133,3 @@ class _PartitionKL(torch.autograd.Function):
         gradient, announced, slots = ctx.saved_tensors
         out = hand_over_chunks(gradient, grad, announced, slots, ctx.implementation)
         return out, *[None] * 5
-
-
-class _PartitionKLWithCE(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        evaluate: Evaluate,
-        room: torch.Tensor | None,
-        announced: torch.Tensor,
-        ce_weight: torch.Tensor,
-        implementation: Implementation,
-    ) -> tuple[torch.Tensor, PartitionValues]:
-        values = evaluate(logits, gradient=room)
-        _overwritten(logits, room)
-        ctx.save_for_backward(room)
-        ctx.implementation = implementation
-        assert values.token_loss is not None
-        loss = _weighted(values.divergences(), announced) + _weighted(values.token_loss, ce_weight)
-        return loss, values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        rows = grad.expand(len(gradient))
-        return hand_over(gradient, rows, None, ctx.implementation), *[None] * 5
-
-
-def _weighted(losses: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return (losses * weight.to(losses.dtype)).masked_fill_(weight == 0, 0.0).sum()

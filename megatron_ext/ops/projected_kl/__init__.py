@@ -1,6 +1,6 @@
 from megatron_ext.ops.projected_kl.column_plan import ColumnPlan
 from megatron_ext.ops.projected_kl.evaluation import evaluate_projected_kl
-from megatron_ext.ops.projected_kl.function import projected_kl, projected_kl_with_ce
+from megatron_ext.ops.projected_kl.function import projected_kl
 from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries
 from megatron_ext.ops.projected_kl.reference import (
     projected_kl_reference,
@@ -19,6 +19,5 @@ __all__ = [
     "evaluate_projected_kl",
     "projected_kl",
     "projected_kl_reference",
-    "projected_kl_with_ce",
     "projected_kl_with_ce_reference",
 ]

@@ -17,8 +17,8 @@ from megatron_ext.ops.projected_kl.column_plan import ColumnPlan
 from megatron_ext.ops.projected_kl.evaluation import evaluate_projected_kl
 from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries
 from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
-from megatron_ext.ops.projected_kl.values import Comparing, CrossEntropy, ProjectedKL
-from megatron_ext.ops.unit_gradient import hand_over, hand_over_chunks
+from megatron_ext.ops.projected_kl.values import Comparing, ProjectedKL
+from megatron_ext.ops.unit_gradient import hand_over_chunks
 
 
 def projected_kl(
@@ -100,64 +100,6 @@ def projected_kl(
     )
 
 
-def projected_kl_with_ce(
-    student_logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    *,
-    student_rows: ChunkRows,
-    teacher_rows: ChunkRows,
-    projection: ShardedProjection,
-    student_shard: VocabShard,
-    teacher_shard: VocabShard,
-    cross_entropy: CrossEntropy,
-    announced: torch.Tensor | None = None,
-    comparing: Comparing = Comparing(),  # noqa: B008 - a tuple of constants
-    learned: LearnedEntries | None = None,
-    in_place: bool = False,
-    implementation: Implementation = "auto",
-) -> tuple[torch.Tensor, ProjectedKL]:
-    """``sum_c announced_c tau^2 D_c + sum_i weight_i CE_i``, from one sweep over the logits.
-
-    Args:
-        cross_entropy: Labels and weights of the student's rows, those of no chunk included.
-        announced: fp32 [C], weight of each chunk; None: 1. One at 0 counts for nothing, whatever
-            its rows hold.
-        in_place: Overwrite the student's logits with their gradient.
-        learned, comparing: As in ``projected_kl``.
-
-    Returns:
-        The scalar with a graph, and all values of chunks and tokens without one.
-
-    Collectives: those of ``evaluate_projected_kl`` in the forward, none in the backward.
-    """
-    evaluate = partial(
-        evaluate_projected_kl,
-        teacher_logits=teacher_logits,
-        student_rows=student_rows,
-        teacher_rows=teacher_rows,
-        projection=projection,
-        student_shard=student_shard,
-        teacher_shard=teacher_shard,
-        comparing=comparing,
-        cross_entropy=cross_entropy,
-        learned=learned,
-        implementation=implementation,
-    )
-    with_graph = torch.is_grad_enabled()
-    needed = with_graph and student_logits.requires_grad
-    total, *values = _WithCrossEntropy.apply(
-        student_logits,
-        evaluate,
-        announced,
-        cross_entropy.weight,
-        None if learned is None or not with_graph else learned.value,
-        needed,
-        in_place,
-        implementation,
-    )
-    return total, ProjectedKL(*values)
-
-
 class _ProjectedKL(torch.autograd.Function):
     """Keeps the gradient that the forward wrote, and hands it over (``ops/unit_gradient``)."""
 
@@ -223,55 +165,7 @@ class _WithLearned(torch.autograd.Function):
         return gradient, None, entry_gradient.to(learned[0].dtype), None, None
 
 
-class _WithCrossEntropy(torch.autograd.Function):
-    """Keeps the gradients of its one scalar."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        evaluate: partial[ProjectedKL],
-        announced: torch.Tensor | None,
-        weight: torch.Tensor,
-        entry_value: torch.Tensor | None,
-        needed: bool,
-        in_place: bool,
-        implementation: Implementation,
-    ) -> tuple[torch.Tensor | None, ...]:
-        gradient = _room_for_gradient(logits, needed, in_place)
-        entry_gradient = None if entry_value is None else torch.zeros_like(entry_value)
-        out = evaluate(
-            logits, gradient=gradient, announced=announced, entry_gradient=entry_gradient
-        )
-        assert out.token_loss is not None
-        total = _weighted(out.chunk_loss, announced) + _weighted(out.token_loss, weight)
-        if in_place and needed:
-            torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(gradient, entry_gradient)
-        ctx.implementation = implementation
-        ctx.mark_non_differentiable(*(x for x in out if x is not None))
-        return total, *out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_total: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        gradient, entry_gradient = ctx.saved_tensors
-        if gradient is not None:
-            rows = grad_total.expand(gradient.shape[0])
-            gradient = hand_over(gradient, rows, None, ctx.implementation)
-        if entry_gradient is not None:
-            entry_gradient = entry_gradient * grad_total
-        return gradient, None, None, None, entry_gradient, None, None, None
-
-
 def _room_for_gradient(logits: torch.Tensor, needed: bool, in_place: bool) -> torch.Tensor | None:
     if not needed:
         return None
     return logits.detach() if in_place else torch.empty_like(logits)
-
-
-def _weighted(values: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """Sum of ``values`` times ``weight``; those at weight 0 may hold anything."""
-    if weight is None:
-        return values.sum()
-    return torch.where(weight == 0, 0.0, values * weight).sum()

@@ -1,5 +1,5 @@
 from megatron_ext.ops.vocab_kl.evaluation import VocabKLValues, evaluate_vocab_kl
-from megatron_ext.ops.vocab_kl.function import VocabKL, vocab_kl, vocab_kl_with_ce
+from megatron_ext.ops.vocab_kl.function import VocabKL, vocab_kl
 from megatron_ext.ops.vocab_kl.reference import vocab_kl_reference
 
 __all__ = [
@@ -8,5 +8,4 @@ __all__ = [
     "evaluate_vocab_kl",
     "vocab_kl",
     "vocab_kl_reference",
-    "vocab_kl_with_ce",
 ]

@@ -105,12 +105,12 @@ def _forms(config: DistillConfig, inputs: Inputs) -> dict[str, TargetForm]:
 
 def _projections(config: DistillConfig, inputs: Inputs) -> dict[str, SparseProjection]:
     """Those that are configured, and those that the run would build, built in memory."""
-    from megatron_ext.training.objective import make_objective, needs_of
+    from megatron_ext.training.objective import make_objective
 
     found = {}
     for name, teacher in inputs.teachers.items() if config.distils else ():
         loss = config.loss.of_teacher(config.named_teachers[name])
-        method = needs_of(make_objective(loss)).projection
+        method = make_objective(loss).needs.projection
         if teacher.projection is not None:
             found[name] = teacher.projection
         elif method is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron_ext.training.learning_step import TaughtBy, run_projection
 from megatron_ext.training.live_teacher import check_gives_hidden, live_teacher
 from megatron_ext.training.loss_check import teacher_objective
-from megatron_ext.training.objective import needs_of
 from megatron_ext.training.run_teachers.teacher_parts import StudentParts, TeacherParts
 
 
@@ -19,7 +18,7 @@ def teacher_from_huggingface(name: str, run: StudentParts) -> TeacherParts:
     """
     config, groups = run.config, run.groups
     live = live_teacher(config, name, run.tokenizer(name), groups)
-    if needs_of(teacher_objective(config, name)).hidden:
+    if teacher_objective(config, name).needs.hidden:
         objective = config.loss.of_teacher(run.teacher(name)).objective
         where = f"{config.section_of(name)}.checkpoint"
         check_gives_hidden(live, groups, where=where, why=f"the objective {objective} reads")

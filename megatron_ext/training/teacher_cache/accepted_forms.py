@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, Literal
+import dataclasses
+from typing import Literal
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses import (
-    AlmLoss,
     DskdLoss,
     Objective,
-    PartitionKLLoss,
-    StrictTopKLoss,
-    VocabKLLoss,
 )
 from megatron_ext.teachers.targets.form import FormKind, TargetForm
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.objective import projector_start
-
-_FORMS: Final[Mapping[type, tuple[FormKind, ...]]] = {
-    AlmLoss: ("label", "hidden"),
-    PartitionKLLoss: ("topk", "hidden"),
-    VocabKLLoss: ("topk", "hidden"),
-    StrictTopKLoss: ("topk", "hidden"),
-}
-"""Smallest first. Every other objective reads all of the teacher's logits: ``hidden``."""
-
-
-def accepted_forms(objective: Objective) -> tuple[FormKind, ...]:
-    """The kinds that an objective takes at its options, the smallest first."""
-    forms = _FORMS.get(type(objective), ("hidden",))
-    if isinstance(objective, VocabKLLoss | StrictTopKLoss) and objective.temperature != 1.0:
-        keeps_tail = isinstance(objective, VocabKLLoss) or objective.tail == "bucket"
-        # A log-normaliser tells the tail of its own temperature.
-        return tuple(form for form in forms if form != "topk") if keeps_tail else forms
-    return forms
 
 
 def check_targets(
@@ -56,11 +34,11 @@ def check_targets(
     loss, kind = config.loss, form.kind
     its = config.named_teachers[name]
     where, own = f"{config.section_of(name)}.{key}", loss.of_teacher(its)
-    forms = accepted_forms(objective)
+    forms = objective.target_forms
     is_cache = key == "cache"
     cached = "cached targets" if is_cache else "targets from elsewhere"
     if kind not in forms:
-        at = "" if kind not in _FORMS.get(type(objective), ()) else " at its temperature"
+        at = " at its temperature" if kind in _at_temperature_1(objective) else ""
         raise ConfigError(
             f"the objective {own.objective} cannot use {cached} of this form{at}",
             where=where,
@@ -97,3 +75,10 @@ def check_targets(
             got=f"training.vocabulary_layout {config.training.vocabulary_layout}",
             expected="original",
         )
+
+
+def _at_temperature_1(objective: Objective) -> tuple[FormKind, ...]:
+    if not hasattr(objective, "temperature"):
+        return ()
+    plain: Objective = dataclasses.replace(objective, temperature=1.0)  # type: ignore[type-var]
+    return plain.target_forms

@@ -12,14 +12,13 @@ from megatron_ext.losses import LOSS_REGISTRY, NextTokenLoss, ProjectedKLLoss
 from megatron_ext.losses.combining.cross_tokenizer import (
     CrossTokenizerDistillationLossFn,
     objective_of,
-    what_it_sums_over,
 )
 from megatron_ext.losses.combining.cross_tokenizer_config import (
     CrossTokenizerLossConfig,
     TeacherLossConfig,
 )
 from megatron_ext.losses.combining.weighting import FixedWeighting, MatchedWeighting
-from megatron_ext.losses.count_ahead import KnownAhead, count_ahead
+from megatron_ext.losses.count_ahead import KnownAhead
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import CASES, ObjectiveCase
 from tests.losses.teacher_pair import known_of, pair_inputs, teacher_pair
@@ -168,7 +167,7 @@ def test_dynamic_scaling_follows_what_was_observed_and_resumes_exactly() -> None
     loss_fns[1].load_state_dict(loss_fns[0].state_dict())
     inputs = pair_inputs(teacher_pair())
     for loss_fn in loss_fns:
-        weights = loss_fn(inputs["a"], inputs, step=1).term_weights
+        weights = loss_fn(inputs["a"], inputs, step=1).plan.term_weights
         assert weights == {"kd": pytest.approx(0.75), "ce": 1.0}
 
 
@@ -176,7 +175,7 @@ def test_a_weighting_can_be_given_instead() -> None:
     weighting = FixedWeighting(kd=0.25, ce=0.0)
     loss_fn = CrossTokenizerDistillationLossFn({}, TEACHERS, weighting=weighting)
     inputs = pair_inputs(teacher_pair())
-    assert loss_fn(inputs["a"], inputs).term_weights == {"kd": 0.25, "ce": 0.0}
+    assert loss_fn(inputs["a"], inputs).plan.term_weights == {"kd": 0.25, "ce": 0.0}
 
 
 def test_metrics_and_normalisation_have_their_familiar_names() -> None:
@@ -216,7 +215,7 @@ COUNTED = {name: case for name, case in CASES.items() if not name.startswith(BY_
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_an_objective_sums_over_follows_from_its_name_and_options(name: str) -> None:
-    assert what_it_sums_over(CASES[name].name, CASES[name].options) == CASES[name].over
+    assert CASES[name].objective().sums_over == CASES[name].over
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -229,7 +228,7 @@ def test_what_an_objective_counts_is_known_ahead(name: str) -> None:
     if case.over == "chunks":
         inputs = replace(inputs, alignment=alignment, chunk_mask=mask)
     known = KnownAhead(labels=inputs.labels, alignment=alignment, chunk_mask=mask)
-    count = count_ahead(case.objective(), known, over=case.over)
+    count = case.objective().count_ahead(known)
     assert int(count) == int(case.objective()(inputs).count) > 0
 
 

@@ -9,8 +9,16 @@ import torch
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
-from megatron_ext.losses import NextTokenLoss, ProjectedKLLoss, TeacherTargets
-from megatron_ext.losses.combined import CombinedOutput
+from megatron_ext.losses import (
+    CombinedOutput,
+    DistillationInputs,
+    LossOutput,
+    LossPlan,
+    NextTokenLoss,
+    Objective,
+    ProjectedKLLoss,
+    TeacherTargets,
+)
 from megatron_ext.losses.combining.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
 from megatron_ext.losses.combining.teacher_scores import TeacherText
 from megatron_ext.losses.count_ahead import KnownAhead
@@ -35,7 +43,7 @@ def aggregator(
 
 
 def combined(parts: Any) -> CombinedOutput:
-    return CombinedOutput(parts=parts, term_weights={"kd": 1.0})
+    return LossPlan(parts=parts, term_weights={"kd": 1.0}).outputs()
 
 
 def test_a_sum_divides_each_teachers_sum_by_its_own_count() -> None:
@@ -125,7 +133,7 @@ def test_a_better_teacher_of_shorter_text_wins_by_bytes_not_by_tokens() -> None:
 
 def test_labels_of_samples_that_went_to_another_teacher_are_left_out() -> None:
     teachers = {
-        "a": TeacherObjective(objective=NextTokenLoss(), over="tokens"),
+        "a": TeacherObjective(objective=NextTokenLoss()),
         "b": TeacherObjective(objective=ProjectedKLLoss()),
     }
     losses = MultiTeacherLossAggregator(teachers=teachers, mode="select_teacher")
@@ -147,7 +155,7 @@ def test_packed_labels_belong_to_the_samples_of_their_bounds() -> None:
         teacher_cu_seqlens=torch.tensor([0, 3, 3, 8], dtype=torch.int32),
     )
     losses = MultiTeacherLossAggregator(
-        teachers={"a": TeacherObjective(objective=NextTokenLoss(), over="tokens")},
+        teachers={"a": TeacherObjective(objective=NextTokenLoss())},
         mode="select_teacher",
     )
     known = {"a": KnownAhead(labels=torch.arange(8)[None], alignment=alignment)}
@@ -195,10 +203,12 @@ def _same_tokenizer_pair(batch: Microbatch) -> dict[str, Any]:
     return {"a": inputs, "b": replace(inputs, teacher=other)}
 
 
-class _KeepTeacher:
+class _KeepTeacher(Objective):
     """An objective that hands out what it is given."""
 
-    def __call__(self, inputs: Any) -> Any:
+    sums_over = "tokens"
+
+    def compute(self, inputs: DistillationInputs) -> LossOutput:
         self.teacher = inputs.teacher
         return NextTokenLoss()(inputs)
 
@@ -207,18 +217,17 @@ def test_averaged_logits_are_a_convex_average_and_one_part() -> None:
     inputs = _same_tokenizer_pair(Microbatch.random(vocabs=(23, 23), lengths=(8, 8)))
     keep = _KeepTeacher()
     teachers = {
-        name: TeacherObjective(objective=keep, weight=weight, over="tokens")
-        for name, weight in WEIGHTS.items()
+        name: TeacherObjective(objective=keep, weight=weight) for name, weight in WEIGHTS.items()
     }
     losses = MultiTeacherLossAggregator(teachers=teachers, mode="averaged_logits")
     parts = losses(inputs)
     assert list(parts) == ["kd/average"]
     expected = (0.5 * inputs["a"].teacher.logits + 2 * inputs["b"].teacher.logits) / 2.5
+    assert int(combined(parts).outputs["kd/average"].count) == 18
     torch.testing.assert_close(keep.teacher.logits, expected)
     known = {name: KnownAhead(labels=part.labels) for name, part in inputs.items()}
     counts = losses.counts(known)
     assert {name: int(count) for name, count in counts.items()} == {"kd/average": 18}
-    assert int(parts["kd/average"].output.count) == 18
 
 
 def test_a_teacher_without_weight_does_not_touch_the_average() -> None:
@@ -229,7 +238,7 @@ def test_a_teacher_without_weight_does_not_touch_the_average() -> None:
         name: TeacherObjective(objective=keep, weight=weight)
         for name, weight in (("a", 2.0), ("b", 0.0))
     }
-    MultiTeacherLossAggregator(teachers=teachers, mode="averaged_logits")(inputs)
+    combined(MultiTeacherLossAggregator(teachers=teachers, mode="averaged_logits")(inputs))
     assert torch.equal(keep.teacher.logits, inputs["a"].teacher.logits)
 
 

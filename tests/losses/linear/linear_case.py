@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megatron_ext.losses import DistillationInputs, KnownAhead, LossOutput, TeacherTargets
-from megatron_ext.losses.base import Objective
 from megatron_ext.losses.linear import LinearDistillation, no_logits
+from megatron_ext.losses.objective import Objective
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import ObjectiveCase
 

@@ -11,8 +11,8 @@ import torch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, KnownAhead
-from megatron_ext.losses.base import Objective
 from megatron_ext.losses.linear import LinearDistillation, no_logits
+from megatron_ext.losses.objective import Objective
 from tests.losses.linear.linear_case import (
     Numbers,
     by_logits,

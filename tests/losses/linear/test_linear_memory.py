@@ -13,8 +13,8 @@ import torch
 
 from megatron_ext.distributed import row_slices
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, KnownAhead
-from megatron_ext.losses.base import Objective
 from megatron_ext.losses.linear import LinearDistillation, no_logits
+from megatron_ext.losses.objective import Objective
 from tests.losses.linear.linear_case import HIDDEN, leaves, ordered, with_hidden
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import CASES

@@ -1,4 +1,4 @@
-"""A loss that is told its weights ahead is the loss that is not."""
+"""The loss that a run computes is that of its objectives, weighted and divided."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from megatron_ext.losses import (
-    CombinedOutput,
     DistillationInputs,
     LossOutput,
+    LossPart,
+    LossPlan,
     NextTokenLoss,
-    PlannedPart,
-    announced_loss,
 )
-from megatron_ext.losses.linear.tile_evaluation import evaluate_tile
+from megatron_ext.losses.fused_evaluation import evaluate_together
 from megatron_ext.ops.unit_gradient import scale_rows_
 from tests.losses.objective_cases import CASES
 
@@ -36,19 +35,19 @@ def leaf(inputs: DistillationInputs) -> DistillationInputs:
     return replace(inputs, student_logits=inputs.student_logits.detach().clone().requires_grad_())
 
 
-def parts_of(name: str, inputs: DistillationInputs) -> dict[str, PlannedPart]:
+def parts_of(name: str, inputs: DistillationInputs) -> dict[str, LossPart]:
     """The objective as two teachers, of which one weighs by a tensor, and cross-entropy."""
     objective = CASES[name].objective()
     return {
-        "ce": PlannedPart(objective=NextTokenLoss(), inputs=inputs, term="ce", count_name="ce"),
-        "kd/a": PlannedPart(
+        "ce": LossPart(objective=NextTokenLoss(), inputs=inputs, term="ce", count_name="ce"),
+        "kd/a": LossPart(
             objective=objective,
             inputs=inputs,
             term="kd",
             count_name="kd/a",
             weight=torch.tensor(1.5),
         ),
-        "kd/b": PlannedPart(
+        "kd/b": LossPart(
             objective=objective, inputs=inputs, term="kd", count_name="kd/b", weight=0.25
         ),
     }
@@ -69,19 +68,17 @@ def test_total_gradient_and_metrics_are_those_of_the_parts(
 ) -> None:
     inputs = leaf(CASES[name].build(CASES[name].batch(), PADDING))
     parts = {part: planned for part, planned in parts_of(name, inputs).items() if part in names}
-    found = announced_loss(parts, TERMS, COUNTS)
+    found = LossPlan(parts=parts, term_weights=TERMS).loss(COUNTS)
     (gradient,) = torch.autograd.grad(found.total, inputs.student_logits)
 
-    plain = CombinedOutput(
-        parts={part: planned.compute() for part, planned in parts.items()}, term_weights=TERMS
-    )
+    plain = LossPlan(parts=parts, term_weights=TERMS).outputs()
     total = plain.total(COUNTS)
     (expected,) = torch.autograd.grad(total, inputs.student_logits)
     torch.testing.assert_close(found.total, total)
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
     assert list(found.outputs) == list(names)
     for part in names:
-        assert_same(found.outputs[part], plain.parts[part].output)
+        assert_same(found.outputs[part], plain.outputs[part])
 
 
 @pytest.mark.parametrize("name", SWEPT)
@@ -90,15 +87,13 @@ def test_cross_entropy_is_part_of_the_one_sweep(name: str, monkeypatch: pytest.M
 
     def recorded(objectives: Any, *args: Any, **options: Any) -> Any:
         calls.append(list(objectives))
-        return evaluate_tile(objectives, *args, **options)
+        return evaluate_together(objectives, *args, **options)
 
-    monkeypatch.setattr("megatron_ext.losses.combining.announced_loss.evaluate_tile", recorded)
+    monkeypatch.setattr("megatron_ext.losses.plan.evaluate_together", recorded)
     inputs = leaf(CASES[name].build(CASES[name].batch(), PADDING))
-    announced_loss(
-        {part: planned for part, planned in parts_of(name, inputs).items() if part != "kd/b"},
-        TERMS,
-        COUNTS,
-    )
+    parts = parts_of(name, inputs)
+    del parts["kd/b"]
+    LossPlan(parts=parts, term_weights=TERMS).loss(COUNTS)
     assert calls == [["kd/a", "ce"]]
 
 
@@ -108,7 +103,7 @@ def test_in_place_the_gradient_is_where_the_logits_were(name: str) -> None:
     logits = inputs.student_logits.detach().clone().requires_grad_()
     parts = parts_of(name, inputs)
     del parts["kd/b"]
-    expected = announced_loss(parts, TERMS, COUNTS)
+    expected = LossPlan(parts=parts, term_weights=TERMS).loss(COUNTS)
     (gradient,) = torch.autograd.grad(expected.total, inputs.student_logits)
 
     whole = logits * 1.0
@@ -117,7 +112,7 @@ def test_in_place_the_gradient_is_where_the_logits_were(name: str) -> None:
         part: replace(planned, inputs=replace(inputs, student_logits=whole))
         for part, planned in parts.items()
     }
-    found = announced_loss(parts, TERMS, COUNTS, in_place=True)
+    found = LossPlan(parts=parts, term_weights=TERMS).loss(COUNTS, in_place=True)
     (there,) = torch.autograd.grad(found.total, whole)
     assert there.data_ptr() == place
     assert torch.equal(there, gradient)
@@ -128,9 +123,9 @@ def test_in_place_the_gradient_is_where_the_logits_were(name: str) -> None:
 def test_a_term_of_weight_0_is_measured_all_the_same(name: str, term: str) -> None:
     inputs = leaf(CASES[name].build(CASES[name].batch(), PADDING))
     parts = parts_of(name, inputs)
-    found = announced_loss(parts, TERMS | {term: 0.0}, COUNTS)
+    found = LossPlan(parts=parts, term_weights=TERMS | {term: 0.0}).loss(COUNTS)
     for part, planned in parts.items():
-        assert_same(found.outputs[part], planned.compute().output)
+        assert_same(found.outputs[part], planned.objective(planned.inputs))
 
 
 @pytest.mark.parametrize("name", ["gold", "uld", "projected_kl", "vocab_kl", "mined"])
@@ -146,6 +141,6 @@ def test_a_gradient_that_was_announced_is_not_scaled(
     monkeypatch.setattr("megatron_ext.ops.unit_gradient.handing_over.scale_rows_", record)
     inputs = leaf(CASES[name].build(CASES[name].batch(), PADDING))
     parts = {"kd/a": parts_of(name, inputs)["kd/a"]}
-    announced_loss(parts, TERMS, COUNTS).total.backward()
+    LossPlan(parts=parts, term_weights=TERMS).loss(COUNTS).total.backward()
     for factor in factors:
         assert set(factor.tolist()) <= {0.0, 1.0}

@@ -1,0 +1,128 @@
+"""Objectives that read the same logits, together and without a graph. n rows, Vp local columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_ext.distributed.vocab_parallel import vocab_argmax
+from megatron_ext.losses.base import DistillationInputs, LossOutput
+from megatron_ext.losses.objective import FusedObjective, Objective, Scale
+from megatron_ext.losses.objectives.next_token import NextTokenLoss
+
+if TYPE_CHECKING:
+    from megatron_ext.losses.plan import LossPart
+
+
+def fused_pair(parts: Mapping[str, LossPart], scales: Mapping[str, Scale]) -> tuple[str, ...]:
+    """The first part that takes the cross-entropy along, and that; or nothing.
+
+    They are evaluated together where both weigh something and read the same labels.
+    """
+    labelled = [name for name, part in parts.items() if isinstance(part.objective, NextTokenLoss)]
+    if len(labelled) != 1 or _is_zero(scales[labelled[0]]):
+        return ()
+    labels = parts[labelled[0]].inputs.labels
+    for name, part in parts.items():
+        is_other = name not in labelled and part.inputs.labels is labels
+        if is_other and _fuses(part.objective, part.inputs) and not _is_zero(scales[name]):
+            return name, labelled[0]
+    return ()
+
+
+def evaluate_together(
+    objectives: Mapping[str, Objective],
+    scales: Mapping[str, Scale],
+    inputs: DistillationInputs,
+    *,
+    gradient: torch.Tensor | None,
+) -> dict[str, LossOutput]:
+    """Outputs without a graph, by name, and the gradient of the scaled sums together.
+
+    A ``FusedObjective``, with the cross-entropy or without, is one pass. Others run under autograd:
+    each takes one or two more tensors of the size of the logits.
+
+    Args:
+        inputs: With logits [B, T, Vp] that have no graph.
+        gradient: [n, Vp], n = B T; can be the logits. None: it is not asked for.
+
+    Collectives: those of the objectives, forward and backward, and two all-reduces of [n] for the
+    accuracy where another objective takes the cross-entropy along.
+    """
+    main, labelled = _in_one_pass(objectives, inputs)
+    if main is None:
+        return _under_autograd(objectives, scales, inputs, gradient)
+    objective = objectives[main]
+    assert isinstance(objective, FusedObjective)
+    top_column = None
+    if labelled is not None:
+        # Read before the gradient is written over the logits.
+        top_column = vocab_argmax(inputs.student_logits.flatten(0, 1), inputs.student_shard)
+    found = objective.evaluate(
+        inputs,
+        scale=scales[main],
+        ce_scale=None if labelled is None else scales[labelled],
+        gradient=gradient,
+    )
+    outputs = {main: found.output}
+    if labelled is not None:
+        next_token = objectives[labelled]
+        assert isinstance(next_token, NextTokenLoss)
+        assert found.token_loss is not None
+        assert top_column is not None
+        outputs[labelled] = next_token.output(inputs, found.token_loss, top_column)
+    return {name: outputs[name] for name in objectives}
+
+
+def _in_one_pass(
+    objectives: Mapping[str, Objective], inputs: DistillationInputs
+) -> tuple[str | None, str | None]:
+    """Names of the objective that is evaluated, and of the cross-entropy beside it."""
+    labelled = [name for name, each in objectives.items() if isinstance(each, NextTokenLoss)]
+    others = [name for name in objectives if name not in labelled]
+    if len(labelled) > 1 or len(others) > 1:
+        return None, None
+    if not others:
+        return labelled[0], None
+    if not _fuses(objectives[others[0]], inputs):
+        return None, None
+    return others[0], labelled[0] if labelled else None
+
+
+def _fuses(objective: Objective, inputs: DistillationInputs) -> bool:
+    return isinstance(objective, FusedObjective) and objective.fuses(inputs)
+
+
+def _under_autograd(
+    objectives: Mapping[str, Objective],
+    scales: Mapping[str, Scale],
+    inputs: DistillationInputs,
+    gradient: torch.Tensor | None,
+) -> dict[str, LossOutput]:
+    leaf = inputs.student_logits.detach().requires_grad_(gradient is not None)
+    with torch.set_grad_enabled(gradient is not None):
+        outputs = {
+            name: objective(
+                replace(
+                    inputs,
+                    student_logits=leaf,
+                    # A term that weighs nothing is measured all the same.
+                    grad_scale=1.0 if _is_zero(scales[name]) else scales[name],
+                )
+            )
+            for name, objective in objectives.items()
+        }
+    if gradient is not None:
+        sums = [output.loss_sum for output in outputs.values()]
+        weights = [torch.ones_like(out.loss_sum) * scales[name] for name, out in outputs.items()]
+        (found,) = torch.autograd.grad(sums, leaf, weights, materialize_grads=True)
+        gradient.copy_(found.flatten(0, 1))
+    return {name: replace(out, loss_sum=out.loss_sum.detach()) for name, out in outputs.items()}
+
+
+def _is_zero(scale: Scale) -> bool:
+    """Whether the host knows it to be 0."""
+    return not isinstance(scale, torch.Tensor) and scale == 0

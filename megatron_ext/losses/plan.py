@@ -1,0 +1,248 @@
+"""The loss of a microbatch: which objectives, at which weights, divided by which counts.
+
+Ts tokens, Vp local columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_ext.distributed.shard_collectives import all_reduce_sum
+from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
+from megatron_ext.losses.fused_evaluation import evaluate_together, fused_pair
+from megatron_ext.losses.kept_gradient import kept_gradient
+from megatron_ext.losses.linear import LinearDistillation, MicrobatchTiles
+from megatron_ext.losses.objective import Objective, Scale
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Count = torch.Tensor | int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossPart:
+    """One objective on one microbatch, and what becomes of its sum."""
+
+    objective: Objective
+
+    inputs: DistillationInputs
+
+    term: str
+    """The term of the loss that it belongs to, ``kd`` or ``ce``."""
+
+    count_name: str
+    """What divides it. Parts of one name are parts of one mean, divided by all their counts."""
+
+    weight: float | torch.Tensor = 1.0
+    """Weight of its mean in the term; as a tensor, a scalar without a graph."""
+
+    def scale(self, term_weights: Mapping[str, float], global_counts: Mapping[str, Count]) -> Scale:
+        """What its sum is multiplied by in the loss; no wait for the device.
+
+        A float where that is known on the host, as where a weight is 0; else an fp32 scalar.
+        """
+        is_weightless = not isinstance(self.weight, torch.Tensor) and self.weight == 0
+        if is_weightless or term_weights[self.term] == 0:
+            return 0.0
+        scale = term_weights[self.term] * self.weight / _divisor(global_counts[self.count_name])
+        return scale.float() if isinstance(scale, torch.Tensor) else scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A microbatch's share of the loss of the global batch."""
+
+    total: torch.Tensor
+    """``sum over parts: scale * loss_sum``, fp32 scalar with a graph; the same on every
+    tensor-parallel rank."""
+
+    outputs: dict[str, LossOutput]
+    """Of every part, in the order of the parts. Sums that were computed together have no graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossPlan:
+    """``sum over terms: w_term * (sum over parts: w_part * loss_sum / N[count_name])``.
+
+    Counts of parts differ, so that no single (sum, count) can say this: each teacher has its own
+    chunks, and cross-entropy has tokens. ``N`` are the counts over the whole global batch, all
+    microbatches, data- and context-parallel ranks, known before the student runs
+    (``Objective.count_ahead``, ``reduce_counts``). With them the losses of the microbatches add up
+    to that of the global batch, whatever the layout.
+    """
+
+    parts: Mapping[str, LossPart]
+    """By name; all read the same logits."""
+
+    term_weights: Mapping[str, float]
+    """By term."""
+
+    def loss(self, global_counts: Mapping[str, Count], *, in_place: bool = False) -> Loss:
+        """The loss from logits, with gradients that are written once, for the weights they get.
+
+        The cross-entropy goes with the first ``FusedObjective`` that reads the same labels in one
+        pass over the logits, forward and gradient together.
+
+        Args:
+            global_counts: By ``count_name``; a count of 0 divides nothing.
+            in_place: Whether the logits, which nobody reads afterwards, may become their gradient.
+
+        Collectives: those of the objectives, in one order on every rank.
+        """
+        scales = self._scales(global_counts)
+        pair = fused_pair(self.parts, scales)
+        outputs: dict[str, LossOutput] = {}
+        shares = []
+        if pair:
+            total, outputs = self._fused(
+                pair, scales, in_place=in_place and set(pair) == set(self.parts)
+            )
+            shares.append(total)
+        for name, part in self.parts.items():
+            if name not in pair:
+                inputs = replace(part.inputs, grad_scale=_nonzero(scales[name]))
+                outputs[name] = part.objective(inputs)
+                shares.append(outputs[name].loss_sum * scales[name])
+        return Loss(
+            total=torch.stack(shares).sum(), outputs={name: outputs[name] for name in self.parts}
+        )
+
+    def loss_from_hidden(
+        self,
+        global_counts: Mapping[str, Count],
+        forms: Mapping[str, LinearDistillation],
+        tiles: Mapping[str, MicrobatchTiles],
+    ) -> Loss:
+        """As ``loss``, of parts whose inputs have hidden states and heads instead of logits.
+
+        A term of weight 0 is logged as what its kernels say without a gradient, 0 for some.
+
+        Args:
+            forms: Of parts that are cut alike, in any order; together they are all parts.
+            tiles: Where this microbatch is cut for each form.
+
+        Collectives: those of the objectives' forwards and backwards in every tile.
+        """
+        scales = self._scales(global_counts)
+        outputs: dict[str, LossOutput] = {}
+        totals = []
+        for name, form in forms.items():
+            # Of the first objective: a cross-entropy needs nothing that these have not.
+            first = next(iter(form.objectives))
+            found = form(
+                self.parts[first].inputs,
+                tiles[name],
+                {part: scales[part] for part in form.objectives},
+            )
+            totals.append(found.total)
+            outputs |= found.parts
+        return Loss(
+            total=torch.stack(totals).sum(), outputs={name: outputs[name] for name in self.parts}
+        )
+
+    def outputs(self) -> CombinedOutput:
+        """Every part alone, with a graph of its own; the collectives of the objectives."""
+        found = {name: part.objective(part.inputs) for name, part in self.parts.items()}
+        return CombinedOutput(plan=self, outputs=found)
+
+    def _scales(self, global_counts: Mapping[str, Count]) -> dict[str, Scale]:
+        return {
+            name: part.scale(self.term_weights, global_counts) for name, part in self.parts.items()
+        }
+
+    def _fused(
+        self, pair: tuple[str, ...], scales: Mapping[str, Scale], *, in_place: bool
+    ) -> tuple[torch.Tensor, dict[str, LossOutput]]:
+        """Total with a graph, and outputs without one, of parts that share a pass."""
+        # Of the objective: the cross-entropy needs nothing that these have not.
+        inputs = self.parts[pair[0]].inputs
+        objectives = {name: self.parts[name].objective for name in pair}
+        outputs: dict[str, LossOutput] = {}
+
+        def evaluate(logits: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+            own = replace(inputs, student_logits=logits)
+            outputs.update(evaluate_together(objectives, scales, own, gradient=gradient))
+            sums = [output.loss_sum * scales[name] for name, output in outputs.items()]
+            return torch.stack(sums).sum()
+
+        return kept_gradient(inputs.student_logits, evaluate, in_place=in_place), outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CombinedOutput:
+    """What the parts of a plan give one by one: for a weighting that looks at each term's gradient,
+    and where the global counts come after the forward."""
+
+    plan: LossPlan
+
+    outputs: Mapping[str, LossOutput]
+    """By part."""
+
+    def counts(self) -> dict[str, torch.Tensor]:
+        """This microbatch's count by ``count_name``, int64 scalars."""
+        counts: dict[str, torch.Tensor] = {}
+        for name, part in self.plan.parts.items():
+            counts[part.count_name] = counts.get(part.count_name, 0) + self.outputs[name].count
+        return counts
+
+    def terms(self, global_counts: Mapping[str, Count]) -> dict[str, torch.Tensor]:
+        """This microbatch's share of each term's mean, fp32 scalars with a graph.
+
+        A count of 0 adds 0: nobody has anything to sum. Terms are without ``term_weights``; added
+        over microbatches and replicas they are what a ``LossWeighting`` observes.
+        """
+        terms: dict[str, torch.Tensor] = {}
+        for name, part in self.plan.parts.items():
+            divisor = _divisor(global_counts[part.count_name])
+            mean = part.weight * (self.outputs[name].loss_sum / divisor)
+            terms[part.term] = terms[part.term] + mean if part.term in terms else mean
+        return terms
+
+    def total(self, global_counts: Mapping[str, Count]) -> torch.Tensor:
+        """This microbatch's share of the loss, an fp32 scalar with a graph."""
+        weights = self.plan.term_weights
+        weighted = [weights[name] * mean for name, mean in self.terms(global_counts).items()]
+        return torch.stack(weighted).sum()
+
+    def metrics(self) -> dict[str, SumCount]:
+        """``part``: its sum and count; ``part/metric``: each of its metrics; ``part/weight``."""
+        found: dict[str, SumCount] = {}
+        for name, output in self.outputs.items():
+            found[name] = (output.loss_sum.detach(), output.count)
+            found |= {f"{name}/{metric}": value for metric, value in output.metrics.items()}
+            one = torch.ones_like(output.count)
+            weight = torch.as_tensor(self.plan.parts[name].weight, dtype=torch.float32)
+            found[f"{name}/weight"] = (one * weight, one)
+        return found
+
+
+def reduce_counts(
+    counts: Mapping[str, torch.Tensor], group: ProcessGroup | None
+) -> dict[str, torch.Tensor]:
+    """Counts over the group, of what a rank added up over its microbatches.
+
+    Args:
+        counts: int64 scalars on one device; the same names in the same order on every rank.
+        group: Data-parallel ranks, context-parallel ones included; None for one rank.
+
+    Returns:
+        int64 scalars. One all-reduce of 8 bytes a name.
+    """
+    if not counts:
+        return {}
+    totals = all_reduce_sum(torch.stack(list(counts.values())), group)
+    return dict(zip(counts, totals.unbind(), strict=True))
+
+
+def _divisor(count: Count) -> Count:
+    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+
+
+def _nonzero(scale: Scale) -> Scale:
+    """1 for a 0 that the host knows: a gradient is written for it, and the part is measured."""
+    return 1.0 if not isinstance(scale, torch.Tensor) and scale == 0 else scale
