@@ -28,6 +28,7 @@ from megatron_ext.training.model_chunks import sharded_weights
 from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.trainer import Trainer
+from tests.training.added_objective import register
 from tests.training.tiny_run import ITERATIONS, objective_run, student_run, teacher_run
 
 
@@ -69,6 +70,7 @@ def train_objectives(
     layouts: list[tuple[str, dict[str, Any]]],
 ) -> None:
     """Two steps by each objective under each layout, from the same first weights and teacher."""
+    register()
     if not (folder / "teacher").exists():
         _train_teacher(folder)
     for layout, parallel in layouts:

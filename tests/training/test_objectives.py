@@ -35,8 +35,9 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "dskd-heads": ("dskd", {"projectors": "heads"}),
     "partition_kl": ("partition_kl", {}),
     "vocab_kl": ("vocab_kl", {}),
+    "added": ("brier", {"weight": 2.0}),
 }
-"""Folder -> objective and options; ``vocab_kl`` learns from the first."""
+"""Folder -> objective and options; ``vocab_kl`` learns from the first; the last is a user's."""
 
 LAYOUTS = [
     ("tp2", {"tensor_model_parallel_size": 2}),
@@ -77,7 +78,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_objective_is_run() -> None:
-    assert {name for name, _ in OBJECTIVES.values()} == set(LOSS_REGISTRY)
+    assert {name for name, _ in OBJECTIVES.values()} == {*LOSS_REGISTRY, "brier"}
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "next_token"])
@@ -96,7 +97,7 @@ def test_an_objective_has_a_finite_loss_over_what_it_counts(runs: Path, name: st
             # Chunks are merged up to words.
             assert 0 < row["compared"] < chunks
         else:
-            assert row["compared"] == (row["tokens"] if name == "vocab_kl" else chunks)
+            assert row["compared"] == (row["tokens"] if name in ("vocab_kl", "added") else chunks)
 
 
 @pytest.mark.parametrize("name", ["partition_kl", "strict_topk", "mined", "gold"])
