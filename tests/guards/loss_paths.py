@@ -66,9 +66,7 @@ def with_cross_entropy(
         student_shard=inputs.student_shard,
         labels=inputs.labels,
     )
-    parts = {
-        "ce": LossPart(objective=NextTokenLoss(), inputs=student, term="ce", count_name="ce")
-    }
+    parts = {"ce": LossPart(objective=NextTokenLoss(), inputs=student, term="ce", count_name="ce")}
     if not isinstance(objective, NextTokenLoss):
         parts["kd"] = LossPart(
             objective=objective, inputs=inputs, term="kd", count_name="kd", weight=teacher_weight
