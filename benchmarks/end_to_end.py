@@ -39,7 +39,7 @@ import torch
 
 from benchmarks.loss_cost.machine import ROOT, commit, machine, write_results
 from megatron_ext.distributed import process_groups
-from megatron_ext.distributed.layout import launched_processes
+from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
@@ -171,7 +171,7 @@ def _model(hidden: int, layers: int, length: int, **options: bool) -> ModelConfi
 def _trainers(folder: Path, arguments: argparse.Namespace) -> tuple[Trainer, Trainer]:
     """The run, and the one of the same student without a teacher."""
     config = _config(folder, arguments)
-    groups = process_groups.initialize(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    groups = process_groups.initialize(Layout())
     _save_teacher(config, groups)
     inputs = read_inputs(config, world_size=launched_processes())
     distil = build_trainer(config, groups, inputs)

@@ -33,7 +33,7 @@ import torch
 from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed import process_groups
-from megatron_ext.distributed.layout import launched_processes
+from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.losses import VocabularyMatch
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText
@@ -60,9 +60,7 @@ class Comparison:
         assert config.teacher is not None
         cpu_megatron.install()
         self.config = config
-        self.groups = process_groups.initialize(
-            tensor_model_parallel_size=1, pipeline_model_parallel_size=1
-        )
+        self.groups = process_groups.initialize(Layout())
         self.inputs: Inputs = read_inputs(config, world_size=launched_processes())
         assert self.inputs.teacher_tokenizer is not None
         assert self.inputs.data.held_out is not None

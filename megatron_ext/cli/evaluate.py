@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.distributed.layout import data_parallel_size, launched_processes
+from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.lm_eval_tasks import PREFIX, LmEvalTask
 from megatron_ext.evaluation.results import results_table, write_results, write_samples
@@ -137,11 +137,10 @@ def _task(arguments: argparse.Namespace) -> Task:
             raise ConfigError("too small", where=f"--{name.replace('_', '-')}", got=value)
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         raise ConfigError("too small", where="--num-fewshot", got=arguments.num_fewshot)
-    data_parallel_size(
-        world_size=launched_processes(),
+    Layout(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
-    )
+    ).replicas(launched_processes())
     if arguments.applies_chat_template and arguments.task == "bits_per_byte":
         raise ConfigError(
             "texts are no messages of a user",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 
 from megatron_ext.distributed import roles
 from megatron_ext.errors import ConfigError
@@ -15,45 +16,51 @@ def launched_processes() -> int:
     return role.size if role is not None else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def data_parallel_size(
-    *,
-    world_size: int,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
-    context_parallel_size: int = 1,
-) -> int:
-    """Number of whole model replicas that the processes make.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How processes share one model; what is left over is data parallelism."""
 
-    Raises:
-        ConfigError: The processes do not divide into whole replicas.
-    """
-    replica = tensor_model_parallel_size * context_parallel_size * pipeline_model_parallel_size
-    if world_size % replica:
-        raise ConfigError(
-            "the processes do not divide into whole model replicas",
-            got=f"{world_size} process{'es' if world_size > 1 else ''}",
-            expected=(
-                f"a multiple of {replica} (tensor_model_parallel_size {tensor_model_parallel_size}"
-                + (
-                    f" x context_parallel_size {context_parallel_size}"
-                    * (context_parallel_size > 1)
-                )
-                + f" x pipeline_model_parallel_size {pipeline_model_parallel_size})"
-            ),
-            fix="start with torchrun --nproc-per-node set to such a number, or change the sizes",
-        )
-    return world_size // replica
+    tensor_model_parallel_size: int = 1
 
+    pipeline_model_parallel_size: int = 1
 
-def sequence_multiple(
-    *, context_parallel_size: int, tensor_model_parallel_size: int, sequence_parallel: bool
-) -> int:
-    """What rows are filled up to a multiple of, so that every rank has an equal part of them.
+    virtual_pipeline_model_parallel_size: int = 1
+    """Model chunks of a pipeline rank, which megatron-core's schedules interleave above 1."""
 
-    A context-parallel rank has two slices of a row, which sequence parallelism cuts together.
-    Without context parallelism 1: rows are left as they are.
-    """
-    if context_parallel_size == 1:
-        return 1
-    parts = tensor_model_parallel_size if sequence_parallel else 1
-    return context_parallel_size * math.lcm(2, parts)
+    context_parallel_size: int = 1
+
+    sequence_parallel: bool = False
+    """Whether tensor-parallel ranks share every sequence between the layers' matrices."""
+
+    def replicas(self, world_size: int) -> int:
+        """Number of whole model replicas that the processes make.
+
+        Raises:
+            ConfigError: The processes do not divide into whole replicas.
+        """
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        cp = self.context_parallel_size
+        if world_size % (tp * cp * pp):
+            raise ConfigError(
+                "the processes do not divide into whole model replicas",
+                got=f"{world_size} process{'es' if world_size > 1 else ''}",
+                expected=(
+                    f"a multiple of {tp * cp * pp} (tensor_model_parallel_size {tp}"
+                    + f" x context_parallel_size {cp}" * (cp > 1)
+                    + f" x pipeline_model_parallel_size {pp})"
+                ),
+                fix="start so many with torchrun --nproc-per-node, or change the sizes",
+            )
+        return world_size // (tp * cp * pp)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What rows are filled up to a multiple of, so that every rank has an equal part of them.
+
+        A context-parallel rank has two slices of a row, which sequence parallelism cuts together.
+        Without context parallelism 1: rows are left as they are.
+        """
+        if self.context_parallel_size == 1:
+            return 1
+        parts = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return self.context_parallel_size * math.lcm(2, parts)

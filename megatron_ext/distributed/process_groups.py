@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_ext.distributed import roles
-from megatron_ext.distributed.layout import data_parallel_size, launched_processes
+from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
 
@@ -148,50 +148,32 @@ def join(timeout: timedelta) -> None:
         _join(_local_device(), launched_processes(), timeout)
 
 
-def initialize(
-    *,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
-    virtual_pipeline_model_parallel_size: int = 1,
-    context_parallel_size: int = 1,
-    timeout: timedelta = timedelta(minutes=30),
-) -> ProcessGroups:
+def initialize(layout: Layout, *, timeout: timedelta = timedelta(minutes=30)) -> ProcessGroups:
     """Join the process group that torchrun describes and cut it into a TP x CP x DP x PP layout.
 
     One process works too, without torchrun. NCCL with a GPU per local rank, otherwise gloo on CPU
     (the caller installs ``training.cpu_megatron`` first).
 
     Args:
-        tensor_model_parallel_size: TP
-        pipeline_model_parallel_size: PP
-        virtual_pipeline_model_parallel_size: Model chunks of a rank; above 1 megatron-core's
-            schedules interleave them.
-        context_parallel_size: CP
         timeout: How long a collective may wait.
 
     Raises:
-        ConfigError: The number of processes is not a multiple of TP x CP x PP.
+        ConfigError: The processes do not divide into whole replicas.
     """
-    world_size = launched_processes()
-    data_parallel_size(
-        world_size=world_size,
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        context_parallel_size=context_parallel_size,
-    )
+    layout.replicas(launched_processes())
     device = _local_device()
     join(timeout)
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=(
-            virtual_pipeline_model_parallel_size
-            if virtual_pipeline_model_parallel_size > 1
+            layout.virtual_pipeline_model_parallel_size
+            if layout.virtual_pipeline_model_parallel_size > 1
             else None
         ),
-        context_parallel_size=context_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import torch
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.evaluation.generation import Generator
 from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
@@ -90,8 +91,10 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
     if not torch.cuda.is_available():
         cpu_megatron.install()
     groups = process_groups.initialize(
-        tensor_model_parallel_size=options.tensor_model_parallel_size,
-        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        Layout(
+            tensor_model_parallel_size=options.tensor_model_parallel_size,
+            pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        ),
         timeout=_TIMEOUT,
     )
     model, tokenizer = _model(checkpoint, options), _tokenizer(checkpoint, options)

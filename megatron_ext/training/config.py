@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
+from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.training.evaluation_config import EvaluationConfig, check_evaluation
@@ -297,6 +298,17 @@ class ParallelConfig:
     distributed_timeout_minutes: int = 30
     """How long nothing may happen on a rank before the run ends with an error that says which rank
     waits where."""
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes that say which process holds what."""
+        return Layout(
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
+            context_parallel_size=self.context_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+        )
 
     def __post_init__(self) -> None:
         _check_positive(

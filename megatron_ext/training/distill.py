@@ -71,13 +71,7 @@ def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | Non
 def _start(config: DistillConfig, inputs: Inputs, timeout: timedelta) -> Trainer:
     """The trainer in its layout, once all ranks are known to be about to do the same."""
     check_same_start(config, inputs)
-    groups = process_groups.initialize(
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
-        context_parallel_size=config.parallel.context_parallel_size,
-        timeout=timeout,
-    )
+    groups = process_groups.initialize(config.parallel.layout, timeout=timeout)
     rank_phase.enter("building the models")
     return build_trainer(config, groups, inputs)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext.distributed.layout import data_parallel_size
 from megatron_ext.errors import ConfigError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText
@@ -113,12 +112,7 @@ def _teacher(
 
 def _check_batch(config: DistillConfig, world_size: int) -> None:
     training, parallel = config.training, config.parallel
-    replicas = data_parallel_size(
-        world_size=world_size,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-    )
+    replicas = parallel.layout.replicas(world_size)
     step = training.micro_batch_size * replicas
     if training.global_batch_size % step:
         raise ConfigError(

@@ -70,11 +70,7 @@ def _counted_reads() -> Iterator[list[int]]:
 def _groups(parallel: ParallelConfig) -> process_groups.ProcessGroups:
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
-    return process_groups.initialize(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
-    )
+    return process_groups.initialize(parallel.layout)
 
 
 def _logits(

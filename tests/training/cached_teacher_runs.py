@@ -133,11 +133,7 @@ def record_cache(
     )
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
-    groups = process_groups.initialize(
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
-        context_parallel_size=config.parallel.context_parallel_size,
-    )
+    groups = process_groups.initialize(config.parallel.layout)
     with patch("megatron_ext.training.run_tokenizer.build_tokenizer", _tokenizer):
         inputs = read_inputs(config, world_size=dist.get_world_size())
     vocab_size = inputs.teachers["teacher"].tokenizer.vocab_size

@@ -14,6 +14,7 @@ import yaml
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.distributed.layout import Layout
 from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher, StageWithoutTeacher
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 from megatron_ext.teachers.offloaded_teacher import OffloadedTeacher
@@ -108,7 +109,7 @@ def _record(root: Path, run: Run) -> None:
     config = recording_config(config_of(root, recorded), folder, world_size=2)
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
-    groups = process_groups.initialize(tensor_model_parallel_size=2, pipeline_model_parallel_size=1)
+    groups = process_groups.initialize(Layout(tensor_model_parallel_size=2))
     with patch("megatron_ext.training.run_tokenizer.build_tokenizer", _tokenizer):
         inputs = read_inputs(config, world_size=2)
     assert config.teacher is not None

@@ -178,8 +178,4 @@ def _ours(config: DistillConfig) -> None:
 def _initialize(config: DistillConfig) -> process_groups.ProcessGroups:
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
-    return process_groups.initialize(
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
-    )
+    return process_groups.initialize(config.parallel.layout)

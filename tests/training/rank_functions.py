@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 from megatron_ext.tokenizers import build_tokenizer
@@ -124,7 +125,7 @@ def first_layer(rank: int, folder: Path) -> torch.Tensor:
     """What this rank's stage draws for its first layer under two pipeline stages."""
     config = student_run(folder, "stages", pipeline_model_parallel_size=2)
     cpu_megatron.install()
-    groups = process_groups.initialize(tensor_model_parallel_size=1, pipeline_model_parallel_size=2)
+    groups = process_groups.initialize(Layout(pipeline_model_parallel_size=2))
     gpt = build_gpt_model(
         config.student,
         padded_vocab_size=64,
@@ -139,12 +140,7 @@ def _trainer(config: DistillConfig) -> Trainer:
     """A trainer in a fresh layout over the ranks that are there."""
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
-    groups = process_groups.initialize(
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
-        context_parallel_size=config.parallel.context_parallel_size,
-    )
+    groups = process_groups.initialize(config.parallel.layout)
     with patch("megatron_ext.training.run_tokenizer.build_tokenizer", _tokenizer):
         inputs = read_inputs(config, world_size=dist.get_world_size())
     # To draw a run takes longer than a step of it; tests/cli/test_resume.py looks for the picture.

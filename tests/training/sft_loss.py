@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import default_collate
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.distributed.layout import Layout
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.models import build_gpt_model
@@ -29,7 +30,7 @@ def losses(rank: int, cases: dict[str, tuple[list[Sample], bool]]) -> dict[str, 
         cases: Samples by name, and whether their segments are kept apart.
     """
     cpu_megatron.install()
-    groups = process_groups.initialize(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    groups = process_groups.initialize(Layout())
     found = {}
     for positions in POSITIONS:
         gpt = build_gpt_model(

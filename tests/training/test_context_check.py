@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from megatron_ext.distributed.layout import data_parallel_size, sequence_multiple
+from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.config import ParallelConfig
 from tests.training.test_loss_configuration import TEACHER, check, config_of
@@ -66,10 +67,10 @@ def test_every_other_loss_goes(changes: dict[str, Any]) -> None:
 
 
 def test_ranks_that_share_sequences_are_of_one_replica() -> None:
-    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
-    assert data_parallel_size(world_size=8, context_parallel_size=2, **sizes) == 2
+    layout = Layout(tensor_model_parallel_size=2, context_parallel_size=2)
+    assert layout.replicas(8) == 2
     with pytest.raises(ConfigError, match=r"multiple of 6 .* x context_parallel_size 3"):
-        data_parallel_size(world_size=8, context_parallel_size=3, **sizes)
+        dataclasses.replace(layout, context_parallel_size=3).replicas(8)
     with pytest.raises(ConfigError, match="context_parallel_size must be positive"):
         ParallelConfig(context_parallel_size=0)
 
@@ -81,7 +82,7 @@ def test_ranks_that_share_sequences_are_of_one_replica() -> None:
 def test_rows_divide_over_slices_and_sequence_parallel_ranks(
     context: int, tensor: int, is_cut: bool, expected: int
 ) -> None:
-    found = sequence_multiple(
+    layout = Layout(
         context_parallel_size=context, tensor_model_parallel_size=tensor, sequence_parallel=is_cut
     )
-    assert found == expected
+    assert layout.sequence_multiple == expected

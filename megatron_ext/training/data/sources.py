@@ -7,7 +7,6 @@ from hashlib import sha256
 from itertools import groupby
 from typing import Any, Final
 
-from megatron_ext.distributed.layout import sequence_multiple
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DataConfig, DistillConfig
@@ -56,11 +55,7 @@ def make_collator(
         row_multiple=(
             config.training.seq_length_multiple if config.training.variable_seq_lengths else None
         ),
-        filled_multiple=sequence_multiple(
-            context_parallel_size=config.parallel.context_parallel_size,
-            tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-            sequence_parallel=config.parallel.sequence_parallel,
-        ),
+        filled_multiple=config.parallel.layout.sequence_multiple,
         cache_dir=config.data.alignment_cache,
     )
 

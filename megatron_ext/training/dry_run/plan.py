@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from megatron_ext.distributed.layout import data_parallel_size, sequence_multiple
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training.config import DistillConfig, ModelConfig
@@ -66,17 +65,11 @@ class Plan:
         Raises:
             ConfigError: The processes do not divide into replicas.
         """
-        parallel = config.parallel
         named = config.named_teachers if config.distils else {}
         return cls(
             config=config,
             world_size=world_size,
-            dp=data_parallel_size(
-                world_size=world_size,
-                tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-                pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-                context_parallel_size=parallel.context_parallel_size,
-            ),
+            dp=config.parallel.layout.replicas(world_size),
             student=_shape(config.student, vocab_size, config),
             teachers={
                 name: _shape(teacher.model, teacher_vocab_sizes[name], config)
@@ -149,12 +142,7 @@ class Plan:
 
     def row_length(self, shape: ModelShape) -> int:
         """Positions of a row, over all context-parallel ranks."""
-        parallel = self.config.parallel
-        multiple = sequence_multiple(
-            context_parallel_size=self.cp,
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            sequence_parallel=parallel.sequence_parallel,
-        )
+        multiple = self.config.parallel.layout.sequence_multiple
         return -(-shape.model.seq_length // multiple) * multiple
 
 

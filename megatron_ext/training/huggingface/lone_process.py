@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
-from megatron_ext.distributed.layout import launched_processes
+from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import DistributedError
 from megatron_ext.training import cpu_megatron
@@ -37,9 +37,7 @@ def lone_process() -> Iterator[ProcessGroups]:
         store = torch._C._distributed_c10d.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        groups = process_groups.initialize(
-            tensor_model_parallel_size=1, pipeline_model_parallel_size=1
-        )
+        groups = process_groups.initialize(Layout())
         yield replace(groups, device=torch.device("cpu"))
     finally:
         parallel_state.destroy_model_parallel()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.distributed.layout import Layout
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import BoundaryColumns
@@ -61,8 +62,10 @@ class ServedTeacher:
         """
         serving = self.config.named_teachers[self.name].serving
         groups = process_groups.initialize(
-            tensor_model_parallel_size=serving.tensor_model_parallel_size,
-            pipeline_model_parallel_size=serving.pipeline_model_parallel_size,
+            Layout(
+                tensor_model_parallel_size=serving.tensor_model_parallel_size,
+                pipeline_model_parallel_size=serving.pipeline_model_parallel_size,
+            ),
             timeout=collective_timeout,
         )
         rank_phase.enter(f"building the teacher {self.name}")

@@ -19,7 +19,6 @@ from safetensors.torch import save
 from megatron_ext.atomic_file import write_bytes
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.context_rank import ContextRank
-from megatron_ext.distributed.layout import data_parallel_size
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import CheckpointError, ConfigError
@@ -79,14 +78,7 @@ def record_teacher(config: DistillConfig, inputs: Inputs, recording: Recording) 
     process_groups.join(timeout + GRACE)
     with Watchdog(timeout):
         check_same_start(config, inputs)
-        parallel = config.parallel
-        groups = process_groups.initialize(
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
-            context_parallel_size=parallel.context_parallel_size,
-            timeout=timeout + GRACE,
-        )
+        groups = process_groups.initialize(config.parallel.layout, timeout=timeout + GRACE)
         manifest = record(config, groups, inputs, recording)
     process_groups.finalize()
     return manifest
@@ -96,12 +88,7 @@ def recording_config(config: DistillConfig, folder: Path, *, world_size: int) ->
     """``config`` for the teacher alone: its caches, what is held out and the run's folder are of
     no interest, and a global batch is of as many replicas as there are."""
     parallel, training = config.parallel, config.training
-    replicas = data_parallel_size(
-        world_size=world_size,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-    )
+    replicas = parallel.layout.replicas(world_size)
     stages = parallel.pipeline_model_parallel_size
     rows = training.micro_batch_size * replicas * stages
     teacher = config.teacher and _live(config.teacher)

@@ -199,11 +199,7 @@ def _model(layout: str) -> tuple[ProcessGroups, GPTModel, VocabShard]:
     parallel_state.destroy_model_parallel()
     sizes = LAYOUTS[layout]
     parallel = ParallelConfig(**sizes)  # type: ignore[arg-type]
-    groups = process_groups.initialize(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-    )
+    groups = process_groups.initialize(parallel.layout)
     gpt = build_gpt_model(
         ModelConfig(
             num_layers=2,

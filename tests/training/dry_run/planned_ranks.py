@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.distributed.layout import Layout
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.models import build_model_chunks
@@ -69,7 +70,7 @@ def _groups(layout: dict[str, int]) -> process_groups.ProcessGroups:
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, **layout}
-    return process_groups.initialize(**sizes)
+    return process_groups.initialize(Layout(**sizes))
 
 
 def _measured(
