@@ -14,6 +14,7 @@ from tests.distributed.context_cases import (
     GROUPS,
     LENGTHS,
     PADDING,
+    Chunks,
     held,
     make_groups,
     microbatch,
@@ -23,14 +24,16 @@ from tests.losses.objective_cases import with_hidden_states
 
 RowObjective = Literal["next_token", "vocab_kl", "dskd"]
 
-RowCase = tuple[RowObjective, SequenceOrder]
+RowCase = tuple[RowObjective, SequenceOrder, Chunks]
 
 ROW_CASES: tuple[RowCase, ...] = (
-    ("next_token", "zigzag"),
-    ("vocab_kl", "zigzag"),
-    ("vocab_kl", "contiguous"),
-    ("dskd", "zigzag"),
-    ("dskd", "contiguous"),
+    ("next_token", "zigzag", "none"),
+    ("vocab_kl", "zigzag", "none"),
+    ("vocab_kl", "contiguous", "none"),
+    ("dskd", "zigzag", "of one token"),
+    ("dskd", "contiguous", "of one token"),
+    # The other ranks have no row.
+    ("dskd", "contiguous", "of the first rank"),
 )
 
 
@@ -53,14 +56,14 @@ class Rows:
 
 
 def whole_rows(
-    name: RowObjective, *, tp: tuple[int, int, Any] = (0, 1, None)
+    name: RowObjective, chunks: Chunks, *, tp: tuple[int, int, Any] = (0, 1, None)
 ) -> DistillationInputs:
     """Everything, of this tensor-parallel rank's columns."""
     rank, ranks, group = tp
     if name != "dskd":
         batch = Microbatch.random(batch=2, lengths=(LENGTHS[0],) * 2, vocabs=(37, 37), chunks=0)
         return batch.inputs(rank=rank, ranks=ranks, group=group, padding=(PADDING[0],) * 2)
-    batch = microbatch("of one token")
+    batch = microbatch(chunks)
     inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=PADDING)
     of_hidden = with_hidden_states(batch, (0, 0))
     assert inputs.teacher is not None
@@ -81,6 +84,7 @@ def whole_rows(
 def rows_of(
     name: RowObjective,
     order: SequenceOrder,
+    chunks: Chunks,
     *,
     cp: tuple[int, int, Any] = (0, 1, None),
     tp: tuple[int, int, Any] = (0, 1, None),
@@ -88,7 +92,7 @@ def rows_of(
     """An objective on what a rank holds; ``cp``, ``tp`` are rank, size and group."""
     rank, size, group = cp
     layout = SequenceLayout(size=size, order=order)
-    whole = whole_rows(name, tp=tp)
+    whole = whole_rows(name, chunks, tp=tp)
     assert whole.teacher is not None
     places = [held(layout, length, rank) for length in (LENGTHS[0], whole.teacher.positions[1])]
     logits = whole.student_logits.detach()[:, places[0]].clone().requires_grad_()

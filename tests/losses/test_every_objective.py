@@ -8,12 +8,14 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, LossOutput, TargetKind
+from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
 from tests.losses import microbatch
 from tests.losses.microbatch import Microbatch
-from tests.losses.objective_cases import CASES, ObjectiveCase, as_kind
+from tests.losses.objective_cases import CASES, AnyCompletions, ObjectiveCase, as_kind
 
 OVER_CHUNKS = [name for name, case in CASES.items() if case.over == "chunks"]
 WITH_TEACHER = [name for name, case in CASES.items() if case.kinds]
@@ -48,6 +50,31 @@ def without_work(batch: Microbatch) -> Microbatch:
     """No chunk and no label."""
     nothing = [(torch.full_like(s, -1), torch.full_like(t, -1)) for s, t in batch.chunk_ids]
     return replace(batch, chunk_ids=nothing, labels=torch.full_like(batch.labels, IGNORE_INDEX))
+
+
+def without_rows(inputs: DistillationInputs) -> DistillationInputs:
+    """No position of either model [B, 0], and so no chunk."""
+
+    def cut(holder: Any, names: tuple[str, ...]) -> Any:
+        found = {name: getattr(holder, name) for name in names}
+        return replace(
+            holder, **{name: value[:, :0] for name, value in found.items() if value is not None}
+        )
+
+    rows = torch.zeros(1, 0, dtype=torch.int64)
+    alignment = AlignmentBatch.from_chunk_ids(rows, rows)
+    completions = None
+    if inputs.completions is not None:
+        table = AnyCompletions.from_token_bytes([], [])
+        completions = ChunkCompletions.of(alignment, rows, rows, table)
+    own = ("student_logits", "labels", "student_hidden", "teacher_labels")
+    teacher = inputs.teacher and cut(inputs.teacher, ("logits", "hidden"))
+    return replace(
+        cut(inputs, own),
+        teacher=teacher,
+        alignment=inputs.alignment and alignment,
+        completions=completions,
+    )
 
 
 def in_double(inputs: DistillationInputs) -> DistillationInputs:
@@ -94,6 +121,17 @@ def test_nothing_to_sum_over_gives_zero_with_a_graph(name: str) -> None:
     output, grad = run(case, case.build(without_work(case.batch()), (3, 1)))
     assert (output.loss_sum.item(), int(output.count)) == (0.0, 0)
     assert not grad.any()
+    assert all(total == 0 and count == 0 for total, count in output.metrics.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_rows_give_zero_with_a_graph(name: str) -> None:
+    """As on a context-parallel rank that owns no chunk."""
+    case = CASES[name]
+    inputs = without_rows(case.build(case.batch(batch=1), (3, 1)))
+    output, grad = run(case, inputs)
+    assert (output.loss_sum.item(), int(output.count)) == (0.0, 0)
+    assert grad.shape == inputs.student_logits.shape
     assert all(total == 0 and count == 0 for total, count in output.metrics.values())
 
 

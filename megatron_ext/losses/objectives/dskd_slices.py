@@ -128,10 +128,8 @@ class _TermsBySlice(torch.autograd.Function):
             torch.zeros_like(value) if need else None
             for value, need in zip(inputs, needs, strict=True)
         ]
-        count, widest = (
-            len(positions.rows),
-            max(len(student_logits[0]), len(positions.teacher_head)),
-        )
+        count = len(positions.rows)
+        widest = max(student_logits.shape[1], len(positions.teacher_head))
         found = []
         # One slice at least, so that there are outputs of the right dtypes.
         for part in list(row_slices(count, widest, device=student_logits.device)) or [slice(0, 0)]:

@@ -103,7 +103,8 @@ def _room(student_logits: torch.Tensor, in_place: bool) -> torch.Tensor | None:
 
 def _overwritten(logits: torch.Tensor, room: torch.Tensor | None) -> None:
     # Kernels write behind torch's back, which has to know to refuse a reader of the old values.
-    if room is not None and room.data_ptr() == logits.data_ptr():
+    # Tensors without rows all lie at 0.
+    if room is not None and len(room) and room.data_ptr() == logits.data_ptr():
         torch.autograd.graph.increment_version(logits)
 
 
