@@ -67,6 +67,26 @@ def test_equal_likelihoods_differ_by_nothing(name: Difference, nats: float) -> N
     assert slope.item() == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["abs", "abs_exp"])
+def test_a_slope_that_jumps_does_not_at_a_rounding_difference(
+    name: Difference, dtype: torch.dtype
+) -> None:
+    nats = torch.tensor([0.0, -1e-6, -0.7, -50.0], dtype=dtype)
+    # Logarithms of sums of many terms are off by some units of their own size, or of 1.
+    unit = torch.finfo(dtype).eps * (1 + nats.abs())
+    off = torch.cat([nats - 50 * unit, (nats + 50 * unit).clamp(max=0)]).requires_grad_()
+    value = binary_divergence(nats.repeat(2), off, difference=name)
+    (slope,) = torch.autograd.grad(value.sum(), off)
+    assert not value.any()
+    assert not slope.any()
+    apart = (nats - 1000 * unit).requires_grad_()
+    value = binary_divergence(nats, apart, difference=name)
+    (slope,) = torch.autograd.grad(value.sum(), apart)
+    assert (value > 0).all()
+    assert (slope < 0).all()
+
+
 @pytest.mark.parametrize(("tau", "entropy"), [(1.0, 0.040), (5.0, 0.658), (100.0, 0.195)])
 def test_cross_entropy_of_equal_likelihoods_is_their_entropy_without_a_slope(
     tau: float, entropy: float
