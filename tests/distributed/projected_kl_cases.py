@@ -14,6 +14,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "forward": {},
     "reverse": {"direction": "reverse", "temperature": 1.4},
     "by torch": {"direction": "jensen_shannon", "implementation": "torch"},
+    "scaled up": {"direction": "reverse"},
+    "scaled up by torch": {"implementation": "torch"},
 }
 
 Result = tuple[list[torch.Tensor], torch.Tensor]
@@ -23,6 +25,8 @@ Result = tuple[list[torch.Tensor], torch.Tensor]
 def evaluated(rank: int, ranks: int, group: Any, name: str) -> Result:
     case = Case.random(vocabs=(47, 41), lengths=(7, 6), chunk_count=3)
     case = replace(case, projection=paired_projection(47, 41))
+    if name.startswith("scaled up"):
+        case = case.dominated(120.0)
     options = {"implementation": "triton"} | OPTIONS[name]
     out, grad = case.run(
         dtype=torch.float32,
@@ -42,6 +46,6 @@ def on_shards(rank: int) -> dict[str, Result]:
     pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
     everyone = dist.new_group(list(range(4)))
     found = {"forward": evaluated(rank % 2, 2, pairs[rank // 2], "forward")}
-    for name in ("reverse", "by torch"):
+    for name in list(OPTIONS)[1:]:
         found[name] = evaluated(rank, 4, everyone, name)
     return found

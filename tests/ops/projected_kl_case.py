@@ -109,6 +109,17 @@ class Case:
             projection=random_projection(*vocabs, seed=seed),
         )
 
+    def dominated(self, nats: float) -> Case:
+        """Students that are ``nats`` surer, and more from row to row, of a token with an empty row;
+        in chunk 0 one row alone."""
+        logits = self.student_logits.clone()
+        token = int((self.projection.sum(dim=1) == 0).nonzero()[0])
+        rows = torch.arange(len(logits))
+        first = int((self.student_chunk_id == 0).nonzero()[0])
+        raised = (self.student_chunk_id != 0) | (rows == first)
+        logits[:, token] += torch.where(raised, nats + rows % 3, 0.0)
+        return replace(self, student_logits=logits)
+
     def to(self, dtype: torch.dtype) -> Case:
         """The same case with logits and projection in ``dtype``."""
         return replace(

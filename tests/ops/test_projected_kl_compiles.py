@@ -18,6 +18,8 @@ FLOATS = {"temperature": "fp32", "mixture": "fp32"}
 POINTERS = {
     "lse_ptr": "*fp32",
     "student_lse_ptr": "*fp32",
+    "carried_lse_ptr": "*fp32",
+    "is_scaled_ptr": "*i1",
     "teacher_lse_ptr": "*fp32",
     "plain_lse_ptr": "*fp32",
     "weight_ptr": "*fp32",

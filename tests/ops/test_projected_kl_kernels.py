@@ -153,6 +153,28 @@ def test_logits_of_ten_thousand_and_minus_infinity_are_as_in_torch(direction: st
 
 
 @pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", ["several rows", "one row each"])
+def test_mapped_tokens_far_below_one_that_stands_for_nothing_are_compared_as_ever(
+    name: str, direction: str
+) -> None:
+    case = rounded(paired(**CASES[name]).dominated(120.0), torch.float32)
+    truth, true_grad = case.truth(direction=direction, temperature=1.3)
+    out, grad = case.run(
+        dtype=torch.float32,
+        padding=(3, 9),
+        planned=True,
+        implementation="triton",
+        direction=direction,
+        temperature=1.3,
+    )
+    # What weighs one row against another is a difference of 100 nats, which fp32 holds to 4e-6.
+    assert_as_exact(out.chunk_loss.sum(), truth, truth, slack=2e-5)
+    assert_as_exact(grad[:, : true_grad.shape[1]], true_grad, true_grad, slack=2e-5)
+    assert (out.chunk_loss > 0).all()
+
+
+@pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("direction", ["forward", "jensen_shannon"])
 def test_rows_that_count_for_nothing_may_hold_anything(direction: str) -> None:
     case = paired(lengths=(8, 7), chunk_count=4)

@@ -156,6 +156,58 @@ def test_logits_of_ten_thousand_and_minus_infinity_stay_finite(direction: str) -
     assert 0 < out.chunk_loss.sum().item() < case.chunk_count * 88
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("nats", [20.0, 60.0, 88.0, 400.0, 1e4])
+def test_a_sure_student_of_a_token_that_stands_for_nothing_costs_no_less(
+    nats: float, dtype: torch.dtype
+) -> None:
+    """Ten tokens for ten of a teacher that has no preference, and one with an empty row."""
+    case = Case(
+        student_logits=torch.tensor([[0.0] * 10 + [nats]], dtype=dtype),
+        teacher_logits=torch.zeros(1, 10, dtype=dtype),
+        student_chunk_id=torch.tensor([0]),
+        teacher_chunk_id=torch.tensor([0]),
+        chunk_count=1,
+        projection=torch.eye(11, 10, dtype=torch.float64),
+    )
+    for direction in DIRECTIONS:
+        out, grad = case.run(dtype=dtype, direction=direction)
+        assert abs(out.chunk_loss.item()) < 1e-6
+        assert grad.abs().max().item() < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"vocab_topk": 4}, {"temperature": 1.7}], ids=str)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("nats", [30.0, 120.0, 800.0])
+def test_mapped_tokens_far_below_one_that_stands_for_nothing_are_compared_as_ever(
+    nats: float, direction: str, options: dict[str, Any]
+) -> None:
+    case = Case.random(chunk_count=4).dominated(nats)
+    truth, true_grad = case.truth(direction=direction, **options)
+    # Of rows at 800 nats fp64 itself has 1e-13, which weighs one row against another.
+    for dtype, slack in ((torch.float64, 2e-12), (torch.float32, 1e-4)):
+        for planned in (False, True):
+            out, grad = case.run(
+                dtype=dtype, padding=(3, 9), planned=planned, direction=direction, **options
+            )
+            assert relative_error(out.chunk_loss.sum(), truth) < slack
+            assert relative_error(grad[:, :37], true_grad) < slack
+            assert (out.chunk_loss > 0).all()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_student_that_masks_all_that_it_maps_is_taught_nothing(direction: str) -> None:
+    case = Case.random(chunk_count=4)
+    masked = case.student_chunk_id == 2
+    mapped = case.projection.sum(dim=1) > 0
+    case.student_logits[masked[:, None] & mapped] = -torch.inf
+    out, grad = case.run(dtype=torch.float32, direction=direction)
+    assert out.chunk_loss[2] == 0
+    assert (out.chunk_loss[[0, 1, 3]] > 0).all()
+    assert grad.isfinite().all()
+    assert not grad[masked].any()
+
+
 def test_mass_far_below_the_largest_logit_still_counts() -> None:
     case = Case.random(vocabs=(23, 23))
     case = replace(case, projection=torch.eye(23, dtype=torch.float64))

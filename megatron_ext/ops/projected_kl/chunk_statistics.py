@@ -1,6 +1,6 @@
 """Softmax statistics of both models' rows, merged over shards in one exchange.
 
-T rows, C chunks, Vps Vpt local columns.
+T rows, C chunks, Vps local columns.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ import torch
 
 from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
-from megatron_ext.distributed.vocab_parallel import (
-    LogSumExp,
-    VocabShard,
-    merge_log_sum_exp,
-    scaled_logits,
-)
+from megatron_ext.distributed.vocab_parallel import LogSumExp, merge_log_sum_exp, scaled_logits
 from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.projected_kl.carried_rows import CarriedRows, carried_rows, log_ratio
+from megatron_ext.ops.projected_kl.evaluation_parts import Side
 from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
 from megatron_ext.ops.softmax_statistics import row_statistics
 
@@ -28,8 +25,11 @@ class ChunkStatistics(NamedTuple):
     student: LogSumExp
     """[Ts] of ``z / tau`` over all columns."""
 
+    carried: CarriedRows
+    """How the columns that W carries over are read."""
+
     mapped: torch.Tensor
-    """[Ts] ``sum_s q_i[s] row_mass[s]``: what of the row's mass W carries over."""
+    """[Ts] ``sum_s q_i[s] row_mass[s]`` as they are read: what of the row W carries over."""
 
     teacher: LogSumExp
     """[Tt] of ``y / tau`` over the reachable columns."""
@@ -42,11 +42,9 @@ class ChunkStatistics(NamedTuple):
 
 
 def chunk_statistics(
-    student_logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
+    student: Side,
+    teacher: Side,
     projection: ShardedProjection,
-    student_shard: VocabShard,
-    teacher_shard: VocabShard,
     *,
     temperature: float,
     untempered: bool,
@@ -60,55 +58,41 @@ def chunk_statistics(
     by = implementation
     sides = [
         row_statistics(
-            student_logits,
-            student_shard,
+            side.logits,
+            side.shard,
             temperature=temperature,
-            members=projection.row_mass > 0 if projection.has_unit_rows else None,
+            members=members,
             with_column=False,
             implementation=by,
-        ),
-        row_statistics(
-            teacher_logits,
-            teacher_shard,
-            temperature=temperature,
-            members=projection.reachable,
-            with_column=False,
-            implementation=by,
-        ),
+        )
+        for side, members in ((student, projection.row_mass > 0), (teacher, projection.reachable))
     ]
     peaks, totals = ([part for x in sides for part in x[index]] for index in (0, 1))
     if untempered and temperature != 1.0:
-        plain = row_statistics(student_logits, student_shard, with_column=False, implementation=by)
+        plain = row_statistics(student.logits, student.shard, with_column=False, implementation=by)
         peaks.append(plain.peak[0])
         totals.append(plain.total[0])
-    merged = merge_log_sum_exp(torch.cat(peaks), torch.cat(totals), student_shard.group)
+    merged = merge_log_sum_exp(torch.cat(peaks), torch.cat(totals), student.shard.group)
     rows = [len(peak) for peak in peaks]
     parts = [LogSumExp(*pair) for pair in zip(*(x.split(rows) for x in merged), strict=True)]
-    student, inside, whole, teacher = parts[:4]
+    own, inside, whole, reached = parts[:4]
+    carried = carried_rows(own, inside, student.rows)
     if projection.has_unit_rows:
-        mapped = _log_ratio(inside, student).exp_()
+        mapped = log_ratio(inside, carried.lse).exp_()
     else:
-        mapped = _mapped_mass(student_logits, student, projection, student_shard, temperature)
-    left_out = -torch.expm1(_log_ratio(teacher, whole))
-    return ChunkStatistics(
-        student, mapped, teacher, left_out, (parts[4:] or [student])[0] if untempered else None
-    )
-
-
-def _log_ratio(part: LogSumExp, whole: LogSumExp) -> torch.Tensor:
-    return (part.peak - whole.peak).add_(part.log_sum).sub_(whole.log_sum)
+        mapped = _mapped_mass(student, carried.lse, projection, temperature)
+    left_out = -torch.expm1(log_ratio(reached, whole))
+    plain_rows = (parts[4:] or [own])[0] if untempered else None
+    return ChunkStatistics(own, carried, mapped, reached, left_out, plain_rows)
 
 
 def _mapped_mass(
-    logits: torch.Tensor,
-    lse: LogSumExp,
-    projection: ShardedProjection,
-    shard: VocabShard,
-    temperature: float,
+    student: Side, lse: LogSumExp, projection: ShardedProjection, temperature: float
 ) -> torch.Tensor:
     """``sum_s q_i[s] row_mass[s]`` of rows of any sum, [Ts]. One all-reduce."""
-    excluded = shard.excluded_columns(logits.device)
+    logits, shard = student.logits, student.shard
     row_mass = projection.row_mass.to(lse.peak.dtype)
+    excluded = shard.excluded_columns(logits.device, row_mass > 0)
     out = torch.empty_like(lse.peak)
     for rows in row_slices(*logits.shape, device=logits.device):
         scaled = scaled_logits(logits[rows], temperature, excluded)

@@ -49,7 +49,8 @@ def evaluate_projected_kl(
             announced_c chunk_loss_c + sum_i weight_i token_loss_i``, rounded once; it may be
             ``student_logits`` itself. Rows of no chunk and of chunks announced 0 get exactly 0 from
             the chunks whatever they hold, and so do those of a chunk in which a teacher row masks
-            every reachable column: its loss is 0. None: nothing is computed for it.
+            every reachable column, or every student row all that the projection carries over: its
+            loss is 0. None: nothing is computed for it.
         entry_gradient: [N], to which the gradient of the ``learned`` entries is added.
 
     Everything is accumulated in fp32 (fp64 for fp64 logits). No tensor over a vocabulary of more
@@ -73,11 +74,9 @@ def evaluate_projected_kl(
     student = Side(student_logits.detach(), student_rows, student_shard)
     teacher = Side(teacher_logits.detach(), teacher_rows, teacher_shard)
     statistics = chunk_statistics(
-        student.logits,
-        teacher.logits,
+        student,
+        teacher,
         projection,
-        student_shard,
-        teacher_shard,
         temperature=comparing.temperature,
         untempered=cross_entropy is not None,
         implementation=implementation if by_kernels else "torch",
@@ -93,6 +92,8 @@ def evaluate_projected_kl(
     # A teacher that masks all that the projection reaches says nothing about it.
     says_nothing = (statistics.teacher.log_sum == -torch.inf) & (statistics.left_out == 1)
     compared &= _by_chunk(says_nothing.to(statistics.left_out.dtype), teacher_rows) == 0
+    # Nor does a student that masks all that it maps.
+    compared &= ~statistics.carried.is_empty
     weights = statistics.mapped.new_ones(len(compared)) if announced is None else announced
     wanted = Wanted(
         gradient,

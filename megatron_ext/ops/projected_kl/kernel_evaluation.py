@@ -72,6 +72,8 @@ class KernelEvaluation:
         self.row_mass = projection.row_mass
         self.comparing, self.wanted = comparing, wanted
         self.student_lse = torch.stack(list(statistics.student))
+        self.carried_lse = torch.stack(list(statistics.carried.lse))
+        self.is_scaled = statistics.carried.is_scaled
         self.teacher_lse = torch.stack(list(statistics.teacher))
         self.plain_lse = _stacked(statistics.untempered)
         self.mass = mean_over_rows(statistics.mapped, student.rows)
@@ -145,7 +147,7 @@ class KernelEvaluation:
         by_column, by_row = self.plan.by_column, self.plan.by_row
         blocks = len(by_column.blocks)
         kernels.column_sums_kernel[(tile.chunks * blocks,)](
-            *self._read(self.student, self.student_lse),
+            *self._read(self.student, self.carried_lse),
             tile.first,
             *by_column[:4],
             self.weight,
@@ -250,6 +252,8 @@ class KernelEvaluation:
         blocks = -(-shard.width // config.block)
         sweep_kernel[(tile.chunks * blocks,)](
             *self._read(self.student, self.student_lse)[:-1],
+            self.carried_lse,
+            self.is_scaled,
             shard.valid_width,
             shard.width,
             *self._read(self.teacher, self.teacher_lse),
@@ -311,7 +315,7 @@ class KernelEvaluation:
         blocks = -(-entries // _SLOT_BLOCK)
         out = torch.empty(_ENTRY_SHARES, entries, dtype=torch.float32, device=total.device)
         entry_gradient_kernel[(_ENTRY_SHARES * blocks,)](
-            *self._read(self.student, self.student_lse),
+            *self._read(self.student, self.carried_lse),
             tile.first,
             tile.chunks,
             learned.row,

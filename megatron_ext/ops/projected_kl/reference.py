@@ -40,10 +40,8 @@ def projected_kl_reference(
     Returns:
         Scalar in the logits' dtype.
     """
-    student = chunk_mean_softmax_reference(
-        student_logits, student_chunk_id, chunk_count, temperature=temperature
-    )
     reachable = (projection > 0).any(dim=0)
+    student = _scaled_means(student_logits / temperature, student_chunk_id, chunk_count, projection)
     projected = student @ projection[:, reachable]
     q = projected / projected.sum(dim=-1, keepdim=True)
     p = chunk_mean_softmax_reference(
@@ -68,6 +66,22 @@ def projected_kl_with_ce_reference(
     return (
         projected_kl_reference(student_logits, teacher_logits, **options) + (weight * losses).sum()
     )
+
+
+def _scaled_means(
+    scaled: torch.Tensor, chunk_id: torch.Tensor, chunk_count: int, projection: torch.Tensor
+) -> torch.Tensor:
+    """``mean_i q_i`` [C, Vs] of the mapped columns, 0 in others, times a constant of the chunk.
+
+    Q_c does not depend on it, and the mapped columns do not underflow beside the others.
+    """
+    log_q = torch.log_softmax(scaled, dim=-1)
+    log_q = log_q.masked_fill(~(projection > 0).any(dim=1), -torch.inf)
+    means = []
+    for chunk in range(chunk_count):
+        rows = log_q[chunk_id == chunk]
+        means.append((rows - rows.detach().max()).exp().mean(dim=0))
+    return torch.stack(means) if means else log_q[:0]
 
 
 def _pooled(p: torch.Tensor, q: torch.Tensor, vocab_topk: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from megatron_ext.distributed.vocab_parallel import (
     merge_argmax,
 )
 from megatron_ext.ops.chunk_rows import ChunkRows
-from megatron_ext.ops.projected_kl.chunk_slices import ChunkSlice, chunk_slices, host_offsets
+from megatron_ext.ops.projected_kl.chunk_slices import ChunkSlice, HostChunks, chunk_slices
 from megatron_ext.ops.projected_kl.chunk_statistics import ChunkStatistics
 from megatron_ext.ops.projected_kl.comparison import (
     Comparison,
@@ -56,6 +56,7 @@ class TorchEvaluation:
         self.onto_student = projection.weight.to(dtype).t()
         device = student.logits.device
         self.student_excluded = student.shard.excluded_columns(device)
+        self.mapped = projection.row_mass > 0
         self.unreached = teacher.shard.excluded_columns(device, projection.reachable)
         self.sizes = student.rows.sizes().clamp(min=1).to(dtype)
         self.mass = mean_mapped_mass(statistics, student.rows)
@@ -70,10 +71,12 @@ class TorchEvaluation:
         agreement = torch.zeros(len(self.mass), dtype=torch.bool, device=self.mass.device)
         onto_width = self.teacher.shard.width * group_size(group)
         widths = (self.student.shard.width, self.teacher.shard.width, onto_width)
-        ends = host_offsets(self.student.rows, self.teacher.rows)
+        ends = HostChunks.of(
+            self.student.rows, self.teacher.rows, self.statistics.carried.is_scaled
+        )
         for part in chunk_slices(ends, widths, self.mass.device):
             floats[:, part.chunks], agreement[part.chunks] = self._slice(part)
-        self._write_outside_chunks(ends[0][-1])
+        self._write_outside_chunks(ends.student[-1])
         return ChunkValues(floats[0], floats[1], agreement, floats[2])
 
     def _slice(self, part: ChunkSlice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +84,7 @@ class TorchEvaluation:
         group, comparing = self.student.shard.group, self.comparing
         rows = self.student.rows.order[part.student].long()
         slot = self.student.rows.slots[rows] - part.chunks.start
-        probs = self._probs(self.student, self.statistics.student, rows, self.student_excluded)
+        probs = self._student_probs(part, rows)
         sizes, mass = self.sizes[part.chunks, None], self.mass[part.chunks, None]
         means = probs.new_zeros(len(sizes), probs.shape[1]).index_add_(0, slot, probs).div_(sizes)
         q = sum_columns(means @ self.onto_teacher, self.teacher.shard.width, group)
@@ -108,6 +111,14 @@ class TorchEvaluation:
             self._write(part, rows, slot, probs, slope)
             self._add_entries(part, means, slope)
         return torch.stack([value, entropy, rest_mass]), agreement
+
+    def _student_probs(self, part: ChunkSlice, rows: torch.Tensor) -> torch.Tensor:
+        """q_i [T', Vps]; mapped columns as they are carried over."""
+        probs = self._probs(self.student, self.statistics.student, rows, self.student_excluded)
+        if not part.is_scaled:
+            return probs
+        carried = self._probs(self.student, self.statistics.carried.lse, rows, ~self.mapped)
+        return torch.where(self.mapped, carried, probs)
 
     def _probs(
         self, side: Side, lse: LogSumExp, rows: torch.Tensor, excluded: torch.Tensor | None
@@ -161,7 +172,12 @@ class TorchEvaluation:
             return
         carried = (slope @ self.onto_student)[slot]
         dots = (probs * carried).sum(dim=-1, keepdim=True)
-        carried.sub_(all_reduce_sum(dots, self.student.shard.group))
+        dots = all_reduce_sum(dots, self.student.shard.group)
+        if part.is_scaled:
+            # Of mapped columns that are scaled up, less than rounding.
+            is_scaled = self.statistics.carried.is_scaled[part.chunks][slot, None]
+            dots = torch.where(is_scaled & self.mapped, 0.0, dots)
+        carried.sub_(dots)
         announced = self.wanted.announced[part.chunks]
         scale = (self.comparing.temperature * announced / self.sizes[part.chunks])[slot, None]
         out = probs.mul_(carried).mul_(scale)

@@ -508,6 +508,8 @@ def sweep_kernel(
     student_stride,
     student_lse_ptr,
     student_rows,
+    carried_lse_ptr,
+    is_scaled_ptr,
     width,
     padded_width,
     teacher_ptr,
@@ -554,6 +556,9 @@ def sweep_kernel(
     block, ``dots`` [2, T, blocks]. Pass "gradient": the gradient of these others, from ``dots``
     [2, T], their sums. Columns between ``width`` and ``padded_width`` are padding, which
     has no partner and no mass: they count for nothing and are written as 0.
+
+    Columns with an entry are read under ``carried_lse``, which differs from the rows' own in chunks
+    that are scaled up. There the others alone get a part in ``q . W f``.
     """
     pid = tl.program_id(0)
     chunk = pid // block_count
@@ -598,7 +603,7 @@ def sweep_kernel(
             columns,
             held,
             inside,
-            student_lse_ptr,
+            carried_lse_ptr,
             student_rows,
             temperature,
             HAS_TEMPERATURE,
@@ -622,6 +627,8 @@ def sweep_kernel(
             )
         if HAS_DOTS:
             is_residual = partner < -1
+            is_mapped = is_direct | is_residual
+            is_scaled = tl.load(is_scaled_ptr + first_chunk + chunk) != 0
             residual = residual_ptr + chunk.to(tl.int64) * residual_stride - 2 - partner
             carried = tl.where(is_direct, slope, tl.load(residual, mask=is_residual, other=0.0))
             row_mass = tl.load(row_mass_ptr + columns, mask=held, other=0.0)
@@ -638,6 +645,12 @@ def sweep_kernel(
                 log_sum = tl.load(student_lse_ptr + student_rows + row)
                 row_log_q = scaled(loaded, temperature, HAS_TEMPERATURE) - peak - log_sum
                 row_q = tl.exp(row_log_q)
+                if is_scaled:
+                    carried_peak = tl.load(carried_lse_ptr + row)
+                    carried_log_sum = tl.load(carried_lse_ptr + student_rows + row)
+                    mapped_log_q = scaled(loaded, temperature, HAS_TEMPERATURE) - carried_peak
+                    mapped_q = tl.exp(mapped_log_q - carried_log_sum)
+                    row_q = tl.where(is_mapped, mapped_q, row_q)
                 writes = False
                 off_centre = carried - centre * row_mass
                 if (PASS == "values") & HAS_GRADIENT:
@@ -645,7 +658,10 @@ def sweep_kernel(
                 if PASS == "gradient":
                     dot = tl.load(dots_ptr + row)
                     mapped = tl.load(dots_ptr + student_rows + row)
+                    mapped_only = off_centre
                     off_centre = off_centre - (dot - centre * mapped)
+                    if is_scaled:
+                        off_centre = tl.where(is_mapped, mapped_only, off_centre)
                     writes = True
                 if writes:
                     out = row_q * off_centre * scale
