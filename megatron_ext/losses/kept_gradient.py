@@ -60,7 +60,7 @@ class _KeptGradient(torch.autograd.Function):
             room = whole if in_place or is_copy else torch.empty_like(whole)
             gradient = room.flatten(0, -2)
         value = evaluate(whole, gradient)
-        if needed and in_place and not is_copy:
+        if needed and in_place and not is_copy and logits.numel():
             # A reader of the logits that comes later is an error of autograd, not a wrong number.
             torch.autograd.graph.increment_version(logits)
         ctx.save_for_backward(gradient)
