@@ -43,7 +43,9 @@ def _old_types() -> Iterator[str]:
     yield _row("old", "new")
     yield "|---|---|"
     for name, legacy in LEGACY_TYPES.items():
-        yield _row(f"`--tokenizer-type {name}`", f"`{legacy.flags}`")
+        more = legacy.release_flag
+        also = "" if more is None else f"; of {more.releases} also `{more.flag}`"
+        yield _row(f"`--tokenizer-type {name}`", f"`{legacy.flags}`{also}")
 
 
 def _flags() -> Iterator[str]:

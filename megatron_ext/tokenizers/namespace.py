@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -82,6 +82,7 @@ def config_from_namespace(args: Any) -> TokenizerConfig:
             values[name] = value
     if legacy is not None:
         values = _as_the_type_did(values, legacy, args)
+        _warn_of_type(args, legacy, values)
     return TokenizerConfig(**_without_options_of_others(values))
 
 
@@ -97,20 +98,29 @@ def _legacy_type(args: Any) -> LegacyType | None:
             fix=did_you_mean(name, list(LEGACY_TYPES)) or "use --tokenizer-library",
             where="--tokenizer-type",
         )
-    if getattr(args, "tokenizer_library", None) is None and os.environ.get("RANK", "0") == "0":
-        _warn_once(name)
     return LEGACY_TYPES[name]
 
 
+def _warn_of_type(args: Any, legacy: LegacyType, values: Mapping[str, Any]) -> None:
+    """Tell the first process of a run the flags that mean the same."""
+    if getattr(args, "tokenizer_library", None) is None and os.environ.get("RANK", "0") == "0":
+        more = legacy.release_flag
+        said = more is not None and values.get(more.field)
+        _warn_once(args.tokenizer_type, with_release_flag=bool(said))
+
+
 @cache
-def _warn_once(name: str) -> None:
+def _warn_once(name: str, *, with_release_flag: bool) -> None:
     legacy = LEGACY_TYPES[name]
+    flags = legacy.flags
+    if with_release_flag and legacy.release_flag is not None:
+        flags = f"{flags} {legacy.release_flag.flag}"
     special = (
-        " With the last of these, special tokens that a text spells become their ids, as this type "
-        "has it; without it they are text."
+        " With --tokenizer-parse-special-tokens, special tokens that a text spells become their "
+        "ids, as this type has it; without it they are text."
     )
     warnings.warn(
-        f"--tokenizer-type {name} is an old name: use {legacy.flags}."
+        f"--tokenizer-type {name} is an old name: use {flags}."
         f"{special if legacy.parses_special_tokens else ''}",
         FutureWarning,
         stacklevel=4,
@@ -180,8 +190,10 @@ def _as_the_type_did(values: dict[str, Any], legacy: LegacyType, args: Any) -> d
         **values,
         "model": values["model"] if legacy.model is None else legacy.model,
     }
-    if args.tokenizer_type == "BertWordPieceCase":
-        values["special_tokens"] = tuple(f"<extra_id_{i}>" for i in range(100))
+    if legacy.vocab_extra_ids:
+        # The type took no others.
+        values["special_tokens"] = ()
+        values["vocab_extra_ids"] = max(values.get("vocab_extra_ids", 0), legacy.vocab_extra_ids)
     if args.tokenizer_type == "NullMultimodalTokenizer" or (
         args.tokenizer_type == "NullTokenizer" and not hasattr(args, "null_tokenizer_eod_id")
     ):

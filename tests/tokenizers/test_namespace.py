@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -15,6 +17,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer, namespace
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES
 from megatron_ext.tokenizers.namespace import config_from_namespace
+from megatron_ext.training.tokenizer_arguments import add_tokenizer_arguments
+from tests.tokenizers.tokenizer_files import MAKERS
 
 COMMON: dict[str, Any] = {
     "vocab_size": None,
@@ -104,7 +108,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], dict[str, Any]]]] = {
             "parse_special_tokens": True,
             "model": "BertWordPieceCase",
             "vocab_file": "vocab.txt",
-            "special_tokens": tuple(f"<extra_id_{i}>" for i in range(100)),
+            "vocab_extra_ids": 100,
             "hf_include_special_tokens": SINCE_017[release],
         },
     ),
@@ -250,6 +254,52 @@ def test_an_old_type_warns_once_and_names_the_new_flags(name: str) -> None:
         config_from_namespace(args)
     assert [warning.category for warning in warned] == [FutureWarning]
     assert LEGACY_TYPES[name].flags in str(warned[0].message)
+
+
+OF_TYPE: dict[str, str] = {
+    "BertWordPieceLowerCase": "--vocab-file {folder}/vocab.txt",
+    "BertWordPieceCase": "--vocab-file {folder}/vocab.txt",
+    "GPT2BPETokenizer": "--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt",
+    "SentencePieceTokenizer": "--tokenizer-model {sentencepiece-v1}",
+    "GPTSentencePieceTokenizer": "--tokenizer-model {sentencepiece-v3}",
+    "Llama2Tokenizer": "--tokenizer-model {sentencepiece-nfkc-bytes}",
+    "TikTokenizer": "--tokenizer-model {json-rank-list} --tiktoken-num-special-tokens 20",
+    "HuggingFaceTokenizer": "--tokenizer-model {huggingface-metaspace}",
+    "MultimodalTokenizer": "--tokenizer-model {huggingface-metaspace} "
+    "--tokenizer-prompt-format identity --special-tokens <image> <img> --image-tag-type internvl",
+    "SFTTokenizer": "--tokenizer-model {huggingface-metaspace} --tokenizer-prompt-format identity",
+    "NullTokenizer": "--vocab-size 100",
+    "NullMultimodalTokenizer": "--vocab-size 100",
+}
+"""What else a command line says: it stays when the type goes."""
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", LEGACY_TYPES)
+def test_the_flags_that_the_warning_names_give_the_same_tokenizer(
+    name: str, release: str, tokenizer_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "1", "2"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    (tmp_path / "vocab.json").write_text('{"1": 0, "2": 1, "<|endoftext|>": 2}', encoding="utf-8")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    rest = OF_TYPE[name].replace("{folder}", str(tmp_path))
+    for maker in MAKERS:
+        if f"{{{maker}}}" in rest:
+            rest = rest.replace(f"{{{maker}}}", str(tokenizer_path(maker)))
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_tokenizer_arguments(parser)
+    args = parsed(release, **{**vars(parser.parse_args(rest.split())), "tokenizer_type": name})
+    with pytest.warns(FutureWarning, match="is an old name: use") as warned:
+        by_type = build_tokenizer(args)
+    flags = re.search(r"use (.*?)\.( With|$)", str(warned[0].message))
+    assert flags is not None
+    by_flags = build_tokenizer(parser.parse_args([*rest.split(), *flags[1].split()]))
+    assert by_flags.fingerprint() == by_type.fingerprint()
+    assert by_flags.special_tokens_dict == by_type.special_tokens_dict
+    assert by_flags.additional_special_tokens_ids == by_type.additional_special_tokens_ids
+    for text in ("1 2", " 2  1 "):
+        assert by_flags.tokenize(text) == by_type.tokenize(text)
 
 
 def test_only_the_first_process_of_a_run_warns(monkeypatch: pytest.MonkeyPatch) -> None:
