@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.conversation.assistant_prefix import check_assistant_prefix
+from megatron_ext.conversation.chat_output import ChatOutput, refuse_other_options
 from megatron_ext.conversation.encoded_conversation import (
     ApplyImageTag,
     EncodedConversation,
@@ -106,9 +107,13 @@ def apply_chat_template(
     *,
     tokenize: bool = True,
     add_generation_prompt: bool = False,
+    truncation: bool = False,
+    max_length: int | None = None,
+    return_tensors: str | None = None,
+    return_dict: bool = False,
     allow_control_tokens_in_content: bool = False,
     **variables: Any,
-) -> str | list[int]:
+) -> Any:
     """A conversation as any template writes it; what is no template text makes no control token.
 
     Args:
@@ -117,13 +122,31 @@ def apply_chat_template(
         chat_template: Jinja source.
         tokenize: Return ids; otherwise text.
         add_generation_prompt: Passed on to the template.
+        truncation: Keep the first ``max_length`` ids.
+        max_length: Most ids; of no effect without ``truncation``.
+        return_tensors: ``np`` or ``pt``: ids are int64 [1, T] instead of a list.
+        return_dict: Return ids as ``input_ids``, with their ``attention_mask``.
         allow_control_tokens_in_content: Let names of control tokens become these anywhere.
         variables: Passed on to the template: ``tools``, ``documents``, ``enable_thinking`` ...
+
+    Returns:
+        A list of ids, or what ``return_tensors`` and ``return_dict`` make of it; the text without
+        ``tokenize``, whatever they say.
 
     Raises:
         ConversationError: The template refuses the conversation.
         ConfigError: The template is no Jinja.
+        TokenizerError: An option has a value that is not taken, or ``variables`` hold an option of
+            transformers that is none here: ``padding``, ``continue_final_message``,
+            ``return_assistant_tokens_mask``, ``tokenizer_kwargs``.
     """
+    output = ChatOutput(
+        truncation=truncation,
+        max_length=max_length,
+        return_tensors=return_tensors,
+        return_dict=return_dict,
+    )
+    refuse_other_options(variables)
     messages = [
         {key: value for key, value in message.items() if key != "train"}
         for message in checked_messages(conversation)
@@ -139,7 +162,7 @@ def apply_chat_template(
     ids: list[int] = encode_rendered(
         tokenizer, rendered, allow_control_tokens=allow_control_tokens_in_content
     )[0].tolist()
-    return ids
+    return output.of(ids)
 
 
 def _check_trained(

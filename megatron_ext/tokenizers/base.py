@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.conversation import Conversation, apply_chat_template
+from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES, SpecialRole
 
 IdArray = NDArray[np.int32]
@@ -124,6 +126,24 @@ class MegatronTokenizerTextAbstract(ABC):
             spans: Half-open ranges of characters, in order and apart. A control token whose name
                 lies whole inside one of them becomes its id; everywhere else it is ordinary text.
         """
+
+    def apply_chat_template(
+        self, conversation: Conversation, chat_template: str | None = None, **options: Any
+    ) -> Any:
+        """A conversation as a template writes it; see the method of ``MegatronTokenizerText``.
+
+        The one around it is asked, where there is one: it knows what its user chose.
+
+        Raises:
+            TokenizerError: There is no template, or an option of transformers is not taken.
+            ConversationError: The conversation does not fit the template.
+        """
+        if self.served_by is not None:
+            return self.served_by.apply_chat_template(conversation, chat_template, **options)
+        template = self.chat_template if chat_template is None else chat_template
+        if template is None:
+            raise TokenizerError("the tokenizer has no chat template", fix="pass chat_template")
+        return apply_chat_template(self, conversation, template, **options)
 
     # Ids and bytes.
 

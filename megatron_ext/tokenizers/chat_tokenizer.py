@@ -187,16 +187,24 @@ class ChatTokenizer(SpecialIds):
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
-        **variables: Any,
-    ) -> str | list[int]:
+        **options: Any,
+    ) -> Any:
         """A conversation as its template writes it: ids, or text unless ``tokenize``.
 
+        Args:
+            conversation: Any messages that the template takes; not changed.
+            chat_template: Jinja source, instead of the tokenizer's.
+            tokenize: Return ids; otherwise text.
+            add_generation_prompt: Passed on to the template.
+            options: ``truncation``, ``max_length``, ``return_tensors`` and ``return_dict``, as
+                transformers has them; any other name is a variable of the template.
+
         Raises:
-            TokenizerError: There is no template.
+            TokenizerError: There is no template, or an option of transformers is not taken.
             ConversationError: The conversation does not fit it.
         """
         template = self.chat_template if chat_template is None else _source(chat_template)
-        options = self.conversation_options
+        said = self.conversation_options
         if template is None:
             raise TokenizerError(
                 "the tokenizer has no chat template", fix="pass chat_template, or set it"
@@ -207,8 +215,8 @@ class ChatTokenizer(SpecialIds):
             template,
             tokenize=tokenize,
             add_generation_prompt=add_generation_prompt,
-            allow_control_tokens_in_content=options.allow_control_tokens_in_content,
-            **{**options.variables(), **variables},
+            allow_control_tokens_in_content=said.allow_control_tokens_in_content,
+            **{**said.variables(), **options},
         )
 
     # What the conversation package asks of a tokenizer.

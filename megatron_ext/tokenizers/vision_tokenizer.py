@@ -165,8 +165,8 @@ class MegatronTokenizerVision(MegatronTokenizerText):
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
-        **variables: Any,
-    ) -> str | list[int]:
+        **options: Any,
+    ) -> Any:
         """As for a ``MegatronTokenizerText``, with images in the messages."""
         messages = enumerate(checked_messages(conversation))
         return super().apply_chat_template(
@@ -174,7 +174,7 @@ class MegatronTokenizerVision(MegatronTokenizerText):
             chat_template,
             tokenize=tokenize,
             add_generation_prompt=add_generation_prompt,
-            **variables,
+            **options,
         )
 
     # Vocabulary.

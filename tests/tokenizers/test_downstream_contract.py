@@ -266,8 +266,74 @@ def test_control_tokens_in_a_message_stay_text_through_that_object(tokenizer_pat
         ids = chat.apply_chat_template([{"role": "user", "content": "x<|end|>y"}])
         assert ids.count(tokenizer.eos) == 1
         assert tokenizer.detokenize(ids) == "x<|end|>y<|end|>"
-    with pytest.raises(TokenizerError, match="list of ids and nothing else; got return_tensors"):
-        chat.apply_chat_template(CONVERSATION, return_tensors="pt")
+    with pytest.raises(TokenizerError, match=r"does not take this option .* got padding"):
+        chat.apply_chat_template(CONVERSATION, padding=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"truncation": True, "max_length": 3},
+        {"truncation": True, "max_length": 1000},
+        {"max_length": 3},
+        {"return_tensors": "np"},
+        {"return_tensors": "pt", "truncation": True, "max_length": 3},
+        {"return_dict": True},
+        {"return_dict": True, "return_tensors": "np", "truncation": True, "max_length": 3},
+        {"return_dict": True, "return_tensors": "pt"},
+        {"tokenize": False, "return_dict": True, "return_tensors": "np"},
+        {"padding": False, "continue_final_message": False, "tokenizer_kwargs": None},
+        {"tools": [{"name": "f"}, {"name": "g"}], "documents": [], "add_generation_prompt": True},
+    ],
+    ids=str,
+)
+def test_options_of_a_chat_mean_what_they_mean_to_transformers(tokenizer_path, options):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = MegatronTokenizer.from_pretrained(
+        tokenizer_path("huggingface-nfc"), chat_template=TEMPLATE
+    )
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer._whole, chat_template=TEMPLATE
+    )
+    # Before transformers 5 ids were a list unless asked otherwise, as they are here.
+    expected = theirs.apply_chat_template(CONVERSATION, **{"return_dict": False, **options})
+    for chat in (tokenizer, tokenizer._tokenizer, tokenizer._tokenizer.tokenizer):
+        assert_equal(chat.apply_chat_template(CONVERSATION, **options), expected)
+
+
+def assert_equal(got, expected):
+    if not isinstance(expected, (str, list)) and hasattr(expected, "keys"):
+        assert got.keys() == expected.keys() == {"input_ids", "attention_mask"}
+        for key in got:
+            assert_equal(got[key], expected[key])
+    elif isinstance(expected, (str, list)):
+        assert got == expected
+    else:
+        assert (type(got), got.dtype) == (type(expected), expected.dtype)
+        assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"truncation": True}, "max_length: .*got None; expected how many ids to keep"),
+        ({"truncation": True, "max_length": 0}, "max_length: .*got 0"),
+        ({"truncation": "only_first"}, "truncation: .*got 'only_first'; expected True or False"),
+        ({"return_tensors": "tf"}, "return_tensors: .*got 'tf'; expected np or pt"),
+        ({"return_dict": "yes"}, "return_dict: "),
+        ({"padding": "max_length"}, "got padding='max_length'; expected truncation, max_length"),
+        ({"continue_final_message": True}, "got continue_final_message=True"),
+        ({"return_assistant_tokens_mask": True}, "take the target of tokenize_conversation"),
+        ({"sanitize_control_tokens": False}, "set allow_control_tokens_in_content"),
+        ({"tokenizer_kwargs": {"padding": True}}, "got tokenizer_kwargs="),
+    ],
+    ids=str,
+)
+def test_an_option_of_a_chat_that_is_not_taken_is_refused_by_name(build, options, message):
+    tokenizer = build("json-rank-list", chat_template=TEMPLATE)
+    with pytest.raises(TokenizerError, match=message):
+        tokenizer.apply_chat_template(CONVERSATION, **options)
 
 
 def test_images_in_a_message_are_tagged_through_that_object_too(tokenizer_path):
