@@ -17,6 +17,7 @@ from megatron_ext.alignment.encoded_texts import encode_texts
 from megatron_ext.alignment.stream_bytes import check_same_bytes, stream_bytes
 from megatron_ext.alignment.tokens import AlignedTokens, Ids, Tokens
 from megatron_ext.alignment.truncation import truncate
+from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
 from megatron_ext.errors import AlignmentError
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes
@@ -36,6 +37,9 @@ class TokenAligner:
         pair_control_tokens: Control tokens that stand for the same thing on both sides (by role,
             else by name) and stand at the same byte are chunks of their own. Otherwise they are in
             no chunk, as those that one side alone has.
+
+    Raises:
+        TokenizerError: A tokenizer is none of ours.
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class TokenAligner:
         *,
         pair_control_tokens: bool = True,
     ) -> None:
+        for tokenizer in (student_tokenizer, teacher_tokenizer):
+            refuse_foreign(tokenizer, "encode_with_byte_ends")
         self.student_tokenizer = student_tokenizer
         self.teacher_tokenizer = teacher_tokenizer
         self.pair_control_tokens = pair_control_tokens

@@ -18,6 +18,7 @@ from megatron_ext.conversation.encoded_conversation import (
     render_conversation,
     with_variables,
 )
+from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
 from megatron_ext.conversation.images import refuse_images_in_answers
 from megatron_ext.conversation.masking.trained_part import NOT_SHOWN
 from megatron_ext.conversation.masking.training_policy import trained_messages
@@ -67,7 +68,9 @@ def tokenize_conversation(
         ConversationError: The conversation is malformed or does not fit the format; the error
             names the message.
         ConfigError: The format does not fit the tokenizer.
+        TokenizerError: ``tokenizer`` is none of ours.
     """
+    refuse_foreign(tokenizer, "encode_with_control_spans")
     check_conversation(conversation)
     prompt_config = with_variables(prompt_config, template_variables)
     if not return_target:
@@ -140,6 +143,7 @@ def apply_chat_template(
             transformers that is none here: ``padding``, ``continue_final_message``,
             ``return_assistant_tokens_mask``, ``tokenizer_kwargs``.
     """
+    refuse_foreign(tokenizer, "encode_with_control_spans")
     output = ChatOutput(
         truncation=truncation,
         max_length=max_length,

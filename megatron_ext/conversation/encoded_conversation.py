@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.conversation.content_parts import takes_parts
+from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
 from megatron_ext.conversation.masking.answer_marks import AnswerMarks, answer_marks
 from megatron_ext.conversation.masking.answers import Range
 from megatron_ext.conversation.masking.trained_part import (
@@ -74,7 +75,9 @@ def encode_conversation(
 
     Raises:
         ConversationError: The conversation is malformed or does not fit the format.
+        TokenizerError: ``tokenizer`` is none of ours.
     """
+    refuse_foreign(tokenizer, "encode_with_control_spans")
     check_conversation(conversation)
     return encode_checked(
         tokenizer,

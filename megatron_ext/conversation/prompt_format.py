@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
 from megatron_ext.conversation.prompt_config import PromptConfig
 from megatron_ext.conversation.protocol import ConversationTokenizer
 from megatron_ext.errors import ConfigError
@@ -41,7 +42,9 @@ class PromptFormat:
 
         Raises:
             ConfigError: The vocabulary lacks a token of the format, or the tokenizer a template.
+            TokenizerError: ``tokenizer`` is none of ours.
         """
+        refuse_foreign(tokenizer, "encode_with_control_spans")
         for token in self.tokens:
             if not _is_control(tokenizer, token):
                 raise self._lacks(

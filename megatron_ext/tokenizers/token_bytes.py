@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ByteEnds, IdArray
 from megatron_ext.tokenizers.given_texts import checked_text
@@ -64,7 +65,12 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: ByteTokenizer) -> TokenBytes:
-        """Table of a tokenizer's ids: the one that it keeps itself, or else a new one."""
+        """Table of a tokenizer's ids: the one that it keeps itself, or else a new one.
+
+        Raises:
+            TokenizerError: ``tokenizer`` is none of ours.
+        """
+        refuse_foreign(tokenizer, "token_bytes")
         kept: TokenBytes | None = getattr(tokenizer, "token_table", None)
         if kept is not None:
             return kept

@@ -11,6 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_ext import (
+    CrossTokenizerCollator,
+    SparseProjection,
+    TeacherCTSpec,
+    TokenAligner,
+)
+from megatron_ext.conversation import (
+    PROMPT_FORMAT_REGISTRY,
+    apply_chat_template,
+    encode_conversation,
+    tokenize_conversation,
+)
 from megatron_ext.errors import ConversationError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer, MegatronTokenizerText
 from megatron_ext.tokenizers.token_ids import checked_ids, integers
@@ -223,3 +235,34 @@ def test_threads_share_a_tokenizer(tokenizer_path, given):
     with ThreadPoolExecutor(8) as threads:
         rows = list(threads.map(lambda _: answers(fresh, text), range(16)))
     assert rows == [expected] * 16
+
+
+TAKERS = {
+    "aligner": lambda tokenizer: TokenAligner(tokenizer, tokenizer),
+    "collator": lambda tokenizer: CrossTokenizerCollator(tokenizer, 8),
+    "teacher": lambda tokenizer: TeacherCTSpec(name="t", tokenizer=tokenizer),
+    "projection": lambda tokenizer: SparseProjection.from_tokenizers(tokenizer, tokenizer),
+    "prompt format": lambda tokenizer: PROMPT_FORMAT_REGISTRY["qwen2p5"](tokenizer),
+    "ids": lambda tokenizer: tokenize_conversation(tokenizer, [], None, True, False),
+    "mask": lambda tokenizer: encode_conversation(tokenizer, [], None),
+    "template": lambda tokenizer: apply_chat_template(tokenizer, [], ""),
+}
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("kind", ["transformers", "tokenizers", "path"])
+def test_a_tokenizer_of_another_package_is_told_what_to_call(kind, taker, tokenizer_path):
+    folder = tokenizer_path("huggingface-byte-level")
+    named = str(folder)
+    if kind == "path":
+        given, got = named, "builtins.str"
+    elif kind == "tokenizers":
+        given = pytest.importorskip("tokenizers").Tokenizer.from_file(f"{folder}/tokenizer.json")
+        got = "tokenizers.Tokenizer"
+    else:
+        given = pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(named)
+        got = "transformers"
+    with pytest.raises(TokenizerError, match=rf"no tokenizer of megatron_ext; got {got}") as raised:
+        TAKERS[taker](given)
+    told = " with the folder of its files" if kind == "tokenizers" else f"({named!r})"
+    assert str(raised.value).endswith(f"MegatronTokenizer.from_pretrained{told}")

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
 from megatron_ext.conversation.records import ConversationRecord, conversation_record
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
@@ -71,6 +72,7 @@ class CrossTokenizerCollator:
 
     Raises:
         ConfigError: A value that cannot be used, or two teachers of one name.
+        TokenizerError: The student's tokenizer is none of ours.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class CrossTokenizerCollator:
         cache_max_bytes: int = 1 << 36,
         memory_cache_bytes: int = 0,
     ) -> None:
+        refuse_foreign(student_tokenizer, "encode_with_byte_ends")
         _check_names(teachers)
         self.teachers = tuple(teachers)
         self.text_key = text_key

@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 
+from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText
 
@@ -16,6 +17,7 @@ class TeacherCTSpec:
 
     Raises:
         ConfigError: A value that cannot be used.
+        TokenizerError: The tokenizer is none of ours.
     """
 
     name: str
@@ -45,6 +47,8 @@ class TeacherCTSpec:
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
             raise self._error("name", repr(self.name), "a name that can be printed")
+        if self.tokenizer is not None:
+            refuse_foreign(self.tokenizer, "encode_with_byte_ends")
         if self.max_length is not None and self.max_length < 1:
             raise self._error("max_length", self.max_length, ">= 1, or None for the student's")
         if not (math.isfinite(self.weight) and self.weight >= 0):
