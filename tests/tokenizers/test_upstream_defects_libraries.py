@@ -71,14 +71,6 @@ def test_special_tokens_without_a_role_are_listed_in_both_modes(opened):
     assert len(opened("sentencepiece-v3").additional_special_tokens_ids) > 5
 
 
-def test_the_space_after_the_last_legacy_special_token_is_trimmed_too(opened):
-    # The stretch behind the last special token kept its lone space.
-    ours = opened("sentencepiece-v1", legacy=True, special_tokens=["<X>"])
-    words = ours.tokenize("who")
-    x = ours.token_to_id("<X>")
-    assert ours.tokenize("<X> who<X> who") == [x, *words, x, *words]
-
-
 def test_legacy_decoding_inserts_no_spaces(opened):
     # 'the  <X> world </s> the', and no space at either end.
     ours = opened(

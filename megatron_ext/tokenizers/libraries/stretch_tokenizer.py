@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,17 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
     def _encode_batch(self, texts: Sequence[str]) -> Iterable[Sequence[int] | IdArray]:
         """Ids of each text, in parallel inside the library where it can."""
 
-    def _continued(self) -> StretchTokenizer:
-        """What encodes text that follows a control token: itself, unless the library differs."""
+    def _continued(self, *, to_the_end: bool) -> StretchTokenizer:
+        """What encodes text that follows a control token: itself, unless the library differs.
+
+        Args:
+            to_the_end: No other control token follows.
+        """
         return self
+
+    def _encoder(self, text: str, begin: int, end: int) -> StretchTokenizer:
+        """What encodes a stretch of a text."""
+        return self if begin == 0 else self._continued(to_the_end=end == len(text))
 
     def _encode_around(
         self, text: str, matches: Iterable[ControlMatch]
@@ -81,15 +89,14 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
         self, text: str, begins: Sequence[int], ends: Sequence[int]
     ) -> tuple[IdArray, ByteEnds, NDArray[np.int64]]:
         """Ids and byte ends of stretches of a text, each counted from its begin, and how many."""
-        texts = [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
         found: list[tuple[IdArray, ByteEnds, list[int]]] = []
-        continued = self._continued()
-        if begins and begins[0] == 0 and continued is not self:
-            found.append(self._encode_one(texts.pop(0)))
-        if len(texts) > 1 and continued._batches_stretches:
-            found += continued._encode_as_batch(texts)
-        else:
-            found += map(continued._encode_one, texts)
+        bounds = zip(begins, ends, strict=True)
+        for encoder, places in groupby(bounds, lambda place: self._encoder(text, *place)):
+            texts = [text[begin:end] for begin, end in places]
+            if len(texts) > 1 and encoder._batches_stretches:
+                found += encoder._encode_as_batch(texts)
+            else:
+                found += map(encoder._encode_one, texts)
         ids = np.concatenate([np.zeros(0, np.int32), *(ids for ids, _, _ in found)])
         byte_ends = np.concatenate([np.zeros(0, np.int64), *(ends for _, ends, _ in found)])
         return ids, byte_ends, np.array([n for _, _, counts in found for n in counts], np.int64)
@@ -123,7 +130,7 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
         """Ids of a stretch of a text between control tokens; it may be empty."""
         if begin >= end:
             return []
-        return (self if begin == 0 else self._continued())._encode(text[begin:end])[0]
+        return self._encoder(text, begin, end)._encode(text[begin:end])[0]
 
     def _encode_each(self, texts: Sequence[str]) -> Iterable[Sequence[int] | IdArray]:
         """Ids of each of some short texts."""

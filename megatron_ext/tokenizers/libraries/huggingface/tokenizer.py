@@ -190,7 +190,7 @@ class HuggingFaceTokenizer(TableTokenizer):
         hiding._text_only = _build(contents.text_only(), self._source.file)
         return hiding
 
-    def _continued(self) -> TableTokenizer:
+    def _continued(self, *, to_the_end: bool) -> TableTokenizer:
         return self._after_control if self._dummy_prefix == "first" else self
 
     @cached_property

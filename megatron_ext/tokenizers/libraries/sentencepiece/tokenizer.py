@@ -57,8 +57,8 @@ class SentencePieceTokenizer(TableTokenizer):
             model leaves open. Without ``legacy`` the model must hold them.
         ignore_extra_whitespaces: Leave runs of spaces to the model, which may shorten them;
             otherwise every space counts, those at the ends too.
-        trim_spm_separator_after_special_token: In legacy mode, drop the piece of a lone space
-            after a special token: chat templates put one there.
+        trim_spm_separator_after_special_token: In legacy mode, drop the piece of a lone space that
+            text between two special tokens begins with: chat templates put one there.
         additional_special_tokens: Special tokens without a role, in legacy mode or not; those that
             the model lacks get the next ids.
         bos_token, eos_token, pad_token, unk_token, mask_token, cls_token, sep_token, eod_token:
@@ -179,8 +179,9 @@ class SentencePieceTokenizer(TableTokenizer):
         hiding._control = ControlTokens(control_tokens(hiding._processor, self._control.by_name))
         return hiding
 
-    def _continued(self) -> TableTokenizer:
-        return self._after_special if self._trims else self
+    def _continued(self, *, to_the_end: bool) -> TableTokenizer:
+        # Megatron trims no text behind the last special token.
+        return self._after_special if self._trims and not to_the_end else self
 
     @cached_property
     def _after_special(self) -> SentencePieceTokenizer:
