@@ -29,11 +29,14 @@ class AddedTokens:
             raise TokenizerError(
                 "the special tokens are one string", got=repr(given), fix="put it into a list"
             )
-        if isinstance(given, Mapping):
-            self._roles = {key: name for key, name in given.items() if key != _ADDITIONAL}
-            self._additional = list(given.get(_ADDITIONAL) or ())
-        else:
-            self._roles, self._additional = {}, list(given)
+        by_key = given if isinstance(given, Mapping) else {_ADDITIONAL: given}
+        self._roles = {key: name for key, name in by_key.items() if key != _ADDITIONAL}
+        self.names: list[Any] = []
+        """Every name, once, in the order given."""
+        for key, value in by_key.items():
+            for name in (value or ()) if key == _ADDITIONAL else (value,):
+                if name not in self.names:
+                    self.names.append(name)
         for key in self._roles:
             if key not in _ROLE_OPTIONS:
                 raise TokenizerError(
@@ -48,15 +51,11 @@ class AddedTokens:
                     "a special token has no name", got=repr(name), expected="a string"
                 )
 
-    @property
-    def names(self) -> list[str]:
-        """Every name, once."""
-        return list(dict.fromkeys([*self._roles.values(), *self._additional]))
-
     def joined_to(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """A library's options with these tokens behind those that they name already."""
         joined = {**options, **self._roles}
-        names = dict.fromkeys([*(options.get(_ADDITIONAL) or ()), *self._additional])
+        # Those with roles too: a library adds a role's token first unless it is named here.
+        names = dict.fromkeys([*(options.get(_ADDITIONAL) or ()), *self.names])
         if names:
             joined[_ADDITIONAL] = tuple(names)
         return joined

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeVar
 
 SpecialRole = Literal["bos", "eos", "pad", "unk", "mask", "cls", "sep"]
+Role = TypeVar("Role", bound=str)
 
 CONVENTIONAL_NAMES: dict[SpecialRole, tuple[str, ...]] = {
     "bos": ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>"),
@@ -16,6 +17,21 @@ CONVENTIONAL_NAMES: dict[SpecialRole, tuple[str, ...]] = {
     "cls": ("<cls>", "[CLS]"),
     "sep": ("<sep>", "[SEP]"),
 }
+
+_ORDER_OF_ROLES = ("unk", "mask", "pad", "sep", "eos", "bos", "cls")
+"""In which order Megatron adds the special tokens of roles."""
+
+
+def names_to_add(roles: Mapping[Role, str | None], others: Sequence[str]) -> list[str]:
+    """Names that a user gave a tokenizer, in the order in which new ones get ids.
+
+    Args:
+        roles: Name by role; these come first, as Megatron has them.
+        others: More names. One that has a role keeps its place among them: it was added later.
+    """
+    ordered = sorted(roles, key=(*_ORDER_OF_ROLES, *roles).index)
+    names = (roles[role] for role in ordered)
+    return list(dict.fromkeys([*(n for n in names if n is not None and n not in others), *others]))
 
 
 def conventional_ids(find: Callable[[str], int | None]) -> dict[SpecialRole, int | None]:

@@ -440,6 +440,28 @@ def test_added_special_tokens_are_counted_and_found(build, name):
     assert tokenizer.detokenize(found[:1], skip_special_tokens=True) == ""
 
 
+@pytest.mark.parametrize("name", ["huggingface-nfc", "sentencepiece-v1", "rank-file"])
+def test_special_tokens_get_ids_in_megatrons_order_and_keep_them(build, name):
+    given = {f"{role}_token": f"<{role}!>" for role in ("bos", "eos", "pad", "sep", "cls", "mask")}
+    one = build(name, **given, additional_special_tokens=["<a>"])
+    ids = [
+        one.token_to_id(token)
+        for token in ("<mask!>", "<pad!>", "<sep!>", "<eos!>", "<bos!>", "<cls!>", "<a>")
+    ]
+    assert ids == list(range(ids[0], ids[0] + 7))
+    assert one.additional_special_tokens_ids == ids[-1:]
+    # Names that are added one after another get ids one after another, whatever their roles.
+    tokenizer = build(name)
+    tokenizer.add_special_tokens(["<a>"])
+    first = tokenizer.token_to_id("<a>")
+    tokenizer.add_special_tokens({"bos_token": "<b>", "unk_token": "<u>", "pad_token": "<a>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<c>"], "eos_token": "<e>"})
+    ids = [tokenizer.token_to_id(token) for token in ("<a>", "<b>", "<u>", "<c>", "<e>")]
+    assert ids == list(range(first, first + 5))
+    assert [tokenizer.pad, tokenizer.bos, tokenizer.unk, tokenizer.eos] == [*ids[:3], ids[4]]
+    assert tokenizer.additional_special_tokens_ids == ids[3:4]
+
+
 def test_added_special_tokens_may_have_roles(build):
     tokenizer = build("huggingface-byte-level")
     added = {"pad_token": "<pad>", "eos_token": "<|end|>", "additional_special_tokens": ["<a>"]}

@@ -10,7 +10,12 @@ from uuid import uuid4
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.control_tokens import ControlToken
-from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES, SpecialRole, conventional_ids
+from megatron_ext.tokenizers.special_names import (
+    CONVENTIONAL_NAMES,
+    SpecialRole,
+    conventional_ids,
+    names_to_add,
+)
 from megatron_ext.tokenizers.token_bytes import DummyPrefix, byte_of_character
 
 _METASPACE = "▁"
@@ -27,7 +32,7 @@ class HuggingFaceFile:
         config: The ``tokenizer_config.json``; None where there is none.
         file: Where the document was read, for messages.
         special_tokens: Names to make special tokens of; those that the vocabulary lacks get the
-            next ids, in this order.
+            next ids, in the order of ``names_to_add``.
         roles: Name of the special token of a role, instead of the configured one.
 
     Raises:
@@ -49,9 +54,7 @@ class HuggingFaceFile:
             self._model: dict[str, Any] = document["model"]
             self._ids: dict[str, int] = _model_ids(self._model)
             added: list[dict[str, Any]] = document.get("added_tokens") or []
-            self._added = _with_special(
-                added, self._ids, [*(roles or {}).values(), *special_tokens]
-            )
+            self._added = _with_special(added, self._ids, names_to_add(roles or {}, special_tokens))
             self._document: dict[str, Any] = {**document, "added_tokens": self._added}
             self.special_names = {row["content"] for row in self._added if row["special"]}
             self._added_ids: dict[str, int] = {row["content"]: row["id"] for row in self._added}
@@ -63,8 +66,8 @@ class HuggingFaceFile:
                 where=file,
             ) from error
         self._config = config
-        self._given = list(special_tokens)
         self._roles = dict(roles or {})
+        self._given = [name for name in special_tokens if name not in self._roles.values()]
 
     def pieces(self) -> list[str]:
         """Display string of each id [V]; the empty string where the file has a hole."""

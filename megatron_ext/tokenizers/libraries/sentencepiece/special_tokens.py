@@ -9,7 +9,7 @@ from typing import Any, Literal
 from megatron_ext.errors import TokenizerError
 from megatron_ext.registry import did_you_mean
 from megatron_ext.tokenizers.libraries.token_names import distinct_names
-from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES, SpecialRole
+from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES, SpecialRole, names_to_add
 
 SentencePieceRole = SpecialRole | Literal["eod"]
 
@@ -55,10 +55,9 @@ class GivenSpecialTokens:
             _check_keys(listed)
             by_key = {**listed, **by_key}
             listed = list(dict.fromkeys(listed.values()))
-        of_roles = distinct_names(dict.fromkeys(by_key.values()), "special_tokens")
         return cls(
             distinct_names(listed or (), "special_tokens"),
-            tuple(dict.fromkeys((*of_roles, *names))),
+            distinct_names(names_to_add(roles, names), "special_tokens"),
             {_KEYS[key]: name for key, name in by_key.items()},
         )
 

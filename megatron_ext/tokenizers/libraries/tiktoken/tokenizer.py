@@ -18,7 +18,7 @@ from megatron_ext.tokenizers.libraries.tiktoken.layout import (
 )
 from megatron_ext.tokenizers.libraries.tiktoken.special_tokens import role_ids, without_role
 from megatron_ext.tokenizers.libraries.token_names import distinct_names
-from megatron_ext.tokenizers.special_names import SpecialRole
+from megatron_ext.tokenizers.special_names import SpecialRole, names_to_add
 
 
 class TiktokenTokenizer(TableTokenizer):
@@ -89,9 +89,11 @@ class TiktokenTokenizer(TableTokenizer):
             special_tokens=None
             if special_tokens is None
             else distinct_names(special_tokens, "special_tokens"),
-            additional=(
-                *(name for name in roles.values() if name is not None),
-                *distinct_names(additional_special_tokens, "additional_special_tokens"),
+            additional=tuple(
+                names_to_add(
+                    roles,
+                    distinct_names(additional_special_tokens, "additional_special_tokens"),
+                )
             ),
         )
         vocabulary = lay_out(read_tiktoken_file(path), options)
