@@ -39,6 +39,9 @@ class MegatronTokenizerTextAbstract(ABC):
     library: ClassVar[str]
     """Name in ``TOKENIZER_LIBRARIES``."""
 
+    absent_pad: ClassVar[int | None] = -1
+    """What Megatron's code gets for the padding where there is none."""
+
     chat_template: str | None = None
     """The template that comes with the tokenizer."""
     served_by: Any = None

@@ -62,7 +62,15 @@ class SpecialIds:
         """End of document: Megatron puts it behind each one."""
         return self._tokenizer.eod
 
-    pad = pad_id
+    @property
+    def pad(self) -> int | None:
+        """Padding as Megatron's datasets ask for it: -1, which no text has, where there is none.
+
+        Of a HuggingFace tokenizer it is None then, as Megatron has it: its reinforcement learning
+        looks for ``None`` before it chooses one.
+        """
+        return self._tokenizer.absent_pad if self.pad_id is None else self.pad_id
+
     bos = bos_id
     eos = eos_id
     unk = unk_id

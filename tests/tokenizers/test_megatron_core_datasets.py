@@ -101,13 +101,15 @@ def gpt_config(tokenizer: MegatronTokenizerText, **options: Any) -> GPTDatasetCo
     )
 
 
-def gpt_dataset(tokenizer: MegatronTokenizerText, folder: Path, **options: Any) -> GPTDataset:
+def gpt_dataset(
+    tokenizer: MegatronTokenizerText, folder: Path, split: Split = Split.train, **options: Any
+) -> GPTDataset:
     folder.mkdir(exist_ok=True)
     prefix = write_documents(tokenizer, folder / "documents")
     config = gpt_config(tokenizer, blend=([prefix], None), **options)
     low_level = GPTDataset.build_low_level_dataset(prefix, config)
     indices = np.arange(GPTDataset.numel_low_level_dataset(low_level), dtype=np.int32)
-    return GPTDataset(low_level, prefix, indices, None, Split.train, config)
+    return GPTDataset(low_level, prefix, indices, None, split, config)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -145,7 +147,7 @@ def test_gpt_samples_are_the_documents_tokens(build, tmp_path, name):
     for sample in (dataset[i] for i in range(len(dataset))):
         at_end = sample["tokens"] == (-1 if tokenizer.eod is None else tokenizer.eod)
         assert not sample["loss_mask"][at_end].any()
-        assert sample["loss_mask"][~at_end].all() or tokenizer.pad is not None
+        assert sample["loss_mask"][~at_end].all() or tokenizer.pad_id is not None
 
 
 @pytest.mark.parametrize("name", [name for name in LIBRARIES if name != "huggingface-wordpiece"])
@@ -261,9 +263,27 @@ def test_padding_with_an_end_of_document_of_its_own_is_a_collision(build, tmp_pa
         assert pad_of_dataset(tokenizer, tmp_path) == -1
 
 
+@pytest.mark.parametrize("name", ["sentencepiece-v1", "null", "json-rank-list"])
+@pytest.mark.parametrize(
+    "options",
+    [{"drop_last_partial_validation_sequence": False}, {"add_extra_token_to_sequence": False}],
+    ids=lambda options: next(iter(options)),
+)
+def test_without_padding_a_dataset_fills_up_and_masks_what_it_filled(
+    build, tmp_path, name, options
+):
+    names = {"special_tokens": ["<s>", "</s>"]} if name == "json-rank-list" else {}
+    tokenizer = build(name, **names)
+    assert (tokenizer.pad, tokenizer.pad_id) == (-1, None)
+    dataset = gpt_dataset(tokenizer, tmp_path, Split.valid, eod_mask_loss=False, **options)
+    samples = [dataset[i] for i in range(len(dataset))]
+    assert any((sample["loss_mask"] == 0).any() for sample in samples)
+    assert all((sample["tokens"] >= 0).all() for sample in samples)
+
+
 def test_without_padding_nothing_is_masked(build, tmp_path):
     tokenizer = build("sentencepiece-v1")
-    assert tokenizer.pad is None
+    assert tokenizer.pad_id is None
     dataset = gpt_dataset(tokenizer, tmp_path, eod_mask_loss=False)
     assert all(dataset[i]["loss_mask"].all() for i in range(len(dataset)))
 

@@ -173,7 +173,7 @@ def test_it_is_built_from_a_configuration_and_from_megatrons_call():
     configured = build_tokenizer(
         TokenizerConfig(library="null", vocab_size=100, null_add_eod=True, null_pad_id=-1)
     )
-    assert (configured.vocab_size, configured.eod, configured.pad) == (101, 100, None)
+    assert (configured.vocab_size, configured.eod, configured.pad) == (101, 100, -1)
     called = MegatronTokenizer.from_pretrained(
         metadata_path={"library": "null-text"}, vocab_size=131072
     )

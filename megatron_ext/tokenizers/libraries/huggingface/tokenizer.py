@@ -55,6 +55,7 @@ class HuggingFaceTokenizer(TableTokenizer):
     """
 
     library: ClassVar[str] = "huggingface"
+    absent_pad: ClassVar[int | None] = None
 
     def __init__(
         self,

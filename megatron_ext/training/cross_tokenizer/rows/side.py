@@ -94,7 +94,7 @@ class Side:
             raise ConfigError(
                 f"the length multiple of {name} is too small", got=length_multiple, expected=">= 1"
             )
-        pads = (pad_id, tokenizer.pad, tokenizer.eod, 0)
+        pads = (pad_id, tokenizer.pad_id, tokenizer.eod, 0)
         return cls(
             name=name,
             length=-(-length // length_multiple) * length_multiple,
