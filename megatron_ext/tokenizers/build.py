@@ -13,7 +13,7 @@ from megatron_ext.tokenizers.legacy_types import Library
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, LibraryName, library_of
 from megatron_ext.tokenizers.library_at import library_at
 from megatron_ext.tokenizers.megatron_tokenizer import MegatronTokenizer
-from megatron_ext.tokenizers.metadata import metadata_file, read_metadata
+from megatron_ext.tokenizers.metadata import check_metadata, metadata_file, read_metadata
 from megatron_ext.tokenizers.namespace import config_from_namespace
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.vision_tokenizer import MegatronTokenizerVision
@@ -73,6 +73,8 @@ def _with_overrides(config: TokenizerConfig, overrides: Mapping[str, Any]) -> To
 
 def _metadata(config: TokenizerConfig) -> dict[str, Any]:
     """The metadata that are named, or lie beside the tokenizer; empty where there are none."""
+    if isinstance(config.metadata, Mapping):
+        return check_metadata(config.metadata, where="metadata")
     if config.metadata is not None:
         return read_metadata(config.metadata)
     beside = None if config.model is None else metadata_file(config.model)

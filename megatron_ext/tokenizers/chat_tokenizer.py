@@ -32,7 +32,7 @@ class ChatTokenizer(SpecialIds):
     config: dict[str, Any]
     _tokenizer: MegatronTokenizerTextAbstract
     chat_template: str | None
-    """Jinja source: the metadata's, else the one given, else the tokenizer's own."""
+    """Jinja source: the one given, else the metadata's, else the tokenizer's own."""
     prompt_format: str | None
     """Name of the prompt format."""
     prompt_config: PromptConfig | None
@@ -50,7 +50,7 @@ class ChatTokenizer(SpecialIds):
     def _set_chat_template(self, given: str | None) -> None:
         own = self.own_chat_template
         named = self.config.get("chat_template")
-        template = next((t for t in (named, given, own) if t is not None), None)
+        template = next((t for t in (given, named, own) if t is not None), None)
         self.chat_template = None if template is None else _source(template)
         self._tokenizer.served_by = self
 

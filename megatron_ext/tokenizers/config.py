@@ -62,7 +62,7 @@ class TokenizerConfig:
     template_variables: tuple[str, ...] | None = None
     """What templates see besides a conversation: name=value, as in enable_thinking=false."""
 
-    metadata: str | None = None
+    metadata: str | Mapping[str, Any] | None = None
     """Tokenizer metadata file; tokenizer_metadata.json beside the tokenizer when unset."""
 
     chat_template: str | None = field(default=None, metadata=_spelled("--chat-template"))

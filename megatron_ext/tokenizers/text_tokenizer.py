@@ -33,7 +33,7 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         config: Metadata; ``library`` names the library, ``chat_template`` and ``prompt_format``
             may stand here too. It is copied.
         prompt_format: Name of the prompt format that renders and masks conversations.
-        chat_template: Jinja source, used unless the metadata have one.
+        chat_template: Jinja source, instead of the metadata's and of the tokenizer's own.
         parse_special_tokens: Special tokens written in a text become their ids; in the messages of
             a conversation they do not.
         train_on: Messages that are trained: ``all-assistant``, ``last-assistant``, or roles with

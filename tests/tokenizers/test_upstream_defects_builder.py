@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -95,8 +97,37 @@ def test_metadata_of_a_null_tokenizer_count(tmp_path):
     template = "{{ messages[0].content }}"
     file.write_text(json.dumps({"library": "null-text", "chat_template": template}))
     for name in ("tokenizer_metadata", "metadata_path"):
-        args = namespace(tokenizer_type="NullTokenizer", vocab_size=5, **{name: str(file)})
-        assert build_tokenizer(args).chat_template == template
+        for metadata in (str(file), json.loads(file.read_text())):
+            args = namespace(tokenizer_type="NullTokenizer", vocab_size=5, **{name: metadata})
+            assert build_tokenizer(args).chat_template == template
+
+
+def test_a_chat_template_that_is_given_wins_over_the_metadata_beside_the_tokenizer(
+    tokenizer_path, tmp_path
+):
+    # The metadata's won without a word.
+    file = Path(shutil.copy(tokenizer_path("sentencepiece-v1"), tmp_path / "tokenizer.model"))
+    MegatronTokenizer.write_metadata(file, "sentencepiece", chat_template="theirs")
+    config = TokenizerConfig(model=str(file))
+    assert build_tokenizer(config).chat_template == "theirs"
+    said = build_tokenizer(replace(config, chat_template="mine"))
+    assert said.chat_template == "mine"
+    said.add_special_tokens({"additional_special_tokens": ["<a>"]})
+    assert said.chat_template == "mine"
+    said.save_pretrained(tmp_path / "saved")
+    assert MegatronTokenizer.from_pretrained(tmp_path / "saved").chat_template == "mine"
+    again = MegatronTokenizer.from_pretrained(tmp_path / "saved", chat_template="other")
+    assert again.chat_template == "other"
+
+
+def test_a_rank_list_of_any_name_is_tiktokens(tokenizer_path, tmp_path):
+    # Taken for BERT's vocabulary: "has no [UNK]".
+    expected = build_tokenizer(TokenizerConfig(model=str(tokenizer_path("json-rank-list"))))
+    for name in ("vocab.json", "multiMixV8.gpt4o_nc_sd.500000.128k.vocab.json"):
+        file = shutil.copy(tokenizer_path("json-rank-list"), tmp_path / name)
+        built = build_tokenizer(TokenizerConfig(model=str(file)))
+        assert built.library == MegatronTokenizer.from_pretrained(file).library == "tiktoken"
+        assert built.fingerprint() == expected.fingerprint()
 
 
 def test_builder_and_datasets_get_equal_tokenizers(tokenizer_path):

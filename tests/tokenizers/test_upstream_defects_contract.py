@@ -169,10 +169,10 @@ def test_identifiers_follow_the_chat_template_on_request(tokenizer_path):
     assert one.unique_identifiers != other.unique_identifiers
 
 
-def test_the_template_of_the_metadata_goes_before_a_given_one_before_the_tokenizers_own(
+def test_a_given_template_goes_before_the_metadatas_and_that_before_the_tokenizers_own(
     tokenizer_path, tmp_path
 ):
-    # 0.16.1 has the given one last.
+    # 0.16.1 has the given one last, and main after the metadata's.
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     document = (tokenizer_path("huggingface-nfc") / "tokenizer.json").read_bytes()
@@ -183,7 +183,8 @@ def test_the_template_of_the_metadata_goes_before_a_given_one_before_the_tokeniz
     bare = {"library": "huggingface"}
     with_template = {**bare, "chat_template": BY_METADATA}
     for metadata, options, expected in (
-        (with_template, {"chat_template": GIVEN}, "metadata"),
+        (with_template, {"chat_template": GIVEN}, "given"),
+        (with_template, {}, "metadata"),
         (bare, {"chat_template": GIVEN}, "given"),
         (bare, {}, "own"),
     ):

@@ -42,9 +42,7 @@ def named_vocab_files(
     _refuse_a_second_vocabulary(file, folder)
     if merges_file is not None:
         return Gpt2Files(file, _existing(merges_file), folder)
-    with file.open("rb") as stream:
-        is_json = stream.read(64).lstrip().startswith(b"{")
-    if is_json:
+    if _begins_with(file, b"{"):
         raise TokenizerError(
             "a BPE vocabulary needs its merges", fix="set merges_file (--merge-file)", where=file
         )
@@ -53,6 +51,8 @@ def named_vocab_files(
 
 def vocab_files_at(path: PathLike) -> HuggingFaceSource | None:
     """The vocabulary files in a directory, or the one that ``path`` is; None when it is another.
+
+    Megatron's JSON rank lists, which tiktoken reads, may be called ``vocab.json`` too.
 
     Raises:
         TokenizerError: There is a ``vocab.json`` without the merges beside it.
@@ -63,7 +63,7 @@ def vocab_files_at(path: PathLike) -> HuggingFaceSource | None:
             return None
         names = (place / "vocab.json", place / "vocab.txt")
         place = next((file for file in names if file.is_file()), place)
-    if place.is_file() and place.name.endswith("vocab.json"):
+    if place.is_file() and place.name.endswith("vocab.json") and not _begins_with(place, b"["):
         merges = place.with_name(f"{place.name.removesuffix('vocab.json')}merges.txt")
         return named_vocab_files(place, merges if merges.is_file() else None, place.parent)
     if place.is_file() and place.name.endswith("vocab.txt"):
@@ -82,6 +82,12 @@ def _refuse_a_second_vocabulary(vocab_file: Path, path: Path | None) -> None:
             got=f"{other} and {vocab_file}",
             fix="leave vocab_file (--vocab-file) out, or name its folder",
         )
+
+
+def _begins_with(file: Path, mark: bytes) -> bool:
+    """Whether ``file`` begins with ``mark``, white space aside."""
+    with file.open("rb") as stream:
+        return stream.read(64).lstrip().startswith(mark)
 
 
 def _existing(path: PathLike) -> Path:
