@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +22,9 @@ from numpy.typing import NDArray
 
 from megatron_ext.conversation import Conversation, apply_chat_template
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES, SpecialRole
+from megatron_ext.tokenizers.role_ids import RoleIds
+from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES
+from megatron_ext.tokenizers.vocabulary import Vocabulary
 
 IdArray = NDArray[np.int32]
 ByteEnds = NDArray[np.int64]
@@ -29,7 +32,7 @@ ParseSpecial = bool | frozenset[str]
 """Which special tokens a text can spell: all of them, none, or those with these names."""
 
 
-class MegatronTokenizerTextAbstract(ABC):
+class MegatronTokenizerTextAbstract(RoleIds):
     """One tokenizer, through one library.
 
     Every id satisfies ``0 <= id < vocab_size``. A special id that the tokenizer does not have is
@@ -158,7 +161,32 @@ class MegatronTokenizerTextAbstract(ABC):
     def byte_ends(self, ids: Sequence[int] | IdArray) -> ByteEnds:
         """Where each token of a given stream ends in the bytes that the stream decodes to [T]."""
 
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        """Index of the character of ``text`` in which each token begins [T].
+
+        Args:
+            ids: A tokenization of ``text``, or a generated stream that decodes to it, with special
+                tokens written or left out.
+            text: The text.
+
+        Raises:
+            TokenizerError: ``ids`` do not decode to ``text``.
+        """
+        from megatron_ext.tokenizers.text_offsets import text_offsets
+
+        return text_offsets(self, ids, text)
+
     # Ids and display strings.
+
+    @cached_property
+    def vocab(self) -> Vocabulary:
+        """Display string of each id, in id order [V]; empty where an id is unused."""
+        return Vocabulary(map(self.id_to_token, range(self.vocab_size)))
+
+    @cached_property
+    def inv_vocab(self) -> dict[int, str]:
+        """Display string by id."""
+        return dict(enumerate(self.vocab))
 
     @abstractmethod
     def token_to_id(self, token: str) -> int:
@@ -200,10 +228,6 @@ class MegatronTokenizerTextAbstract(ABC):
 
     # Special ids.
 
-    @abstractmethod
-    def special_id(self, role: SpecialRole) -> int | None:
-        """Id of the special token of a role; None where the tokenizer has none."""
-
     @property
     @abstractmethod
     def additional_special_tokens_ids(self) -> list[int]:
@@ -218,16 +242,6 @@ class MegatronTokenizerTextAbstract(ABC):
             for role, token_id in ids.items()
             if token_id is not None
         }
-
-    @property
-    def bos_id(self) -> int | None:
-        """Beginning of sequence."""
-        return self.special_id("bos")
-
-    @property
-    def eos_id(self) -> int | None:
-        """End of sequence."""
-        return self.special_id("eos")
 
     @property
     def pad_id(self) -> int | None:
@@ -247,25 +261,12 @@ class MegatronTokenizerTextAbstract(ABC):
     def pad_token(self, token: str) -> None:
         self._chosen_pad_id = self.token_to_id(token)
 
-    @property
-    def unk_id(self) -> int | None:
-        """Unknown."""
-        return self.special_id("unk")
-
-    @property
-    def mask_id(self) -> int | None:
-        """Masked position."""
-        return self.special_id("mask")
-
-    @property
-    def cls_id(self) -> int | None:
-        """Classification."""
-        return self.special_id("cls")
-
-    @property
-    def sep_id(self) -> int | None:
-        """Separator."""
-        return self.special_id("sep")
+    bos_token = property(lambda self: self.special_token_names.get("bos_token"))
+    eos_token = property(lambda self: self.special_token_names.get("eos_token"))
+    unk_token = property(lambda self: self.special_token_names.get("unk_token"))
+    mask_token = property(lambda self: self.special_token_names.get("mask_token"))
+    cls_token = property(lambda self: self.special_token_names.get("cls_token"))
+    sep_token = property(lambda self: self.special_token_names.get("sep_token"))
 
     @property
     def eod(self) -> int | None:
@@ -293,6 +294,13 @@ class MegatronTokenizerBase(ABC):
     def __init__(self, path: str | None, config: dict[str, Any]) -> None:
         self.path = path
         self.config = config
+
+    def __getattr__(self, name: str) -> Any:
+        """A key of the metadata, as Megatron has them; one that is a member's name stays that."""
+        config = self.__dict__.get("config", {})
+        if name not in config:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return config[name]
 
     @property
     @abstractmethod

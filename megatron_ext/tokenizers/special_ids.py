@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
-from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES
+from megatron_ext.tokenizers.role_ids import RoleIds
+from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES, SpecialRole
 
 
-class SpecialIds:
+class SpecialIds(RoleIds):
     """What a tokenizer gains from its library's special ids; None stands for one that is missing.
 
     The class that has it sets ``_tokenizer`` and, where there is one, ``_pad_of_format``.
@@ -15,6 +16,9 @@ class SpecialIds:
     _tokenizer: MegatronTokenizerTextAbstract
     _pad_id: int | None = None
     """A padding id that somebody chose: Megatron's reinforcement learning writes it."""
+
+    def special_id(self, role: SpecialRole) -> int | None:
+        return self._tokenizer.special_id(role)
 
     @property
     def _pad_of_format(self) -> int | None:
@@ -26,36 +30,6 @@ class SpecialIds:
         """Padding: the one that was chosen, else the prompt format's, else the tokenizer's."""
         choices = (self._pad_id, self._pad_of_format, self._tokenizer.pad_id)
         return next((token_id for token_id in choices if token_id is not None), None)
-
-    @property
-    def bos_id(self) -> int | None:
-        """Beginning of sequence."""
-        return self._tokenizer.bos_id
-
-    @property
-    def eos_id(self) -> int | None:
-        """End of sequence."""
-        return self._tokenizer.eos_id
-
-    @property
-    def unk_id(self) -> int | None:
-        """Unknown."""
-        return self._tokenizer.unk_id
-
-    @property
-    def mask_id(self) -> int | None:
-        """Masked position."""
-        return self._tokenizer.mask_id
-
-    @property
-    def cls_id(self) -> int | None:
-        """Classification."""
-        return self._tokenizer.cls_id
-
-    @property
-    def sep_id(self) -> int | None:
-        """Separator."""
-        return self._tokenizer.sep_id
 
     @property
     def eod(self) -> int | None:
@@ -71,12 +45,12 @@ class SpecialIds:
         """
         return self._tokenizer.absent_pad if self.pad_id is None else self.pad_id
 
-    bos = bos_id
-    eos = eos_id
-    unk = unk_id
-    mask = mask_id
-    cls = cls_id
-    sep = sep_id
+    bos = RoleIds.bos_id
+    eos = RoleIds.eos_id
+    unk = RoleIds.unk_id
+    mask = RoleIds.mask_id
+    cls = RoleIds.cls_id
+    sep = RoleIds.sep_id
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
@@ -90,7 +64,7 @@ class SpecialIds:
         An end of document that is no end of sequence is ``eod_token``: Megatron's datasets look
         here, and nowhere else, for ids that padding must not share.
         """
-        roles = ((role, self._tokenizer.special_id(role)) for role in CONVENTIONAL_NAMES)
+        roles = ((role, self.special_id(role)) for role in CONVENTIONAL_NAMES)
         ids = {f"{role}_token": token_id for role, token_id in roles if token_id is not None}
         if self.pad_id is not None:
             ids["pad_token"] = self.pad_id

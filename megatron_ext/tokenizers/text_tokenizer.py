@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from megatron_ext.tokenizers.base import (
 from megatron_ext.tokenizers.chat_tokenizer import ChatTokenizer
 from megatron_ext.tokenizers.conversation_options import ConversationOptions
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
-from megatron_ext.tokenizers.text_offsets import text_offsets
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.tokenizers.tokenized_files import tokenized_files
 from megatron_ext.tokenizers.vocabulary import Vocabulary
@@ -152,17 +150,8 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         return getattr(self._tokenizer, "token_table", None)
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
-        """Index of the character of ``text`` in which each token begins [T].
-
-        Args:
-            ids: A tokenization of ``text``, or a generated stream that decodes to it, with special
-                tokens written or left out.
-            text: The text.
-
-        Raises:
-            TokenizerError: ``ids`` do not decode to ``text``.
-        """
-        return text_offsets(self._tokenizer, ids, text)
+        """Index of the character of ``text`` in which each token begins [T]; see the library's."""
+        return self._tokenizer.offsets(ids, text)
 
     # Vocabulary.
 
@@ -170,15 +159,15 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
     def vocab_size(self) -> int:
         return self._tokenizer.vocab_size
 
-    @cached_property
+    @property
     def vocab(self) -> Vocabulary:
         """Display string of each id, in id order [V]; empty where an id is unused."""
-        return Vocabulary(map(self._tokenizer.id_to_token, range(self.vocab_size)))
+        return self._tokenizer.vocab
 
-    @cached_property
+    @property
     def inv_vocab(self) -> dict[int, str]:
         """Display string by id."""
-        return dict(enumerate(self.vocab))
+        return self._tokenizer.inv_vocab
 
     def id_to_token(self, token_id: int) -> str:
         """Display string of an id."""
@@ -200,8 +189,6 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         options = added.joined_to(self.options)
         self._tokenizer = TOKENIZER_LIBRARIES[self.library].build(self.path, options)
         self.options = options
-        self.__dict__.pop("vocab", None)
-        self.__dict__.pop("inv_vocab", None)
         self._set_chat_template(self.chat_template)
         self._set_prompt_format(self.prompt_format)
         return len(new)

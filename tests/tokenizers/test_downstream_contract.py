@@ -22,7 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers import MegatronTokenizer, MegatronTokenizerText
+from megatron_ext.tokenizers import (
+    TOKENIZER_LIBRARIES,
+    MegatronTokenizer,
+    MegatronTokenizerText,
+)
 
 FILES = (
     "sentencepiece-v1",
@@ -225,6 +229,42 @@ def test_ids_of_another_text_have_no_offsets_in_this_one(build):
     tokenizer = build("tekken")
     with pytest.raises(TokenizerError, match="not a tokenization of the text; got ids that dec"):
         tokenizer.offsets(tokenizer.tokenize("one"), "another")
+
+
+# The library's object by itself, as Megatron's own code and its users take it.
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_the_object_of_a_library_answers_what_the_tokenizer_does(plain, name):
+    tokenizer = plain(name)
+    library = tokenizer._tokenizer
+    assert library.vocab == tokenizer.vocab
+    assert library.inv_vocab == tokenizer.inv_vocab == dict(enumerate(tokenizer.vocab))
+    text = text_for(tokenizer)
+    ids = library.text_to_ids(text)
+    assert library.offsets(ids, text) == tokenizer.offsets(ids, text)
+    for role in ("bos", "eos", "pad", "unk", "mask", "cls", "sep"):
+        token_id, token = getattr(library, f"{role}_id"), getattr(library, f"{role}_token")
+        assert token == (None if token_id is None else library.id_to_token(token_id))
+
+
+def test_the_object_of_a_library_writes_conversations_alone(tokenizer_path):
+    library = TOKENIZER_LIBRARIES["sentencepiece"].build(tokenizer_path("sentencepiece-v1"))
+    ids = library.apply_chat_template(CONVERSATION[:1], TEMPLATE, add_generation_prompt=True)
+    assert ids == library.text_to_ids("user: how many\nassistant: ")
+    with pytest.raises(TokenizerError, match="has no chat template"):
+        library.apply_chat_template(CONVERSATION)
+
+
+def test_the_object_of_the_huggingface_library_has_transformers_alone(tokenizer_path):
+    transformers = pytest.importorskip("transformers")
+    folder = tokenizer_path("huggingface-nfc")
+    library = TOKENIZER_LIBRARIES["huggingface"].build(folder, {"include_special_tokens": True})
+    assert library.include_special_tokens
+    assert isinstance(library.tokenizer, transformers.PreTrainedTokenizerFast)
+    assert library.tokenizer.convert_tokens_to_ids("<|end|>") == library.eos_id
+    ids = library.tokenizer.apply_chat_template(CONVERSATION, chat_template=TEMPLATE)
+    assert ids == library.apply_chat_template(CONVERSATION, TEMPLATE)
 
 
 # Chat.

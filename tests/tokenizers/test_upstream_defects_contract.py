@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,12 @@ def test_an_unknown_library_is_not_taken_for_one_with_images():
 
 
 def test_metadata_do_not_replace_members_of_the_tokenizer(opened):
-    # Every key of the metadata becomes an attribute.
-    tokenizer = MegatronTokenizer.from_pretrained(
-        None, {"library": "byte-level", "tokenize": "x", "vocab_size": 3, "options": 1}
-    )
+    # Every key of the metadata becomes an attribute, whatever it hides.
+    metadata = {"library": "byte-level", "tokenize": "x", "vocab_size": 3, "options": 1}
+    tokenizer = MegatronTokenizer.from_pretrained(None, {**metadata, "model_type": "gpt"})
+    assert (tokenizer.model_type, pickle.loads(pickle.dumps(tokenizer)).model_type) == ("gpt",) * 2
+    with pytest.raises(AttributeError, match="no attribute 'class_name'"):
+        _ = tokenizer.class_name
     assert tokenizer.tokenize("a") == [97]
     assert tokenizer.vocab_size == 512
     assert tokenizer.config["vocab_size"] == 3

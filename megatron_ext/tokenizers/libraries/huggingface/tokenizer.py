@@ -82,6 +82,7 @@ class HuggingFaceTokenizer(TableTokenizer):
             **{"bos": bos_token, "eos": eos_token, "pad": pad_token, "unk": unk_token},
             **{"mask": mask_token, "cls": cls_token, "sep": sep_token},
         }
+        self.include_special_tokens = include_special_tokens
         self._additions: dict[str, Any] = {
             "special_tokens": tuple(additional_special_tokens),
             "roles": {role: name for role, name in roles.items() if name is not None},
@@ -164,12 +165,10 @@ class HuggingFaceTokenizer(TableTokenizer):
         none, as with the other libraries.
 
         Raises:
-            AttributeError: transformers is not installed, or nothing serves the tokenizer.
+            AttributeError: transformers is not installed.
         """
-        if self.served_by is None:
-            raise AttributeError("no MegatronTokenizerText is around the tokenizer")
         try:
-            return transformers_tokenizer(self._whole, self.served_by)
+            return transformers_tokenizer(self._whole, self.served_by or self)
         except ImportError as error:
             raise AttributeError(f"transformers is not installed: {error}") from error
 

@@ -10,8 +10,8 @@ from typing import Any
 def transformers_tokenizer(tokenizer: Any, served_by: Any) -> Any:
     """A ``PreTrainedTokenizerFast`` around ``tokenizer``, an object of the tokenizers library.
 
-    Conversations go through ``served_by``, a ``MegatronTokenizerText``: with the template that its
-    user chose, and without reading control tokens that somebody wrote into a message.
+    Conversations go through ``served_by``, a ``MegatronTokenizerText`` or a library's adapter: with
+    the template that its user chose, and without reading control tokens in a message.
 
     Raises:
         ImportError: transformers is not installed.
