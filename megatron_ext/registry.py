@@ -12,7 +12,7 @@ Row = TypeVar("Row")
 
 
 class Registry(Mapping[str, Row]):
-    """A read-only mapping filled by ``register``.
+    """A mapping that only grows: by ``register``, which ``registry[name] = row`` is too.
 
     Args:
         noun: What a row is, for error messages: ``"tokenizer library"``.
@@ -32,6 +32,9 @@ class Registry(Mapping[str, Row]):
             raise ConfigError(f"the {self._noun} {name!r} is registered already")
         self._rows[name] = row
         return row
+
+    def __setitem__(self, name: str, row: Row) -> None:
+        self.register(name, row)
 
     def __getitem__(self, name: str) -> Row:
         try:

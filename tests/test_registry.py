@@ -39,9 +39,16 @@ def test_an_unknown_name_is_a_key_error_so_that_mapping_methods_work(
     assert "mauve" not in colours
 
 
+def test_assigning_to_a_name_registers_it(colours: Registry[int]) -> None:
+    colours["blue"] = 7
+    assert list(colours.items())[-1] == ("blue", 7)
+
+
 def test_a_name_cannot_be_taken_twice(colours: Registry[int]) -> None:
     with pytest.raises(ConfigError, match="the colour 'red' is registered already"):
         colours.register("red", 2)
+    with pytest.raises(ConfigError, match="the colour 'red' is registered already"):
+        colours["red"] = 2
     assert colours["red"] == 1
 
 
