@@ -294,7 +294,7 @@ def test_the_flags_that_the_warning_names_give_the_same_tokenizer(
         by_type = build_tokenizer(args)
     flags = re.search(r"use (.*?)\.( With|$)", str(warned[0].message))
     assert flags is not None
-    by_flags = build_tokenizer(parser.parse_args([*rest.split(), *flags[1].split()]))
+    by_flags = build_tokenizer(parser.parse_args([*flags[1].split(), *rest.split()]))
     assert by_flags.fingerprint() == by_type.fingerprint()
     assert by_flags.special_tokens_dict == by_type.special_tokens_dict
     assert by_flags.additional_special_tokens_ids == by_type.additional_special_tokens_ids

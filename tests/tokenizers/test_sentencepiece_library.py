@@ -232,6 +232,7 @@ def test_legacy_ids_are_those_of_the_stretches_between_special_tokens(
 
 def test_only_the_tokens_that_were_named_are_read_in_legacy_text(built):
     ours = built(KEEPS_SPACES, legacy=True, special_tokens=["<X>"])
+    assert (ours.legacy, built(KEEPS_SPACES).legacy) == (True, False)
     assert 1 not in ours.text_to_ids("<s>the<X>")
     assert ours.text_to_ids("<s>the<X>", parse_special=True)[0] == 1
 

@@ -93,6 +93,7 @@ class SentencePieceTokenizer(TableTokenizer):
         engine: str = "auto",
     ) -> None:
         self.engine = engine_choice(engine)
+        self.legacy = legacy
         file = require_library(path, "sentencepiece").file
         given = GivenSpecialTokens.of(
             special_tokens,
