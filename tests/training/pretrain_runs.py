@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,6 +22,7 @@ from megatron_ext.training.megatron_lm.microbatch_streams import TrainingStream
 from megatron_ext.training.megatron_lm.pretrain import PretrainDistillation
 from megatron_ext.training.metrics import read_metrics
 from tests.training import pretrain_stand_in
+from tests.training.release_parser import release_parser
 from tests.training.tiny_run import STUDENT_VOCAB_SIZE, student_run, teacher_run
 
 STEPS = 2
@@ -52,36 +52,12 @@ def pretrain_config(
 
 
 def arguments_of(config: DistillConfig, **changes: Any) -> dict[str, Any]:
-    """What Megatron-LM's parser makes of a configuration's flags."""
-    words = loop_flags(config, vocab_size=STUDENT_VOCAB_SIZE)
-    found: dict[str, Any] = dict(_DEFAULTS)
-    for flag, value in zip(words, [*words[1:], "--"], strict=True):
-        if flag.startswith("--"):
-            name = flag.removeprefix("--").replace("-", "_")
-            found[name] = value.startswith("--") or _parsed(value)
-    found["virtual_pipeline_model_parallel_size"] = found.pop(
-        "num_virtual_stages_per_pipeline_rank", None
-    )
-    return {**found, **changes}
-
-
-_DEFAULTS = {
-    "bf16": False,
-    "use_distributed_optimizer": False,
-    "sequence_parallel": False,
-    "group_query_attention": False,
-    "swiglu": False,
-    "untie_embeddings_and_output_weights": False,
-    "consumed_train_samples": 0,
-    "dataloader_save": None,
-}
-
-
-def _parsed(value: str) -> object:
-    try:
-        return ast.literal_eval(value)
-    except ValueError:
-        return value
+    """What Megatron-LM's parser, and what comes after it, make of a configuration's flags."""
+    parser = PretrainDistillation.add_arguments(release_parser("core_v0.16.1"))
+    found = vars(parser.parse_args(loop_flags(config, vocab_size=STUDENT_VOCAB_SIZE)))
+    chunks = found["num_virtual_stages_per_pipeline_rank"]
+    after = {"virtual_pipeline_model_parallel_size": chunks, "consumed_train_samples": 0}
+    return {**found, **after, **changes}
 
 
 def train_under_both(

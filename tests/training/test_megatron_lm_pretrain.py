@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.training.config import LossConfig
 from megatron_ext.training.evaluation_config import EvaluationConfig, EvaluationTaskConfig
 from megatron_ext.training.megatron_lm.loop_arguments import (
     check_arguments,
     check_padded_vocab_size,
+    loop_flags,
 )
 from megatron_ext.training.megatron_lm.pretrain import PretrainDistillation
 from tests.process_group import run_ranks
@@ -27,7 +29,8 @@ from tests.training.pretrain_runs import (
     pretrain_config,
     train_and_resume,
 )
-from tests.training.tiny_run import write_corpus, write_rank_list
+from tests.training.release_parser import RELEASES, release_parser
+from tests.training.tiny_run import STUDENT_VOCAB_SIZE, write_corpus, write_rank_list
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2-sharded-optimizer": {"use_distributed_optimizer": True},
@@ -117,6 +120,52 @@ def test_the_folder_of_the_text_is_a_flag_where_a_release_has_none() -> None:
             parser.add_argument(flag)
         PretrainDistillation.add_arguments(parser)
         assert parser.parse_args(["--dataloader-save", "text"]).dataloader_save == "text"
+
+
+def switched_on(section: Any, **values: Any) -> Any:
+    """A section of a configuration with every switch on."""
+    names = [field.name for field in dataclasses.fields(section)]
+    on = {name: True for name in names if isinstance(getattr(section, name), bool)}
+    return dataclasses.replace(section, **{**on, **values})
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_flag_of_a_run_is_one_that_the_release_has(tmp_path: Path, release: str) -> None:
+    plain = pretrain_config(tmp_path, "run")
+    parts = ("tensor", "pipeline", "virtual_pipeline")
+    full = dataclasses.replace(
+        plain,
+        # Text alone: a teacher would have to divide over the layout, too.
+        teacher=None,
+        loss=LossConfig(objective="next_token"),
+        student=switched_on(plain.student, seq_length=40),
+        training=dataclasses.replace(plain.training, precision="bf16"),
+        parallel=switched_on(
+            plain.parallel, **{f"{part}_model_parallel_size": 2 for part in parts}
+        ),
+    )
+    for config in (plain, full):
+        words = loop_flags(config, vocab_size=STUDENT_VOCAB_SIZE)
+        _, unknown = release_parser(release).parse_known_args(words)
+        assert unknown == []
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_argument_that_is_checked_is_one_that_the_release_has(
+    tmp_path: Path, release: str
+) -> None:
+    asked = set()
+
+    class Asked:
+        def __getattr__(self, name: str) -> Any:
+            asked.add(name)
+            raise AttributeError(name)
+
+    check_arguments(Asked(), pretrain_config(tmp_path, "run"))
+    assert len(asked) > 20
+    # What follows the parser computes this one.
+    made = {action.dest for action in release_parser(release)._actions}
+    assert asked - made == {"virtual_pipeline_model_parallel_size"}
 
 
 @pytest.mark.parametrize(

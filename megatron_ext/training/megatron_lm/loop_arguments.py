@@ -11,6 +11,7 @@ from megatron_ext.training.config import DistillConfig
 
 _SPELLED: Final = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "layernorm_epsilon": "norm_epsilon",
 }
 """Arguments that flags of other names set."""
 
