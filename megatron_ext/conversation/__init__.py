@@ -20,7 +20,11 @@ from megatron_ext.conversation.masking.training_policy import TrainingPolicy
 from megatron_ext.conversation.message import Conversation, Message, check_conversation
 from megatron_ext.conversation.prompt_config import PromptConfig
 from megatron_ext.conversation.prompt_format import PromptFormat
-from megatron_ext.conversation.prompt_formats import PROMPT_FORMAT_REGISTRY, prompt_config_of
+from megatron_ext.conversation.prompt_formats import (
+    PROMPT_FORMAT_REGISTRY,
+    fitting_formats,
+    prompt_config_of,
+)
 from megatron_ext.conversation.protocol import ConversationTokenizer
 from megatron_ext.conversation.records import (
     RECORD_SCHEMA_REGISTRY,
@@ -54,6 +58,7 @@ __all__ = [
     "check_conversation",
     "conversation_record",
     "encode_conversation",
+    "fitting_formats",
     "image_tags",
     "prompt_config_of",
     "render",

@@ -9,6 +9,7 @@ from typing import Final
 from megatron_ext.conversation.prompt_config import PromptConfig
 from megatron_ext.conversation.prompt_format import TEMPLATE_FILE, PromptFormat
 from megatron_ext.conversation.protocol import ConversationTokenizer
+from megatron_ext.errors import ConfigError
 from megatron_ext.registry import Registry
 
 
@@ -165,3 +166,16 @@ def prompt_config_of(name: str, tokenizer: ConversationTokenizer) -> PromptConfi
         ConfigError: There is no such format, or it does not fit the vocabulary.
     """
     return PROMPT_FORMAT_REGISTRY[name](tokenizer)
+
+
+def fitting_formats(tokenizer: ConversationTokenizer) -> list[str]:
+    """Names of the prompt formats that a tokenizer can have."""
+    return [name for name in PROMPT_FORMAT_REGISTRY if _fits(name, tokenizer)]
+
+
+def _fits(name: str, tokenizer: ConversationTokenizer) -> bool:
+    try:
+        prompt_config_of(name, tokenizer)
+    except ConfigError:
+        return False
+    return True

@@ -28,19 +28,23 @@ def build_tokenizer(args: Any, **overrides: Any) -> MegatronTokenizerText | Mega
         overrides: Fields of ``TokenizerConfig`` that win over ``args``.
 
     Raises:
-        ConfigError: No model is named, an option is for another library, or two contradict.
+        ConfigError: No model is named, an option is for another library, two contradict, or there
+            is no prompt format for the mode sft.
         TokenizerError: The file is missing, broken or of another library.
         MissingDependencyError: The library is not installed.
     """
     config = _with_overrides(_config(args), overrides)
     metadata = _metadata(config)
     config = replace(config, library=_library(config, metadata))
-    return MegatronTokenizer.from_pretrained(
+    tokenizer = MegatronTokenizer.from_pretrained(
         config.model,
         _agreed(metadata, config),
         **_library_options(config),
-        **_mode_options(config, metadata),
+        **_mode_options(config),
     )
+    if config.mode == "sft":
+        tokenizer.required_prompt_config()
+    return tokenizer
 
 
 def _config(args: Any) -> TokenizerConfig:
@@ -181,13 +185,10 @@ def _library_options(config: TokenizerConfig) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _mode_options(config: TokenizerConfig, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _mode_options(config: TokenizerConfig) -> dict[str, Any]:
     """What the tokenizer does with texts and conversations."""
-    prompt_format = config.prompt_format
-    if config.mode == "sft" and prompt_format is None and metadata.get("prompt_format") is None:
-        prompt_format = "auto"
     options: dict[str, Any] = {
-        "prompt_format": prompt_format,
+        "prompt_format": config.prompt_format,
         "chat_template": config.chat_template,
         "parse_special_tokens": config.parse_special_tokens or None,
         **config.conversation_options(),

@@ -13,6 +13,7 @@ from megatron_ext.conversation import (
     PromptConfig,
     apply_chat_template,
     encode_conversation,
+    fitting_formats,
     prompt_config_of,
     tokenize_conversation,
 )
@@ -20,6 +21,7 @@ from megatron_ext.conversation.message import checked_messages
 from megatron_ext.errors import ConfigError, TokenizerError
 from megatron_ext.tokenizers.base import ByteEnds, IdArray, MegatronTokenizerTextAbstract
 from megatron_ext.tokenizers.conversation_options import ConversationOptions
+from megatron_ext.tokenizers.libraries import library_of
 from megatron_ext.tokenizers.special_ids import SpecialIds
 
 
@@ -34,13 +36,19 @@ class ChatTokenizer(SpecialIds):
     chat_template: str | None
     """Jinja source: the one given, else the metadata's, else the tokenizer's own."""
     prompt_format: str | None
-    """Name of the prompt format."""
+    """Name of the prompt format; in the mode sft ``auto`` where none is named."""
     prompt_config: PromptConfig | None
     """What the prompt format means for this vocabulary."""
     conversation_options: ConversationOptions
     """What holds for any prompt format."""
     apply_image_tag: Callable[[str], str] | None = None
     """Puts tags around every image of a text."""
+
+    @property
+    def mode(self) -> str:
+        """What the tokenizer is for, by its metadata: text, sft or multimodal."""
+        said: str | None = self.config.get("mode")
+        return library_of(self.config.get("library")).mode if said is None else said
 
     @property
     def own_chat_template(self) -> str | None:
@@ -56,6 +64,8 @@ class ChatTokenizer(SpecialIds):
 
     def _set_prompt_format(self, given: str | None) -> None:
         self.prompt_format = self.config.get("prompt_format") if given is None else given
+        if self.prompt_format is None and self.mode == "sft" and self.chat_template is not None:
+            self.prompt_format = "auto"
         self.prompt_config = None
         stated = self.conversation_options.stated()
         if self.prompt_format is None and stated:
@@ -142,7 +152,7 @@ class ChatTokenizer(SpecialIds):
         return tokenize_conversation(
             self,
             conversation,
-            self._required_prompt_config(),
+            self.required_prompt_config(),
             return_target,
             add_generation_prompt,
             self.apply_image_tag,
@@ -165,20 +175,28 @@ class ChatTokenizer(SpecialIds):
         return encode_conversation(
             self,
             conversation,
-            self._required_prompt_config(),
+            self.required_prompt_config(),
             add_generation_prompt=add_generation_prompt,
             apply_image_tag_fn=self.apply_image_tag,
             template_variables=template_variables,
         )
 
-    def _required_prompt_config(self) -> PromptConfig:
-        if self.prompt_config is None:
-            raise ConfigError(
-                "the tokenizer has no prompt format",
-                fix="set prompt_format to a name, or to auto for the tokenizer's own template",
-                where="prompt_format",
-            )
-        return self.prompt_config
+    def required_prompt_config(self) -> PromptConfig:
+        """What the prompt format means for this vocabulary.
+
+        Raises:
+            ConfigError: There is no prompt format.
+        """
+        if self.prompt_config is not None:
+            return self.prompt_config
+        names = ", ".join(fitting_formats(self))
+        raise ConfigError(
+            "the tokenizer has no prompt format",
+            got="no chat template of its own" if self.chat_template is None else None,
+            expected=f"one that fits its vocabulary: {names}{' or ' if names else ''}file:PATH",
+            fix="set prompt_format, or pass chat_template",
+            where="prompt_format",
+        )
 
     def apply_chat_template(
         self,

@@ -38,6 +38,8 @@ class LegacyType:
     """Sentinels that the type added: ``--vocab-extra-ids``."""
     release_flag: ReleaseFlag | None = None
     """What it meant besides in some releases."""
+    prompt_format: str | None = None
+    """``--tokenizer-prompt-format`` where nobody names one: Megatron's default for the type."""
 
     @property
     def flags(self) -> str:
@@ -45,6 +47,8 @@ class LegacyType:
         words = [f"--tokenizer-library {self.library}"]
         if self.mode != "text":
             words.append(f"--tokenizer-mode {self.mode}")
+        if self.prompt_format is not None:
+            words.append(f"--tokenizer-prompt-format {self.prompt_format}")
         if self.model is not None:
             words.append(f"--tokenizer-model {self.model}")
         if self.vocab_extra_ids:
@@ -83,7 +87,7 @@ LEGACY_TYPES: Final[Mapping[str, LegacyType]] = {
         "huggingface", parses_special_tokens=True, release_flag=_INCLUDES_SPECIAL_TOKENS
     ),
     "MultimodalTokenizer": LegacyType("huggingface", "multimodal"),
-    "SFTTokenizer": LegacyType("huggingface", "sft"),
+    "SFTTokenizer": LegacyType("huggingface", "sft", prompt_format="nemotron-h-aligned"),
     "NullTokenizer": LegacyType("null", release_flag=_ADDS_EOD),
     "NullMultimodalTokenizer": LegacyType("null", "multimodal"),
 }

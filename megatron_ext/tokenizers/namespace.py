@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.registry import did_you_mean
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES, LegacyType
+from megatron_ext.tokenizers.old_prompt_format import OLD_FLAG, old_prompt_format, prompt_format
 
 # Attributes in which each field is looked for; the first that is set wins.
 _ATTRIBUTES: dict[str, tuple[str, ...]] = {
@@ -70,7 +71,7 @@ def config_from_namespace(args: Any) -> TokenizerConfig:
     values = _settle(args, legacy)
     values |= {
         "model": _first(args, ("tokenizer_model",)),
-        "prompt_format": _prompt_format(args, values["mode"]),
+        "prompt_format": prompt_format(args, legacy),
         "special_tokens": tuple(_first(args, _SPECIAL_TOKENS) or ()),
         "engine": _engine(args, legacy),
         "hf_include_special_tokens": _include_special_tokens(args, legacy),
@@ -106,12 +107,17 @@ def _warn_of_type(args: Any, legacy: LegacyType, values: Mapping[str, Any]) -> N
     if getattr(args, "tokenizer_library", None) is None and os.environ.get("RANK", "0") == "0":
         more = legacy.release_flag
         said = more is not None and values.get(more.field)
-        _warn_once(args.tokenizer_type, with_release_flag=bool(said))
+        said_format = old_prompt_format(args) if legacy.prompt_format else None
+        _warn_once(args.tokenizer_type, said_format, with_release_flag=bool(said))
 
 
 @cache
-def _warn_once(name: str, *, with_release_flag: bool) -> None:
-    legacy = LEGACY_TYPES[name]
+def _warn_once(name: str, said_format: str | None, *, with_release_flag: bool) -> None:
+    """Warn of an old type, and of the old flag of its prompt format where one was said."""
+    legacy, old = LEGACY_TYPES[name], f"--tokenizer-type {name} is an old name"
+    if said_format is not None:
+        legacy = replace(legacy, prompt_format=said_format)
+        old = f"--tokenizer-type {name} and {OLD_FLAG} are old names"
     flags = legacy.flags
     if with_release_flag and legacy.release_flag is not None:
         flags = f"{flags} {legacy.release_flag.flag}"
@@ -120,8 +126,7 @@ def _warn_once(name: str, *, with_release_flag: bool) -> None:
         "ids, as this type has it; without it they are text."
     )
     warnings.warn(
-        f"--tokenizer-type {name} is an old name: use {flags}."
-        f"{special if legacy.parses_special_tokens else ''}",
+        f"{old}: use {flags}.{special if legacy.parses_special_tokens else ''}",
         FutureWarning,
         stacklevel=4,
     )
@@ -148,13 +153,6 @@ def _settle(args: Any, legacy: LegacyType | None) -> dict[str, Any]:
         values[name] = said
     values["mode"] = values["mode"] or "text"
     return values
-
-
-def _prompt_format(args: Any, mode: str) -> str | None:
-    given: str | None = getattr(args, "tokenizer_prompt_format", None)
-    if given is None and mode == "sft" and getattr(args, "tokenizer_type", None) == "SFTTokenizer":
-        given = getattr(args, "sft_tokenizer_prompt_format", None)
-    return given
 
 
 def _engine(args: Any, legacy: LegacyType | None) -> str:

@@ -222,12 +222,6 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
 
     # Identity.
 
-    @property
-    def mode(self) -> str:
-        """What the tokenizer is for, by its metadata: text, sft or multimodal."""
-        said: str | None = self.config.get("mode")
-        return library_of(self.config.get("library")).mode if said is None else said
-
     def files(self) -> Mapping[str, Path]:
         """Files that the tokenizer was read from, by the name they keep in a checkpoint."""
         return self._tokenizer.files()

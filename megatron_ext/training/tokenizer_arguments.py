@@ -1,7 +1,7 @@
 """The tokenizer's command-line flags: ours, and those of every Megatron release.
 
-A flag that is not given leaves no attribute, so what a namespace holds was said by the user or by
-a parser that had the flag before.
+A flag that is not given leaves no attribute, so what a namespace holds was said by the user or is a
+default of a parser that had the flag before, which ``tokenizer_unspoken`` then names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES
 from megatron_ext.tokenizers.namespace import config_from_namespace
 from megatron_ext.training.flag import Flag, argparse_type, flags_of
-from megatron_ext.training.spoken_flags import SPOKEN_DESTINATIONS, settle_spoken
+from megatron_ext.training.spoken_flags import check_spoken, note_spoken
 
 _SECTION: Final = "tokenizer"
 
@@ -43,7 +43,7 @@ OLD_FLAGS: Final = (
     _old(
         "--sft-tokenizer-prompt-format",
         metavar="STR",
-        help="Old name of --tokenizer-prompt-format, in mode sft.",
+        help="Old name of --tokenizer-prompt-format.",
     ),
     _old(
         "--special-tokens",
@@ -108,13 +108,21 @@ def tokenizer_flags() -> list[Flag]:
 def add_tokenizer_arguments(
     parser: argparse.ArgumentParser, *, existing: Literal["skip", "error"] = "skip"
 ) -> None:
-    """Add every tokenizer flag to ``parser``.
+    """Add every tokenizer flag to ``parser``, and let it note what its user said in those it had.
 
     Args:
         parser: A parser, or one of Megatron's with flags of its own, which is changed.
         existing: What to do where ``parser`` has a flag of that name: keep it and let it take any
             value that ours takes, or raise argparse's error.
     """
+    add_missing_flags(parser, existing=existing)
+    note_spoken(parser)
+
+
+def add_missing_flags(
+    parser: argparse.ArgumentParser, *, existing: Literal["skip", "error"] = "skip"
+) -> None:
+    """``add_tokenizer_arguments`` without the note."""
     group = parser.add_argument_group(_SECTION)
     known = parser._option_string_actions if existing == "skip" else {}
     for flag in tokenizer_flags():
@@ -137,9 +145,8 @@ def tokenizer_config_from_arguments(namespace: argparse.Namespace) -> TokenizerC
         ConfigError: Flags contradict each other, one is for another library, or a value is
             unusable.
     """
-    settled = argparse.Namespace(**vars(namespace))
-    settle_spoken(settled, SPOKEN_DESTINATIONS & vars(namespace).keys())
-    config = config_from_namespace(settled)
+    check_spoken(namespace)
+    config = config_from_namespace(namespace)
     for flag, option in zip(tokenizer_flags(), fields(TokenizerConfig), strict=True):
         only = option.metadata.get("only")
         if config.library is None or only is None or config.library in only:

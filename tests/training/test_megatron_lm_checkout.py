@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tokenizers.tokenizer_files import byte_level
 from tests.training.megatron_stand_in import REPOSITORY, report, run
 
 SHARED = Path(os.environ.get("MEGATRON_EXT_SHARED", REPOSITORY.parent / "shared"))
@@ -35,6 +36,13 @@ validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
 set_global_variables(args)
 print(json.dumps([type(get_tokenizer()).__module__, get_tokenizer().vocab_size,
                   args.padded_vocab_size, args.tokenizer_type]))
+"""
+FORMAT_PROBE = """
+import json
+from megatron.training.arguments import parse_args
+from megatron_ext.tokenizers import build_tokenizer
+args = parse_args()
+print(json.dumps([build_tokenizer(args).prompt_format, args.sft_tokenizer_prompt_format]))
 """
 MODEL = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
@@ -135,3 +143,32 @@ def test_the_training_arguments_and_the_global_tokenizer_are_ours(
     got = report(run(*words, cwd=checkout, python_path=str(checkout)))
     module = "megatron_ext.tokenizers.text_tokenizer"
     assert got == [module, 32000, 32000, "GPTSentencePieceTokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--tokenizer-library huggingface --tokenizer-mode sft", "auto"),
+        (
+            "--tokenizer-library huggingface --tokenizer-mode sft "
+            "--sft-tokenizer-prompt-format identity",
+            "identity",
+        ),
+        ("--tokenizer-type SFTTokenizer", "nemotron-h-aligned"),
+    ],
+)
+def test_the_default_of_the_old_flag_is_the_format_of_the_old_type_alone(
+    words: str, expected: str, checkout: Path, tmp_path: Path
+) -> None:
+    model = byte_level(tmp_path)
+    probe = tmp_path / "probe.py"
+    probe.write_text(FORMAT_PROBE, encoding="utf-8")
+    special = ("--tokenizer-special-tokens", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_233>")
+    template = ("--chat-template", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    flags = (*words.split(), "--tokenizer-model", str(model), *special, *template)
+    finished = run(
+        *("-m", "megatron_ext", "run", str(probe), *flags), cwd=checkout, python_path=str(checkout)
+    )
+    found, old = report(finished)
+    assert found == expected
+    assert old == ("identity" if expected == "identity" else "nemotron-h-aligned")

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_ext.errors import ConfigError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers.namespace import config_from_namespace
 from megatron_ext.training.megatron_lm import script
 from megatron_ext.training.megatron_lm.checkpoint_arguments import with_tokenizer_of_checkpoint
 from megatron_ext.training.megatron_lm.checkpoint_assets import with_whole_tokenizers
@@ -156,6 +157,18 @@ def test_an_old_checkpoint_restores_its_type_over_new_flags() -> None:
     load(args)
     assert not hasattr(args, "tokenizer_library")
     assert not hasattr(args, "tokenizer_type_implied")
+
+
+def test_the_prompt_format_of_a_checkpoint_takes_the_place_of_either_flag() -> None:
+    own = ("--sft-tokenizer-prompt-format", {"default": "nemotron-h-aligned"})
+    words = "--tokenizer-library null --vocab-size 9 --tokenizer-mode sft"
+    saved = parsed(f"{words} --sft-tokenizer-prompt-format identity", own)
+    load = with_tokenizer_of_checkpoint(lambda args: (args, saved))
+    for flag in ("--sft-tokenizer-prompt-format", "--tokenizer-prompt-format"):
+        args = parsed(f"{words} {flag} default", own)
+        args.use_tokenizer_model_from_checkpoint_args = True
+        load(args)
+        assert config_from_namespace(args).prompt_format == "identity"
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, get_args
 
@@ -13,8 +12,9 @@ from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.file_kind import FileLibrary, require_library
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES
 from megatron_ext.tokenizers.namespace import config_from_namespace
-from megatron_ext.training.spoken_flags import SPOKEN_DESTINATIONS, settle_spoken
-from megatron_ext.training.tokenizer_arguments import add_tokenizer_arguments
+from megatron_ext.tokenizers.old_prompt_format import OLD_FORMAT, UNSPOKEN
+from megatron_ext.training.spoken_flags import check_spoken, parse_noting_spoken, spoken_of
+from megatron_ext.training.tokenizer_arguments import add_missing_flags
 
 
 def with_our_flags(add_tokenizer_args: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,40 +40,18 @@ def _take_our_flags(parser: argparse.ArgumentParser) -> None:
     def parse_known_args(
         args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        add_tokenizer_arguments(parser)
-        with _without_defaults(parser) as defaults:
-            namespace, rest = parse(args, namespace)
-        spoken = {name for name in SPOKEN_DESTINATIONS if hasattr(namespace, name)}
-        for name, default in defaults.items():
-            if name not in spoken:
-                setattr(namespace, name, default)
-        settle_spoken(namespace, spoken, has_legacy_tokenizers=has_legacy_tokenizers)
+        add_missing_flags(parser)
+        namespace, rest = parse_noting_spoken(parser, parse, args, namespace)
+        check_spoken(namespace, has_legacy_tokenizers=has_legacy_tokenizers)
         if not getattr(namespace, "legacy_tokenizer", False):
             config = config_from_namespace(namespace)
             if not _checkpoint_decides(namespace):
                 _check_file(config)
-            _imply_type(namespace, config, spoken)
+            _keep_prompt_format(namespace, config)
+            _imply_type(namespace, config)
         return namespace, rest
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
-
-
-@contextmanager
-def _without_defaults(parser: argparse.ArgumentParser) -> Iterator[dict[str, Any]]:
-    """Take away the defaults of some flags, so that it shows which were given; the defaults."""
-    actions = [
-        action
-        for action in parser._actions
-        if action.dest in SPOKEN_DESTINATIONS and action.default is not argparse.SUPPRESS
-    ]
-    defaults = {action.dest: action.default for action in actions}
-    try:
-        for action in actions:
-            action.default = argparse.SUPPRESS
-        yield defaults
-    finally:
-        for action in actions:
-            action.default = defaults[action.dest]
 
 
 def _checkpoint_decides(namespace: Any) -> bool:
@@ -84,7 +62,14 @@ def _checkpoint_decides(namespace: Any) -> bool:
     )
 
 
-def _imply_type(namespace: Any, config: TokenizerConfig, spoken: set[str]) -> None:
+def _keep_prompt_format(namespace: Any, config: TokenizerConfig) -> None:
+    """Say in the new flag alone, which checkpoints keep, what was said in the old one."""
+    if getattr(namespace, "tokenizer_type", None) is None and config.prompt_format is not None:
+        namespace.tokenizer_prompt_format = config.prompt_format
+        setattr(namespace, UNSPOKEN, sorted({*getattr(namespace, UNSPOKEN, ()), OLD_FORMAT}))
+
+
+def _imply_type(namespace: Any, config: TokenizerConfig) -> None:
     """Set ``tokenizer_type``, which Megatron-LM's scripts read, where new flags name a tokenizer.
 
     Without it they would also put their own default in.
@@ -100,7 +85,7 @@ def _imply_type(namespace: Any, config: TokenizerConfig, spoken: set[str]) -> No
     namespace.tokenizer_type = _type_of(library, config.mode, config.model)
     namespace.tokenizer_type_implied = True
     include = "tokenizer_hf_include_special_tokens"
-    if include not in spoken and hasattr(namespace, include):
+    if include not in spoken_of(namespace) and hasattr(namespace, include):
         # On by default in one release; the new flags mean the same in all of them.
         setattr(namespace, include, False)
 
