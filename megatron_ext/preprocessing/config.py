@@ -104,9 +104,7 @@ class PreprocessConfig:
                 fix="name other metadata with --tokenizer-metadata",
                 where=self.tokenizer.metadata or self.tokenizer.model,
             )
-        # The prompt format that was saved stays: unset, the mode would take the tokenizer's own.
-        saved = replace(self.tokenizer, mode="sft", prompt_format=tokenizer.prompt_format)
-        return replace(self, tokenizer=saved)
+        return replace(self, tokenizer=replace(self.tokenizer, mode="sft"))
 
     def with_schema(self, name: RecordSchemaName) -> PreprocessConfig:
         """The run over records of one schema."""
