@@ -44,7 +44,7 @@ def without_chunks(marks: Marks, dropped: NDArray[np.bool_]) -> Marks:
         dropped: [C] which of its chunks.
     """
     chunk_of = np.cumsum(marks == BEGINS) - 1
-    kept = marks.copy()
+    kept: Marks = marks.copy()
     kept[(marks != OUTSIDE) & np.append(dropped, False)[chunk_of]] = OUTSIDE
     return kept
 

@@ -69,4 +69,5 @@ class TokenWords:
 def _words_of(content: bytes) -> Words:
     """The word that begins at each of N bytes, and behind the last [N + 1]; zeros follow them."""
     padded = content + bytes(_WORD)
-    return np.ndarray((len(content) + 1,), "<u8", padded, strides=(1,))
+    words: Words = np.ndarray((len(content) + 1,), "<u8", padded, strides=(1,))
+    return words

@@ -198,4 +198,5 @@ def _mixed(keys: Hashes) -> Hashes:
     """SplitMix64's finaliser."""
     keys = (keys ^ (keys >> np.uint64(30))) * _MIX[1]
     keys = (keys ^ (keys >> np.uint64(27))) * _MIX[2]
-    return keys ^ (keys >> np.uint64(31))
+    mixed: Hashes = keys ^ (keys >> np.uint64(31))
+    return mixed

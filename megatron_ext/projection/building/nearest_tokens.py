@@ -95,7 +95,7 @@ class NearestTokens:
         falls = np.zeros(len(places), dtype=np.uint64)
         starts, lengths = self._starts[places], self._lengths[places]
         distance = np.full(len(places), len(token), dtype=np.int64)
-        found = distance.copy()
+        found: NDArray[np.int64] = distance.copy()
         for at in range(int(lengths.max())):
             equal = occurs[self._buffer[np.minimum(starts + at, len(self._buffer) - 1)]]
             either = equal | falls

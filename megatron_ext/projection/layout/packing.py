@@ -150,7 +150,7 @@ def filled(rank: Ids, *, capacity: Ids, members: Ids) -> Ids:
     Args:
         members: [N] the tokens that should be spread evenly, in this order; the rest follow.
     """
-    out = rank.copy()
+    out: Ids = rank.copy()
     for tokens in (members[out[members] == NOWHERE], None):
         left = np.flatnonzero(out == NOWHERE) if tokens is None else tokens
         room = capacity - np.bincount(out[out != NOWHERE], minlength=len(capacity))

@@ -26,6 +26,8 @@ WEIGHTS: Final = "teacher weights"
 WITHOUT_INFLUENCE: Final = ("hf", "seq_length", "make_vocab_size_divisible_by", "init_method_std")
 """Keys of a model that change none of its predictions for tokens that fit its rows."""
 
+_BLOCK_BYTES: Final = 1 << 20
+
 
 def cache_identity(config: DistillConfig, inputs: Inputs, teacher: str) -> dict[str, Any]:
     """All but the weights: of the model, the tokenizers, how texts are cut, and the texts.
@@ -86,8 +88,11 @@ def _files(checkpoint: Path) -> list[Path]:
 
 
 def _hash_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _hash(values: Mapping[str, Any]) -> str:
