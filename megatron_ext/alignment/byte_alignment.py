@@ -185,7 +185,7 @@ def _chunks(is_common: Mask, covers: Mask) -> tuple[NDArray[np.int32], NDArray[n
     common boundary ends it. The chunk id of each is the number of starts up to it, less 1.
     """
     # Boundary 0 ends no chunk: its row is for a last start that nothing ends.
-    spans = np.empty((np.count_nonzero(is_common), 2), dtype=np.int32)
+    spans: NDArray[np.int32] = np.empty((np.count_nonzero(is_common), 2), dtype=np.int32)
     spans[0, 0] = 0
     chunk_id = np.empty(len(covers), dtype=np.int32)
     covers = covers[: len(is_common) - 1]

@@ -131,7 +131,7 @@ def encode_checked(
     allowed = prompt_config.allow_control_tokens_in_content
     ids, ends = encode_rendered(tokenizer, rendered, allow_control_tokens=allowed)
     part = TrainedPart([(0, len(rendered.text))], {}, {})
-    trained = np.ones(len(ids), np.bool_)
+    trained: NDArray[np.bool_] = np.ones(len(ids), np.bool_)
     if not prompt_config.skip_masking:
         marks = answer_marks(
             template_source(tokenizer, prompt_config),

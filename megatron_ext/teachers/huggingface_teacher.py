@@ -105,12 +105,13 @@ class HuggingFaceTeacher:
             ids = device_tensor(tokens[batch.places], device)
             mask = batch.mask()
             if mask is None:
-                output, places = self._model(ids, None).flatten(0, 1), batch.places.ravel()
+                output = self._model(ids, None).flatten(0, 1)
+                places = device_tensor(batch.places.ravel(), device)
             else:
                 output = self._model(ids, device_tensor(mask.astype(np.int64), device))
-                inside = device_tensor(np.flatnonzero(mask), device)
-                output, places = output.flatten(0, 1)[inside], batch.places[mask]
-            found.flatten(0, 1).index_copy_(0, device_tensor(places, device), output)
+                output = output.flatten(0, 1)[device_tensor(np.flatnonzero(mask), device)]
+                places = device_tensor(batch.places[mask], device)
+            found.flatten(0, 1).index_copy_(0, places, output)
         return found
 
     def _zeros(self, rows: TokenRows, device: torch.device) -> torch.Tensor:

@@ -125,7 +125,7 @@ def _hashes(row: Symbols, length: int) -> NDArray[np.uint64]:
 
 def _once(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.intp]]:
     """The numbers that occur once, ascending, and where; of very many, an eighth stands for all."""
-    at = np.arange(len(hashes))
+    at: NDArray[np.intp] = np.arange(len(hashes))
     if len(hashes) > _MANY:
         at = np.flatnonzero(hashes * _MIXER < _EIGHTH)
     order = at[np.argsort(hashes[at])]

@@ -132,4 +132,7 @@ def _bounds(
     characters = np.searchsorted(offsets, begins)
     whole = characters[offsets[characters] == begins]
     starts = [span.start for span in encoded.spans]
-    return np.unique(np.concatenate((whole, starts, [0, len(encoded.text)]))).astype(np.int64)
+    bounds: NDArray[np.int64] = np.unique(
+        np.concatenate((whole, starts, [0, len(encoded.text)])).astype(np.int64)
+    )
+    return bounds

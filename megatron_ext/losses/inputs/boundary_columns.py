@@ -98,7 +98,7 @@ def _word_starts(
     token_bytes: TokenBytes, first_bytes: bytes, with_control: bool
 ) -> NDArray[np.bool_]:
     """bool [V]"""
-    starts = np.zeros(len(token_bytes), dtype=np.bool_)
+    starts: NDArray[np.bool_] = np.zeros(len(token_bytes), dtype=np.bool_)
     if token_bytes.buffer.size:
         # An empty token at the very end begins beyond the buffer; it has no first byte anyway.
         first = token_bytes.offsets[:-1].clip(max=token_bytes.buffer.size - 1)

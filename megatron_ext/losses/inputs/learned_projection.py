@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_ext.distributed.shard_collectives import copy_to_shards
 from megatron_ext.distributed.vocab_parallel import VocabShard
@@ -134,7 +135,7 @@ class LearnedProjection(torch.nn.Module):
         ):
             self._keep(name, array, device)
 
-    def _keep(self, name: str, ids: np.ndarray, device: torch.device | str) -> None:
+    def _keep(self, name: str, ids: NDArray[np.int64], device: torch.device | str) -> None:
         """A buffer that checkpoints leave out: it follows from the projection and the layout."""
         tensor = torch.from_numpy(ids.astype(np.int64)).to(device)
         self.register_buffer(name, tensor, persistent=False)

@@ -109,7 +109,7 @@ class TilePlan:
             _flat(ids, chunk_count, side)
             for ids, side in ((student_chunk_id, "student"), (teacher_chunk_id, "teacher"))
         )
-        is_used = np.ones(len(student), dtype=np.bool_)
+        is_used: NDArray[np.bool_] = np.ones(len(student), dtype=np.bool_)
         if student_used is not None:
             is_used = student_used.cpu().numpy().reshape(-1) | (student >= 0)
         student_rows, teacher_rows = np.flatnonzero(is_used), np.flatnonzero(teacher >= 0)
@@ -193,7 +193,7 @@ def _cuts(student: Ids, teacher: Ids, chunk_count: int) -> _Cuts:
     student_end = _ends(student, chunk_count)
     teacher_end = _ends(teacher, chunk_count)
     # [C + 1]: the first teacher row of a chunk that is not among the first so many.
-    following = np.full(chunk_count + 1, len(teacher))
+    following: NDArray[np.int64] = np.full(chunk_count + 1, len(teacher))
     following[:chunk_count] = _first_places(teacher, chunk_count)
     following = np.minimum.accumulate(following[::-1])[::-1]
     is_whole = (student_end[begun] <= position) & (teacher_end[begun] <= following[begun])

@@ -130,8 +130,8 @@ def _nearest(
 
     Of equal cosines the lowest ids come first.
     """
-    ids = np.zeros((len(vectors), 0), dtype=np.int64)
-    cosines = np.zeros((len(vectors), 0), dtype=np.float32)
+    ids: NDArray[np.int64] = np.zeros((len(vectors), 0), dtype=np.int64)
+    cosines: NDArray[np.float32] = np.zeros((len(vectors), 0), dtype=np.float32)
     for start in range(0, len(candidates), COLUMNS_AT_ONCE):
         block = candidates[start : start + COLUMNS_AT_ONCE]
         scores = vectors @ space.of_teacher(teachers.take(block)).T

@@ -69,7 +69,7 @@ def repair(
         defects = [defect for defect in defects if defect.kind != "off_support"]
     dropped = _dropped(entries, defects)
     sound = entries.kept(~dropped)
-    restored = np.zeros(0, dtype=np.int64)
+    restored: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
     if pair is not None:
         restored = _rows_to_restore(entries, dropped, defects)
         sound = _with_pieces(entries, sound, restored, pair)

@@ -31,7 +31,7 @@ def join(parts: Sequence[FlatIds]) -> FlatIds:
     """The texts of all parts; no copy where there is one part."""
     if len(parts) == 1:
         return parts[0]
-    ids = [np.zeros(0, np.int32)]
+    ids: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
     offsets = [np.zeros(1, np.int64)]
     total = 0
     for part_ids, part in parts:

@@ -62,7 +62,7 @@ def pack(lengths: Lengths, capacity: int, packing: Packing) -> Bins:
             expected=f"1 to {capacity}",
             where=f"lengths[{index}]",
         )
-    order = np.arange(len(lengths))
+    order: NDArray[np.int64] = np.arange(len(lengths))
     if packing.endswith("-decreasing"):
         order = np.argsort(-lengths, kind="stable")
     place = _PLACEMENTS[packing.removesuffix("-decreasing")]

@@ -108,7 +108,7 @@ def _build(reader: SFTReader, surveyed: CachedArrays, seed: int) -> tuple[Arrays
             got=str(report).replace("\n", ", "),
             where=reader.records.path,
         )
-    mixed = np.arange(count)
+    mixed: NDArray[np.int64] = np.arange(count)
     if reader.config.shuffle:
         # The epochs have 1, 2, 3 ... for the order of their samples.
         mixed = np.random.default_rng((seed, 0)).permutation(count)

@@ -75,7 +75,7 @@ def survey(reader: SFTReader, records: NDArray[np.integer[Any]]) -> CachedArrays
 
 
 def _all_blocks(reader: SFTReader, records: NDArray[np.integer[Any]], moment: datetime) -> Block:
-    rows = [np.zeros((0, 4), np.int64)]
+    rows: list[NDArray[np.int64]] = [np.zeros((0, 4), np.int64)]
     total = SFTReport()
     progress = tqdm(
         total=len(records),

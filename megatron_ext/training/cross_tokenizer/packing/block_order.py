@@ -55,7 +55,7 @@ class BlockOrder:
         """The documents of a block, in order."""
         runs, bounds = self._blocks(epoch)
         starts = runs[bounds[block] : bounds[block + 1]] * self.run_documents
-        numbers = (starts[:, None] + np.arange(self.run_documents)).ravel()
+        numbers: NDArray[np.int64] = (starts[:, None] + np.arange(self.run_documents)).ravel()
         numbers = numbers[numbers < len(self.sizes)]
         return self.generator(epoch, block).permutation(numbers) if self.shuffle else numbers
 
@@ -66,7 +66,7 @@ class BlockOrder:
     def _blocks(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The runs [R] in the order of an epoch, and where in them each block begins [N + 1]."""
         if epoch not in self._kept:
-            runs = np.arange(len(self._run_bytes))
+            runs: NDArray[np.int64] = np.arange(len(self._run_bytes))
             if self.shuffle:
                 runs = np.random.default_rng((self.seed, epoch, 0)).permutation(runs)
             read = np.cumsum(self._run_bytes[runs])

@@ -20,7 +20,7 @@ def pack_rows(lengths: NDArray[np.int64], capacities: NDArray[np.int64]) -> list
         The pieces of each row.
     """
     rows: list[list[int]] = []
-    room = np.zeros((0, len(capacities)), np.int64)
+    room: NDArray[np.int64] = np.zeros((0, len(capacities)), np.int64)
     first_open = 0
     longest = (lengths / capacities).max(axis=1)
     for index in np.argsort(-longest, kind="stable").tolist():

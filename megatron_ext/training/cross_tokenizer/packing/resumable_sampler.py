@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from megatron_ext.errors import ConfigError
@@ -109,7 +110,7 @@ class ResumableSampler(Sampler[int]):
             )
         self._used = used
 
-    def _epoch(self, epoch: int) -> np.ndarray:
+    def _epoch(self, epoch: int) -> NDArray[np.int64]:
         size = self._order["size"]
         if not self._order["shuffle"]:
             return np.arange(size)

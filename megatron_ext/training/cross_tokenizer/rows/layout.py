@@ -70,7 +70,9 @@ class Layout:
         """[G + 1] where segments begin and end; the padding of a row is one."""
         row_starts = np.arange(self.row_count + 1) * self.row_length
         ends = row_starts[:-1] + self.filled
-        return np.unique(np.concatenate([row_starts, ends, self.starts[self.lengths > 0]]))
+        begins = self.starts[self.lengths > 0]
+        bounds: Counts = np.unique(np.concatenate([row_starts, ends, begins]))
+        return bounds
 
     def laid_out(
         self, parts: Iterable[Parts], fill: int, kind: type[np.generic] = np.int64
