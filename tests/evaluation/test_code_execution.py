@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
+import sys
 import tempfile
 import time
+import venv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +137,73 @@ def test_without_namespaces_limits_still_hold() -> None:
     assert not run_program("x = bytearray(1 << 30)", limits).passed
 
 
+@needs_namespaces
+@pytest.mark.parametrize("private", ["", "environment"], ids=["folder around it", "itself"])
+def test_an_environment_in_a_private_folder_runs_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private: str
+) -> None:
+    environment = tmp_path / "home" / "environment"
+    venv.create(environment, symlinks=True)
+    (tmp_path / "home" / private).chmod(0o700)
+    written(tmp_path / "home" / "secret", "secret")
+    (tmp_path / "link").symlink_to(environment)
+    old = os.umask(0o077)
+    try:
+        for prefix in (environment, tmp_path / "link"):
+            monkeypatch.setattr(sys, "executable", str(prefix / "bin" / "python"))
+            program = f"import sys\nassert sys.prefix == {str(prefix)!r}, sys.prefix"
+            assert run_program(program, Limits()).passed
+    finally:
+        os.umask(old)
+
+
+@needs_namespaces
+def test_an_environment_that_cannot_be_read_is_no_fault_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv.create(tmp_path / "environment", symlinks=True)
+    (tmp_path / "environment" / "pyvenv.cfg").chmod(0)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "environment" / "bin" / "python"))
+    with pytest.raises(ConfigError, match=r"cannot start Python.*pyvenv\.cfg"):
+        run_program("", Limits(needs_namespaces=False))
+
+
+IN_NAMESPACE = "exec unshare --user --map-root-user"
+
+
+@needs_namespaces
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="util-linux is not installed")
+@pytest.mark.parametrize("needs", [True, False], ids=["namespaces", "limits alone"])
+def test_root_of_namespaces_without_nobody_holds_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs: bool
+) -> None:
+    _python_through(tmp_path, monkeypatch, f'{IN_NAMESPACE} {sys.executable} "$@"')
+    program = "import os\nassert os.getuid() != 0\n" + HOSTILE["mounts"].replace("==", "!=")
+    assert run_program(program, Limits(needs_namespaces=needs)).passed
+
+
+@needs_namespaces
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="util-linux is not installed")
+def test_root_that_nothing_holds_runs_no_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_more = f'echo 0 > /proc/sys/user/max_user_namespaces; exec {sys.executable} "$@"'
+    _python_through(tmp_path, monkeypatch, f"{IN_NAMESPACE} sh -c '{no_more}' sh \"$@\"")
+    with pytest.raises(ConfigError, match="root cannot become nobody"):
+        run_program("", Limits(needs_namespaces=False))
+
+
+def test_the_end_of_what_a_program_prints_says_why_it_failed() -> None:
+    limits = Limits(needs_namespaces=False)
+    noisy = "import sys\nsys.stderr.write('\\x1b]0;x\\x07\\n' * (1 << 17))"
+    assert run_program(noisy, limits).passed
+    failed = run_program(f"{noisy}\n1 / 0", limits)
+    assert failed.reason == "failed"
+    assert failed.printed.endswith("ZeroDivisionError: division by zero")
+    assert failed.printed.isprintable()
+    assert "utf-8" in run_program("x = '\ud800'", limits).printed
+
+
 def test_code_runs_only_where_it_was_allowed(tmp_path: Path) -> None:
     data = written(tmp_path / "x.jsonl", "{}")
     with pytest.raises(ConfigError, match="--run-generated-code"):
@@ -190,11 +260,36 @@ def test_solutions_pass_base_and_plus_tests(
 
 @needs_namespaces
 def test_a_reference_that_fails_on_every_input_is_an_error_of_the_data(tmp_path: Path) -> None:
-    broken = {**EVALPLUS, "canonical_solution": "    return x / nothing\n"}
-    data = written(tmp_path / "problems.jsonl", json.dumps(broken) + "\n")
+    broken = {**EVALPLUS, "task_id": "X", "canonical_solution": "    return x / nothing\n"}
+    data = written(tmp_path / "problems.jsonl", f"{json.dumps(EVALPLUS)}\n{json.dumps(broken)}\n")
     made = TASKS["humaneval_plus"](TaskOptions(data=data, run_generated_code=True))
-    with pytest.raises(DataError, match=r"fails on every input.*HumanEval/0, base"):
+    with pytest.raises(DataError, match=r"X, base.*every input: NameError.*'nothing'"):
         made.run(StandInModel(complete=lambda prompt: "    return x / 2"))
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("task", "row", "field"),
+    [
+        ("humaneval_plus", EVALPLUS, "canonical_solution"),
+        ("humaneval_plus", HUMANEVAL, "canonical_solution"),
+        ("mbpp_plus", MBPP, "code"),
+    ],
+    ids=["evalplus", "humaneval-hf", "mbpp-hf"],
+)
+def test_a_first_reference_that_fails_is_an_error_of_the_sandbox(
+    tmp_path: Path, task: str, row: dict[str, Any], field: str
+) -> None:
+    data = written(tmp_path / "x.jsonl", json.dumps({**row, field: "    import not_there"}))
+    with pytest.raises(ConfigError, match=r"sandbox cannot run the reference.*not_there"):
+        TASKS[task](TaskOptions(data=data, run_generated_code=True))
+
+
+def _python_through(folder: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Put a shell script in the place of the interpreter."""
+    script = written(folder / "python", f"#!/bin/sh\n{command}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
 
 
 def _processes(place: str) -> list[str]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.evaluation.code_execution import Limits, run_program
+from megatron_ext.evaluation.code_execution import Limits, Outcome, run_program
 from megatron_ext.evaluation.language_model import GenerationOptions, LanguageModel
 from megatron_ext.evaluation.records import Row, read_records, text_of
 from megatron_ext.evaluation.tasks.task import TaskOptions, TaskResult, first_of, mean
@@ -37,9 +37,11 @@ class Problem(NamedTuple):
     tests: Mapping[str, str]
     """What a program ends with, by ``base`` and ``plus``."""
 
-    references: Mapping[str, str] = {}
-    """Programs that fail where the reference of a test does on every input, so that there is
-    nothing to compare with."""
+    solution: str | None
+    """The reference, where the file has it."""
+
+    is_compared: bool = False
+    """What is right is what the reference returns."""
 
 
 class CodeTask:
@@ -51,6 +53,7 @@ class CodeTask:
 
     Raises:
         ConfigError: Running what a model wrote was not allowed, or the machine cannot hold it.
+            The first reference solution decides that: it fails where the sandbox is broken.
         DataError: The file cannot be read.
     """
 
@@ -64,7 +67,7 @@ class CodeTask:
         rows = first_of(read_records(options.path), options.limit, where=options.path)
         self._problems = [_problem(row, where=options.path) for row in rows]
         self._limits = Limits(needs_namespaces=not options.without_namespaces)
-        run_program("", self._limits)
+        self._check_sandbox()
 
     def run(self, model: LanguageModel) -> TaskResult:
         """Generate on all ranks, run on one."""
@@ -106,27 +109,45 @@ class CodeTask:
             samples=samples,
         )
 
+    def _check_sandbox(self) -> None:
+        solved = [problem for problem in self._problems if problem.solution is not None][:1]
+        checks = {"an empty program": ""}
+        checks |= {
+            f"the reference solution of {problem.name}, {kind} tests": f"{problem.solution}\n{test}"
+            for problem in solved
+            for kind, test in problem.tests.items()
+        }
+        for what, program in checks.items():
+            outcome = run_program(program, self._limits)
+            if not outcome.passed:
+                raise ConfigError(
+                    f"the sandbox cannot run {what}, so that no result would mean anything",
+                    where=self._options.path,
+                    got=f"{outcome.reason}: {outcome.printed}".rstrip(": "),
+                    fix="mend what it names: a package, a permission or a limit of this machine",
+                )
+
     def _checked_reasons(self, completions: list[str]) -> list[dict[str, str]]:
         """How each program ended, by kind of test; failures are not the data's.
 
         Raises:
-            DataError: A reference solution fails on every input of a test.
+            DataError: A reference solution does not return what is compared with it.
         """
         reasons = self._reasons(completions)
         doubtful = [
-            (number, kind, problem.references[kind])
+            (number, kind, f"{problem.solution}\n{problem.tests[kind]}")
             for number, (problem, of_problem) in enumerate(
                 zip(self._problems, reasons, strict=True)
             )
             for kind, reason in of_problem.items()
-            if reason == "failed" and kind in problem.references
+            if reason == "failed" and problem.is_compared
         ]
-        for number, kind, reason in self._run(doubtful):
-            if reason == "failed":
+        for number, kind, outcome in self._run(doubtful):
+            if outcome.reason == "failed":
                 raise DataError(
-                    "a reference solution fails on every input, so that nothing can be compared",
+                    "a reference solution fails, so that nothing can be compared with it",
                     where=self._options.path,
-                    got=f"{self._problems[number].name}, {kind} inputs",
+                    got=f"{self._problems[number].name}, {kind} inputs: {outcome.printed}",
                     fix="download the file again",
                 )
         return reasons
@@ -140,16 +161,16 @@ class CodeTask:
             for kind, test in problem.tests.items()
         ]
         found: list[dict[str, str]] = [{} for _ in self._problems]
-        for number, kind, reason in self._run(programs):
-            found[number][kind] = reason
+        for number, kind, outcome in self._run(programs):
+            found[number][kind] = outcome.reason
         return found
 
-    def _run(self, programs: Sequence[tuple[int, str, str]]) -> list[tuple[int, str, str]]:
+    def _run(self, programs: Sequence[tuple[int, str, str]]) -> list[tuple[int, str, Outcome]]:
         """Number of the problem, kind of test and how its program ended."""
 
-        def run(kind_and_program: tuple[int, str, str]) -> tuple[int, str, str]:
+        def run(kind_and_program: tuple[int, str, str]) -> tuple[int, str, Outcome]:
             number, kind, program = kind_and_program
-            return number, kind, run_program(program, self._limits).reason
+            return number, kind, run_program(program, self._limits)
 
         with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
             return list(pool.map(run, programs))
@@ -160,19 +181,16 @@ def _problem(row: Row, *, where: object) -> Problem:
     if "plus_input" in row:
         solution = text_of(row, "canonical_solution", where=where)
         reference = solution if f"def {row.get('entry_point')}" in solution else prompt + solution
-        values = {
+        tests = {
             kind: _comparison(row, reference, f"{kind}_input", where=where)
             for kind in ("base", "plus")
         }
-        return Problem(
-            name,
-            prompt,
-            tests={kind: _program(its, _COMPARE) for kind, its in values.items()},
-            references={kind: _program(its, _REFERENCE) for kind, its in values.items()},
-        )
+        return Problem(name, prompt, tests, reference, is_compared=True)
     test = text_of(row, "test", where=where)
     if "entry_point" in row:
-        return Problem(name, prompt, {"plus": f"{test}\ncheck({row['entry_point']})\n"})
+        body = row.get("canonical_solution")
+        tests = {"plus": f"{test}\ncheck({row['entry_point']})\n"}
+        return Problem(name, prompt, tests, prompt + body if isinstance(body, str) else None)
     if not isinstance(row.get("test_list"), list) or not row["test_list"]:
         raise DataError(
             "this is no problem of HumanEval+ or MBPP+",
@@ -183,64 +201,50 @@ def _problem(row: Row, *, where: object) -> Problem:
     asserts = list(map(str, row["test_list"]))
     imports = "\n".join(map(str, row.get("test_imports") or ()))
     prompt = f'"""\n{prompt.strip()}\n{asserts[0]}\n"""\n'
-    return Problem(name, prompt, {"base": "\n".join([imports, *asserts]), "plus": test})
+    tests = {"base": "\n".join([imports, *asserts]), "plus": test}
+    code = row.get("code")
+    return Problem(name, prompt, tests, code if isinstance(code, str) else None)
 
 
-def _comparison(row: Row, reference: str, field: str, *, where: object) -> dict[str, Any]:
-    """What a test needs that compares a solution with the reference."""
+def _comparison(row: Row, reference: str, field: str, *, where: object) -> str:
+    """A test that compares a solution with the reference."""
     inputs, entry = row.get(field), text_of(row, "entry_point", where=where)
     if not isinstance(inputs, list):
         # Some have no inputs of a kind, which are an empty object there.
         inputs = []
-    return {
+    case = {
         "reference": reference,
         "entry": entry,
         "inputs": repr(inputs),
         "atol": float(row.get("atol") or 0),
     }
-
-
-def _program(comparison: Mapping[str, Any], what: str) -> str:
-    return f"_megatron_ext_case = {dict(comparison)!r}\n{what}"
+    return f"_megatron_ext_case = {case!r}\n{_COMPARE}"
 
 
 _COMPARE: Final = """
 def _megatron_ext_compare(solution, reference, entry, inputs, atol):
     import copy, math
     def same(got, wanted):
+        if got != got and wanted != wanted:
+            return True
         if isinstance(wanted, float) or (atol and isinstance(wanted, int)):
             return got == wanted or math.isclose(got, wanted, rel_tol=1e-7, abs_tol=atol or 1e-6)
         if isinstance(wanted, (list, tuple)) and isinstance(got, (list, tuple)):
             return len(got) == len(wanted) and all(map(same, got, wanted))
         return got == wanted
-    known, compared = {}, 0
+    known, compared, failure = {}, 0, None
     exec(reference, known)
     inputs = eval(inputs, {"inf": math.inf, "nan": math.nan})
     for arguments in inputs:
         try:
             wanted = known[entry](*copy.deepcopy(arguments))
-        except Exception:
+        except Exception as error:
             # JSON has no sets and tuples, which some references ask for.
+            failure = error
             continue
         got = solution(*copy.deepcopy(arguments))
-        assert same(got, wanted) or (got != got and wanted != wanted)
+        assert same(got, wanted)
         compared += 1
-    assert compared or not inputs
+    assert compared or not inputs, f"the reference fails on every input: {failure!r}"
 _megatron_ext_compare(globals()[_megatron_ext_case["entry"]], **_megatron_ext_case)
-"""
-
-_REFERENCE: Final = """
-def _megatron_ext_try(reference, entry, inputs, atol):
-    import copy, math
-    known = {}
-    exec(reference, known)
-    inputs = eval(inputs, {"inf": math.inf, "nan": math.nan})
-    for arguments in inputs:
-        try:
-            known[entry](*copy.deepcopy(arguments))
-        except Exception:
-            continue
-        return
-    assert not inputs
-_megatron_ext_try(**_megatron_ext_case)
 """
