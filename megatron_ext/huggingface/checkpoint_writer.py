@@ -115,12 +115,21 @@ def _write_weights(
         name = WEIGHTS_FILE
         if len(files) > 1:
             name = _SHARD.format(number=number, count=len(files))
-        save_file(read(plans), part / name, metadata=_METADATA)
+        _save(read(plans), part / name)
         weight_map |= {plan.name: name for plan in plans}
     if len(files) > 1:
         total = sum(plan.bytes for plans in files for plan in plans)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(part / INDEX_FILE, index)
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write tensors into a file with the permissions that any new file in its folder gets."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata=_METADATA)
+    # safetensors may have written another file, for its owner alone, and put it in this place.
+    file.chmod(mode)
 
 
 def _write_json(file: Path, values: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.huggingface.checkpoint_writer import TensorPlan, write_checkpoint
 from megatron_ext.huggingface.new_vocabulary import projected_rows
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
@@ -77,6 +78,21 @@ def test_transformers_loads_it_with_the_new_tokenizer(tmp_path: Path, new_tokeni
     assert generation["max_new_tokens"] == 8
     ids = torch.tensor([tokenizer("the weather")["input_ids"]])
     assert torch.isfinite(model(ids).logits).all()
+
+
+def test_weights_get_the_permissions_that_any_new_file_gets(tmp_path: Path) -> None:
+    tensor = torch.zeros(2)
+    plan = TensorPlan(name="weight", shape=(2,), dtype=tensor.dtype)
+    write_checkpoint(
+        tmp_path / "model",
+        config={},
+        files=[[plan], [plan]],
+        read=lambda plans: {"weight": tensor},
+        write_others=lambda folder: None,
+    )
+    (tmp_path / "plain").touch()
+    modes = {file.stat().st_mode for file in (tmp_path / "model").iterdir()}
+    assert modes == {(tmp_path / "plain").stat().st_mode}
 
 
 def test_the_mean_of_a_row_without_entries_leaves_padding_out() -> None:
