@@ -116,6 +116,21 @@ def test_several_fields_are_documents_of_their_own(capsys, tmp_path, tokenizers)
     assert report["all"]["chunks"] == counted(tokenizers, "2 + 40?", "It is 42.").chunks
 
 
+def test_what_is_sent_names_files_without_the_folders_of_the_machine(capsys, tmp_path):
+    paths = [tmp_path / "corpus" / name / "a.jsonl" for name in ("en", "fr")]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"text": "x 日本語 y"}) + "\n{\n", encoding="utf-8")
+    (tmp_path / "corpus" / "en" / "picture.png").touch()
+    page = tmp_path / "page.html"
+    report = report_of(capsys, str(tmp_path / "corpus"), "--html", str(page))
+    assert str(tmp_path) not in json.dumps(report) + page.read_text(encoding="utf-8")
+    assert report["inputs"] == ["corpus"]
+    assert report["skipped_files"] == ["picture.png"]
+    assert [bad["place"] for bad in report["bad"]] == ["en/a.jsonl:2", "fr/a.jsonl:2"]
+    assert report_of(capsys, str(paths[0]))["bad"][0]["place"] == "a.jsonl:2"
+
+
 def test_the_text_report_says_shares_examples_with_their_line_and_the_objective(capsys, tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text(

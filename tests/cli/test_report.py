@@ -161,8 +161,10 @@ class Page(HTMLParser):
 
 def report(capsys, *words) -> Page:
     main(["report", *map(str, words)])
-    path = Path(capsys.readouterr().out.strip())
-    return Page(path.read_text(encoding="utf-8"))
+    page = Path(capsys.readouterr().out.strip()).read_text(encoding="utf-8")
+    # It is meant to be sent: the folders of the machine are not on it.
+    assert str(Path(words[0]).parent) not in page
+    return Page(page)
 
 
 def refused(capsys, *words) -> str:
@@ -178,7 +180,10 @@ def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp
     run = write_run(tmp_path / "run", tokenizers, metrics=rows())
     (run / "evaluation").mkdir()
     (run / "evaluation" / "mmlu.json").write_text('{"accuracy": 0.375, "rows": [1, 2, 3]}')
-    refused = "".join(json.dumps({"row": n, "reason": "no text"}) + "\n" for n in range(12))
+    refused = "".join(
+        json.dumps({"place": f"{run}/text.jsonl:{n}", "reason": "no text"}) + "\n"
+        for n in range(12)
+    )
     (run / "quarantine.jsonl").write_text(refused)
     page = report(capsys, run)
     assert (run / "report.html").exists()
@@ -201,7 +206,8 @@ def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp
     assert "10 3.25 2.5" in page.section("Evaluation")
     assert "mmlu.accuracy 0.375 mmlu.rows 3" in page.section("Evaluation")
     assert "train.documents 1,234" in page.section("Data")
-    assert "run left out: 12, the first row 0, reason no text" in page.section("Data")
+    left_out = "run left out: 12, the first place run/text.jsonl:0, reason no text"
+    assert left_out in page.section("Data")
     assert page.section("Data").count("no text") == 10
     assert "one_to_one 75.0% one_to_many 25.0%" in page.section("Data")
     assert "optimizer.lr 0.006" in page.section("Configuration")
@@ -271,6 +277,7 @@ def test_several_runs_stand_over_and_beside_one_another(capsys, tmp_path, tokeni
     assert loss.count('class="smooth"') == 2
     different = page.section("Configuration").partition("All keys")[0]
     assert "optimizer.lr 0.006 0.05" in different
+    assert "data.validation slow/held-out.jsonl fast/held-out.jsonl" in different
     assert "train_iters" not in different
     assert "training.train_iters 40 40" in page.section("Configuration")
 
@@ -334,7 +341,7 @@ def test_text_that_cannot_be_read_is_said_and_a_given_one_is_drawn(capsys, tmp_p
     page = report(capsys, run, "--text", "Sold 201 of 2017.")
     assert "--text:1" in page.section("Texts")
     assert page.drawn == ["Sold 201 of 2017."] * 2
-    moved = {"tokenizer": {"model": "gone.model"}, "checkpoint": "gone"}
+    moved = {"tokenizer": {"model": "gone.model"}, "checkpoint": str(tmp_path / "gone")}
     other = write_run(tmp_path / "moved", tokenizers, metrics=rows(3), teacher=moved)
     assert "the tokenizer cannot be read from here" in report(capsys, other).section("Texts")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ext.alignment.audit import AuditDocument, AuditReport, PairAudit
 from megatron_ext.cli.alignment.source import AuditSource
+from megatron_ext.cli.short_path import short_paths
 from megatron_ext.tokenizers import MegatronTokenizerText
 
 
@@ -56,7 +57,7 @@ class AuditRun:
         return {
             "student": {"tokenizer": self.student, **asdict(report.student)},
             "teacher": {"tokenizer": self.teacher, **asdict(report.teacher)},
-            "inputs": list(self.source.files),
+            "inputs": list(short_paths(self.source.files).values()),
             "documents": report.documents,
             "bytes": report.byte_count,
             "all": report.total.as_row(),
@@ -69,7 +70,7 @@ class AuditRun:
             "recommendation": report.recommendation.as_row(),
             "bad_records": self.source.bad_records,
             "bad": self.source.bad,
-            "skipped_files": list(self.source.skipped_files),
+            "skipped_files": list(short_paths(self.source.skipped_files).values()),
             "refused_documents": report.refused_documents,
             "refused": [asdict(one) for one in report.refused],
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +10,7 @@ from itertools import islice
 from typing import Final
 
 from megatron_ext.alignment.audit import AuditDocument
+from megatron_ext.cli.short_path import short_paths
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.preprocessing.bad_record import BadRecord
 from megatron_ext.preprocessing.input_slice import InputSlice
@@ -94,6 +94,7 @@ class AuditSource:
     def _read_files(self) -> Iterator[AuditDocument]:
         found = find_sources(self.files, fix="check the name")
         self.skipped_files = found.skipped
+        names = short_paths(file.path for file in found.files)
         fields = RecordFields(self.keys or _DEFAULT_KEYS)
         check_fields(found.files, fields)
         (pieces,) = cut_into_shards(found.files, 1)
@@ -101,30 +102,28 @@ class AuditSource:
         with self._bar(sum(file.size for file in found.files)) as bar:
             for piece in pieces:
                 for block in read_records(piece, fields):
-                    self._note_bad(block.bad, piece)
-                    yield from _documents(block, piece)
+                    self._note_bad(block.bad, piece, names[piece.path])
+                    yield from _documents(block, piece, names[piece.path])
                     if bar is not None:
                         bar.add(_progress(block))
 
     def _bar(self, size: int) -> AbstractContextManager[ProgressBar | None]:
         return ProgressBar(total=size, done=0) if self.shows_progress else nullcontext()
 
-    def _note_bad(self, bad: Sequence[BadRecord], piece: InputSlice) -> None:
+    def _note_bad(self, bad: Sequence[BadRecord], piece: InputSlice, name: str) -> None:
         for record in bad:
             if self.is_strict:
-                raise record.error(_shown(piece.path))
+                raise record.error(piece.path)
             self.bad_records += record.rows
             if len(self.bad) < _MOST_LISTED:
-                place = record.place(_shown(piece.path))
-                self.bad.append({"place": place, "problem": record.problem})
+                self.bad.append({"place": record.place(name), "problem": record.problem})
 
 
-def _documents(block: RecordBlock, piece: InputSlice) -> Iterator[AuditDocument]:
-    source = _shown(piece.path)
+def _documents(block: RecordBlock, piece: InputSlice, name: str) -> Iterator[AuditDocument]:
     is_whole_file = piece.kind in ("text", "text-gzip")
     for line, *values in zip(block.lines, *block.columns, strict=True):
         for value in values:
-            yield AuditDocument(value, source, line, is_whole_file)
+            yield AuditDocument(value, name, line, is_whole_file)
 
 
 def _progress(block: RecordBlock) -> Progress:
@@ -135,12 +134,6 @@ def _progress(block: RecordBlock) -> Progress:
         documents=len(texts),
         bad=sum(record.rows for record in block.bad),
     )
-
-
-def _shown(path: str) -> str:
-    """A path as a user would have written it: from here, where it is below."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
 
 
 def _encodable(text: str, where: str) -> str:

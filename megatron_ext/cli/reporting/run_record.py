@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_ext.cli.short_path import in_words
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.config_file import read_config_file
 from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE
@@ -117,9 +118,9 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
         data=data,
         rows=tuple(rows[iteration] for iteration in sorted(rows)),
         evaluations={path.stem: _read_object(path, problems) for path in results},
-        refused=tuple(map(_in_words, refused[:_MOST_REFUSED])),
+        refused=tuple(in_words(_row_in_words(line)) for line in refused[:_MOST_REFUSED]),
         refused_count=len(refused),
-        problems=tuple(problems),
+        problems=tuple(map(in_words, problems)),
     )
 
 
@@ -184,7 +185,7 @@ def _lines(path: Path, problems: list[str]) -> list[bytes]:
         return []
 
 
-def _in_words(line: bytes) -> str:
+def _row_in_words(line: bytes) -> str:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -13,6 +13,7 @@ from megatron_ext.alignment.audit import AuditDocument, AuditReport, PairAudit
 from megatron_ext.cli.alignment.ribbon import Ribbon, ribbons
 from megatron_ext.cli.alignment.source import AuditSource
 from megatron_ext.cli.reporting.run_record import RunRecord
+from megatron_ext.cli.short_path import in_words
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training.config_file import build_config
@@ -73,7 +74,7 @@ def _sample(
         audit.add(documents)
         drawn = tuple(ribbons(documents, student, other, most_bytes=texts.most_bytes))
     except MegatronExtError as error:
-        return PairSample(title, (), None, str(error))
+        return PairSample(title, (), None, in_words(str(error)))
     return PairSample(title, drawn, audit.report(), "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -9,6 +10,7 @@ from typing import Any
 
 from megatron_ext.cli.reporting.quantity import NOTHING, duration, memory, number, setting, share
 from megatron_ext.cli.reporting.run_record import RunRecord, as_number
+from megatron_ext.cli.short_path import short_paths
 from megatron_ext.training.run_folder import config_leaves
 
 CHUNK_KINDS = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")
@@ -140,10 +142,22 @@ def _leaves(
         finite = as_number(value)
         return setting(value) if finite is None else number(finite)
 
-    return [
-        TableRow(name, tuple(words(leaf[name]) if name in leaf else NOTHING for leaf in leaves))
-        for name in names
-    ]
+    rows = {name: _without_folders([leaf.get(name) for leaf in leaves]) for name in names}
+    return [TableRow(name, tuple(map(words, values))) for name, values in rows.items()]
+
+
+def _without_folders(values: list[Any]) -> list[Any]:
+    """The same with the ends of absolute paths; those of several runs stay different."""
+    items = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    paths = [item for item in items if isinstance(item, str) and os.path.isabs(item)]
+    short = short_paths(paths, least=2)
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, list):
+            return [cut(item) for item in value]
+        return short.get(value, value) if isinstance(value, str) else value
+
+    return [cut(value) for value in values]
 
 
 def _last(run: RunRecord, name: str) -> str:
