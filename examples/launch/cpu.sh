@@ -6,6 +6,7 @@
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$HERE/preconditions.bash"
 PROCESSES=${PROCESSES:-2}
 CORES=$(getconf _NPROCESSORS_ONLN)
 # Processes that take all cores each would wait for one another.
@@ -14,6 +15,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CORES > PROCESSES ? CORES / PROCESS
 export CUDA_VISIBLE_DEVICES=
 
 if [[ " $* " != *" --config"* ]]; then
+  need_files "$@"
   set -- --config "$HERE/cpu.yaml" "$@"
 fi
 exec torchrun --standalone --nproc-per-node "$PROCESSES" -m megatron_ext distill "$@"

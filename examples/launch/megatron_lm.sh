@@ -8,13 +8,21 @@
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$HERE/preconditions.bash"
+MEGATRON_LM_PATH=${MEGATRON_LM_PATH:?set it to a checkout of Megatron-LM}
+if [[ ! -d $MEGATRON_LM_PATH/megatron/training ]]; then
+  echo "$0: MEGATRON_LM_PATH, $MEGATRON_LM_PATH, is no checkout of Megatron-LM" >&2
+  exit 2
+fi
 PROCESSES=${PROCESSES:-gpu}
+need_gpu
 CHECKPOINTS=${CHECKPOINTS:-runs/megatron-lm/loop}
-export PYTHONPATH="${MEGATRON_LM_PATH:?names no checkout of Megatron-LM}${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$MEGATRON_LM_PATH${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 if [[ " $* " != *" --config"* ]]; then
+  need_files "$@"
   set -- --config "$HERE/megatron_lm.yaml" "$@"
 fi
 # With --dataloader-save a resumed run knows where its text goes on.

@@ -8,9 +8,11 @@
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$HERE/preconditions.bash"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 
 if [[ " $* " != *" --config"* ]]; then
+  need_files "$@"
   set -- --config "$HERE/one_gpu.yaml" "$@"
 fi
 exec python -m megatron_ext distill "$@"

@@ -9,12 +9,15 @@
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$HERE/preconditions.bash"
 PROCESSES=${PROCESSES:-gpu}
+need_gpu
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # What tensor parallelism sends then overlaps with what it computes, as megatron-core advises.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 if [[ " $* " != *" --config"* ]]; then
+  need_files "$@"
   set -- --config "$HERE/one_node.yaml" "$@"
 fi
 exec torchrun --standalone --nproc-per-node "$PROCESSES" --max-restarts "${RESTARTS:-0}" \

@@ -84,7 +84,7 @@ _tokenizer = cache(build_tokenizer)
 _projection = cache(SparseProjection.from_tokenizers)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [*SCRIPTS, *LAUNCH.glob("*.bash")], ids=lambda path: path.name)
 def test_bash_reads_the_script(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     assert os.access(script, os.X_OK) == (script.suffix == ".sh")
@@ -109,17 +109,56 @@ def test_the_cpu_script_trains_on_two_processes(tmp_path: Path) -> None:
     assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "iter_0000003"
 
 
+def commands(folder: Path, texts: dict[str, str]) -> dict[str, str]:
+    """An environment in which these commands are found before any other."""
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "environment", "line"),
+    [
+        ("cpu", [], {}, "no text/train.jsonl in this folder: put yours there, or pass --config"),
+        ("one_gpu", ["--lr", "1e-4"], {}, "no text/train.jsonl in this folder"),
+        (
+            "one_node",
+            ["--data-train", "a.jsonl", "--data-validation=b.jsonl"],
+            {"PROCESSES": "2"},
+            "no tokenizers/student.json in this folder",
+        ),
+        ("one_node", [], {}, "torch sees no GPU here: set PROCESSES to a number, or take cpu.sh"),
+        ("megatron_lm", [], {"MEGATRON_LM_PATH": ""}, "set it to a checkout of Megatron-LM"),
+        ("megatron_lm", [], {"MEGATRON_LM_PATH": "absent"}, "absent, is no checkout of Megatron"),
+    ],
+)
+def test_a_script_says_in_one_line_what_is_missing_and_starts_nothing(
+    tmp_path: Path, name: str, words: list[str], environment: dict[str, str], line: str
+) -> None:
+    # A Python whose torch sees no GPU, and nothing to start.
+    found = commands(tmp_path / "commands", {"python": "exit 1", "torchrun": "echo started"})
+    script = [LAUNCH / f"{name}.sh", *words]
+    finished = subprocess.run(
+        script,
+        cwd=tmp_path,
+        env={**found, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode in (1, 2)
+    assert finished.stdout == ""
+    assert finished.stderr.count("\n") == 1
+    assert line in finished.stderr
+
+
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
     """The environment of a job on two nodes, with commands that only say that they were called."""
-    commands = tmp_path / "commands"
-    commands.mkdir()
-    for name, text in _FAKES.items():
-        (commands / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (commands / name).chmod(0o755)
     return {
-        **os.environ,
-        "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
+        **commands(tmp_path / "commands", _FAKES),
         "CALLS": str(tmp_path / "calls"),
         "SLURM_JOB_ID": "31",
         "SLURM_JOB_NUM_NODES": "2",
