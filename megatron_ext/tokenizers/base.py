@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -295,12 +295,14 @@ class MegatronTokenizerBase(ABC):
         self.path = path
         self.config = config
 
-    def __getattr__(self, name: str) -> Any:
-        """A key of the metadata, as Megatron has them; one that is a member's name stays that."""
-        config = self.__dict__.get("config", {})
-        if name not in config:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return config[name]
+    if not TYPE_CHECKING:  # To a type checker, what is no member stays an error.
+
+        def __getattr__(self, name: str) -> Any:
+            """A key of the metadata, as Megatron has them, that is no member's name."""
+            config = self.__dict__.get("config", {})
+            if name not in config:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return config[name]
 
     @property
     @abstractmethod
