@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -35,8 +36,12 @@ from tests.conversation.shared_files import IMAGES, SHARED, needs_shared
 
 pytestmark = needs_shared
 
+LARGEST = ("gemma3", "qwen3")
+"""Vocabularies whose formats others have as well."""
+TAKEN = [row for row in FORMATS if row[2] not in LARGEST or os.environ.get("MEGATRON_EXT_ALL_TEXT")]
 
-@pytest.fixture(scope="module", params=FORMATS, ids=["-".join(row) for row in FORMATS])
+
+@pytest.fixture(scope="module", params=TAKEN, ids=["-".join(row) for row in TAKEN])
 def golden_rows(request: pytest.FixtureRequest) -> list[Row]:
     """The rows of one format and tokenizer; a module's fixture, so that tokenizers take turns."""
     return rows_of(*request.param)
@@ -178,10 +183,13 @@ def _fourth_tokens(row: Row, ours: EncodedConversation) -> set[int]:
 
 
 def test_ids_that_differ_are_those_of_the_tokenizer_s_file(golden_rows: list[Row]) -> None:
+    differing = _differing(golden_rows, "ids")
+    if not differing:
+        return
     file = Tokenizer.from_file(str(SHARED / "tokenizers" / "mistral_7b_v1" / "tokenizer.json"))
     file.add_special_tokens([AddedToken(token, special=True) for token in IMAGES])
     space = re.compile(r"(</s>|<image>|</?img>)▁+")
-    for row in _differing(golden_rows, "ids"):
+    for row in differing:
         ours = encoded(row)
         assert ours.ids.tolist() == file.encode(ours.text, add_special_tokens=False).ids
         written, original = (
