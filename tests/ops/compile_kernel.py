@@ -20,22 +20,29 @@ import pytest
 
 HOPPER = ("cuda", 90, 32)
 
+Variant = tuple[str, dict[str, str], dict[str, Any]]
+"""Name of a kernel, types of its arguments as Triton spells them, and values of those that are
+``constexpr``. A type with ``:16`` behind it is that of a multiple of 16."""
+
 
 def compiles(
     module: str,
-    variants: list[tuple[str, dict[str, str], dict[str, Any]]],
+    variants: list[Variant],
     *,
     containing: str = "",
 ) -> None:
     """Assert that kernels of a module compile to machine code.
 
+    Each in the first of its variants; in all of them with ``MEGATRON_EXT_ALL_TEXT``.
+
     Args:
         module: As in ``megatron_ext.ops.<module>.triton_kernels``.
-        variants: Name of the kernel, types of its arguments as Triton spells them, and values of
-            those that are ``constexpr``. A type with ``:16`` behind it is that of a multiple of 16.
+        variants: What to compile; a kernel may be there several times.
         containing: What their PTX must contain.
     """
     pytest.importorskip("triton")
+    if not os.environ.get("MEGATRON_EXT_ALL_TEXT"):
+        variants = list({variant[0]: variant for variant in reversed(variants)}.values())
     compiler = _compiler()
     assert compiler.stdin is not None
     assert compiler.stdout is not None
@@ -78,9 +85,7 @@ def _main() -> None:
         print(json.dumps(error), file=answers, flush=True)
 
 
-def _compile(
-    module: str, variants: list[tuple[str, dict[str, str], dict[str, Any]]], containing: str
-) -> None:
+def _compile(module: str, variants: list[Variant], containing: str) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
-from tests.ops.compile_kernel import compiles
+import pytest
 
-LOGITS = ("*fp32", "*bf16")
+from tests.ops.compile_kernel import Variant, compiles
+from tests.ops.projected_kl_variants import sum_variants, sweep_variants
+from tests.ops.wide_load_variants import wide_variants
+
+LOGITS = ("*bf16", "*fp32")
 
 
 def test_softmax_statistics() -> None:
@@ -59,7 +63,7 @@ def test_chunk_distributions() -> None:
 def test_sorted_l1() -> None:
     candidates = {"columns_ptr": "*i32", "signs_ptr": "*i8", "centre_ptr": "*fp32"}
     flags = {"HAS_TEMPERATURE": True, "BLOCK": 1024}
-    variants: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+    variants: list[Variant] = []
     for kind in LOGITS:
         select = _mean_rows(
             "first_chunk", "row_stride", "width", "padded_width", "places", "capacity"
@@ -219,10 +223,10 @@ def test_matched_divergence() -> None:
     sizes = ("first_chunk", "width", "padded_width", "valid_width", "column_start")
     types |= dict.fromkeys((*strides, *sizes), "i32")
     types |= {"temperature": "fp32", "mixture": "fp32"}
-    variants: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+    variants: list[Variant] = []
     for kind, direction, is_moved in (
-        ("*fp32", "forward", False),
         ("*bf16", "reverse", True),
+        ("*fp32", "forward", False),
         ("*bf16", "jensen_shannon", False),
     ):
         flags = {"DIRECTION": direction, "MOVED": is_moved, "HAS_TEMPERATURE": True, "BLOCK": 4096}
@@ -235,6 +239,16 @@ def test_matched_divergence() -> None:
             taken = {name: value for name, value in own.items() if name not in left_out}
             variants.append((kernel, taken, flags))
     compiles("matched_divergence", variants)
+
+
+@pytest.mark.parametrize("variants", [sum_variants, sweep_variants])
+def test_projected_kl(variants: Callable[[], list[Variant]]) -> None:
+    compiles("projected_kl", variants())
+
+
+@pytest.mark.parametrize(("module", "variant"), wide_variants())
+def test_rows_are_read_16_bytes_at_once(module: str, variant: Variant) -> None:
+    compiles(module, [variant], containing="ld.global.v4")
 
 
 _VALUES = ("value_ptr", "row_slope_ptr", "best_ptr", "column_ptr", "column_start", "padded_width")

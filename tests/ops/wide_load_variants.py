@@ -1,24 +1,18 @@
-"""Kernels read rows 16 bytes at once, at vocabularies that end anywhere in a padded row."""
+"""Kernels whose rows are as far apart as wide loads need, for ``test_kernels_compile.py``."""
 
 from __future__ import annotations
 
-from typing import Any
+from tests.ops.compile_kernel import Variant
 
-import pytest
-
-from tests.ops.compile_kernel import compiles
-
-WIDE = "ld.global.v4"
 ROW = {"logits_ptr": "*bf16:16", "row_stride": "i32:16", "width": "i32", "temperature": "fp32"}
 PAIR = {"student_ptr": "*bf16:16", "teacher_ptr": "*bf16:16", "width": "i32", "rows": "i32"}
 PAIR |= {"student_stride": "i32:16", "teacher_stride": "i32:16", "temperature": "fp32"}
 LANES = {"peak_ptr": "*fp32", "total_ptr": "*fp32", "column_ptr": "*i64"}
 PLAIN = {"HAS_TEMPERATURE": False, "BLOCK": 4096}
 
-Variant = tuple[str, str, dict[str, str], dict[str, Any]]
 
-
-def _variants() -> list[Variant]:
+def wide_variants() -> list[tuple[str, Variant]]:
+    """Module and variant, at vocabularies that end anywhere in a padded row."""
     no_sets = {"members_ptr": None, "read_ptr": None, "HAS_MEMBERS": False, "HAS_READ": False}
     row = ROW | LANES | {"held_width": "i32:16", "rows": "i32"}
     pair = PAIR | LANES | {"held_width": "i32:16"}
@@ -28,20 +22,18 @@ def _variants() -> list[Variant]:
     means = {"order_ptr": "*i32", "offsets_ptr": "*i32", "out_ptr": "*fp32", "valid_width": "i32"}
     means |= {"peak_ptr": "*fp32", "log_sum_ptr": "*fp32", "first_chunk": "i32"}
     return [
-        ("softmax_statistics", "row_statistics_kernel", row, no_sets | PLAIN),
-        ("vocab_kl", "pair_statistics_kernel", pair, no_read | PLAIN),
+        ("softmax_statistics", ("row_statistics_kernel", row, no_sets | PLAIN)),
+        ("vocab_kl", ("pair_statistics_kernel", pair, no_read | PLAIN)),
         (
             "partition_kl",
-            "split_statistics_kernel",
-            ROW | bits,
-            {"HAS_UNSCALED": False, "EVERY_ROW": True} | PLAIN,
+            (
+                "split_statistics_kernel",
+                ROW | bits,
+                {"HAS_UNSCALED": False, "EVERY_ROW": True} | PLAIN,
+            ),
         ),
-        ("chunk_distributions", "chunk_means_kernel", ROW | means | {"width": "i32:16"}, PLAIN),
+        (
+            "chunk_distributions",
+            ("chunk_means_kernel", ROW | means | {"width": "i32:16"}, PLAIN),
+        ),
     ]
-
-
-@pytest.mark.parametrize(("module", "kernel", "types", "constants"), _variants())
-def test_rows_are_read_in_wide_loads(
-    module: str, kernel: str, types: dict[str, str], constants: dict[str, Any]
-) -> None:
-    compiles(module, [(kernel, types, constants)], containing=WIDE)
