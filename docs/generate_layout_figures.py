@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,8 @@ def layout_page() -> str:
     """The text of ``projection.md`` with its table of layouts as it is measured now."""
     page = PAGE.read_text(encoding="utf-8")
     assert REGION.search(page), "the page has no region of this name"
-    table = "\n".join(_rows())
+    rows = (row for teacher in TEACHERS for row in rows_of(teacher, projection_to(teacher), RANKS))
+    table = "\n".join([*_header(), *rows])
     return REGION.sub(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", page)
 
 
@@ -51,6 +52,26 @@ def layout_of(projection: SparseProjection, ranks: int) -> VocabularyLayout:
     )
 
 
+def rows_of(teacher: str, projection: SparseProjection, rank_counts: Sequence[int]) -> list[str]:
+    """A row of the table for each number of ranks; ``projection`` is that to the teacher."""
+    rows = []
+    for ranks in rank_counts:
+        found = LayoutStatistics.of(projection, layout_of(projection, ranks))
+        before = LayoutStatistics.of(projection, _in_order_of_ids(projection, ranks))
+        cells = (
+            TEACHERS[teacher],
+            str(ranks),
+            f"{found.common_within:,} of {found.common:,}",
+            f"{found.share_within:.1%}",
+            f"{before.share_within:.1%}",
+            f"{found.crossing_columns:,}",
+            f"{before.crossing_columns:,}",
+            f"{found.common_balance:.3f}, {found.residual_balance:.3f}",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def _padded_sizes(projection: SparseProjection, ranks: int) -> list[int]:
     return [
         padded_vocab_size(size, make_vocab_size_divisible_by=128, tensor_model_parallel_size=ranks)
@@ -68,7 +89,7 @@ def _in_order_of_ids(projection: SparseProjection, ranks: int) -> VocabularyLayo
     return VocabularyLayout(student=student, teacher=teacher, common_counts=(0,) * ranks)
 
 
-def _rows() -> Iterator[str]:
+def _header() -> Iterator[str]:
     header = (
         "pair",
         "ranks",
@@ -81,22 +102,6 @@ def _rows() -> Iterator[str]:
     )
     yield f"| {' | '.join(header)} |"
     yield "|---" * len(header) + "|"
-    for teacher, pair in TEACHERS.items():
-        projection = projection_to(teacher)
-        for ranks in RANKS:
-            found = LayoutStatistics.of(projection, layout_of(projection, ranks))
-            before = LayoutStatistics.of(projection, _in_order_of_ids(projection, ranks))
-            cells = (
-                pair,
-                str(ranks),
-                f"{found.common_within:,} of {found.common:,}",
-                f"{found.share_within:.1%}",
-                f"{before.share_within:.1%}",
-                f"{found.crossing_columns:,}",
-                f"{before.crossing_columns:,}",
-                f"{found.common_balance:.3f}, {found.residual_balance:.3f}",
-            )
-            yield f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -1,16 +1,23 @@
 """Facts of published pairs: Llama 3.2 to Qwen3, and vocabularies with byte fallback."""
 
+import os
+import runpy
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_ext.projection import SparseProjection
+from megatron_ext.projection.layout import LayoutStatistics
 from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
 from tests.projection.published_vocabularies import needs_published, published
 
 pytestmark = needs_published
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "generate_layout_figures.py"
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +33,11 @@ def teacher():
 @pytest.fixture(scope="module")
 def projection(student, teacher):
     return SparseProjection.from_tokenizers(student, teacher)
+
+
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(SCRIPT))
 
 
 def shares_of(projection, student, teacher, token):
@@ -115,10 +127,36 @@ def test_a_pivot_relates_a_pair_as_the_pair_itself_does(student, teacher, projec
     assert both.sum() > 40_000
 
 
+def test_the_page_shows_what_a_layout_keeps_together(script, projection):
+    page = script["PAGE"].read_text(encoding="utf-8")
+    assert script["rows_of"]("qwen3", projection, (8,))[0] in page.splitlines()
+
+
+@pytest.mark.skipif(
+    not os.environ.get("MEGATRON_EXT_ALL_TEXT"),
+    reason="several large pairs: set MEGATRON_EXT_ALL_TEXT=1",
+)
+def test_the_page_shows_what_every_layout_keeps_together(script):
+    assert script["PAGE"].read_text(encoding="utf-8") == script["layout_page"](), (
+        "run: python docs/generate_layout_figures.py"
+    )
+
+
+def test_every_rank_has_its_share_and_a_layout_takes_no_time(script, projection):
+    started = time.process_time()
+    layout = script["layout_of"](projection, 8)
+    assert time.process_time() - started < 2
+    found = LayoutStatistics.of(projection, layout)
+    assert found.common_within == found.common == 109_567
+    assert found.crossing_columns < 500
+    assert max(found.common_balance, found.residual_balance) < 1.02
+
+
 def test_building_and_loading_import_neither_torch_nor_transformers(tmp_path):
     script = f"""
 import sys
 from megatron_ext.projection import SparseProjection
+from megatron_ext.projection.layout import LayoutStatistics
 from megatron_ext.tokenizers import MegatronTokenizer
 student, teacher = (
     MegatronTokenizer.from_pretrained(path, metadata_path={{"library": "huggingface"}})
