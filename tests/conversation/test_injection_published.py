@@ -6,7 +6,6 @@ published templates; the largest vocabularies only where ``MEGATRON_EXT_ALL_TEXT
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -31,15 +30,11 @@ from tests.conversation.injection_cases import (
 )
 from tests.conversation.shared_files import SHARED, needs_shared
 from tests.conversation.vocabularies import Vocabulary, published_vocabularies
+from tests.tokenizers.published import EVERY_STRETCH, LARGE
 
 pytestmark = needs_shared
 
-LARGE = ("gemma3", "llama3_2", "mistral_nemo", "phi4_mini", "qwen2_5", "o200k_base.tiktoken")
-NAMES = [
-    name
-    for name in published_vocabularies()
-    if name not in LARGE or os.environ.get("MEGATRON_EXT_ALL_TEXT")
-]
+NAMES = [name for name in published_vocabularies() if EVERY_STRETCH or name not in LARGE]
 TEMPLATES = sorted((SHARED / "chat_templates").glob("*.jinja"))
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 

@@ -1,6 +1,6 @@
 """Published SentencePiece, tiktoken and Tekken files on the published text.
 
-Every file of mistral-common's is there wherever the tests run; the others where they are at hand.
+Files of mistral-common's are there wherever the tests run; the others where they are at hand.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tokenizers import Tokenizer
 
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
 from megatron_ext.tokenizers.token_bytes import byte_of_character
-from tests.tokenizers.published import SHARED, corpora, needs_published_files
+from tests.tokenizers.published import SHARED, corpora, needs_published_files, taken
 from tests.tokenizers.tokenizer_files import SENTENCES, mistral_file
 
-MISTRAL_FILES = sorted(mistral_file("").iterdir())
+MISTRAL_FILES = taken(mistral_file("").iterdir())
 SENTENCEPIECE_FILES = [
     *(file for file in MISTRAL_FILES if re.search(r"\.model\.v\d+m?\d*$", file.name)),
-    *sorted(SHARED.glob("tokenizers/*/*.model")),
+    *taken(SHARED.glob("tokenizers/*/*.model")),
 ]
 TEKKEN_FILES = [file for file in MISTRAL_FILES if file.name.startswith("tekken")]
-RANK_FILES = sorted(SHARED.glob("tokenizers/*/*.tiktoken"))
+RANK_FILES = taken(SHARED.glob("tokenizers/*/*.tiktoken"))
 LOSSY = {file for file in SENTENCEPIECE_FILES if file.parent.name == "sp_tiny"}
 """Their normaliser changes text."""
 SHA256_OF_LLAMA_3 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"

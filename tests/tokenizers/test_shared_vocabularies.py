@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from tests.tokenizers.published import SHARED, taken
 
-SHARED = Path(
-    os.environ.get("MEGATRON_EXT_SHARED") or Path(__file__).parents[2] / ".." / "shared"
-).resolve()
 pytestmark = pytest.mark.skipif(
     not (SHARED / "tokenizers").is_dir(),
     reason="published vocabularies are absent: set MEGATRON_EXT_SHARED to a folder that has them",
@@ -34,7 +31,7 @@ CORPORA = (
 
 
 def vocabularies() -> list[Path]:
-    """Every tokenizer directory, and every single file in directories that hold several."""
+    """Tokenizer directories, and single files in directories that hold several."""
     if not (SHARED / "tokenizers").is_dir():
         return []
     found = []
@@ -42,7 +39,7 @@ def vocabularies() -> list[Path]:
         if (folder / "tokenizer.json").is_file():
             found.append(folder)
         found += sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
-    return found
+    return taken(found)
 
 
 # The last few, for the tests that take one up again: to hold all of them, millions of objects,
