@@ -53,7 +53,7 @@ def published(name: str) -> MegatronTokenizerText:
     path = SHARED / "tokenizers" / name
     if name == "llama2_sp":
         path /= "tokenizer.model"
-    return MegatronTokenizerText(path, {"library": LIBRARY_OF[name]})
+    return MegatronTokenizerText(path, {"library": LIBRARY_OF[name]}, engine="reference")
 
 
 def published_texts() -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ for tokenizers that normalise from the offsets into the original text that they 
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from itertools import accumulate, permutations
 
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 
 from megatron_ext.alignment import TokenAligner
+from megatron_ext.alignment.audit import AuditDocument, PairAudit
 from megatron_ext.errors import TokenizerError
 from tests.alignment.shared_text import (
     ALL_TEXT,
     LIBRARY_OF,
+    SHARED,
     needs_shared,
     published,
     published_texts,
@@ -108,3 +111,20 @@ def test_every_chunk_is_found_and_no_other(student, teacher):
     assert texts > 0
     assert chunks > texts
     print(f"{student} <- {teacher}: {texts} texts, {chunks} chunks, all found")
+
+
+def test_the_share_of_1_to_1_chunks_on_gsm8k():
+    """Questions and answers of grade-school problems, each a text of its own."""
+    lines = (SHARED / "corpora/gsm8k/train.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines[: None if ALL_TEXT else 1000]]
+    found = PairAudit(published("llama3_2"), published("qwen3"))
+    found.add(
+        AuditDocument(record[key], "gsm8k") for record in records for key in ("question", "answer")
+    )
+    report = found.report()
+    assert round(report.total.one_to_one_share, 3) == 0.886
+    rows = {row.name: row for row in report.classes}
+    # Llama has every number of up to three digits, Qwen has single digits.
+    assert rows["digits-2"].counts.one_to_one == rows["digits-3"].counts.one_to_one == 0
+    assert rows["digits-1"].one_to_one_share == 1.0
+    assert report.recommendation.objective == "projected_kl"

@@ -1,7 +1,5 @@
 """The audit of a pair against a recount chunk by chunk."""
 
-import json
-import os
 from collections import Counter
 from itertools import pairwise
 
@@ -12,7 +10,6 @@ from megatron_ext.alignment import ChunkCounts, align_byte_ends
 from megatron_ext.alignment.audit import AuditDocument, PairAudit, document, pair_audit
 from megatron_ext.errors import DataError
 from tests.alignment.audit.piece_tokenizer import PieceTokenizer
-from tests.conversation.shared_files import SHARED, needs_shared
 
 TEXTS = [
     "The house costs $2017 and 12 cents.\n\tx = my_name[3] + 日本語の🤷‍♀️",
@@ -180,28 +177,6 @@ def test_an_example_names_the_line(tekken):
     assert in_file.most_tokens[0].example.place == "corpus:5"
     in_record = audit(student, teacher, ["x\nx\nab"], line=3)
     assert in_record.most_tokens[0].example.place == "corpus:3"
-
-
-@needs_shared
-def test_the_share_of_1_to_1_chunks_on_gsm8k():
-    """Questions and answers of grade-school problems, each a text of its own."""
-    from megatron_ext.tokenizers import MegatronTokenizer
-
-    student, teacher = (
-        MegatronTokenizer.from_pretrained(SHARED / "tokenizers" / name, engine="reference")
-        for name in ("llama3_2", "qwen3")
-    )
-    lines = (SHARED / "corpora/gsm8k/train.jsonl").read_text(encoding="utf-8").splitlines()
-    everything = os.environ.get("MEGATRON_EXT_ALL_TEXT") == "1"
-    records = [json.loads(line) for line in lines[: None if everything else 1000]]
-    texts = [record[key] for record in records for key in ("question", "answer")]
-    report = audit(student, teacher, texts)
-    assert round(report.total.one_to_one_share, 3) == 0.886
-    rows = {row.name: row for row in report.classes}
-    # Llama has every number of up to three digits, Qwen has single digits.
-    assert rows["digits-2"].counts.one_to_one == rows["digits-3"].counts.one_to_one == 0
-    assert rows["digits-1"].one_to_one_share == 1.0
-    assert report.recommendation.objective == "projected_kl"
 
 
 def test_bounds_of_chunks_are_those_of_their_bytes(tekken, sentencepiece):
