@@ -55,7 +55,7 @@ def microbatches(draw):
 
 
 @given(microbatches())
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_a_batch_is_that_of_a_slow_loop(microbatch):
     chunk_ids, student_length, teacher_length, masks = microbatch
     batch = pad_alignments(

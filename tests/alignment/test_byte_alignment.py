@@ -16,7 +16,7 @@ from tests.alignment.byte_end_strategies import byte_ends, ends_of, pairs
 
 
 @given(pairs())
-@settings(max_examples=500, deadline=None)
+@settings(deadline=None)
 def test_chunks_are_the_groups_of_tokens_that_share_bytes(pair):
     alignment = align_byte_ends(*pair)
     assert chunks_of(alignment) == brute_force_chunks(*(ends.tolist() for ends in pair))
@@ -36,7 +36,7 @@ def assert_equal(first, second):
 
 
 @given(pairs(), st.integers(1, 6))
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_blocks_of_any_size_give_the_alignment_of_the_whole(pair, block_tokens):
     assert_equal(aligned_in_blocks(pair, block_tokens), align_byte_ends(*pair))
 

@@ -167,7 +167,7 @@ def slow_pairs(student, teacher):
 
 
 @given(stream_pairs())
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_pairs_are_those_of_a_slow_search(pair):
     student_at, teacher_at = CLASSES.pair(*stream(*pair[0]), *stream(*pair[1]))
     assert list(zip(student_at.tolist(), teacher_at.tolist(), strict=True)) == slow_pairs(*pair)

@@ -13,7 +13,7 @@ from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 from tests.alignment.brute_force import brute_force_chunks, chunks_of
 
-any_text = settings(deadline=None, max_examples=150)
+any_text = settings(deadline=None)
 texts = st.one_of(
     st.text(max_size=40),
     st.text(st.sampled_from(" \t\n\u00a0a1é中🙂\u200d"), max_size=40),
@@ -153,7 +153,7 @@ def test_given_byte_ends_align_as_the_text(aligner):
 
 
 @given(batch=st.lists(texts, max_size=4))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None)
 def test_a_batch_of_texts_aligns_as_each_text(aligner, batch):
     rows = aligner.align_each(batch)
     assert len(rows) == len(batch)

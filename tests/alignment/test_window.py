@@ -49,7 +49,7 @@ def slow_windows(student, teacher, student_length, teacher_length):
 
 
 @given(pairs(), budgets)
-@settings(max_examples=400, deadline=None)
+@settings(deadline=None)
 def test_windows_are_those_of_a_slow_search(pair, budget):
     windows = cut_windows(*pair, student_length=budget[0], teacher_length=budget[1])
     kept, dropped = slow_windows(*pair, *budget)

@@ -21,7 +21,6 @@ FRAGMENTS = st.sampled_from(
 )
 TEXTS = st.one_of(st.text(max_size=40), st.lists(FRAGMENTS, max_size=12).map("".join))
 MANY = settings(
-    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -15,7 +15,6 @@ from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_to
 from megatron_ext.tokenizers.control_tokens import ControlToken, ControlTokens
 
 MANY = settings(
-    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -28,7 +28,7 @@ PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "hell", "##o", 
 PIECES += ["world", "w", "##orld", "e", "##e", ",", "!", "語", "a", "##a", "b", "##b", "1", "##1"]
 CAPITALS = ["Hello", "World", "É"]
 WORDS = st.text(st.sampled_from("hello world,!é É語ABab1\n\u3000\u0301🙂"), max_size=30)
-QUICK = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import pytest
 import sentencepiece
 import tiktoken
@@ -15,7 +18,6 @@ from megatron_ext.tokenizers.libraries.tiktoken.patterns import PATTERNS
 from tests.tokenizers.tokenizer_files import MAKERS, RANKS_IN_LIST, SENTENCES, mistral_file
 
 MANY = settings(
-    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -25,11 +27,24 @@ ORDINARY = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="
 NAMES = st.sampled_from(["<s>", "</s>", "<unk>", "<|end|>", "<tool>", "[CLS]", "[SEP]", "<pad>"])
 
 
+@cache
+def sentencepiece_of(path: Path) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_file=str(path))
+
+
+@cache
+def tokenizers_of(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 @pytest.mark.parametrize("name", OF_SENTENCEPIECE)
 @MANY
 @given(text=st.one_of(ORDINARY, st.sampled_from(SENTENCES)))
 def test_sentencepiece_ids_are_those_of_sentencepiece(tokenizer, tokenizer_path, name, text):
-    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path(name)))
+    theirs = sentencepiece_of(tokenizer_path(name))
     assert tokenizer(name).tokenize(text) == theirs.encode(text)
 
 
@@ -37,9 +52,7 @@ def test_sentencepiece_ids_are_those_of_sentencepiece(tokenizer, tokenizer_path,
 @MANY
 @given(text=st.one_of(ORDINARY, st.sampled_from(SENTENCES)))
 def test_huggingface_ids_are_those_of_tokenizers(tokenizer, tokenizer_path, name, text):
-    theirs = Tokenizer.from_file(str(tokenizer_path(name) / "tokenizer.json"))
-    theirs.no_truncation()
-    theirs.no_padding()
+    theirs = tokenizers_of(tokenizer_path(name))
     ids = theirs.encode(text, add_special_tokens=False).ids
     assert tokenizer(name).tokenize(text) == ids
     assert tokenizer(name).detokenize(ids) == theirs.decode(ids, skip_special_tokens=False)
@@ -49,9 +62,7 @@ def test_huggingface_ids_are_those_of_tokenizers(tokenizer, tokenizer_path, name
 @MANY
 @given(text=st.lists(st.one_of(ORDINARY, NAMES), max_size=5).map("".join))
 def test_parsed_special_tokens_are_those_of_tokenizers(tokenizer, tokenizer_path, name, text):
-    theirs = Tokenizer.from_file(str(tokenizer_path(name) / "tokenizer.json"))
-    theirs.no_truncation()
-    theirs.no_padding()
+    theirs = tokenizers_of(tokenizer_path(name))
     ids, _ = tokenizer(name).encode_with_byte_ends(text, parse_special=True)
     assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids
 
@@ -89,15 +100,20 @@ def test_the_second_pattern_is_the_one_in_the_tekken_file(tekkenizer):
     assert PATTERNS["v2"] == tekkenizer._model._pat_str
 
 
-@MANY
-@given(text=st.text(max_size=40))
-def test_a_json_rank_list_is_shifted_by_its_special_tokens_once(tokenizer, text):
+@pytest.fixture(scope="module")
+def ranks_of_tiktoken(tokenizer):
     ours = tokenizer("json-rank-list")
     ranks = {ours.token_bytes(i): i - 1000 for i in range(1000, ours.vocab_size)}
-    theirs = tiktoken.Encoding(
+    return tiktoken.Encoding(
         "ranks", pat_str=PATTERNS["v2"], mergeable_ranks=ranks, special_tokens={}
     )
-    assert ours.tokenize(text) == [1000 + rank for rank in theirs.encode_ordinary(text)]
+
+
+@MANY
+@given(text=st.text(max_size=40))
+def test_a_json_rank_list_is_shifted_by_its_special_tokens_once(tokenizer, ranks_of_tiktoken, text):
+    ranks = ranks_of_tiktoken.encode_ordinary(text)
+    assert tokenizer("json-rank-list").tokenize(text) == [1000 + rank for rank in ranks]
 
 
 def test_tables_of_a_json_rank_list_agree_on_every_id(tokenizer):

@@ -23,7 +23,6 @@ from megatron_ext.tokenizers.libraries.sentencepiece.wire import (
 from tests.tokenizers.tokenizer_files import SENTENCES
 
 MANY = settings(
-    max_examples=50,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
@@ -147,7 +147,6 @@ def tokenized_texts(draw):
 
 
 @given(tokenized_texts())
-@settings(max_examples=300)
 def test_texts_of_a_batch_are_judged_and_located_as_each_alone(batch):
     rows, texts = batch
     ids = LONG_TABLE.as_ids([i for row in rows for i in row])

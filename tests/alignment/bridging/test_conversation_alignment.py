@@ -110,7 +110,7 @@ contents = st.lists(
 
 
 @given(texts=contents)
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 def test_chunks_are_those_of_contents_and_stops_located_by_hand(pair, texts):
     written, pairs, stops = segments_by_hand(texts)
     aligned = align_conversation(*pair, conversation(*texts))

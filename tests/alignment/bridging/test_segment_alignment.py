@@ -29,7 +29,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 def test_chunks_are_the_groups_of_tokens_inside_the_ranges(case):
     student, teacher, pairs = case
     alignment = align_segments(student, teacher, segments_of(*pairs))

@@ -61,7 +61,7 @@ def test_every_character_that_normalisation_leaves_alone_is_equal():
     base=st.text(st.sampled_from("abcdé \nक日"), max_size=200),
     edits=st.lists(st.tuples(st.floats(0, 1), st.text(max_size=3)), max_size=5),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None)
 def test_equal_ranges_are_equal_and_ascend(base, edits):
     changed = base
     for place, inserted in edits:
@@ -97,7 +97,7 @@ def test_repeated_lines_are_bridged_around_what_one_side_lacks():
 
 
 @given(text=st.text(max_size=40))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 def test_streams_of_equal_bytes_align_bridged_as_ever(aligner, text):
     student = [aligner.student_tokenizer.bos_id, *aligner.student_tokenizer.text_to_ids(text)]
     teacher = [aligner.teacher_tokenizer.bos_id, *aligner.teacher_tokenizer.text_to_ids(text)]
