@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -125,11 +125,24 @@ conversations = st.builds(
     st.lists(turns, min_size=1, max_size=3),
 )
 
+ALL_TEXT = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
+
+
+def libraries_of(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Library and format: with bytes and in turn with one of the others, or with all of them."""
+    others = [library for library in LIBRARIES if library != "bytes"]
+    return [
+        (library, name)
+        for place, name in enumerate(names)
+        for library in (LIBRARIES if ALL_TEXT else ("bytes", others[place % len(others)]))
+    ]
+
+
 across = pytest.mark.parametrize("library", LIBRARIES)
-formats = pytest.mark.parametrize("name", FORMATS)
-every_format = pytest.mark.parametrize("name", list(PROMPT_FORMAT_REGISTRY))
+formats = pytest.mark.parametrize(("library", "name"), libraries_of(FORMATS))
+every_format = pytest.mark.parametrize(("library", "name"), libraries_of(PROMPT_FORMAT_REGISTRY))
 few_examples = settings(
-    max_examples=60 if os.environ.get("MEGATRON_EXT_ALL_TEXT") else 3,
+    max_examples=60 if ALL_TEXT else 3,
     deadline=None,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,
@@ -197,7 +210,6 @@ def tokens_with_spans(encoded: EncodedConversation) -> Iterator[tuple[int, bool,
         yield int(token_id), bool(trained), list(encoded.spans[max(first, 0) : last])
 
 
-@across
 @formats
 @examples
 @given(conversation=conversations)
@@ -225,7 +237,6 @@ def test_trained_is_what_the_assistant_says_with_its_stop_marker(
         assert inside[-1]
 
 
-@across
 @every_format
 @few_examples
 @given(data=st.data())
@@ -259,7 +270,6 @@ def test_a_trained_token_is_of_an_answer_and_an_answer_is_trained(
             assert not all(says)
 
 
-@across
 @every_format
 @few_examples
 @given(data=st.data())
@@ -292,7 +302,6 @@ def test_the_masked_prefix_is_the_prompt(
     np.testing.assert_array_equal(full.trained[:length], prompt.trained[:length])
 
 
-@across
 @every_format
 @few_examples
 @given(data=st.data())
@@ -319,7 +328,6 @@ def test_a_target_is_never_all_masked_nor_all_trained(
     assert trained.all() == config.skip_masking or name == "identity"
 
 
-@across
 @every_format
 @few_examples
 @given(data=st.data())
