@@ -23,7 +23,7 @@ Result = tuple[list[torch.Tensor], torch.Tensor]
 
 
 def evaluated(rank: int, ranks: int, group: Any, name: str) -> Result:
-    case = Case.random(vocabs=(47, 41), lengths=(7, 6), chunk_count=3)
+    case = Case.random(vocabs=(47, 41), lengths=(5, 4), chunk_count=2)
     case = replace(case, projection=paired_projection(47, 41))
     if name.startswith("scaled up"):
         case = case.dominated(120.0)

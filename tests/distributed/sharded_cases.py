@@ -34,15 +34,14 @@ Result = dict[str, tuple[list[torch.Tensor], torch.Tensor]]
 
 
 def every_size(rank: int, sizes: tuple[int, ...]) -> tuple[dict[int, Result], dict[str, list[str]]]:
-    """The cases on groups of each size, ranks in order, and the collectives of the whole group."""
-    groups = {}
+    """The cases on the last ranks, as many as each size, and the collectives of all of them."""
+    ranks = dist.get_world_size()
+    results = {}
     for size in sizes:
-        for first in range(0, dist.get_world_size(), size):
-            group = dist.new_group(list(range(first, first + size)))
-            if first <= rank < first + size:
-                groups[size] = group
-    results = {size: cases(rank % size, size, group) for size, group in groups.items()}
-    return results, collectives_of(rank, dist.get_world_size())
+        group = dist.new_group(list(range(ranks - size, ranks)))
+        if rank >= ranks - size:
+            results[size] = cases(rank - (ranks - size), size, group)
+    return results, collectives_of(rank, ranks)
 
 
 def cases(rank: int, ranks: int, group: Any) -> Result:

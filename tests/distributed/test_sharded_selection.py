@@ -31,7 +31,7 @@ def sharded(
     group = dist.group.WORLD if ranks > 1 else None
     found = {}
     for name, (objective, options) in CASES.items():
-        batch = Microbatch.random(batch=1, lengths=(7, 6), chunks=3)
+        batch = Microbatch.random(batch=1, lengths=(5, 4), chunks=2)
         inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=PADDING)
         output = LOSS_REGISTRY[objective](implementation=implementation, **options)(inputs)
         (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
