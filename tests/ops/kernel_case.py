@@ -30,6 +30,11 @@ def combinations(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(axis[i % len(axis)] for axis in axes) for i in range(count)]
 
 
+def sampled(values: Sequence[Any]) -> Sequence[Any]:
+    """All values where every combination is run, else the first."""
+    return values if EVERY_COMBINATION else values[:1]
+
+
 def rounding(dtype: torch.dtype) -> float:
     """Largest relative error of storing a value: half a unit in the last place.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,8 @@ from megatron_ext.ops.projected_kl import (
 )
 
 
-def random_projection(student_vocab: int, teacher_vocab: int, seed: int = 0) -> torch.Tensor:
-    """fp64 dense [Vs, Vt]: rows of one to three entries that sum to 1, some rows empty, the last
-    tenth of the columns unreachable."""
+@lru_cache(maxsize=16)
+def _random_projection(student_vocab: int, teacher_vocab: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     reachable = max(1, teacher_vocab - teacher_vocab // 10)
     dense = torch.zeros(student_vocab, teacher_vocab, dtype=torch.float64)
@@ -29,6 +29,12 @@ def random_projection(student_vocab: int, teacher_vocab: int, seed: int = 0) -> 
         columns = torch.randperm(reachable, generator=generator)[: 1 + row % 3]
         dense[row, columns] = torch.rand(len(columns), generator=generator).double() + 0.1
     return dense / dense.sum(dim=-1, keepdim=True).clamp(min=1e-9)
+
+
+def random_projection(student_vocab: int, teacher_vocab: int, seed: int = 0) -> torch.Tensor:
+    """fp64 dense [Vs, Vt]: rows of one to three entries that sum to 1, some rows empty, the last
+    tenth of the columns unreachable."""
+    return _random_projection(student_vocab, teacher_vocab, seed).clone()
 
 
 def paired_projection(student_vocab: int, teacher_vocab: int, seed: int = 0) -> torch.Tensor:

@@ -29,6 +29,7 @@ from tests.ops.kernel_case import (
     combinations,
     nan_filled,
     rounding,
+    sampled,
 )
 
 pytest.importorskip("triton")
@@ -182,7 +183,7 @@ def test_a_chunk_of_no_rows_on_a_side_stays_finite(
 
 @BY
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("common", [50, 70], ids=["with a rest", "without"])
+@pytest.mark.parametrize("common", sampled([50, 70]), ids=sampled(["with a rest", "without"]))
 def test_mass_that_the_other_side_rules_out_stays_finite(
     implementation: Implementation, direction: Divergence, common: int
 ) -> None:
