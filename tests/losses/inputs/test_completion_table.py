@@ -154,8 +154,6 @@ def _check_digits(
     """
     found = table.completions(*observed)
     assert found[0][0] == numbers[123]
-    by_last = {
-        t: s for s, t in zip(*(x.tolist() for x in found), strict=True) if t in set(digits)
-    }
+    by_last = {t: s for s, t in zip(*(x.tolist() for x in found), strict=True) if t in set(digits)}
     assert by_last == {digits[n % 10]: numbers[n] for n in range(120, 130)}
     assert np.all(np.diff(table.student_wholes.pointers) >= 1)
