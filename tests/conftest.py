@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from tests.durations import DurationRecorder, longest_first
+from tests.unsynced_disk import do_not_wait_for_the_disk
 
 # Triton decides as it is imported whether kernels are compiled for a GPU or run in Python.
 if not torch.cuda.is_available():
@@ -20,6 +21,8 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+do_not_wait_for_the_disk()
 
 # Enough for each run of the suite; all of them where everything is run.
 settings.register_profile("suite", max_examples=40, deadline=None)

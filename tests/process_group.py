@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.unsynced_disk import do_not_wait_for_the_disk
+
 _POLL_S = 0.05
 
 
@@ -88,6 +90,7 @@ def _rank_main(
     args: Sequence[Any],
 ) -> None:
     try:
+        do_not_wait_for_the_disk()
         # One thread a rank: the ranks share the machine's cores.
         torch.set_num_threads(1)
         # What megatron-core and tools like it read instead of asking torch.

@@ -20,6 +20,7 @@ import torch
 from torch.distributed import TCPStore
 
 from megatron_ext.tokenizers import build_tokenizer
+from tests.unsynced_disk import do_not_wait_for_the_disk
 
 
 class Ended(NamedTuple):
@@ -105,6 +106,7 @@ def _main(argv: list[str], environment: dict[str, str], output: Path) -> None:
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(variable, None)
     os.environ |= environment
+    do_not_wait_for_the_disk()
     torch.set_num_threads(1)
     code = 0
     with output.open("w", buffering=1) as file:
