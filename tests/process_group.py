@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.fork_server import fork_server
 from tests.unsynced_disk import do_not_wait_for_the_disk
 
 _POLL_S = 0.05
@@ -41,10 +41,7 @@ def run_ranks(
         RankError: The traceback of the rank that failed first, or which ranks did not finish in
             time. No process outlives the call.
     """
-    # Ranks are forked from one process that has imported what most of them need: importing
-    # megatron-core takes seconds, on every rank of every layout.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_ext.training.distill"])
+    context = fork_server()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [

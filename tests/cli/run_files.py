@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import yaml
 
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.run_folder import config_values
+from tests.fork_server import fork_server
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -66,9 +66,7 @@ class PreloadedRun:
     """
 
     def __init__(self, *arguments: str, output: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # What tests/process_group.py asks for: whoever comes first starts the server.
-        context.set_forkserver_preload(["megatron_ext.training.distill"])
+        context = fork_server()
         self.output = output
         self._process: Any = context.Process(target=_run_preloaded, args=(arguments, output))
         self._process.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import socket
 import sys
@@ -20,6 +19,7 @@ import torch
 from torch.distributed import TCPStore
 
 from megatron_ext.tokenizers import build_tokenizer
+from tests.fork_server import fork_server
 from tests.unsynced_disk import do_not_wait_for_the_disk
 
 
@@ -43,8 +43,7 @@ class Launch:
     def __init__(
         self, argv: Sequence[str], *, world_size: int | None, folder: Path, name: str
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron_ext.training.distill"])
+        context = fork_server()
         environments: list[dict[str, str]] = [{}]
         if world_size is not None:
             # The launcher's store outlives the ranks, who read there what others said of their end.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fork_server import fork_server
 from tests.process_group import run_ranks
 from tests.training.fault_runs import lose_peer, survive_faults
 from tests.training.tiny_run import write_corpus, write_rank_list
@@ -122,7 +122,7 @@ def test_a_stuck_rank_is_named_with_where_it_is(ranks: list[dict[str, Any]]) -> 
 
 
 def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
+    context = fork_server()
     processes = [context.Process(target=lose_peer, args=(rank, tmp_path)) for rank in range(2)]
     started = time.monotonic()
     for process in processes:

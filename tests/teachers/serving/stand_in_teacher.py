@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 import time
@@ -27,6 +26,7 @@ from megatron_ext.teachers.serving import (
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.teachers.token_rows import TokenRows
+from tests.fork_server import fork_server
 
 VOCAB, WIDTH = 53, 8
 KEY = b"a key"
@@ -133,8 +133,7 @@ class ServerProcess:
     """The same server in a process, which can be killed and stopped."""
 
     def __init__(self, folder: Path, *, delay_s: float = 0.0, name: str = "server") -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron_ext.teachers.serving"])
+        context = fork_server()
         self._path = folder / name
         self.process = context.Process(target=_serve, args=(self._path, delay_s), daemon=True)
         self.process.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ import torch
 
 from megatron_ext.errors import DistributedError
 from megatron_ext.teachers.serving import TeacherClient
+from tests.fork_server import fork_server
 from tests.teachers.serving.stand_in_teacher import (
     ServerProcess,
     TableTeacher,
@@ -121,7 +121,7 @@ def test_shared_memory_goes_with_a_killed_server(server: ServerProcess) -> None:
 
 def test_shared_memory_goes_with_a_killed_student() -> None:
     with serving(server_of(TableTeacher()), until_client_leaves=True) as address:
-        context = multiprocessing.get_context("forkserver")
+        context = fork_server()
         here, there = context.Pipe()
         student = context.Process(target=_learn, args=(address, there), daemon=True)
         student.start()
