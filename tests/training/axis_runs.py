@@ -83,7 +83,7 @@ class AxisRun:
         assert teacher is not None
         training = {
             "train_iters": self.variant.iterations,
-            "save_interval": 1,
+            "save_interval": self.variant.iterations,
             "keep_checkpoints": self.variant.iterations,
             **self.training,
         }

@@ -64,8 +64,9 @@ def main() -> None:
 
 
 def _run(name: str, variant: Variant, parallel: Mapping[str, Any]) -> AxisRun:
-    once = {"save_interval": variant.iterations}
-    return AxisRun(name=name, variant=variant, parallel=parallel, training=once)
+    # Of the four rows of a global batch, so that there is one for every replica.
+    rows = {"micro_batch_size": 1}
+    return AxisRun(name=name, variant=variant, parallel=parallel, training=rows)
 
 
 def _differences(folder: Path, run: AxisRun) -> tuple[float, float]:

@@ -33,6 +33,9 @@ class Run(NamedTuple):
     is_measured: bool = False
     """On held-out text, at the end."""
 
+    is_kept: bool = False
+    """Each step's checkpoint, and not the last one's alone."""
+
     goes_on: bool = False
     """Do the last step of the run of this name again."""
 
@@ -48,7 +51,9 @@ def config_of(folder: Path, run: Run) -> DistillConfig:
         loss=loss,
         parallel=dataclasses.replace(config.parallel, **(run.parallel or {})),
         data=student_run(folder, run.name).data if run.is_measured else config.data,
-        training=dataclasses.replace(config.training, train_iters=ITERATIONS, save_interval=1),
+        training=dataclasses.replace(
+            config.training, train_iters=ITERATIONS, save_interval=1 if run.is_kept else ITERATIONS
+        ),
     )
     if run.teachers is None:
         return config

@@ -31,9 +31,19 @@ OVERLAPS = {
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
 }
-THERE = AxisRun(name="tp2-pp2", variant=PROJECTED, parallel=LAYOUTS["tp2-pp2"])
+ONE_ROW = {"micro_batch_size": 1}
+"""Where replicas or stages are many, for the four rows of a global batch."""
+THERE = AxisRun(
+    name="tp2-pp2",
+    variant=PROJECTED,
+    parallel=LAYOUTS["tp2-pp2"],
+    training={"save_interval": 1},
+)
 ALONE_FROM_THERE = AxisRun(
-    name="alone-from-tp2-pp2", variant=PROJECTED, goes_on_from=("tp2-pp2", 1)
+    name="alone-from-tp2-pp2",
+    variant=PROJECTED,
+    training={"save_interval": 1},
+    goes_on_from=("tp2-pp2", 1),
 )
 RUNS = [
     AxisRun(
@@ -46,6 +56,7 @@ RUNS = [
         name="pp2-vp2-from-alone",
         variant=PROJECTED,
         parallel=LAYOUTS["pp2-vp2"],
+        training=ONE_ROW,
         goes_on_from=("alone-from-tp2-pp2", 2),
     ),
     AxisRun(
@@ -66,11 +77,14 @@ RUNS = [
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
+            **ONE_ROW,
             "variable_seq_lengths": True,
             "seq_length_multiple": 8,
         },
     ),
-    AxisRun(name="dp4-overlaps", variant=ALM, parallel={**LAYOUTS["dp4"], **OVERLAPS}),
+    AxisRun(
+        name="dp4-overlaps", variant=ALM, parallel={**LAYOUTS["dp4"], **OVERLAPS}, training=ONE_ROW
+    ),
 ]
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     RUNS += [
@@ -84,7 +98,7 @@ if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
             name="tp2-dp2-sequence-parallel",
             variant=PARTITION,
             parallel={**LAYOUTS["tp2-dp2"], "sequence_parallel": True},
-            training={"recompute_granularity": "selective"},
+            training={"recompute_granularity": "selective"} | ONE_ROW,
         ),
     ]
 

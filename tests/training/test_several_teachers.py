@@ -38,7 +38,7 @@ VOCAB: dict[str, Any] = {"objective": "vocab_kl"}
 ALONE = [
     Run("three", THREE, is_measured=True),
     Run("three-linear", THREE, {"linear": True, "linear_tile_rows": 48}),
-    Run("dynamic", THREE, DYNAMIC),
+    Run("dynamic", THREE, DYNAMIC, is_kept=True),
     Run("selected", UNWEIGHTED, SELECTED),
     Run("one", {"own": {}}, VOCAB),
     Run("averaged", ALIKE, VOCAB | {"teacher_mode": "averaged_logits"}),
@@ -201,7 +201,7 @@ def test_a_layout_trains_the_student_of_one_process(runs: Path, name: str, layou
 
 def test_a_run_goes_on_exactly_with_the_weights_it_had_come_to(runs: Path) -> None:
     before = read_metrics(runs / "dynamic-dp2")
-    again = Run("dynamic-dp2", THREE, DYNAMIC, goes_on=True)
+    again = Run("dynamic-dp2", THREE, DYNAMIC, is_kept=True, goes_on=True)
     run_ranks(2, train_runs, runs, [again])
     after = read_metrics(runs / "dynamic-dp2")
     keys = ("loss", "kd", "ce", "grad_norm", "kd_weight", "kd/other/weight")

@@ -30,7 +30,7 @@ SENTENCES = (
     "def f(x):\n    return x ** 2  # 201 + 1999\n",
     "Ελληνικά, русский язык и हिन्दी 😀. ",
 )
-ITERATIONS = 3
+ITERATIONS = 2
 STUDENT_VOCAB_SIZE = 8001
 TEACHER_PIECES = 4000
 
@@ -74,7 +74,9 @@ def teacher_run(folder: Path) -> DistillConfig:
     )
 
 
-def student_run(folder: Path, name: str, **parallel: Any) -> DistillConfig:
+def student_run(
+    folder: Path, name: str, *, micro_batch_size: int = 2, **parallel: Any
+) -> DistillConfig:
     """Projected KL plus cross-entropy from that checkpoint; ``parallel`` is the layout."""
     teacher = dataclasses.replace(
         _teacher(folder), checkpoint=str(folder / "teacher" / "checkpoints")
@@ -103,7 +105,10 @@ def student_run(folder: Path, name: str, **parallel: Any) -> DistillConfig:
         loss=LossConfig(temperature=1.5, kd_weight=1.0, ce_weight=0.5),
         optimizer=OptimizerConfig(lr=1e-3),
         training=TrainingConfig(
-            train_iters=ITERATIONS, micro_batch_size=2, global_batch_size=8, save_interval=2
+            train_iters=ITERATIONS,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=4,
+            save_interval=1,
         ),
         parallel=ParallelConfig(**parallel),
     )
