@@ -107,7 +107,7 @@ class AlignmentBatch:
 
     @classmethod
     def from_marks(cls, student_marks: Marks, teacher_marks: Marks) -> AlignmentBatch:
-        """The padded batch of chunk marks [B, Ts] and [B, Tt]; all chunks are exact.
+        """The padded batch of chunk marks [B, Ts] and [B, Tt].
 
         Raises:
             AlignmentError: Sides with different numbers of chunks, or marks that go on with a chunk
@@ -121,9 +121,10 @@ class AlignmentBatch:
             (_ids_of(student_marks), _ids_of(teacher_marks)),
             places,
             (
-                torch.from_numpy(student_marks == BEGINS),
-                torch.from_numpy(teacher_marks == BEGINS),
+                torch.from_numpy(student_marks >= BEGINS),
+                torch.from_numpy(teacher_marks >= BEGINS),
             ),
+            is_exact=torch.from_numpy(student_marks.reshape(-1)[places[0].first] == BEGINS),
         )
 
     @classmethod
@@ -328,7 +329,7 @@ def _starts(first: NDArray[np.int64], shape: torch.Size) -> torch.Tensor:
 
 def _ids_of(marks: Marks) -> torch.Tensor:
     """Chunk ids [B, T] of marks [B, T], numbered over all rows."""
-    chunk_id = np.cumsum(marks.reshape(-1) == BEGINS, dtype=np.int64)
+    chunk_id = np.cumsum(marks.reshape(-1) >= BEGINS, dtype=np.int64)
     chunk_id -= 1
     np.copyto(chunk_id, NO_CHUNK, where=marks.reshape(-1) == OUTSIDE)
     return torch.from_numpy(chunk_id.reshape(marks.shape))

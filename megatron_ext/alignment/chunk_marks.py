@@ -1,7 +1,8 @@
 """Chunks as a byte a token, which says the same wherever the tokens stand. T tokens.
 
 Chunk ids count from some first chunk, so that rows of them are renumbered whenever they are cut or
-put together. Marks are not: chunk ``c`` is what begins with the ``c``-th ``BEGINS`` of each side.
+put together. Marks are not: chunk ``c`` is what begins with the ``c``-th mark of each side that is
+``BEGINS`` or more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ INSIDE: Final = 1
 BEGINS: Final = 2
 """The first token of a chunk."""
 
+BEGINS_UNEQUAL: Final = 3
+"""The first token of a chunk whose sides spell different bytes."""
+
 
 def chunk_marks(alignment: Alignment) -> tuple[Marks, Marks]:
     """The marks of both sides [Ts], [Tt]."""
@@ -32,7 +36,7 @@ def chunk_marks(alignment: Alignment) -> tuple[Marks, Marks]:
         (alignment.student_chunk_id, alignment.student_spans),
         (alignment.teacher_chunk_id, alignment.teacher_spans),
     )
-    student, teacher = (_marks(*side) for side in sides)
+    student, teacher = (_marks(*side, alignment.is_exact) for side in sides)
     return student, teacher
 
 
@@ -43,13 +47,15 @@ def without_chunks(marks: Marks, dropped: NDArray[np.bool_]) -> Marks:
         marks: [T]
         dropped: [C] which of its chunks.
     """
-    chunk_of = np.cumsum(marks == BEGINS) - 1
+    chunk_of = np.cumsum(marks >= BEGINS) - 1
     kept: Marks = marks.copy()
     kept[(marks != OUTSIDE) & np.append(dropped, False)[chunk_of]] = OUTSIDE
     return kept
 
 
-def _marks(chunk_id: NDArray[np.int32], spans: NDArray[np.int32]) -> Marks:
+def _marks(
+    chunk_id: NDArray[np.int32], spans: NDArray[np.int32], is_exact: NDArray[np.bool_]
+) -> Marks:
     marks: Marks = (chunk_id != NO_CHUNK).astype(np.uint8)
-    marks[spans[:, 0]] = BEGINS
+    marks[spans[:, 0]] = np.where(is_exact, BEGINS, BEGINS_UNEQUAL)
     return marks

@@ -50,7 +50,7 @@ class ChunkPlaces:
         Raises:
             AlignmentError: Marks that go on with a chunk before any begins.
         """
-        first = np.flatnonzero(marks == BEGINS)
+        first = np.flatnonzero(marks >= BEGINS)
         goes_on = np.append(marks[1:] == INSIDE, False)
         stop = np.flatnonzero((marks != OUTSIDE) & ~goes_on)
         stop += 1
@@ -58,13 +58,13 @@ class ChunkPlaces:
         if len(stop) == len(first):
             return cls(first, stop, stop - first > 1)
         position = np.flatnonzero(marks != OUTSIDE)
-        if marks[position[0]] != BEGINS:
+        if marks[position[0]] < BEGINS:
             raise AlignmentError(
                 f"the {side}'s marks go on with a chunk that none begins",
                 got=f"position {int(position[0])}",
                 fix="cut marks where a chunk begins",
             )
-        return cls._of_tokens(position, np.flatnonzero(marks[position] == BEGINS))
+        return cls._of_tokens(position, np.flatnonzero(marks[position] >= BEGINS))
 
     def __len__(self) -> int:
         """C."""

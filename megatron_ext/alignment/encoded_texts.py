@@ -31,10 +31,23 @@ def encode_texts(tokenizer: ByteTokenizer, table: TokenBytes, texts: Sequence[st
     raws = [utf8(text) for text in texts]
     ids, offsets = _flat_ids(tokenizer, texts)
     ends, changed = table.ends_within_each(ids, offsets, raws)
-    tokens = [Tokens(ids[begin:end], ends[begin:end]) for begin, end in pairwise(offsets.tolist())]
+    tokens = [
+        Tokens(ids[begin:end], ends[begin:end], spells_text=True)
+        for begin, end in pairwise(offsets.tolist())
+    ]
     for index in changed:
         tokens[index] = Tokens(*tokenizer.encode_with_byte_ends(texts[index]))
     return tokens
+
+
+def encode_text(tokenizer: ByteTokenizer, table: TokenBytes, text: str) -> Tokens:
+    """What ``encode_with_byte_ends`` gives of one text.
+
+    Raises:
+        TokenizerError: A text that the tokenizer cannot take.
+    """
+    ids, ends = tokenizer.encode_with_byte_ends(text)
+    return Tokens(ids, ends, spells_text=table.ends_within(ids, text.encode()) is not None)
 
 
 def _flat_ids(tokenizer: ByteTokenizer, texts: Sequence[str]) -> tuple[IdArray, NDArray[np.int64]]:

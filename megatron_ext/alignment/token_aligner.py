@@ -13,14 +13,14 @@ from megatron_ext.alignment.byte_alignment import (
     align_byte_ends,
 )
 from megatron_ext.alignment.control_pairs import ControlClasses
-from megatron_ext.alignment.encoded_texts import encode_texts
+from megatron_ext.alignment.encoded_texts import encode_text, encode_texts
+from megatron_ext.alignment.spelling import AnyAlignment, SpelledSide, Spelling, as_spelled
 from megatron_ext.alignment.stream_bytes import check_same_bytes, stream_bytes
 from megatron_ext.alignment.tokens import AlignedTokens, Ids, Tokens
 from megatron_ext.alignment.truncation import truncate
 from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
 from megatron_ext.errors import AlignmentError
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
-from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from megatron_ext.alignment.batch import AlignmentBatch
@@ -57,9 +57,9 @@ class TokenAligner:
 
     def align(self, text: str) -> Alignment:
         """Tokenize ``text`` with both and align the tokens; special tokens in it are text."""
-        return self.align_encoded(
-            self.student_tokenizer.encode_with_byte_ends(text),
-            self.teacher_tokenizer.encode_with_byte_ends(text),
+        return self._aligned(
+            encode_text(self.student_tokenizer, self._student.table, text),
+            encode_text(self.teacher_tokenizer, self._teacher.table, text),
         )
 
     def align_ids(self, student_ids: Ids, teacher_ids: Ids, *, bridge: bool = False) -> Alignment:
@@ -78,8 +78,8 @@ class TokenAligner:
         """
         student = Tokens.of_stream(student_ids, self.student_tokenizer, side="student")
         teacher = Tokens.of_stream(teacher_ids, self.teacher_tokenizer, side="teacher")
-        student_bytes = stream_bytes(self._student_table, *student)
-        teacher_bytes = stream_bytes(self._teacher_table, *teacher)
+        student_bytes = stream_bytes(self._student.table, student.ids, student.ends)
+        teacher_bytes = stream_bytes(self._teacher.table, teacher.ids, teacher.ends)
         if bridge:
             return self._bridged(student, teacher, student_bytes, teacher_bytes)
         check_same_bytes(student_bytes, teacher_bytes)
@@ -92,8 +92,8 @@ class TokenAligner:
             TokenizerError: A text that a tokenizer cannot take.
         """
         return self._bridged(
-            Tokens(*self.student_tokenizer.encode_with_byte_ends(student_text)),
-            Tokens(*self.teacher_tokenizer.encode_with_byte_ends(teacher_text)),
+            encode_text(self.student_tokenizer, self._student.table, student_text),
+            encode_text(self.teacher_tokenizer, self._teacher.table, teacher_text),
             student_text.encode(),
             teacher_text.encode(),
         )
@@ -131,8 +131,8 @@ class TokenAligner:
             AlignmentError: A length below 1.
             TokenizerError: A text that a tokenizer cannot take.
         """
-        students = encode_texts(self.student_tokenizer, self._student_table, texts)
-        teachers = encode_texts(self.teacher_tokenizer, self._teacher_table, texts)
+        students = encode_texts(self.student_tokenizer, self._student.table, texts)
+        teachers = encode_texts(self.teacher_tokenizer, self._teacher.table, texts)
         return [
             self._cut(student, teacher, student_length, teacher_length)
             for student, teacher in zip(students, teachers, strict=True)
@@ -186,7 +186,8 @@ class TokenAligner:
         student = Tokens.of_stream(student_ids, self.student_tokenizer, side="student")
         teacher = Tokens.of_stream(teacher_ids, self.teacher_tokenizer, side="teacher")
         check_same_bytes(
-            stream_bytes(self._student_table, *student), stream_bytes(self._teacher_table, *teacher)
+            stream_bytes(self._student.table, student.ids, student.ends),
+            stream_bytes(self._teacher.table, teacher.ids, teacher.ends),
         )
         return student, teacher
 
@@ -204,15 +205,28 @@ class TokenAligner:
         self, student: Tokens, teacher: Tokens, student_bytes: bytes, teacher_bytes: bytes
     ) -> BridgedAlignment:
         pairs = self.pair_control_tokens and student.has_empty and teacher.has_empty
-        return align_bridged(
+        alignment = align_bridged(
             student, teacher, student_bytes, teacher_bytes, self._classes if pairs else None
         )
+        return self._as_spelled(alignment, student, teacher)
 
     def _aligned(self, student: Tokens, teacher: Tokens) -> Alignment:
         paired = None
         if self.pair_control_tokens and student.has_empty and teacher.has_empty:
-            paired = self._classes.pair(*student, *teacher)
-        return align_byte_ends(student.ends, teacher.ends, paired=paired)
+            paired = self._classes.pair(student.ids, student.ends, teacher.ids, teacher.ends)
+        alignment = align_byte_ends(student.ends, teacher.ends, paired=paired)
+        return self._as_spelled(alignment, student, teacher)
+
+    def _as_spelled(
+        self, alignment: AnyAlignment, student: Tokens, teacher: Tokens
+    ) -> AnyAlignment:
+        if student.spells_text and teacher.spells_text:
+            return alignment
+        return as_spelled(
+            alignment,
+            SpelledSide(student, self._student),
+            SpelledSide(teacher, self._teacher),
+        )
 
     # Built on first use: a text is aligned without them.
 
@@ -221,12 +235,12 @@ class TokenAligner:
         return ControlClasses.of(self.student_tokenizer, self.teacher_tokenizer)
 
     @cached_property
-    def _student_table(self) -> TokenBytes:
-        return _table_of(self.student_tokenizer)
+    def _student(self) -> Spelling:
+        return Spelling(self.student_tokenizer)
 
     @cached_property
-    def _teacher_table(self) -> TokenBytes:
-        return _table_of(self.teacher_tokenizer)
+    def _teacher(self) -> Spelling:
+        return Spelling(self.teacher_tokenizer)
 
 
 def _check_samples(samples: Sequence[str] | Sequence[IdPair]) -> None:
@@ -248,7 +262,3 @@ def _check_samples(samples: Sequence[str] | Sequence[IdPair]) -> None:
 
 def _row_length(length: int | None, rows: Sequence[Tokens]) -> int:
     return max([1, *(len(row.ids) for row in rows)]) if length is None else length
-
-
-def _table_of(tokenizer: ByteTokenizer) -> TokenBytes:
-    return TokenBytes.of(tokenizer)

@@ -25,6 +25,9 @@ class Tokens(NamedTuple):
     ends: ByteEnds
     """[T] int64 byte ends, non-decreasing."""
 
+    spells_text: bool = False
+    """Known to spell the text that the ends are of, every token what it covers."""
+
     @classmethod
     def of_stream(cls, ids: Ids, tokenizer: ByteTokenizer, *, side: str) -> Tokens:
         """A given stream, with its ends in the bytes that it decodes to.
@@ -33,7 +36,7 @@ class Tokens(NamedTuple):
             AlignmentError: An id is outside the vocabulary.
         """
         checked = checked_ids(ids, tokenizer.vocab_size, side=side)
-        return cls(checked, tokenizer.byte_ends(checked))
+        return cls(checked, tokenizer.byte_ends(checked), spells_text=True)
 
     @classmethod
     def checked(cls, ids: Ids, ends: ByteEnds, vocab_size: int, *, side: str) -> Tokens:
@@ -59,7 +62,7 @@ class Tokens(NamedTuple):
 
     def head(self, count: int) -> Tokens:
         """The first ``count`` tokens."""
-        return Tokens(self.ids[:count], self.ends[:count])
+        return Tokens(self.ids[:count], self.ends[:count], self.spells_text)
 
 
 class AlignedTokens(NamedTuple):

@@ -118,7 +118,8 @@ class MegatronTokenizerTextAbstract(RoleIds):
         Returns:
             ids [T] int32 and ends [T] int64, non-decreasing, the last one ``len(text.encode())``.
             Token ``i`` covers bytes ``[ends[i - 1], ends[i])``. A token that covers nothing (a
-            dummy prefix of its own, an inserted control token) repeats the end before it.
+            dummy prefix of its own, an inserted control token) repeats the end before it; so do
+            all but the last of the tokens that one character is taken apart into.
         """
 
     @abstractmethod

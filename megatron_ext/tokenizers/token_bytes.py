@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ByteEnds, IdArray
 from megatron_ext.tokenizers.given_texts import checked_text
+from megatron_ext.tokenizers.reordered_marks import spans_of_marks
 from megatron_ext.tokenizers.token_ids import checked_id, checked_ids
 from megatron_ext.tokenizers.token_words import TokenWords
 
@@ -246,12 +247,14 @@ def character_starts(text: bytes) -> NDArray[np.int64]:
 
 
 def settle_ends(
-    spans: Iterable[tuple[int, int]], pieces: Sequence[bytes], text: bytes
+    spans: Sequence[tuple[int, int]], pieces: Sequence[bytes], text: bytes
 ) -> list[int]:
     """Byte ends [T] from the spans [T] that a library reports for a text it has normalised.
 
     Tokens that share characters (an emoji cut into bytes) are told apart by their own bytes where
-    these spell the text; elsewhere the library's ends stand, made monotone. Bytes between two spans
+    these spell the text; elsewhere the library's ends stand, made monotone. Of the tokens that a
+    normaliser makes of one character, or of marks that it puts in another order, the last covers
+    it: those before it cover nothing, and so go with the byte that follows. Bytes between two spans
     go to the token before (a combining mark that was composed away), white space to the one after.
     The last end is N.
 
@@ -261,30 +264,48 @@ def settle_ends(
         text: The whole text, N bytes.
     """
     ends: list[int] = []
+    spans = spans_of_marks(spans, pieces, text)
     first = begin = high = 0
     for index, (start, end) in enumerate(spans):
         # A group goes on while it covers nothing yet, or a token begins before its end.
         if high > begin and start >= high:
-            _tell_apart(ends, pieces, first, text[begin:high])
+            _tell_apart(ends, spans, pieces, first, begin, text[begin:high])
             if start > high and not text[high:start].decode(errors="ignore")[:1].isspace():
                 ends[-1] = high = min(start, len(text))
             first, begin = index, high
         high = max(high, min(end, len(text)))
         ends.append(high)
     if ends:
+        _tell_apart(ends, spans, pieces, first, begin, text[begin:])
         ends[-1] = len(text)
-        _tell_apart(ends, pieces, first, text[begin:])
     return ends
 
 
-def _tell_apart(ends: list[int], pieces: Sequence[bytes], first: int, covered: bytes) -> None:
-    """Set ``ends[first:]``, which share ``covered``, from the pieces if these spell it."""
+def _tell_apart(
+    ends: list[int],
+    spans: Sequence[tuple[int, int]],
+    pieces: Sequence[bytes],
+    first: int,
+    begin: int,
+    covered: bytes,
+) -> None:
+    """Set ``ends[first:]``, which share ``covered`` from ``begin`` on, by pieces that spell it.
+
+    If they do not, the last that has a part in some of it covers that.
+    """
     if len(ends) - first < 2:
         return
     group = pieces[first : len(ends)]
     joined = b"".join(group)
-    begin = ends[-1] - len(covered)
     extra = len(joined) - len(covered)
     if joined == covered or (extra == 1 and joined == b" " + covered):
         sums = accumulate(map(len, group))
         ends[first:] = [begin + max(0, total - extra) for total in sums]
+        return
+    before = begin
+    for end, run in groupby(range(first, len(ends)), key=list(ends).__getitem__):
+        alike = list(run)
+        covering = max((at for at in alike if spans[at][0] < spans[at][1]), default=alike[0])
+        for at in range(alike[0], covering):
+            ends[at] = before
+        before = end

@@ -37,25 +37,72 @@ SAMPLE = [
 ]
 
 
-def true_chunks(sides):
-    """Pairs of token tuples: what stands between one byte where both sides end and the next."""
+def true_chunks(sides, pieces):
+    """Pairs of token tuples: what stands between one byte where both sides end and the next.
+
+    ``pieces`` are the bytes of the tokens. What has bytes and covers none is a part of the
+    character that the next token covers; where both sides have the same parts, they are the chunks.
+    """
+    chunks = [[[], []] for _ in set(sides[0]) & set(sides[1]) - {0}]
+    for side, tokens in enumerate(covering_chunks(sides)):
+        for token, chunk in tokens:
+            chunks[chunk][side].append(token)
+    found = []
+    for chunk in chunks:
+        whole = [
+            with_parts(own, ends, rows)
+            for own, ends, rows in zip(chunk, sides, pieces, strict=True)
+        ]
+        rows = [[own[i] for i in tokens] for own, tokens in zip(pieces, whole, strict=True)]
+        has_parts = all(len(own) > len(all_) for own, all_ in zip(whole, chunk, strict=True))
+        if has_parts and b"".join(rows[0]) == b"".join(rows[1]):
+            found += by_common_sums(whole, rows)
+        else:
+            found.append(tuple(map(tuple, whole)))
+    return found
+
+
+def with_parts(tokens, ends, pieces):
+    """A chunk's tokens, and before each those that are parts of its character."""
+    found = []
+    for token in tokens:
+        first = token
+        begin = ends[token - 1] if token else 0
+        while first and ends[first - 1] == (ends[first - 2] if first > 1 else 0) == begin:
+            first -= 1
+        found += [i for i in range(first, token) if pieces[i] not in (b"", b" ")] + [token]
+    return found
+
+
+def by_common_sums(sides, pieces):
+    """The tokens of a chunk [2] between one number of bytes that both have spelled and the next."""
+    sums = [list(accumulate(map(len, rows))) for rows in pieces]
+    chunks, begins = [], [0, 0]
+    for total in sorted(set(sums[0]) & set(sums[1])):
+        stops = [own.index(total) + 1 for own in sums]
+        chunks.append(tuple(tuple(sides[i][begins[i] : stops[i]]) for i in (0, 1)))
+        begins = stops
+    return chunks
+
+
+def covering_chunks(sides):
+    """For each side its tokens that cover bytes, with the number of the chunk."""
     common = sorted(set(sides[0]) & set(sides[1]) - {0})
     place = {byte: index for index, byte in enumerate(common)}
-    chunks = [([], []) for _ in common]
-    for side, ends in enumerate(sides):
+    for ends in sides:
+        tokens = []
         chunk = begin = 0
         for token, end in enumerate(ends):
             if end > begin and chunk < len(common):
-                chunks[chunk][side].append(token)
+                tokens.append((token, chunk))
             if end in place and end > begin:
                 chunk = place[end] + 1
             begin = end
-    return [(tuple(student), tuple(teacher)) for student, teacher in chunks]
+        yield tokens
 
 
-def true_ends(tokenizer, text, ids, ends):
+def true_ends(pieces, text, ends):
     """Byte ends from the bytes of the tokens where these are the text's; else from offsets."""
-    pieces = [tokenizer.token_bytes(token_id) or b"" for token_id in ids.tolist()]
     prefix = len(b"".join(pieces)) - len(text.encode())
     if b"".join(pieces) != b" " * prefix + text.encode() or prefix > 1:
         return ends.tolist()
@@ -82,8 +129,9 @@ def encoded(name):
             rows.append((text, None))
             continue
         unknown = tokenizer.unk_id is not None and tokenizer.unk_id in ids
-        truth = true_ends(tokenizer, text, ids, ends)
-        rows.append((text, None if unknown else ((ids, ends), truth)))
+        pieces = [tokenizer.token_bytes(token_id) or b"" for token_id in ids.tolist()]
+        truth = true_ends(pieces, text, ends)
+        rows.append((text, None if unknown else ((ids, ends), truth, pieces)))
     return rows
 
 
@@ -104,7 +152,7 @@ def test_every_chunk_is_found_and_no_other(student, teacher):
         assert text == same_text
         if own is None or other is None:
             continue
-        truth = true_chunks((own[1], other[1]))
+        truth = true_chunks((own[1], other[1]), (own[2], other[2]))
         found = found_chunks(aligner.align_encoded(own[0], other[0]))
         assert found == truth, text
         texts, chunks = texts + 1, chunks + len(truth)

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.encoded_texts import encode_texts
+from megatron_ext.alignment.spelling import Spelling
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ByteEnds, IdArray
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
-from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class BatchEncoder:
 
     def __init__(self, tokenizer: ByteTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._table = TokenBytes.of(tokenizer)
+        self.spelling = Spelling(tokenizer)
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
         """The tokens of ``texts``; special tokens in them are text.
@@ -62,7 +62,7 @@ class BatchEncoder:
         Raises:
             TokenizerError: The tokenizer refuses one of them.
         """
-        encoded = encode_texts(self._tokenizer, self._table, texts)
+        encoded = encode_texts(self._tokenizer, self.spelling.table, texts)
         return EncodedBatch(
             np.concatenate([np.zeros(0, np.int32), *(one.ids for one in encoded)]),
             np.concatenate([np.zeros(0, np.int64), *(one.ends for one in encoded)]),

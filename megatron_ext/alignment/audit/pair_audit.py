@@ -24,6 +24,8 @@ from megatron_ext.alignment.audit.recommendation import Recommendation, recommen
 from megatron_ext.alignment.audit.side import Side, SideReport
 from megatron_ext.alignment.audit.text_class import TEXT_CLASSES, TextClassifier
 from megatron_ext.alignment.byte_alignment import align_byte_ends
+from megatron_ext.alignment.spelling import SpelledSide, joined_pieces
+from megatron_ext.alignment.tokens import Tokens
 from megatron_ext.errors import DataError, TokenizerError
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import utf8
@@ -174,7 +176,11 @@ class PairAudit:
     ) -> None:
         ids = [one.ids for one in encoded]
         ends = [one.joined_ends(raws) for one in encoded]
-        alignment = align_byte_ends(ends[0], ends[1])
+        student, teacher = (
+            SpelledSide(Tokens(own, its_ends), side.encoder.spelling)
+            for side, own, its_ends in zip(self._sides, ids, ends, strict=True)
+        )
+        alignment = joined_pieces(align_byte_ends(ends[0], ends[1]), student, teacher)
         sizes = [
             side.count_chunks(chunk_id, alignment.chunk_count)
             for side, chunk_id in zip(

@@ -7,7 +7,7 @@ are, and so do the stop tokens behind the same answer; all else is in no chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -20,13 +20,16 @@ from megatron_ext.alignment.bridging.segment_alignment import Segments, align_se
 from megatron_ext.alignment.bridging.shown_content import ShownContent, shown_contents, stop_tokens
 from megatron_ext.alignment.bridging.symbol_match import Run, heaviest_chain
 from megatron_ext.alignment.bridging.text_alignment import bridge_texts
+from megatron_ext.alignment.spelling import SpelledSide, Spelling, as_spelled
+from megatron_ext.alignment.tokens import Tokens
 from megatron_ext.conversation import Conversation, EncodedConversation
+from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
 
 Pair = tuple[int, int, int, int]
 """Byte range in the student's text and in the teacher's."""
 
 
-class ConversationEncoder(Protocol):
+class ConversationEncoder(ByteTokenizer, Protocol):
     """A tokenizer that writes conversations, as a ``MegatronTokenizerText`` with a prompt format
     does."""
 
@@ -96,10 +99,7 @@ def align_conversation(
         for tokenizer in (student_tokenizer, teacher_tokenizer)
     )
     return align_encoded_conversations(
-        student,
-        teacher,
-        student_is_control=student_tokenizer.is_control,
-        teacher_is_control=teacher_tokenizer.is_control,
+        student, teacher, student_tokenizer=student_tokenizer, teacher_tokenizer=teacher_tokenizer
     )
 
 
@@ -107,8 +107,8 @@ def align_encoded_conversations(
     student: EncodedConversation,
     teacher: EncodedConversation,
     *,
-    student_is_control: Callable[[int], bool],
-    teacher_is_control: Callable[[int], bool],
+    student_tokenizer: ConversationEncoder,
+    teacher_tokenizer: ConversationEncoder,
 ) -> ConversationAlignment:
     """``align_conversation`` of what both sides have written already."""
     own, other = shown_contents(student), shown_contents(teacher)
@@ -117,22 +117,29 @@ def align_encoded_conversations(
         _stop_ranges(
             student,
             teacher,
-            stop_tokens(student, own, student_is_control),
-            stop_tokens(teacher, other, teacher_is_control),
+            stop_tokens(student, own, student_tokenizer.is_control),
+            stop_tokens(teacher, other, teacher_tokenizer.is_control),
         )
     )
     kept = _ascending([*contents, *stops])
     ranges = np.array(kept, dtype=np.int64).reshape(-1, 2, 2)
     aligned = sum(pair[1] - pair[0] for pair in set(kept) - set(stops))
+    alignment = align_segments(
+        student.byte_ends, teacher.byte_ends, Segments(ranges[:, 0], ranges[:, 1])
+    )
     return ConversationAlignment(
         student=student,
         teacher=teacher,
-        alignment=align_segments(
-            student.byte_ends, teacher.byte_ends, Segments(ranges[:, 0], ranges[:, 1])
+        alignment=as_spelled(
+            alignment, _side(student, student_tokenizer), _side(teacher, teacher_tokenizer)
         ),
         student_residual_bytes=_byte_count(own) - aligned,
         teacher_residual_bytes=_byte_count(other) - aligned,
     )
+
+
+def _side(encoded: EncodedConversation, tokenizer: ByteTokenizer) -> SpelledSide:
+    return SpelledSide(Tokens(encoded.ids.astype(np.int32), encoded.byte_ends), Spelling(tokenizer))
 
 
 def _equal_ranges(own: ShownContent, other: ShownContent) -> Iterator[Pair]:

@@ -84,8 +84,8 @@ def align_segments(student_ends: ByteEnds, teacher_ends: ByteEnds, segments: Seg
     teacher_chunk_id = np.full(len(teacher_ends), NO_CHUNK, dtype=np.int32)
     teacher_chunk_id[teacher.token] = renumbered[alignment.teacher_chunk_id[teacher.place]]
     return Alignment(
-        student_spans=_spans(student_chunk_id, count),
-        teacher_spans=_spans(teacher_chunk_id, count),
+        student_spans=spans_of(student_chunk_id, count),
+        teacher_spans=spans_of(teacher_chunk_id, count),
         is_exact=np.ones(count, dtype=np.bool_),
         student_chunk_id=student_chunk_id,
         teacher_chunk_id=teacher_chunk_id,
@@ -134,7 +134,7 @@ def _shared(
     return _Shared(shared, token, place)
 
 
-def _spans(chunk_id: NDArray[np.int32], count: int) -> NDArray[np.int32]:
+def spans_of(chunk_id: NDArray[np.int32], count: int) -> NDArray[np.int32]:
     """First token and one past the last [C, 2] of each chunk."""
     spans = np.empty((count, 2), dtype=np.int32)
     inside = np.flatnonzero(chunk_id != NO_CHUNK)

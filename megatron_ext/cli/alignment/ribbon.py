@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from megatron_ext.alignment import align_byte_ends
+from megatron_ext.alignment import TokenAligner
 from megatron_ext.alignment.audit import AuditDocument
 from megatron_ext.cli.token_view import TokenView, token_views
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
@@ -86,7 +86,8 @@ def ribbon_chunks(
         token_views(tokenizer, text, ids, ends)
         for tokenizer, (ids, ends) in zip((student, teacher), encoded, strict=True)
     ]
-    alignment = align_byte_ends(encoded[0][1], encoded[1][1])
+    aligner = TokenAligner(student, teacher, pair_control_tokens=False)
+    alignment = aligner.align_encoded(*encoded)
     done = (0, 0)
     for spans in zip(
         alignment.student_spans.tolist(), alignment.teacher_spans.tolist(), strict=True

@@ -56,8 +56,8 @@ class ConversationAligner:
         alignment = align_encoded_conversations(
             student,
             teacher,
-            student_is_control=self._student.is_control,
-            teacher_is_control=tokenizer.is_control,
+            student_tokenizer=self._student,
+            teacher_tokenizer=tokenizer,
         ).alignment
         chunk_id = alignment.student_chunk_id
         untrained = np.zeros(alignment.chunk_count, np.bool_)

@@ -13,6 +13,8 @@ import numpy as np
 
 from megatron_ext.alignment.byte_alignment import align_byte_ends
 from megatron_ext.alignment.chunk_marks import Marks, chunk_marks
+from megatron_ext.alignment.spelling import SpelledSide, Spelling, as_spelled
+from megatron_ext.alignment.tokens import Tokens
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import utf8
 from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText, TeacherTokens
@@ -46,7 +48,10 @@ class TextAligner:
         raws = [utf8(text) for text in texts]
         student = self._student.encode(texts, raws)
         teachers = [teacher.encode(texts, raws) for teacher in self._teachers]
-        marks = [_marks(student, teacher) for teacher in teachers]
+        marks = [
+            self._marks(student, teacher, tokens.spelling)
+            for teacher, tokens in zip(teachers, self._teachers, strict=True)
+        ]
         widths = student.widths
         bounds = [_slices(tokens) for tokens in (student, *teachers)]
         return [
@@ -63,13 +68,32 @@ class TextAligner:
             for own, *others in zip(*bounds, strict=True)
         ]
 
+    def _marks(
+        self, student: TextTokens, teacher: TextTokens, spelling: Spelling
+    ) -> tuple[Marks, Marks]:
+        """The chunks of all texts, on both sides [N], [M]."""
+        marks = _spelled_marks(student, teacher)
+        texts = list(zip(_slices(student), _slices(teacher), strict=True))
+        for index in sorted({*student.changed, *teacher.changed}):
+            own, its = texts[index]
+            begin = int(student.byte_offsets[index])
+            sides = (
+                SpelledSide(
+                    Tokens(student.ids[own], student.ends[own] - begin), self._student.spelling
+                ),
+                SpelledSide(Tokens(teacher.ids[its], teacher.ends[its] - begin), spelling),
+            )
+            found = align_byte_ends(*(side.tokens.ends for side in sides))
+            marks[0][own], marks[1][its] = chunk_marks(as_spelled(found, *sides))
+        return marks
+
 
 def _slices(tokens: TextTokens) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(tokens.offsets.tolist())]
 
 
-def _marks(student: TextTokens, teacher: TextTokens) -> tuple[Marks, Marks]:
-    """The chunks of all texts, on both sides [N], [M]."""
+def _spelled_marks(student: TextTokens, teacher: TextTokens) -> tuple[Marks, Marks]:
+    """The chunks of all texts by their byte ends, on both sides [N], [M]."""
     if _end_alike(student, teacher):
         return chunk_marks(align_byte_ends(student.ends, teacher.ends))
     parts = [

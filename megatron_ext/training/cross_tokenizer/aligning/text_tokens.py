@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.alignment.spelling import Spelling
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.base import ByteEnds, IdArray
-from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +29,9 @@ class TextTokens:
 
     byte_offsets: NDArray[np.int64]
     """[D + 1] where the bytes of each text begin and end."""
+
+    changed: Sequence[int] = ()
+    """Texts that the tokens do not spell, ascending."""
 
     @property
     def widths(self) -> IdArray:
@@ -55,6 +56,7 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: MegatronTokenizerText) -> None:
         self.tokenizer = tokenizer
+        self.spelling = Spelling(tokenizer)
 
     def encode(self, texts: Sequence[str], raws: Sequence[bytes]) -> TextTokens:
         """Ids and byte ends of ``texts``, whose UTF-8 is ``raws`` [D].
@@ -63,7 +65,7 @@ class TextTokenizer:
             TokenizerError: A text that the tokenizer cannot take.
         """
         ids, offsets = self.tokenizer.text_to_flat_ids(texts)
-        ends, changed = self._table.ends_within_joined(ids, offsets, raws)
+        ends, changed = self.spelling.table.ends_within_joined(ids, offsets, raws)
         begins = np.fromiter(accumulate(map(len, raws), initial=0), np.int64, len(raws) + 1)
         tokens = TextTokens(ids, ends, offsets, begins)
         return self._located(texts, tokens, changed) if changed else tokens
@@ -83,13 +85,5 @@ class TextTokenizer:
             np.concatenate([ends for _, ends in rows]),
             np.fromiter(counts, np.int64, len(rows) + 1),
             tokens.byte_offsets,
+            changed,
         )
-
-    @cached_property
-    def _table(self) -> TokenBytes:
-        tokenizer = self.tokenizer
-        return TokenBytes.of(tokenizer)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Quicker to make again than to send.
-        return {"tokenizer": self.tokenizer}

@@ -17,7 +17,7 @@ from megatron_ext.training.cross_tokenizer.cache.record_store import KEY_BYTES
 from megatron_ext.training.cross_tokenizer.cache.text_record import from_records, to_record
 from megatron_ext.version import __version__
 
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 """Of the records; another one makes them all anew."""
 
 

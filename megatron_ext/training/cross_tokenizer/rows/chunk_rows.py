@@ -63,7 +63,7 @@ def _parts(
 
 def _without_first(marks: Marks) -> Marks:
     """The marks [T] without the first chunk."""
-    second = np.flatnonzero(marks == BEGINS)[1:2].tolist()
+    second = np.flatnonzero(marks >= BEGINS)[1:2].tolist()
     kept: Marks = marks.copy()
     kept[: second[0] if second else len(marks)] = OUTSIDE
     return kept

@@ -65,7 +65,7 @@ def test_pieces_fit_and_are_the_text_in_order_but_for_what_is_dropped(
 
 def ids_of(marks: Marks) -> list[int]:
     """The chunk ids that marks stand for, counted from 0."""
-    ids: list[int] = np.where(marks == OUTSIDE, NO_CHUNK, np.cumsum(marks == BEGINS) - 1).tolist()
+    ids: list[int] = np.where(marks == OUTSIDE, NO_CHUNK, np.cumsum(marks >= BEGINS) - 1).tolist()
     return ids
 
 

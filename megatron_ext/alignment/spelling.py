@@ -1,0 +1,165 @@
+"""What tokens spell, where that is not the text that they cover. T tokens, C chunks.
+
+A tokenizer may change a text before it cuts it. Byte ends then say what of the text a token stands
+for, and not which bytes it has: a character that is taken apart becomes several tokens, of which
+the last covers it, and a letter in lower case covers the capital.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.alignment.alignment import Alignment
+from megatron_ext.alignment.bridging.segment_alignment import spans_of
+from megatron_ext.alignment.byte_alignment import ByteEnds
+from megatron_ext.alignment.stream_bytes import stream_bytes
+from megatron_ext.alignment.tokens import Tokens
+from megatron_ext.constants import NO_CHUNK
+from megatron_ext.tokenizers.base import IdArray
+from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.token_bytes import TokenBytes
+
+AnyAlignment = TypeVar("AnyAlignment", bound=Alignment)
+ChunkIds = NDArray[np.int32]
+
+_SPACE: Final = b" "
+"""A token of this alone that covers nothing is the library's dummy prefix."""
+
+
+class Spelling:
+    """What the tokens of one tokenizer spell.
+
+    Args:
+        tokenizer: The tokenizer.
+    """
+
+    def __init__(self, tokenizer: ByteTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def table(self) -> TokenBytes:
+        """The bytes of each id."""
+        return TokenBytes.of(self._tokenizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The table is quicker to make again than to send.
+        return {"_tokenizer": self._tokenizer}
+
+    def rows(self, ids: IdArray) -> list[bytes]:
+        """The bytes of each of ``ids``."""
+        return [self.table.rows[i] for i in ids.tolist()]
+
+    def stream(self, ids: IdArray) -> tuple[bytes, ByteEnds]:
+        """The bytes that ``ids`` decode to, and where each ends in them."""
+        ends = self._tokenizer.byte_ends(ids)
+        return stream_bytes(self.table, ids, ends), ends
+
+
+class SpelledSide(NamedTuple):
+    """One side of an alignment."""
+
+    tokens: Tokens
+    spelling: Spelling
+
+    def pieces(self) -> list[int]:
+        """Tokens that have bytes and cover none, ascending: parts of the character that follows."""
+        empty = np.flatnonzero(np.diff(self.tokens.ends, prepend=0) == 0)
+        rows = self.spelling.rows(self.tokens.ids[empty])
+        return [
+            at for at, row in zip(empty.tolist(), rows, strict=True) if row not in (b"", _SPACE)
+        ]
+
+
+def as_spelled(alignment: AnyAlignment, student: SpelledSide, teacher: SpelledSide) -> AnyAlignment:
+    """The alignment of a text by its byte ends, with all that its tokens spell.
+
+    Parts of a character are in the chunk of the token that covers it; where both sides take it
+    apart alike, they are aligned part by part. A chunk is exact where both sides spell the same, as
+    control tokens do.
+    """
+    found = _aligned_pieces(joined_pieces(alignment, student, teacher), student, teacher)
+    streams, bounds = [], []
+    for side, spans in ((student, found.student_spans), (teacher, found.teacher_spans)):
+        stream, ends = side.spelling.stream(side.tokens.ids)
+        streams.append(stream)
+        bounds.append(np.concatenate([np.zeros(1, np.int64), ends])[spans])
+    if streams[0] == streams[1] and np.array_equal(*bounds):
+        return replace(found, is_exact=np.ones(found.chunk_count, dtype=np.bool_))
+    places = zip(*(part.tolist() for part in bounds), strict=True)
+    same = (streams[0][a:b] == streams[1][c:d] for (a, b), (c, d) in places)
+    return replace(found, is_exact=np.fromiter(same, np.bool_, found.chunk_count))
+
+
+def joined_pieces(
+    alignment: AnyAlignment, student: SpelledSide, teacher: SpelledSide
+) -> AnyAlignment:
+    """The alignment with the parts of a character in the chunk of the token that covers it.
+
+    A chunk that gets some counts as exact as it was.
+    """
+    pieces = student.pieces(), teacher.pieces()
+    if not any(pieces):
+        return alignment
+    ids = alignment.student_chunk_id.copy(), alignment.teacher_chunk_id.copy()
+    for own, parts in zip(ids, pieces, strict=True):
+        # From the last on: of several parts, each is before one that has its chunk already.
+        for at in reversed(parts):
+            own[at] = own[at + 1] if at + 1 < len(own) else NO_CHUNK
+    return _of_ids(alignment, *ids, alignment.is_exact)
+
+
+def _aligned_pieces(
+    alignment: AnyAlignment, student: SpelledSide, teacher: SpelledSide
+) -> AnyAlignment:
+    """The alignment with chunks that have parts of a character on both sides, and spell the same on
+    both, cut where both have an end."""
+    sides, ids = (student, teacher), (alignment.student_chunk_id, alignment.teacher_chunk_id)
+    with_parts = [
+        set(own[side.pieces()].tolist()) - {NO_CHUNK} for side, own in zip(sides, ids, strict=True)
+    ]
+    if not with_parts[0] & with_parts[1]:
+        return alignment
+    cuts = np.zeros(alignment.chunk_count, dtype=np.int64)
+    spans = alignment.student_spans, alignment.teacher_spans
+    begins = [np.zeros(len(own), dtype=np.int32) for own in ids]
+    for chunk in with_parts[0] & with_parts[1]:
+        tokens = [
+            first + np.flatnonzero(own[first:stop] == chunk)
+            for own, (first, stop) in zip(ids, (side[chunk] for side in spans), strict=True)
+        ]
+        rows = [
+            side.spelling.rows(side.tokens.ids[at]) for side, at in zip(sides, tokens, strict=True)
+        ]
+        if b"".join(rows[0]) == b"".join(rows[1]):
+            inner = [list(accumulate(map(len, own)))[:-1] for own in rows]
+            common = set(inner[0]).intersection(inner[1])
+            cuts[chunk] = len(common)
+            for begin, at, sums in zip(begins, tokens, inner, strict=True):
+                begin[[int(at[sums.index(total) + 1]) for total in common]] = 1
+    # Both sides have the same number of new chunks before each old one.
+    own, other = (
+        np.where(side == NO_CHUNK, NO_CHUNK, side + np.cumsum(begin, dtype=np.int32))
+        for side, begin in zip(ids, begins, strict=True)
+    )
+    is_exact = np.repeat(alignment.is_exact, cuts + 1)
+    return _of_ids(alignment, own.astype(np.int32), other.astype(np.int32), is_exact)
+
+
+def _of_ids(
+    alignment: AnyAlignment, student: ChunkIds, teacher: ChunkIds, is_exact: NDArray[np.bool_]
+) -> AnyAlignment:
+    """The alignment with other chunk ids [T]."""
+    return replace(
+        alignment,
+        student_spans=spans_of(student, len(is_exact)),
+        teacher_spans=spans_of(teacher, len(is_exact)),
+        is_exact=is_exact,
+        student_chunk_id=student,
+        teacher_chunk_id=teacher,
+    )
