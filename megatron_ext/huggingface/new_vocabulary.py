@@ -17,12 +17,13 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
 
-from megatron_ext.errors import CheckpointError
-from megatron_ext.huggingface.checkpoint_files import CheckpointFiles, read_json
+from megatron_ext.errors import CheckpointError, MegatronExtError
+from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles, read_json
 from megatron_ext.huggingface.checkpoint_writer import (
     TensorPlan,
     check_target,
@@ -34,7 +35,10 @@ from megatron_ext.huggingface.model_settings import family_of
 from megatron_ext.huggingface.side_files import GENERATION_FILE, TOKENIZER_FILES
 from megatron_ext.huggingface.tensor_reader import TensorReader
 from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers.assets.assets import PROMPT_FILE
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.metadata import METADATA_FILE
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROWS: Final = 8192
@@ -46,7 +50,7 @@ def write_with_vocabulary(
     output: Path,
     *,
     projection: SparseProjection,
-    tokenizer: ByteTokenizer,
+    tokenizer: MegatronTokenizerText,
     tokenizer_folder: Path,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
@@ -59,23 +63,26 @@ def write_with_vocabulary(
         output: New, or empty; appears when it is complete.
         projection: From the new vocabulary to the model's.
         tokenizer: The new one; says the ids of control tokens.
-        tokenizer_folder: Its files, which are copied.
+        tokenizer_folder: Its files, which are copied with what lies beside them.
 
     Raises:
         CheckpointError: The model cannot be read, has fewer rows than its vocabulary has tokens, or
-            the output cannot be written.
+            the output cannot be written; or a copy of the files is not the tokenizer.
     """
     check_target(output)
     files = CheckpointFiles(model)
     family, ids = family_of(files), _control_ids(tokenizer)
+    copied = _tokenizer_files(tokenizer, tokenizer_folder)
+    config = {**files.config, "vocab_size": projection.shape[0], **ids}
+    _check_copies(tokenizer, tokenizer_folder, copied, config)
     with TensorReader(files) as reader:
         tensors = _NewTensors(files, reader, _vocabulary_names(family.architecture), projection)
         write_checkpoint(
             output,
-            config={**files.config, "vocab_size": projection.shape[0], **ids},
+            config=config,
             files=shards(tensors.plans(), max_shard_bytes=max_shard_bytes),
             read=tensors.read,
-            write_others=lambda folder: _write_others(model, tokenizer_folder, folder, ids),
+            write_others=lambda folder: _write_others(model, copied, folder, ids),
         )
 
 
@@ -172,13 +179,48 @@ def _control_ids(tokenizer: ByteTokenizer) -> dict[str, int | None]:
     }
 
 
+def _tokenizer_files(tokenizer: MegatronTokenizerText, folder: Path) -> dict[str, Path]:
+    """What the tokenizer was read from, and what its folder keeps beside that, by name."""
+    names = (*TOKENIZER_FILES, METADATA_FILE, PROMPT_FILE)
+    beside = {name: folder / name for name in names if (folder / name).is_file()}
+    return beside | {file.name: file for file in tokenizer.files().values()}
+
+
+def _check_copies(
+    tokenizer: MegatronTokenizerText,
+    folder: Path,
+    files: Mapping[str, Path],
+    config: Mapping[str, Any],
+) -> None:
+    """Read the tokenizer from a copy of its files beside a model's configuration.
+
+    Raises:
+        CheckpointError: That is another one, or none.
+    """
+    with TemporaryDirectory() as copy:
+        for name, file in files.items():
+            shutil.copyfile(file, Path(copy) / name)
+        (Path(copy) / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
+        try:
+            found = build_tokenizer(TokenizerConfig(model=copy)).fingerprint()
+        except MegatronExtError as error:
+            found = str(error).replace(copy, "the copy")
+    if found != tokenizer.fingerprint():
+        raise CheckpointError(
+            "a copy of the new tokenizer's files is not the tokenizer",
+            where=folder,
+            got=found,
+            expected=f"the vocabulary {tokenizer.fingerprint()[:12]}",
+            fix="write it to a folder of its own first: tokenizer.save_pretrained(folder)",
+        )
+
+
 def _write_others(
-    model: Path, tokenizer_folder: Path, target: Path, ids: Mapping[str, Any]
+    model: Path, tokenizer_files: Mapping[str, Path], target: Path, ids: Mapping[str, Any]
 ) -> None:
     """The new tokenizer's files, and the old generation config with its ids."""
-    for name in TOKENIZER_FILES:
-        if (tokenizer_folder / name).is_file():
-            shutil.copyfile(tokenizer_folder / name, target / name)
+    for name, file in tokenizer_files.items():
+        shutil.copyfile(file, target / name)
     generation = model / GENERATION_FILE
     if generation.is_file():
         values = {**read_json(generation), **ids}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.cli.main import main
-from megatron_ext.errors import MegatronExtError
+from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.huggingface.checkpoint_writer import TensorPlan, write_checkpoint
-from megatron_ext.huggingface.new_vocabulary import projected_rows
+from megatron_ext.huggingface.new_vocabulary import projected_rows, write_with_vocabulary
 from megatron_ext.projection import SparseProjection
-from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers import (
+    MegatronTokenizer,
+    MegatronTokenizerText,
+    TokenizerConfig,
+    build_tokenizer,
+)
 from tests.huggingface.tiny_models import save_model, save_tokenizer
+from tests.tokenizers.tokenizer_files import nfkc_sentencepiece, rank_file
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -95,6 +102,53 @@ def test_weights_get_the_permissions_that_any_new_file_gets(tmp_path: Path) -> N
     assert modes == {(tmp_path / "plain").stat().st_mode}
 
 
+@pytest.mark.parametrize("kind", ["tiktoken", "model of another name", "saved"])
+def test_a_tokenizer_of_any_kind_comes_along(tmp_path: Path, kind: str) -> None:
+    old, folder = save_model("qwen3", tmp_path / "old"), tmp_path / "tokenizer"
+    folder.mkdir()
+    if kind == "tiktoken":
+        shutil.copyfile(rank_file(tmp_path), folder / "words.tiktoken")
+    else:
+        shutil.copyfile(nfkc_sentencepiece(tmp_path), folder / "words.model")
+    if kind == "saved":
+        whole = MegatronTokenizer.from_pretrained(folder, prompt_format="identity")
+        folder = tmp_path / "saved"
+        whole.save_pretrained(folder)
+    main(["projection", "embed", str(old), str(tmp_path / "new"), "--tokenizer", str(folder)])
+    new, expected = (
+        build_tokenizer(TokenizerConfig(model=str(path))) for path in (tmp_path / "new", folder)
+    )
+    assert new.fingerprint() == expected.fingerprint()
+    assert new.prompt_format == expected.prompt_format
+    assert {file.name for file in folder.iterdir()} <= {
+        file.name for file in (tmp_path / "new").iterdir()
+    }
+
+
+def test_a_tokenizer_that_does_not_survive_a_copy_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    old, folder = save_model("qwen3", tmp_path / "old"), tmp_path / "tokenizer"
+    folder.mkdir()
+    shutil.copyfile(nfkc_sentencepiece(tmp_path), folder / "words.model")
+    tokenizer = build_tokenizer(TokenizerConfig(model=str(folder)))
+    projection = SparseProjection.from_tokenizers(tokenizer, _tokenizer(old), top_k=32, decay=1.0)
+    # A folder's tokenizer is the file of this name, if there is one.
+    (folder / "tokenizer.model").write_bytes(b"another")
+    with pytest.raises(
+        CheckpointError, match=r"is not the tokenizer; got the copy.*begins with b'another'"
+    ):
+        write_with_vocabulary(
+            old,
+            tmp_path / "new",
+            projection=projection,
+            tokenizer=tokenizer,
+            tokenizer_folder=folder,
+        )
+    assert not (tmp_path / "new").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
 def test_the_mean_of_a_row_without_entries_leaves_padding_out() -> None:
     projection = SparseProjection.from_entries(
         np.array([0, 1, 1]), np.array([2, 0, 1]), np.array([1.0, 0.25, 0.75]), (3, 3)
@@ -121,10 +175,11 @@ def test_what_is_there_and_what_does_not_fit_is_refused(
 
 
 def _projection(new: Path, old: Path) -> SparseProjection:
-    student, teacher = (
-        build_tokenizer(TokenizerConfig(model=str(folder))) for folder in (new, old)
-    )
-    return SparseProjection.from_tokenizers(student, teacher, top_k=32, decay=1.0)
+    return SparseProjection.from_tokenizers(_tokenizer(new), _tokenizer(old), top_k=32, decay=1.0)
+
+
+def _tokenizer(folder: Path) -> MegatronTokenizerText:
+    return build_tokenizer(TokenizerConfig(model=str(folder)))
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
