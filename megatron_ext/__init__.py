@@ -5,6 +5,7 @@ Names load on first use, so that ``import megatron_ext`` stays instant.
 
 from importlib import import_module
 
+from megatron_ext.extras import needed_packages
 from megatron_ext.version import __version__
 
 _HOME_OF = {
@@ -42,7 +43,8 @@ __all__ = ["__version__", *_HOME_OF]
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'megatron_ext' has no attribute {name!r}")
-    return getattr(import_module(_HOME_OF[name]), name)
+    with needed_packages(f"megatron_ext.{name}"):
+        return getattr(import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

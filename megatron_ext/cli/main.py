@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.extras import needed_packages
 from megatron_ext.registry import did_you_mean
 from megatron_ext.version import __version__
 
@@ -120,15 +121,16 @@ def _near_flag(flag: str, known: Mapping[str, str]) -> str:
 def _run(argv: list[str]) -> None:
     if not argv or argv[0] not in VERBS:
         _parser().parse_args(argv)
-    verb = import_module(f"megatron_ext.cli.{argv[0].replace('-', '_')}")
-    parser = _Parser(
-        prog=f"megatron-ext {argv[0]}",
-        description=verb.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    verb.add_arguments(parser)
-    verb.run(parser.parse_args(argv[1:]))
+    with needed_packages(f"megatron-ext {argv[0]}"):
+        verb = import_module(f"megatron_ext.cli.{argv[0].replace('-', '_')}")
+        parser = _Parser(
+            prog=f"megatron-ext {argv[0]}",
+            description=verb.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        verb.add_arguments(parser)
+        verb.run(parser.parse_args(argv[1:]))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from megatron_ext.errors import DataError, MissingDependencyError
+from megatron_ext.errors import DataError
 from megatron_ext.evaluation.language_model import GenerationOptions, LanguageModel
 from megatron_ext.evaluation.tasks.task import TaskOptions, TaskResult
 from megatron_ext.evaluation.text_requests import continuation_request, rolling_requests
+from megatron_ext.extras import needed_packages
 
 PREFIX: Final = "lm_eval:"
 _NEW_TOKENS: Final = 256
@@ -31,13 +32,9 @@ class LmEvalTask:
     """
 
     def __init__(self, name: str, options: TaskOptions) -> None:
-        try:
+        with needed_packages(f"the task {PREFIX}{name}"):
             import lm_eval
             from lm_eval.tasks import TaskManager
-        except ImportError as error:
-            raise MissingDependencyError(
-                "lm_eval", extra="lm-eval", feature=f"the task {PREFIX}{name}"
-            ) from error
         self._name, self._options = name, options
         self._evaluate = lm_eval.simple_evaluate
         folder = None if options.data is None else str(options.data)

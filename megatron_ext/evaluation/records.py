@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_ext.errors import DataError, MissingDependencyError
+from megatron_ext.errors import DataError
+from megatron_ext.extras import needed_packages
 
 Row = dict[str, Any]
 
@@ -112,10 +113,8 @@ def _json(text: str, where: object) -> Any:
 
 
 def _parquet(path: Path) -> list[Row]:
-    try:
+    with needed_packages("Parquet"):
         from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise MissingDependencyError("pyarrow", extra="data", feature="Parquet") from error
     try:
         rows: list[Row] = parquet.read_table(path).to_pylist()
     except (OSError, ArrowException) as error:

@@ -1,8 +1,13 @@
-from megatron_ext.losses.base import (
-    DistillationInputs,
-    LossOutput,
-    SumCount,
-)
+from megatron_ext.extras import needed_packages
+
+# All that follows needs torch, too.
+with needed_packages("megatron_ext.losses"):
+    from megatron_ext.losses.base import (
+        DistillationInputs,
+        LossOutput,
+        SumCount,
+    )
+
 from megatron_ext.losses.combining.cross_tokenizer import CrossTokenizerDistillationLossFn
 from megatron_ext.losses.combining.cross_tokenizer_config import (
     CrossTokenizerLossConfig,

@@ -9,6 +9,7 @@ from typing import Final, Literal, get_args
 import torch
 
 from megatron_ext.errors import LossError
+from megatron_ext.extras import missing_package
 
 Implementation = Literal["auto", "triton", "torch"]
 """``auto``: the kernels for fp32, bf16 and fp16 tensors on a GPU where Triton is installed, else
@@ -31,7 +32,8 @@ def uses_triton(implementation: Implementation, *logits: torch.Tensor) -> bool:
     """Whether the kernels run on these logits of one device.
 
     Raises:
-        LossError: ``triton`` was asked for and cannot run on them; or the kernels would, but their
+        MissingDependencyError: ``triton`` was asked for and is not installed.
+        LossError: It was asked for and cannot run on them; or the kernels would, but their
             columns are not next to one another, or their GPU is not the current one.
     """
     fits = all(tensor.dtype in KERNEL_DTYPES for tensor in logits)
@@ -45,7 +47,7 @@ def uses_triton(implementation: Implementation, *logits: torch.Tensor) -> bool:
         _check_memory(logits)
         return True
     if not installed:
-        raise LossError("the Triton kernels need triton", fix="pip install triton==3.6.0")
+        raise missing_package("triton", feature="implementation 'triton'")
     if not fits:
         raise LossError(
             "the Triton kernels do not read these logits",

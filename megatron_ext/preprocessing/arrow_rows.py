@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from megatron_ext.errors import DataError, MegatronExtError, MissingDependencyError
+from megatron_ext.errors import DataError, MegatronExtError
+from megatron_ext.extras import needed_packages
 from megatron_ext.preprocessing.arrow_block import arrow_block
 from megatron_ext.preprocessing.bad_record import BadRecord
 from megatron_ext.preprocessing.input_slice import InputSlice
@@ -26,10 +27,8 @@ def arrow_batches(path: str) -> Iterator[Iterator[Any]]:
         DataError: The file is neither an IPC file nor a stream, or is damaged.
         MissingDependencyError: pyarrow is not installed.
     """
-    try:
+    with needed_packages("reading Arrow"):
         import pyarrow
-    except ImportError:
-        raise MissingDependencyError("pyarrow", extra="data", feature="reading Arrow") from None
     try:
         with pyarrow.memory_map(path) as source:
             yield _batches(source, pyarrow.ipc)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from megatron_ext.errors import DataError, MissingDependencyError
+from megatron_ext.errors import DataError
+from megatron_ext.extras import needed_packages
 from megatron_ext.preprocessing.arrow_block import arrow_block
 from megatron_ext.preprocessing.bad_record import BadRecord
 from megatron_ext.preprocessing.input_slice import InputSlice
@@ -95,10 +96,8 @@ def _damaged(error: Exception) -> DataError:
 
 @contextmanager
 def _open(path: str) -> Iterator[Any]:
-    try:
+    with needed_packages("reading Parquet"):
         from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise MissingDependencyError("pyarrow", extra="data", feature="reading Parquet") from None
     try:
         file = ParquetFile(path)
     except (OSError, ValueError) as error:

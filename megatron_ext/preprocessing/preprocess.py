@@ -6,7 +6,8 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 
-from megatron_ext.errors import ConfigError, DataError, MissingDependencyError
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.extras import missing_package
 from megatron_ext.preprocessing.assembly import assemble
 from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.conversation_schema import with_settled_schema
@@ -62,7 +63,7 @@ def _with_tokenizer(config: PreprocessConfig) -> tuple[PreprocessConfig, Megatro
 
 def _check_output(config: PreprocessConfig) -> None:
     if not config.shard_indices and not _has_megatron_core():
-        raise MissingDependencyError("megatron-core", extra="train", feature="writing .bin/.idx")
+        raise missing_package("megatron", feature="writing .bin/.idx")
     existing = config.names.existing()
     is_unfinished = config.names.work_folder.exists()
     if existing and not is_unfinished and not config.overwrite:

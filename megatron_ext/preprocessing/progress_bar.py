@@ -6,7 +6,7 @@ import sys
 import time
 from types import TracebackType
 
-from megatron_ext.errors import MissingDependencyError
+from megatron_ext.extras import needed_packages
 from megatron_ext.preprocessing.shard import Progress
 
 _FORMAT = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left]{postfix}"
@@ -24,10 +24,8 @@ class ProgressBar:
     """
 
     def __init__(self, *, total: int, done: int) -> None:
-        try:
+        with needed_packages("the progress bar"):
             from tqdm import tqdm
-        except ImportError:
-            raise MissingDependencyError("tqdm", extra="data", feature="the progress bar") from None
         self._bar = tqdm(
             total=total,
             initial=done,

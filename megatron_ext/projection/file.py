@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.atomic_file import write_bytes
-from megatron_ext.errors import MissingDependencyError, ProjectionError
+from megatron_ext.errors import ProjectionError
+from megatron_ext.extras import needed_packages
 from megatron_ext.projection.sparse_projection import ARRAYS, SparseProjection
 from megatron_ext.version import __version__
 
@@ -200,11 +201,7 @@ def _vocabulary(size: object, fingerprint: str | None) -> str:
 
 
 def _import_safetensors() -> Any:
-    try:
+    with needed_packages("a projection file"):
         import safetensors
         import safetensors.numpy
-    except ImportError:
-        raise MissingDependencyError(
-            "safetensors", extra="train", feature="a projection file"
-        ) from None
     return safetensors

@@ -9,7 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import MissingDependencyError, TokenizerError
+from megatron_ext.errors import TokenizerError
+from megatron_ext.extras import needed_packages
 from megatron_ext.tokenizers.base import ByteEnds, IdArray
 
 
@@ -32,12 +33,8 @@ def tokenized_files(
         TokenizerError: A file cannot be read, or a line holds no text under ``field``.
         MissingDependencyError: awkward is not installed.
     """
-    try:
+    with needed_packages("an array of documents"):
         awkward = import_module("awkward")
-    except ImportError:
-        raise MissingDependencyError(
-            "awkward", extra="fast", feature="an array of documents"
-        ) from None
     texts = [text for path in paths for text in _texts(Path(path), field)]
     ids, offsets = encode(texts)
     return awkward.Array(

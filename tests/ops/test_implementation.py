@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
-from megatron_ext.errors import LossError
+from megatron_ext.errors import LossError, MissingDependencyError
 from megatron_ext.ops.implementation import uses_triton
 
 pytest.importorskip("triton")
@@ -24,6 +26,15 @@ def test_columns_that_are_apart_are_refused_by_kernels_alone() -> None:
 
 def test_a_single_column_has_no_neighbours() -> None:
     assert uses_triton("triton", torch.zeros(5, 9)[:, 3:4])
+
+
+def test_kernels_that_are_asked_for_name_the_extra_with_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not uses_triton("auto", torch.zeros(2, 4))
+    with pytest.raises(MissingDependencyError, match=r"megatron-ext\[gpu\]"):
+        uses_triton("triton", torch.zeros(2, 4))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

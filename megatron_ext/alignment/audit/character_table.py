@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.errors import MissingDependencyError
+from megatron_ext.extras import needed_packages
 
 CodePoints = NDArray[np.uint32]
 
@@ -57,12 +57,8 @@ class CharacterTable:
     """
 
     def __init__(self) -> None:
-        try:
+        with needed_packages("telling scripts apart"):
             import regex
-        except ImportError:
-            raise MissingDependencyError(
-                "regex", extra="audit", feature="telling scripts apart"
-            ) from None
         self._patterns = [regex.compile(rf"\p{{Script={name}}}+") for name in _MODERN]
         self._common = regex.compile(r"[\p{Script=Common}\p{Script=Inherited}]+")
         self._scripts = np.zeros(_CODE_POINTS, np.uint8)

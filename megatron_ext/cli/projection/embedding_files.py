@@ -7,7 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from megatron_ext.errors import MissingDependencyError, ProjectionError
+from megatron_ext.errors import ProjectionError
+from megatron_ext.extras import needed_packages
 from megatron_ext.projection.building.embedding_matrix import EmbeddingMatrix
 
 EMBEDDING_NAMES: Final = (
@@ -57,12 +58,8 @@ def _of_model(folder: Path, role: str) -> tuple[Path, str]:
 
 
 def _names_in(path: Path) -> list[str]:
-    try:
+    with needed_packages("a model's weights"):
         from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise MissingDependencyError(
-            "safetensors", extra="train", feature="a model's weights"
-        ) from None
     try:
         with safe_open(path, framework="numpy") as file:
             return sorted(file.keys())

@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.errors import MissingDependencyError, ProjectionError
+from megatron_ext.errors import ProjectionError
+from megatron_ext.extras import needed_packages
 from megatron_ext.projection.known_files.loose_entries import FLOAT32_ROUNDING, LooseEntries
 
 NO_COLUMN: Final = -1
@@ -253,8 +254,6 @@ def _of_list(
 
 def import_torch() -> Any:
     """torch, which nothing else of the package needs."""
-    try:
+    with needed_packages("a .pt projection"):
         import torch
-    except ImportError:
-        raise MissingDependencyError("torch", extra="train", feature="a .pt projection") from None
     return torch

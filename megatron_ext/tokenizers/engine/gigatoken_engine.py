@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.errors import MissingDependencyError, TokenizerError
+from megatron_ext.errors import TokenizerError
+from megatron_ext.extras import needed_packages
 from megatron_ext.tokenizers.base import IdArray
 from megatron_ext.tokenizers.engine.flat_ids import FlatIds, join
 
@@ -176,15 +177,10 @@ def building(where: object) -> Iterator[Any]:
 
 
 def _import_gigatoken() -> Any:
-    for package in ("gigatoken", "awkward"):
-        try:
-            import_module(package)
-        except ImportError:
-            # Results come in awkward's arrays.
-            raise MissingDependencyError(
-                package, extra="fast", feature="the engine gigatoken"
-            ) from None
-    return import_module("gigatoken")
+    with needed_packages("the engine gigatoken"):
+        # Results come in awkward's arrays.
+        import_module("awkward")
+        return import_module("gigatoken")
 
 
 def _shares(documents: Sequence[bytes], threads: int) -> list[Sequence[bytes]]:

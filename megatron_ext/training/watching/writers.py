@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from megatron_ext.errors import MissingDependencyError
+from megatron_ext.extras import missing_package
 from megatron_ext.training.config import DistillConfig
 
 
@@ -36,7 +36,7 @@ def check_writers(config: DistillConfig) -> None:
     """
     for writer in _WRITERS:
         if writer.is_wanted(config) and find_spec(writer.package) is None:
-            raise MissingDependencyError(writer.package, extra="watch", feature=writer.key)
+            raise missing_package(writer.package, feature=writer.key)
 
 
 def open_writers(config: DistillConfig, *, last_iteration: int) -> list[MetricsWriter]:

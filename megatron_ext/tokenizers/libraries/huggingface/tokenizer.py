@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_ext.errors import MissingDependencyError, TokenizerError
+from megatron_ext.errors import TokenizerError
+from megatron_ext.extras import needed_packages
 from megatron_ext.tokenizers.control_tokens import ControlToken, ControlTokens
 from megatron_ext.tokenizers.engine import GigatokenEngine, huggingface_engine
 from megatron_ext.tokenizers.file_kind import require_library
@@ -204,12 +205,8 @@ class HuggingFaceTokenizer(TableTokenizer):
 
 
 def _build(document: dict[str, Any], file: Path) -> Any:
-    try:
+    with needed_packages("a HuggingFace tokenizer"):
         from tokenizers import Tokenizer
-    except ImportError:
-        raise MissingDependencyError(
-            "tokenizers", extra="huggingface", feature="a HuggingFace tokenizer"
-        ) from None
     try:
         return Tokenizer.from_str(json.dumps(document))
     except Exception as error:

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import MissingDependencyError, TokenizerError
+from megatron_ext.errors import TokenizerError
+from megatron_ext.extras import needed_packages
 from megatron_ext.tokenizers.control_tokens import ControlToken
 from megatron_ext.tokenizers.libraries.sentencepiece.model import (
     USER_DEFINED,
@@ -128,10 +129,6 @@ def _is_word(piece: str) -> bool:
 
 
 def _import_sentencepiece() -> Any:
-    try:
+    with needed_packages("a SentencePiece model"):
         import sentencepiece
-    except ImportError:
-        raise MissingDependencyError(
-            "sentencepiece", extra="sentencepiece", feature="a SentencePiece model"
-        ) from None
     return sentencepiece

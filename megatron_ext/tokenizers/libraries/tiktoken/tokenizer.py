@@ -6,7 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from megatron_ext.errors import MissingDependencyError, TokenizerError
+from megatron_ext.errors import TokenizerError
+from megatron_ext.extras import needed_packages
 from megatron_ext.tokenizers.engine import GigatokenEngine, tiktoken_engine
 from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
@@ -176,12 +177,8 @@ def _rows(vocabulary: TiktokenVocabulary) -> tuple[list[str], list[bytes | None]
 
 
 def _encoding(vocabulary: TiktokenVocabulary) -> Any:
-    try:
+    with needed_packages("a tiktoken vocabulary"):
         import tiktoken
-    except ImportError:
-        raise MissingDependencyError(
-            "tiktoken", extra="tiktoken", feature="a tiktoken vocabulary"
-        ) from None
     try:
         return tiktoken.Encoding(
             name=vocabulary.file.name,

@@ -1,0 +1,57 @@
+"""Extras of the installation, and the packages that they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from megatron_ext.errors import MissingDependencyError
+
+EXTRA_OF: Final = {
+    "awkward": "fast",
+    "gigatoken": "fast",
+    "lm_eval": "lm-eval",
+    "matplotlib": "train",
+    "megatron": "train",
+    "orjson": "data",
+    "psutil": "train",
+    "pyarrow": "data",
+    "regex": "audit",
+    "safetensors": "train",
+    "sentencepiece": "sentencepiece",
+    "tensorboard": "watch",
+    "tiktoken": "tiktoken",
+    "tokenizers": "huggingface",
+    "torch": "train",
+    "tqdm": "data",
+    "transformers": "transformers",
+    "triton": "gpu",
+    "wandb": "watch",
+}
+"""By the name that a package is imported under, the smallest extra that brings it."""
+
+_PACKAGE_OF: Final = {"megatron": "megatron-core"}
+"""What a package is installed as, where it is imported under another name."""
+
+
+def missing_package(name: str, *, feature: str) -> MissingDependencyError:
+    """The error that says which extra brings the package imported as ``name``."""
+    return MissingDependencyError(
+        _PACKAGE_OF.get(name, name), extra=EXTRA_OF[name], feature=feature
+    )
+
+
+@contextmanager
+def needed_packages(feature: str) -> Iterator[None]:
+    """Name the extra to install where an import within finds no package.
+
+    Raises:
+        MissingDependencyError: A package of ``EXTRA_OF`` is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA_OF:
+            raise
+        raise missing_package(error.name, feature=feature) from None

@@ -1,0 +1,100 @@
+"""Without a package that an extra brings, one line says which extra to install."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import MissingDependencyError
+from megatron_ext.extras import EXTRA_OF, missing_package, needed_packages
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+COLLECTIONS = ("examples", "test", "dev")
+"""Extras for those who work on the repository: no error names them."""
+
+WITHOUT_TORCH = """
+import sys
+
+class WithoutTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, WithoutTorch())
+import megatron_ext
+from megatron_ext.cli.main import main
+from megatron_ext.errors import MissingDependencyError
+
+needing = ("megatron_ext.losses",) + tuple(f"megatron_ext.{name}" for name in megatron_ext.__all__)
+for name in needing:
+    module, _, attribute = name.rpartition(".")
+    try:
+        exec(f"from {module} import {attribute}")
+    except MissingDependencyError as error:
+        print(name, error)
+for verb in ("export-hf", "import-hf"):
+    try:
+        main([verb, "from", "to"])
+    except SystemExit as exit:
+        assert exit.code == 2, exit.code
+"""
+
+
+def test_without_torch_every_name_and_verb_names_the_extra_that_brings_it(tmp_path: Path) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(PYPROJECT.parent)},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    needs = str(missing_package("torch", feature=""))
+    failed = {line.split()[0]: line for line in finished.stdout.splitlines()}
+    assert all(line.endswith(needs) for line in failed.values())
+    assert {"megatron_ext.losses", "megatron_ext.CrossTokenizerCollator"} <= failed.keys()
+    assert failed.keys().isdisjoint({"megatron_ext.TokenAligner", "megatron_ext.SparseProjection"})
+    assert finished.stderr.splitlines() == [
+        f"megatron-ext: error: megatron-ext {verb}{needs}" for verb in ("export-hf", "import-hf")
+    ]
+
+
+def test_a_package_that_no_extra_brings_is_missing_as_ever() -> None:
+    with pytest.raises(ModuleNotFoundError), needed_packages("this"):
+        import no_such_package  # noqa: F401
+
+
+@pytest.mark.parametrize("name", EXTRA_OF)
+def test_an_extra_brings_the_packages_that_are_said_to_be_its_own(name: str) -> None:
+    error = missing_package(name, feature="this")
+    assert isinstance(error, MissingDependencyError)
+    package = re.search(r"the package (\S+),", str(error))
+    assert package is not None
+    # gigatoken answers in arrays of awkward, and brings it.
+    brought = {"awkward": "gigatoken"}.get(package[1], package[1])
+    assert brought in requirements()[EXTRA_OF[name]]
+
+
+def test_every_package_of_an_extra_has_an_extra_to_name() -> None:
+    named = {str(missing_package(name, feature="")).split()[3].rstrip(",") for name in EXTRA_OF}
+    extras = [packages for extra, packages in requirements().items() if extra not in COLLECTIONS]
+    assert {package for packages in extras for package in packages} - {"megatron-ext"} <= named
+
+
+def requirements() -> dict[str, set[str]]:
+    """The packages that each extra of ``pyproject.toml`` names."""
+    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    return {
+        extra: {re.split(r"[^\w-]", package)[0] for package in packages}
+        for extra, packages in extras.items()
+    }
