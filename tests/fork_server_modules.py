@@ -7,8 +7,24 @@ copy the pages of all objects for it.
 from __future__ import annotations
 
 import gc
+from importlib import import_module
+from typing import Final
 
-import tests.training.rank_functions  # noqa: F401
+_LATE: Final = (
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron_ext.cli.main",
+    "megatron_ext.tokenizers.engine",
+    "megatron_ext.tokenizers.libraries.sentencepiece.tokenizer",
+    "megatron_ext.tokenizers.libraries.tiktoken.tokenizer",
+    "safetensors.numpy",
+    "safetensors.torch",
+    "tests.training.rank_functions",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+)
+"""What is imported where it is used."""
 
+for name in _LATE:
+    import_module(name)
 gc.collect()
 gc.freeze()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.run_files import finish, start, write_config
+from tests.cli.run_files import PreloadedRun, write_config
 from tests.training.tiny_run import teacher_run, write_corpus, write_rank_list
 
 
@@ -16,5 +16,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     write_corpus(folder)
     write_rank_list(folder)
-    finish(start("distill", "--config", str(write_config(folder, teacher_run(folder)))))
+    config = write_config(folder, teacher_run(folder))
+    PreloadedRun("distill", "--config", str(config), output=folder / "teacher.log").finish()
     return folder

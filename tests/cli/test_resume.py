@@ -111,7 +111,12 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(
 def _student(folder: Path, name: str) -> DistillConfig:
     config = student_run(folder, name)
     training = dataclasses.replace(
-        config.training, train_iters=ITERATIONS, save_interval=SAVE_INTERVAL, eval_interval=4
+        config.training,
+        train_iters=ITERATIONS,
+        # Steps long enough for a moment between two of them to be met.
+        global_batch_size=8,
+        save_interval=SAVE_INTERVAL,
+        eval_interval=4,
     )
     return dataclasses.replace(config, training=training)
 

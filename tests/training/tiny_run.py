@@ -50,7 +50,11 @@ def write_corpus(folder: Path) -> Path:
 
 
 def write_rank_list(folder: Path) -> Path:
-    """The head of Tekken's vocabulary as Megatron's JSON rank list: an odd size, quick to train."""
+    """The head of Tekken's vocabulary as Megatron's JSON rank list: an odd size, quick to train.
+
+    The teacher's is written beside it, which every rank of a run would else make for itself.
+    """
+    _sentencepiece(folder)
     path = folder / "ranks.json"
     path.write_text(_rank_list())
     return path
