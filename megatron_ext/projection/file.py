@@ -1,9 +1,12 @@
-"""A projection on disk: one safetensors file that says which pair it is for."""
+"""A projection on disk: one safetensors file that says which pair it is for.
+
+The ``.pt`` files of NeMo RL's tools, which ours write too, are read as well.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +26,10 @@ FORMAT: Final = "megatron-ext-projection"
 FORMAT_VERSION: Final = "2"
 READ_VERSIONS: Final = ("1", "2")
 """Version 1 has neither ``vocab_sizes``, as its projections have no padding, nor ``sha256``."""
+_TORCH_STARTS: Final = (b"PK", b"\x80")
+"""Of a zip archive, and of a pickle as old releases write it."""
+_HEAD_BYTES: Final = 9
+"""A safetensors file begins with a length of eight bytes and JSON."""
 FILE_ENTRIES: Final = (
     "format",
     "format_version",
@@ -73,8 +80,13 @@ def load_projection(
     path: Path,
     student: ByteTokenizer | None,
     teacher: ByteTokenizer | None,
+    tell: Callable[[str], None],
 ) -> SparseProjection:
     """Read the file at ``path``; see ``SparseProjection.load``."""
+    if is_legacy_file(path):
+        from megatron_ext.projection.known_files.sound_projection import load_legacy_projection
+
+        return load_legacy_projection(path, student, teacher, tell)
     metadata, arrays = _read(path)
     _check_whole(path, metadata, arrays)
     for role, tokenizer in (("student", student), ("teacher", teacher)):
@@ -94,6 +106,16 @@ def load_projection(
         )
     except ProjectionError as error:
         raise ProjectionError(str(error), where=path) from error
+
+
+def is_legacy_file(path: Path) -> bool:
+    """Whether a file is one of torch's, by its first bytes."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return False
+    return head.startswith(_TORCH_STARTS) and head[8:] != b"{"
 
 
 def _check_whole(path: Path, metadata: dict[str, str], arrays: dict[str, NDArray[Any]]) -> None:
@@ -170,7 +192,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
             "the file is not a whole safetensors file",
             where=path,
             got=error,
-            expected="a file that SparseProjection.save wrote",
+            expected="a file that SparseProjection.save wrote, or a .pt file of NeMo RL's tools",
             fix="copy it again, or build it again from the two tokenizers",
         ) from error
 

@@ -6,7 +6,8 @@ Row ``s`` says which teacher tokens stand for student token ``s``, and in what s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -275,20 +276,26 @@ class SparseProjection(CompressedRows):
         path: str | Path,
         student: ByteTokenizer | None = None,
         teacher: ByteTokenizer | None = None,
+        *,
+        tell: Callable[[str], None] = warnings.warn,
     ) -> SparseProjection:
-        """Read what ``save`` wrote.
+        """Read what ``save`` wrote, or a ``.pt`` file of NeMo RL's tools or of ours.
 
         Args:
-            path: A file that ``save`` wrote.
+            path: The file; its first bytes say which kind it is.
             student: Where given, the projection must have been built for this tokenizer.
             teacher: The same for the teacher.
+            tell: What is called with a line on what of a ``.pt`` file cannot be checked, or is not
+                as we would build it.
 
         Raises:
-            ProjectionError: Missing, truncated or foreign file, or one for another pair.
+            ProjectionError: Missing, truncated or foreign file, one for another pair, or a ``.pt``
+                file with mass in wrong places.
+            MissingDependencyError: safetensors is not installed; torch, for a ``.pt`` file.
         """
         from megatron_ext.projection.file import load_projection
 
-        return load_projection(Path(path), student, teacher)
+        return load_projection(Path(path), student, teacher, tell)
 
     @classmethod
     def from_tokenizers(

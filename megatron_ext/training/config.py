@@ -633,7 +633,8 @@ class DistillConfig:
     this one; an error otherwise."""
 
     projection: str | None = None
-    """Projection file (safetensors); built once into ``run_dir`` when not given."""
+    """Projection file (safetensors, or .pt of NeMo RL's tools); built once into ``run_dir`` when
+    not given."""
 
     evaluation: EvaluationConfig = field(
         default_factory=EvaluationConfig, metadata={"prefix": "evaluation-"}

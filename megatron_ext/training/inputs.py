@@ -27,6 +27,7 @@ from megatron_ext.training.huggingface.model_check import check_if_huggingface
 from megatron_ext.training.huggingface.teacher_check import check_huggingface_teacher
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
 from megatron_ext.training.run_tokenizer import read_tokenizer
+from megatron_ext.training.start_warnings import write_warnings
 from megatron_ext.training.watching.writers import check_writers
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ def _teacher(
     path = config.projection_of(name)
     projection = None
     if config.distils and path is not None:
-        projection = SparseProjection.load(path, student=student, teacher=tokenizer)
+        projection = SparseProjection.load(
+            path, student, tokenizer, tell=lambda warning: write_warnings([warning])
+        )
     return TeacherInputs(tokenizer=tokenizer, projection=projection)
 
 

@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.projection import SparseProjection
+from megatron_ext.projection.known_files.legacy_file import write_legacy_file
+from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.dry_run import dry_run
 from tests.cli.run_files import REPOSITORY, write_config
@@ -55,6 +59,27 @@ def test_it_reports_on_all_processes_and_starts_and_writes_nothing(folder: Path)
         assert part in text
     assert page[-1] == "nothing was started, and nothing was written"
     assert _contents(folder) == before
+
+
+def test_a_projection_file_of_the_known_tools_is_read_as_one_of_ours(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = student_run(folder, "planned")
+    assert config.teacher is not None
+    student, teacher = (
+        build_tokenizer(section) for section in (config.tokenizer, config.teacher.tokenizer)
+    )
+    path = tmp_path / "map.pt"
+    write_legacy_file(SparseProjection.from_tokenizers(student, teacher), path)
+    config = dataclasses.replace(config, projection=str(path))
+    dry_run(config, world_size=1)
+    assert capsys.readouterr().err == ""
+    content = torch.load(path, weights_only=True)
+    torch.save({name: content[name] for name in ("indices", "likelihoods")}, path)
+    dry_run(config, world_size=1)
+    assert capsys.readouterr().err.startswith(
+        f"warning: {path}: no fingerprint of the student and of the teacher: that it is for"
+    )
 
 
 def test_processes_that_make_no_whole_replica_are_refused(folder: Path) -> None:

@@ -17,6 +17,7 @@ from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.huggingface.checkpoint_writer import TensorPlan, write_checkpoint
 from megatron_ext.huggingface.new_vocabulary import projected_rows, write_with_vocabulary
 from megatron_ext.projection import SparseProjection
+from megatron_ext.projection.known_files.legacy_file import write_legacy_file
 from megatron_ext.tokenizers import (
     MegatronTokenizer,
     MegatronTokenizerText,
@@ -147,6 +148,20 @@ def test_a_tokenizer_that_does_not_survive_a_copy_is_refused_before_anything_is_
         )
     assert not (tmp_path / "new").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_shares_may_come_from_a_file_of_the_known_tools(
+    tmp_path: Path, new_tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = save_model("llama", tmp_path / "old")
+    words = ["projection", "embed", str(old), "--tokenizer", str(new_tokenizer)]
+    main([*words, str(tmp_path / "spelled")])
+    content = _projection(new_tokenizer, old)
+    write_legacy_file(content, tmp_path / "map.pt")
+    main([*words, str(tmp_path / "given"), "--projection", str(tmp_path / "map.pt")])
+    assert "note:" not in capsys.readouterr().err
+    first, second = (_tensors(tmp_path / name) for name in ("spelled", "given"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 def test_the_mean_of_a_row_without_entries_leaves_padding_out() -> None:

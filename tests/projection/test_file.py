@@ -1,6 +1,7 @@
 """A projection on disk: whole, for its own pair, or not read."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -140,8 +141,16 @@ def test_a_file_whose_end_was_never_written_is_refused(path):
 def test_a_foreign_file_is_refused(tmp_path, content):
     path = tmp_path / "foreign.pt"
     path.write_bytes(content)
-    with pytest.raises(ProjectionError, match="not a whole safetensors file"):
+    with pytest.raises(ProjectionError, match=r"not a whole (safetensors|torch) file"):
         SparseProjection.load(path)
+
+
+# A header of 640 bytes begins as a pickle does.
+@pytest.mark.parametrize("width", range(600, 660))
+def test_what_is_ours_is_told_from_a_pickle_by_its_header(tmp_path, projection, width):
+    path = tmp_path / "pair.safetensors"
+    replace(projection, metadata={**projection.metadata, "note": " " * width}).save(path)
+    assert SparseProjection.load(path).metadata["note"] == " " * width
 
 
 def test_a_directory_is_refused(tmp_path):

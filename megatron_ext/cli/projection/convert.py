@@ -12,8 +12,6 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
-
 from megatron_ext.cli.projection.files import (
     add_pair,
     note,
@@ -22,18 +20,9 @@ from megatron_ext.cli.projection.files import (
     with_model_names,
     write_projection,
 )
-from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.building.builder import identity
 from megatron_ext.projection.history import with_step
-from megatron_ext.projection.known_files.diagnosis import diagnose
 from megatron_ext.projection.known_files.legacy_file import LegacyDtype
-from megatron_ext.projection.known_files.loose_entries import LooseEntries
-from megatron_ext.projection.known_files.operations import width_of
-from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
-from megatron_ext.projection.sparse_projection import SparseProjection
-
-_HARMLESS = ("no_strict_rows", "lost_exact_rows", "off_support", "lost_rows")
-"""What a builder may have meant, and what writing the file mends."""
+from megatron_ext.projection.known_files.sound_projection import sound_projection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,37 +44,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Check the file and write it."""
     pair = pair_of(arguments)
     entries = read_entries(arguments.file, pair)
-    for defect in diagnose(entries, pair):
-        if defect.kind not in _HARMLESS:
-            raise ProjectionError(
-                "the projection would change when written",
-                where=arguments.file,
-                got=defect,
-                fix="repair it: megatron-ext projection repair",
-            )
-        if defect.kind != "no_strict_rows":
-            note(str(defect))
-    projection = with_model_names(_projection(entries, pair), arguments)
-    write_projection(projection, arguments.output, dtype=arguments.dtype)
-
-
-def _projection(entries: LooseEntries, pair: TokenizerPair | None) -> SparseProjection:
-    metadata = with_step(entries.metadata, "convert")
-    metadata.pop("enable_scale_trick", None)
-    exact = entries.row_sizes == 1 if entries.is_exact_row is None else entries.is_exact_row
-    if pair is None:
-        return entries.projection(
-            (entries.height, width_of(entries)),
-            vocab_sizes=entries.vocab_sizes,
-            is_exact_row=exact,
-            metadata=metadata,
-        )
-    same = np.zeros(entries.height, dtype=np.bool_)
-    same[entries.rows[pair.is_same_token(entries)]] = True
-    same[: pair.shape[0]] &= pair.retokenized.is_exact_row
-    return entries.projection(
-        (entries.height, max(entries.width or 0, pair.shape[1])),
-        vocab_sizes=pair.shape,
-        is_exact_row=exact & same,
-        metadata={**metadata, **identity(pair.student, pair.teacher)},
+    projection = sound_projection(
+        entries,
+        pair,
+        where=arguments.file,
+        tell=note,
+        metadata=with_step(entries.metadata, "convert"),
+    )
+    write_projection(
+        with_model_names(projection, arguments), arguments.output, dtype=arguments.dtype
     )

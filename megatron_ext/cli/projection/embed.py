@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from megatron_ext.cli.projection.files import note
 from megatron_ext.errors import ConfigError
 from megatron_ext.projection.building.builder import build_projection
 from megatron_ext.projection.building.options import ProjectionOptions
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
         for path in (arguments.tokenizer, arguments.model)
     )
     if arguments.projection is not None:
-        projection = SparseProjection.load(arguments.projection, new, old)
+        projection = SparseProjection.load(arguments.projection, new, old, tell=note)
     else:
         options = ProjectionOptions(top_k=_MOST_PIECES, decay=1.0)
         projection = build_projection(new, old, options)

@@ -1,4 +1,4 @@
-"""Projection files by their suffix, and the tokenizers that they are for."""
+"""Projection files of either kind, and the tokenizers that they are for."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import Final
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.projection.file import check_built_for
+from megatron_ext.projection.file import is_legacy_file
 from megatron_ext.projection.known_files.defect import Defect
-from megatron_ext.projection.known_files.legacy_file import (
-    LegacyDtype,
-    read_legacy_file,
-    write_legacy_file,
-)
+from megatron_ext.projection.known_files.legacy_file import LegacyDtype, write_legacy_file
 from megatron_ext.projection.known_files.loose_entries import LooseEntries
+from megatron_ext.projection.known_files.sound_projection import read_legacy_entries
 from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 
 LEGACY_SUFFIXES: Final = (".pt", ".pth")
+"""Of files that are written so."""
 
 
 def add_pair(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -68,14 +66,9 @@ def read_entries(path: Path, pair: TokenizerPair | None = None) -> LooseEntries:
         ProjectionError: It is none, or one of ours that is for other tokenizers.
     """
     tokenizers = (None, None) if pair is None else (pair.student, pair.teacher)
-    if path.suffix not in LEGACY_SUFFIXES:
-        return LooseEntries.of(SparseProjection.load(path, *tokenizers))
-    entries = read_legacy_file(path)
-    for role, tokenizer in zip(("student", "teacher"), tokenizers, strict=True):
-        # A file of the original tools does not say.
-        if tokenizer is not None and f"{role}_fingerprint" in entries.metadata:
-            check_built_for(path, entries.metadata, role, tokenizer)
-    return entries
+    if is_legacy_file(path):
+        return read_legacy_entries(path, *tokenizers)
+    return LooseEntries.of(SparseProjection.load(path, *tokenizers))
 
 
 def write_projection(

@@ -103,7 +103,9 @@ def _load(path: Path) -> Any:
 
     try:
         _check_sums(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # By a path, torch would go by its suffix.
+        with path.open("rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ProjectionError("there is no projection file", where=path) from None
     except pickle.UnpicklingError as error:

@@ -11,7 +11,11 @@ import torch
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.known_files.legacy_file import read_legacy_file, write_legacy_file
+from megatron_ext.projection.sparse_projection import ARRAYS
+from tests.projection.greedy_tokenizer import GreedyTokenizer
 
+STUDENT = GreedyTokenizer(["<s>", b"aa", b"ab", b"b", "<mine>"], bos="<s>")
+TEACHER = GreedyTokenizer([b"a", b"b", "<bos>"], bos="<bos>")
 TABLE = {
     "indices": torch.tensor([[3, -1, -1], [1, 4, 2], [0, 0, -1]]),
     "likelihoods": torch.tensor([[1.0, 0.0, 0.0], [0.75, 0.25, 0.0], [0.5, 0.5, 0.0]]),
@@ -276,6 +280,68 @@ def test_content_that_is_no_projection_is_refused(path, content, message):
     with pytest.raises(ProjectionError, match=message) as refusal:
         read_legacy_file(path)
     assert str(path) in str(refusal.value)
+
+
+def test_a_file_of_ours_is_loaded_as_what_was_written(path):
+    projection = SparseProjection.from_tokenizers(STUDENT, TEACHER)
+    write_legacy_file(projection, path)
+    told = []
+    loaded = SparseProjection.load(path, STUDENT, TEACHER, tell=told.append)
+    assert told == []
+    for name in ARRAYS:
+        assert getattr(loaded, name).tolist() == getattr(projection, name).tolist()
+    assert (loaded.shape, loaded.vocab_sizes) == (projection.shape, projection.vocab_sizes)
+    assert loaded.metadata == projection.metadata
+    with pytest.raises(ProjectionError, match="built for another student"):
+        SparseProjection.load(path, TEACHER, STUDENT)
+    # The name of a file says nothing.
+    path.rename(path.with_suffix(".safetensors"))
+    assert SparseProjection.load(path.with_suffix(".safetensors")).metadata == projection.metadata
+
+
+def dense_of(projection):
+    dense = torch.zeros(projection.shape)
+    rows = np.repeat(np.arange(projection.shape[0]), np.diff(projection.indptr))
+    dense[rows, projection.indices.astype(np.int64)] = torch.from_numpy(projection.values.copy())
+    return dense
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "pairs", "dict of one matrix"])
+def test_a_file_that_names_no_vocabulary_is_judged_by_the_tokens(path, kind):
+    projection = SparseProjection.from_tokenizers(STUDENT, TEACHER)
+    dense = dense_of(projection)
+    pairs = {(int(s), int(t)): float(dense[s, t]) for s, t in dense.nonzero()}
+    contents = {
+        "dense": dense,
+        "sparse": dense.to_sparse(),
+        "pairs": pairs,
+        "dict of one matrix": {"weights": dense, "model_A_id": "one"},
+    }
+    torch.save(contents[kind], path)
+    told = []
+    loaded = SparseProjection.load(path, STUDENT, TEACHER, tell=told.append)
+    assert told == [
+        f"{path}: no fingerprint of the student and of the teacher: "
+        "that it is for this pair is checked by sizes and the bytes of tokens alone"
+    ]
+    for name in ARRAYS:
+        assert getattr(loaded, name).tolist() == getattr(projection, name).tolist()
+    # It is of this pair from here on.
+    loaded.save(path.with_name("again.safetensors"))
+    SparseProjection.load(path.with_name("again.safetensors"), STUDENT, TEACHER)
+    with pytest.warns(UserWarning, match="of the student: that it is .* checked by nothing"):
+        SparseProjection.load(path, STUDENT)
+
+
+def test_a_file_for_other_tokens_or_with_mass_in_wrong_places_is_told_or_refused(path):
+    dense = dense_of(SparseProjection.from_tokenizers(STUDENT, TEACHER))
+    torch.save(dense.flip(1), path)
+    told = []
+    SparseProjection.load(path, STUDENT, TEACHER, tell=told.append)
+    assert "mass on tokens that neither hold the row's token nor are in it" in "\n".join(told)
+    torch.save(2 * dense, path)
+    with pytest.raises(ProjectionError, match="no sound projection; got rows do not sum to 1"):
+        SparseProjection.load(path, STUDENT, TEACHER, tell=told.append)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,128 @@
+"""A projection from the entries of a file of another tool, if no mass has to move for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from megatron_ext.errors import ProjectionError
+from megatron_ext.projection.building.builder import identity
+from megatron_ext.projection.file import check_built_for
+from megatron_ext.projection.known_files.diagnosis import diagnose
+from megatron_ext.projection.known_files.legacy_file import read_legacy_file
+from megatron_ext.projection.known_files.loose_entries import LooseEntries
+from megatron_ext.projection.known_files.operations import width_of
+from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
+from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+
+Tell = Callable[[str], None]
+"""What is called with a line that a user should read and that stops nothing."""
+
+_HARMLESS: Final = ("no_strict_rows", "lost_exact_rows", "off_support", "lost_rows")
+"""What a builder may have meant, and what our own form mends."""
+
+
+def load_legacy_projection(
+    path: Path, student: ByteTokenizer | None, teacher: ByteTokenizer | None, tell: Tell
+) -> SparseProjection:
+    """A ``.pt`` file as ``SparseProjection.load`` gives it.
+
+    A file that does not name its vocabularies is judged by the tokenizers, and what that cannot
+    say is told.
+
+    Raises:
+        ProjectionError: No such file, one for another pair, or one to be repaired first.
+        MissingDependencyError: torch is not installed.
+    """
+    entries = read_legacy_entries(path, student, teacher)
+    pair = None
+    given = {"student": student, "teacher": teacher}
+    unnamed = [
+        role
+        for role, tokenizer in given.items()
+        if tokenizer is not None and f"{role}_fingerprint" not in entries.metadata
+    ]
+    if unnamed and student is not None and teacher is not None:
+        pair = TokenizerPair(student, teacher)
+    if unnamed:
+        checked = "by sizes and the bytes of tokens alone" if pair is not None else "by nothing"
+        whose = " and of the ".join(unnamed)
+        tell(
+            f"{path}: no fingerprint of the {whose}: that it is for this pair is checked {checked}"
+        )
+    return sound_projection(entries, pair, where=path, tell=lambda text: tell(f"{path}: {text}"))
+
+
+def read_legacy_entries(
+    path: Path, student: ByteTokenizer | None, teacher: ByteTokenizer | None
+) -> LooseEntries:
+    """The entries of a ``.pt`` file, which is for these tokenizers if it names any.
+
+    Raises:
+        ProjectionError: It is none, or it names another vocabulary.
+    """
+    entries = read_legacy_file(path)
+    for role, tokenizer in (("student", student), ("teacher", teacher)):
+        # A file of the original tools does not say.
+        if tokenizer is not None and f"{role}_fingerprint" in entries.metadata:
+            check_built_for(path, entries.metadata, role, tokenizer)
+    return entries
+
+
+def sound_projection(
+    entries: LooseEntries,
+    pair: TokenizerPair | None,
+    *,
+    where: Path,
+    tell: Tell,
+    metadata: Mapping[str, str] | None = None,
+) -> SparseProjection:
+    """The entries as a projection, of ``pair`` where it is given.
+
+    Args:
+        entries: What the file holds.
+        pair: The tokenizers that it is for.
+        where: The file, for errors.
+        tell: Hears of defects that are left as they are.
+        metadata: Of the projection; by default that of the entries.
+
+    Raises:
+        ProjectionError: Mass in wrong places.
+    """
+    if pair is not None and entries.width is None and not entries.slot_count:
+        # A mapping of pairs does not say how many tokens there are.
+        entries = replace(entries, height=max(entries.height, pair.shape[0]))
+    for defect in diagnose(entries, pair):
+        if defect.kind not in _HARMLESS:
+            raise ProjectionError(
+                "the file holds no sound projection",
+                where=where,
+                got=defect,
+                fix="repair it: megatron-ext projection repair",
+            )
+        if defect.kind != "no_strict_rows":
+            tell(str(defect))
+    metadata = dict(entries.metadata if metadata is None else metadata)
+    metadata.pop("enable_scale_trick", None)
+    exact = entries.row_sizes == 1 if entries.is_exact_row is None else entries.is_exact_row
+    if pair is None:
+        return entries.projection(
+            (entries.height, width_of(entries)),
+            vocab_sizes=entries.vocab_sizes,
+            is_exact_row=exact,
+            metadata=metadata,
+        )
+    same = np.zeros(entries.height, dtype=np.bool_)
+    same[entries.rows[pair.is_same_token(entries)]] = True
+    same[: pair.shape[0]] &= pair.retokenized.is_exact_row
+    return entries.projection(
+        (entries.height, max(entries.width or 0, pair.shape[1])),
+        vocab_sizes=pair.shape,
+        is_exact_row=exact & same,
+        metadata={**metadata, **identity(pair.student, pair.teacher)},
+    )
