@@ -26,7 +26,7 @@ LENGTHS = (41, 53)
 def run_data(folder: Path, *, packing: bool, size: int) -> RunData:
     """Rows of 41 and 53 positions, which are filled up to divide over ``size`` ranks."""
     config = dataclasses.replace(
-        student_run(folder, "run", context_parallel_size=size),
+        student_run(folder, "run", global_batch_size=8, context_parallel_size=size),
         data=DataConfig(train=(str(write_corpus(folder)),), packing=packing),
     )
     return RunData.read(config, student_tokenizer(), {"teacher": (teacher_tokenizer(), LENGTHS[1])})

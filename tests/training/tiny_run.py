@@ -79,7 +79,12 @@ def teacher_run(folder: Path) -> DistillConfig:
 
 
 def student_run(
-    folder: Path, name: str, *, micro_batch_size: int = 2, **parallel: Any
+    folder: Path,
+    name: str,
+    *,
+    micro_batch_size: int = 2,
+    global_batch_size: int = 4,
+    **parallel: Any,
 ) -> DistillConfig:
     """Projected KL plus cross-entropy from that checkpoint; ``parallel`` is the layout."""
     teacher = dataclasses.replace(
@@ -111,7 +116,7 @@ def student_run(
         training=TrainingConfig(
             train_iters=ITERATIONS,
             micro_batch_size=micro_batch_size,
-            global_batch_size=4,
+            global_batch_size=global_batch_size,
             save_interval=1,
         ),
         parallel=ParallelConfig(**parallel),

@@ -53,7 +53,7 @@ def texts_at(prefix: str, tokenizer: MegatronTokenizerText, folder: Path) -> Ind
 
 def run_data(folder: Path, *train: str, **data: Any) -> RunData:
     config = dataclasses.replace(
-        student_run(folder, "run"),
+        student_run(folder, "run", global_batch_size=8),
         data=DataConfig(train=train, index_cache=str(folder / "index"), **data),
     )
     return RunData.read(config, student_tokenizer(), {"teacher": (teacher_tokenizer(), 60)})
