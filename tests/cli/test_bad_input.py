@@ -285,7 +285,7 @@ def test_a_batch_that_does_not_divide_over_the_replicas_is_refused(
     values, refused, monkeypatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "got 8; expected a multiple of 6 (micro_batch_size 2 x 3" in refused()
+    assert "got 4; expected a multiple of 6 (micro_batch_size 2 x 3" in refused()
 
 
 def test_layers_that_do_not_divide_over_the_stages_are_refused(values, refused) -> None:

@@ -33,7 +33,7 @@ print(dist.is_initialized())
 
 
 def test_it_reports_on_all_processes_and_starts_and_writes_nothing(folder: Path) -> None:
-    config = student_run(folder, "planned", pipeline_model_parallel_size=2)
+    config = student_run(folder, "planned", global_batch_size=8, pipeline_model_parallel_size=2)
     file = write_config(folder, config)
     before = _contents(folder)
     finished = subprocess.run(

@@ -25,7 +25,7 @@ WHOLE = Replica(0, 1, 2)
 def run_data(folder: Path, **data: Any) -> RunData:
     settings: dict[str, Any] = {"train": (str(write_corpus(folder)),)}
     config: DistillConfig = dataclasses.replace(
-        student_run(folder, "run"), data=DataConfig(**settings | data)
+        student_run(folder, "run", global_batch_size=8), data=DataConfig(**settings | data)
     )
     teachers = {"teacher": (teacher_tokenizer(), 60)}
     return RunData.read(config, student_tokenizer(), teachers)
