@@ -4,8 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH := torch==2.13.0
-TRITON := triton==3.6.0
+# pip takes the newest release that any index has. Of one that is named it takes the build for CPUs,
+# such as 2.13.0+cpu, where an index offers it, and downloads no other to look at.
+TORCH ?= torch==2.13.0
 
 .PHONY: demo test lint bench-gpu clean
 
@@ -26,19 +27,29 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory $(VENV)/.resolves
 
-# The machine's pip fills the environment: Debian's Python has no ensurepip until python3-venv is
-# there. torch comes first and pinned, so that no other package chooses a larger build of it.
+# The machine's pip brings the first one into the environment: Debian's Python has no ensurepip until
+# python3-venv is there, and the pip of Ubuntu 22.04 cannot install for another interpreter.
 $(VENV)/.ready: pyproject.toml
 	@echo "==> installing into $(VENV)"
 	@$(PYTHON) -m venv --without-pip $(VENV)
-	@$(PYTHON) -m pip --python $(BIN)/python install --quiet --upgrade pip
-	@$(BIN)/python -m pip install --quiet "$(TORCH)" "$(TRITON)"
+	@$(PYTHON) -m pip install --quiet --upgrade pip \
+	  --target "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@echo "==> downloading $(TORCH): with CUDA, as PyPI has it for Linux, 2.7 GB; for CPUs alone,"
+	@echo "    where pip is offered that (see CONTRIBUTING.md), 0.2 GB; then 0.4 GB of other packages"
+	@$(BIN)/python -m pip install "$(TORCH)"
 	@$(BIN)/python -m pip install --quiet --editable ".[test]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.ready
 	@$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+# Minutes of questions to the index, so asked again only where something else is installed.
+$(VENV)/.resolves: pyproject.toml Makefile tools/check_install.py
+	@echo "==> asking the public index for every extra, and for what make installs"
+	@$(BIN)/python tools/check_install.py "$(TORCH) .[test]" "$(TORCH) .[dev]"
 	@touch $@
 
 clean:
