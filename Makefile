@@ -4,9 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# pip takes the newest release that any index has. Of one that is named it takes the build for CPUs,
-# such as 2.13.0+cpu, where an index offers it, and downloads no other to look at.
-TORCH ?= torch==2.13.0
+# The newest whose triton goes with the extra `test`; pyproject.toml says why that is not the newest.
+# Named like this, pip takes its build for CPUs, 2.13.0+cpu, where any index offers one.
+TORCH := torch==2.13.0
 
 .PHONY: demo test lint bench-gpu clean
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.config import DistillConfig, LossConfig
@@ -27,6 +28,7 @@ def config(tmp_path: Path) -> DistillConfig:
 def _add_checkpoint(folder: Path) -> None:
     (folder / "iter_0000001").mkdir(parents=True)
     (folder / "iter_0000001" / "metadata.json").write_text("{}")
+    torch.save({}, folder / "iter_0000001" / "common.pt")
     (folder / "latest").write_text("iter_0000001\n")
 
 
