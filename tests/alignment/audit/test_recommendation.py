@@ -25,10 +25,10 @@ def row(name, one_to_one, rest, *, one_to_one_bytes=None, many_to_many_bytes=0):
     [
         pytest.param(row("all", 900, 100), row("digits-3", 0, 200), "projected_kl",
                      "100.0% of the 200 chunks in numbers", id="numbers are split"),
-        pytest.param(row("all", 900, 100), row("digits-2", 191, 9), "hybrid_kl",
+        pytest.param(row("all", 900, 100), row("digits-2", 191, 9), "projected_kl",
                      "4.5% of the 200 chunks in numbers", id="numbers are alike"),
-        pytest.param(row("all", 900, 100), row("digits-2", 1, 98), "hybrid_kl",
-                     "Only 99 chunks lie in numbers", id="too few numbers"),
+        pytest.param(row("all", 900, 100), row("digits-2", 0, 99), "projected_kl",
+                     "90.0% of the 1,000 chunks are 1:1", id="too few numbers"),
         pytest.param(row("all", 499, 501), row("digits-3", 0, 200), "chunk_likelihood",
                      "49.9% of the bytes lie in them", id="few 1:1"),
         pytest.param(row("all", 900, 100, many_to_many_bytes=401), row("digits-3", 0, 200),
@@ -47,13 +47,25 @@ def test_the_objective_follows_from_the_counts(total, numbers, objective, said):
 def test_the_same_tokenizer_needs_the_same_tokens_not_the_same_vocabulary_alone():
     alike = recommend(row("all", 10, 0), [], same_vocabulary=True)
     assert alike.objective == "kl"
-    assert recommend(row("all", 10, 0), [], same_vocabulary=False).objective == "hybrid_kl"
-    assert recommend(row("all", 9, 1), [], same_vocabulary=True).objective == "hybrid_kl"
+    assert recommend(row("all", 10, 0), [], same_vocabulary=False).objective == "projected_kl"
+    assert recommend(row("all", 9, 1), [], same_vocabulary=True).objective == "projected_kl"
 
 
-def test_one_digit_numbers_split_nobody():
-    advice = recommend(row("all", 10, 0), [row("digits-1", 0, 500)], same_vocabulary=False)
-    assert advice.objective == "hybrid_kl"
+def test_split_numbers_are_named_but_not_a_few_or_those_of_one_digit():
+    split, few, single = (
+        recommend(row("all", 10, 0), [row(name, 0, count)], same_vocabulary=False)
+        for name, count in (("digits-2", 100), ("digits-2", 99), ("digits-1", 500))
+    )
+    assert "split numbers differently" in split.title
+    for other in (few, single):
+        assert not any("numbers" in text for text in (other.title, *other.reasons))
+
+
+def test_what_has_not_been_measured_is_not_said_to_be():
+    heavy = recommend(row("all", 1, 9), [], same_vocabulary=False)
+    light = recommend(row("all", 9, 1), [], same_vocabulary=False)
+    assert "compare runs" in heavy.reasons[-1]
+    assert "in both of two seeds" in light.reasons[-1]
 
 
 @pytest.mark.parametrize(
