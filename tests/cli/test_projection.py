@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ class Files:
         self.path = folder / "default.pt"
         torch.save(self.content, self.path)
         self.number = student.token_to_id("201")
+        self.tokenizer = student
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,23 @@ def test_an_inspection_tells_the_leaked_share(files, capsys):
     assert found["judged_by_tokenizers"]
     assert found["exact_rows"] == int((files.content["indices"][:, 1] == -1).sum())
     assert sum(found["row_sizes"].values()) == found["shape"][0]
+
+
+def test_tokens_without_a_counterpart_are_counted_with_examples(files, tmp_path, capsys):
+    path = tmp_path / "pair.safetensors"
+    empty = [3, 5, 8, 1000]
+    rows = np.delete(np.arange(1391), empty)
+    pair = SparseProjection.from_entries(rows, rows % 424, np.ones(len(rows)), (1391, 424))
+    pair.save(path)
+    projection("convert", path, "-o", tmp_path / "copy.pt")
+    assert ", 4 empty (3, 5, 8, ...)\n" in capsys.readouterr().err
+    projection("inspect", path)
+    assert "\nempty rows       4: 3, 5, 8, ...\n" in capsys.readouterr().out
+    projection("inspect", tmp_path / "copy.pt", *files.names)
+    name = files.tokenizer.id_to_token(3)
+    assert f"\nempty rows       4: 3 {name!r}, " in capsys.readouterr().out
+    projection("inspect", path, "--json")
+    assert json.loads(capsys.readouterr().out)["first_empty_rows"] == empty
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])

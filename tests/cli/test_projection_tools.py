@@ -146,7 +146,9 @@ def test_a_filler_is_cut_and_said(capsys):
     tool("sort-and-cut-projection-matrix", *words)
     assert "left out a filler: 17.0% of the mass of 2 rows" in capsys.readouterr().err
     assert table("map_top_2_sorted.pt")["indices"].tolist() == [[1, 2], [4, 5]]
-    tool("sort-and-cut-projection-matrix", *words, "--preserve_last", "--quiet")
+    for quiet in ("--quiet", "-q"):
+        tool("sort-and-cut-projection-matrix", *words, "--preserve_last", quiet)
+        assert "".join(capsys.readouterr()) == ""
     assert table("map_top_2_sorted_preservelast.pt")["indices"].tolist() == [[1, 9], [4, 9]]
     tool("sort-and-cut-projection-matrix", *words, "--no-preserve_last", "--output_path", "o.pt")
     assert table("o.pt")["indices"].tolist() == [[1, 2], [4, 5]]

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,9 @@ from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 
 LEGACY_SUFFIXES: Final = (".pt", ".pth")
 """Of files that are written so."""
+
+_SHOWN: Final = 3
+"""Examples of a list."""
 
 
 def add_pair(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -77,8 +81,9 @@ def write_projection(
     *,
     dtype: LegacyDtype = "float32",
     slot_count: int | None = None,
+    quiet: bool = False,
 ) -> None:
-    """Write a file of the kind that the suffix says, and say so on standard error.
+    """Write a file of the kind that the suffix says, and say so on standard error unless ``quiet``.
 
     Raises:
         ProjectionError: The place cannot be written to.
@@ -87,10 +92,13 @@ def write_projection(
         write_legacy_file(projection, path, dtype=dtype, slot_count=slot_count)
     else:
         projection.save(path)
+    if quiet:
+        return
+    empty = projection.empty_rows
     sys.stderr.write(
         f"written: {path}: {projection.shape[0]:,} x {projection.shape[1]:,}, "
         f"{projection.entry_count:,} entries, {int(projection.is_exact_row.sum()):,} exact rows, "
-        f"{len(projection.empty_rows):,} empty\n"
+        f"{len(empty):,} empty{some_of(map(str, empty.tolist()), before=' (', after=')')}\n"
     )
 
 
@@ -101,6 +109,15 @@ def with_model_names(
     names = {"student_model_id": arguments.student, "teacher_model_id": arguments.teacher}
     metadata = {**{k: v for k, v in names.items() if v is not None}, **projection.metadata}
     return replace(projection, metadata=metadata)
+
+
+def some_of(items: Iterable[str], *, before: str, after: str = "") -> str:
+    """The first items in a row, and whether there are more; nothing where there is none."""
+    shown = list(islice(items, _SHOWN + 1))
+    if not shown:
+        return ""
+    more = ", ..." if len(shown) > _SHOWN else ""
+    return f"{before}{', '.join(shown[:_SHOWN])}{more}{after}"
 
 
 def defect_lines(defects: Iterable[Defect]) -> list[str]:

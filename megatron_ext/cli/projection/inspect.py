@@ -14,8 +14,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_ext.cli.projection.files import add_pair, defect_lines, pair_of, read_entries
+from megatron_ext.cli.projection.files import (
+    add_pair,
+    defect_lines,
+    pair_of,
+    read_entries,
+    some_of,
+)
 from megatron_ext.projection.known_files.inspection import Inspection
+from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 
 _ROW_SIZES_SHOWN = 8
 
@@ -34,10 +41,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         sys.stdout.write(json.dumps(inspection.as_row(), ensure_ascii=False) + "\n")
     else:
-        sys.stdout.writelines(_lines(inspection, arguments.file))
+        sys.stdout.writelines(_lines(inspection, arguments.file, pair))
 
 
-def _lines(inspection: Inspection, path: Path) -> Iterator[str]:
+def _lines(inspection: Inspection, path: Path, pair: TokenizerPair | None) -> Iterator[str]:
     height, width = inspection.shape
     slots = f", {inspection.slot_count} slots a row" if inspection.slot_count else ""
     yield f"{path}\n"
@@ -51,6 +58,8 @@ def _lines(inspection: Inspection, path: Path) -> Iterator[str]:
         f"{inspection.relaxed_common:,} by a share of 0.6\n"
     )
     yield f"reached columns  {inspection.reachable_columns:,} ({_share(inspection):.1%})\n"
+    if inspection.empty_rows:
+        yield f"empty rows       {len(inspection.empty_rows):,}{_examples(inspection, pair)}\n"
     for name, value in sorted(inspection.metadata.items()):
         yield f"{name}: {value}\n"
     if not inspection.defects:
@@ -60,6 +69,15 @@ def _lines(inspection: Inspection, path: Path) -> Iterator[str]:
         yield from defect_lines(inspection.defects)
     if not inspection.knows_tokenizers:
         yield "give --student and --teacher to judge it by the two vocabularies\n"
+
+
+def _examples(inspection: Inspection, pair: TokenizerPair | None) -> str:
+    """Some of the tokens that nothing stands for, by name where the names are known."""
+    named = (
+        f"{row}" if pair is None else f"{row} {pair.student.id_to_token(row)!r}"
+        for row in inspection.empty_rows
+    )
+    return some_of(named, before=": ")
 
 
 def _row_sizes(inspection: Inspection) -> str:

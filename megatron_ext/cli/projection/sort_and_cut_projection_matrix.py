@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="keep the last slot of each row whatever it holds",
     )
-    parser.add_argument("--quiet", action="store_true", help="do not say what was left out")
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -59,7 +59,9 @@ def cut(arguments: argparse.Namespace) -> Path:
     path = arguments.output_path or with_suffix(
         arguments.initial_projection_path, f"_top_{arguments.top_k}_sorted{preserved}"
     )
-    write_projection(result.projection, path, slot_count=max(arguments.top_k, 2))
+    write_projection(
+        result.projection, path, slot_count=max(arguments.top_k, 2), quiet=arguments.quiet
+    )
     return Path(path)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from megatron_ext.projection.known_files.defect import Defect
+from megatron_ext.projection.known_files.defect import ROWS_SHOWN, Defect
 from megatron_ext.projection.known_files.diagnosis import diagnose
 from megatron_ext.projection.known_files.loose_entries import LooseEntries
 from megatron_ext.projection.known_files.operations import width_of
@@ -35,6 +35,8 @@ class Inspection:
     relaxed_common: int
     """The same by a share of 0.6 or more."""
     reachable_columns: int
+    empty_rows: Sequence[int]
+    """Student ids that nothing stands for, padding aside where it is known, ascending."""
     metadata: Mapping[str, str]
     defects: list[Defect]
     knows_tokenizers: bool
@@ -48,6 +50,8 @@ class Inspection:
         if entries.strict_rows is not None:
             exact = exact & entries.strict_rows
         projection = entries.projection(shape, is_exact_row=exact)
+        known = entries.vocab_sizes if pair is None else pair.shape
+        tokens = entries.height if known is None else known[0]
         sizes, counts = np.unique(np.diff(projection.indptr), return_counts=True)
         return cls(
             shape=shape,
@@ -58,6 +62,7 @@ class Inspection:
             strict_common=len(projection.partition().common_student),
             relaxed_common=len(projection.partition(RELAXED_SHARE).common_student),
             reachable_columns=int(projection.reachable_columns.sum()),
+            empty_rows=projection.empty_rows[projection.empty_rows < tokens].tolist(),
             metadata=entries.metadata,
             defects=diagnose(entries, pair),
             knows_tokenizers=pair is not None,
@@ -75,6 +80,7 @@ class Inspection:
             "strict_uncommon_student": self.shape[0] - self.strict_common,
             "relaxed_common": self.relaxed_common,
             "empty_rows": self.row_sizes.get(0, 0),
+            "first_empty_rows": list(self.empty_rows[:ROWS_SHOWN]),
             "reachable_columns": self.reachable_columns,
             "metadata": dict(self.metadata),
             "judged_by_tokenizers": self.knows_tokenizers,

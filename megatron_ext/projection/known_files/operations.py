@@ -55,7 +55,7 @@ def sort_and_cut(entries: LooseEntries, top_k: int, *, preserve_last: bool = Fal
     if is_last is not None:
         kept = _with_last(merged, np.isin(merged.keys, entries.keys[is_last]), top_k)
     shape = (entries.height, width_of(entries))
-    metadata = with_step(entries.metadata, "sort_and_cut", top_k=top_k)
+    metadata = with_step(entries.metadata, "sort_and_cut", top_k=top_k, preserve_last=preserve_last)
     metadata.pop("enable_scale_trick", None)
     return Cut(
         projection=merged.kept(kept).projection(

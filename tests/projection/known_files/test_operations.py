@@ -1,5 +1,7 @@
 """The known tools' steps over a projection that is there."""
 
+import json
+
 import pytest
 
 from megatron_ext.errors import ProjectionError
@@ -46,6 +48,9 @@ def test_the_last_slot_is_kept_where_asked_for():
     assert set(row(result.projection, 0)) == {0, 5}
     assert row(result.projection, 1) == pytest.approx({1: 5 / 6, 5: 1 / 6}, rel=1e-6)
     assert result.filler_rows == 0
+    assert json.loads(result.projection.metadata["history"]) == [
+        {"step": "sort_and_cut", "top_k": 2, "preserve_last": True}
+    ]
 
 
 def test_a_cut_to_nothing_is_refused():
