@@ -47,6 +47,8 @@ class DskdLoss(Objective):
     over exactly, the last two terms vanish, with their gradients, for a student that predicts what
     its teacher does; the first is the teacher's own cross-entropy, which does not.
 
+    The published code has no ``tau^2``: at its tau of 2 the divergences weigh a quarter there.
+
     Not here of the paper: cross-model attention with embeddings (positions come from the alignment,
     as in DSKDv2), scaling by the standard deviation of a batch (it would depend on the
     microbatch), gating by the share of agreeing positions (for the same reason), adaptive and
