@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from tests.durations import DurationRecorder, longest_first
+from tests.fork_server import fork_server
 from tests.unsynced_disk import do_not_wait_for_the_disk
 
 # Triton decides as it is imported whether kernels are compiled for a GPU or run in Python.
@@ -23,6 +24,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 do_not_wait_for_the_disk()
+
+# Before anyone starts the server, which is then the one for all: a test that starts it for data
+# workers, say, would have every rank after it import megatron-core anew.
+fork_server()
 
 # Enough for each run of the suite; all of them where everything is run.
 settings.register_profile("suite", max_examples=40, deadline=None)
