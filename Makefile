@@ -47,9 +47,9 @@ $(VENV)/.dev: $(VENV)/.ready
 	@touch $@
 
 # Minutes of questions to the index, so asked again only where something else is installed.
-$(VENV)/.resolves: pyproject.toml Makefile tools/check_install.py
+$(VENV)/.resolves: pyproject.toml Makefile .ci/check_install.py
 	@echo "==> asking the public index for every extra, and for what make installs"
-	@$(BIN)/python tools/check_install.py "$(TORCH) .[test]" "$(TORCH) .[dev]"
+	@$(BIN)/python .ci/check_install.py "$(TORCH) .[test]" "$(TORCH) .[dev]"
 	@touch $@
 
 clean:

@@ -1,6 +1,6 @@
 """Ask pip whether all that this repository installs can be had from the public index alone.
 
-    python tools/check_install.py ["REQUIREMENT ..." ...]
+    python .ci/check_install.py ["REQUIREMENT ..." ...]
 
 Each extra of ``pyproject.toml`` is resolved by itself, and so is each argument: requirements among
 which ``.`` is the repository. Nothing is installed. The indexes, folders and constraints that pip
