@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from megatron_ext.alignment.byte_alignment import ByteEnds
 from megatron_ext.errors import AlignmentError
-from megatron_ext.tokenizers.base import IdArray
 from megatron_ext.tokenizers.token_bytes import TokenBytes
+from megatron_ext.tokenizers.token_ids import IdArray
 
 
 def stream_bytes(table: TokenBytes, ids: IdArray, ends: ByteEnds) -> bytes:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.cli.visible_text import visible_text
-from megatron_ext.tokenizers.base import ByteEnds
 from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.token_ids import ByteEnds
 
 _BACKGROUNDS = ("\x1b[48;5;24m", "\x1b[48;5;58m")
 _TRAINED = "\x1b[1;38;5;120m"

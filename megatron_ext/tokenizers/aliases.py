@@ -18,9 +18,6 @@ MambaTokenizer: TypeAlias = MegatronTokenizerText
 T5Tokenizer: TypeAlias = MegatronTokenizerText
 DefaultTokenizerVision: TypeAlias = MegatronTokenizerVision
 
-MEGATRON_PACKAGE: Final = "megatron.core.tokenizers"
-"""Where Megatron's own tokenizer classes live, in every release that has them."""
-
 MEGATRON_CLASSES: Final[Mapping[str, type[MegatronTokenizerText]]] = {
     "MegatronTokenizerText": MegatronTokenizerText,
     "DefaultTokenizerText": DefaultTokenizerText,
@@ -32,4 +29,4 @@ MEGATRON_CLASSES: Final[Mapping[str, type[MegatronTokenizerText]]] = {
     "MegatronTokenizerVision": MegatronTokenizerVision,
     "DefaultTokenizerVision": DefaultTokenizerVision,
 }
-"""Name of a class in ``MEGATRON_PACKAGE`` -> ours for it."""
+"""Name of a class in Megatron's package of tokenizers -> ours for it."""

@@ -17,17 +17,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_ext.conversation import Conversation, apply_chat_template
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.role_ids import RoleIds
 from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES
+from megatron_ext.tokenizers.text_offsets import text_offsets
+from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 from megatron_ext.tokenizers.vocabulary import Vocabulary
 
-IdArray = NDArray[np.int32]
-ByteEnds = NDArray[np.int64]
 ParseSpecial = bool | frozenset[str]
 """Which special tokens a text can spell: all of them, none, or those with these names."""
 
@@ -173,8 +170,6 @@ class MegatronTokenizerTextAbstract(RoleIds):
         Raises:
             TokenizerError: ``ids`` do not decode to ``text``.
         """
-        from megatron_ext.tokenizers.text_offsets import text_offsets
-
         return text_offsets(self, ids, text)
 
     # Ids and display strings.

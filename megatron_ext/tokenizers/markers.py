@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from megatron_ext.tokenizers.base import ByteEnds, IdArray
 from megatron_ext.tokenizers.control_tokens import ControlMatch, ControlToken
 from megatron_ext.tokenizers.token_bytes import character_starts
+from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 
 _MARKER = re.compile(r"[^\w\s▁]\S*\w\S*[^\w\s▁]")
 

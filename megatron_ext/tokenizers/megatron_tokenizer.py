@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,14 @@ from megatron_ext.tokenizers.library_at import library_at
 from megatron_ext.tokenizers.metadata import (
     METADATA_FILE,
     check_metadata,
+    class_entry,
+    importable_name,
     metadata_file,
     read_metadata,
     write_json,
 )
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
-from megatron_ext.tokenizers.tokenizer_class import class_entry, tokenizer_class
+from megatron_ext.tokenizers.tokenizer_class import tokenizer_class
 
 
 class MegatronTokenizer:
@@ -62,14 +63,7 @@ class MegatronTokenizer:
         kind = tokenizer_class(metadata)
         if saved is None:
             return kind(path=tokenizer_path, config=metadata, **options)
-        saved.check_files()
-        tokenizer = kind(
-            path=saved.path(tokenizer_path),
-            config=saved.metadata(metadata),
-            **saved.constructor_options(options),
-        )
-        saved.check(tokenizer, options)
-        return tokenizer
+        return saved.load(kind, metadata, tokenizer_path, options)
 
     @staticmethod
     def write_metadata(
@@ -100,7 +94,7 @@ class MegatronTokenizer:
         mode = library_of(tokenizer_library).mode
         entry: dict[str, str | None] = {"class_name": None, "class_path": None}
         if tokenizer_class is not None:
-            entry = _import_name(tokenizer_class)
+            entry = {**importable_name(tokenizer_class)}
         elif model_type is None:
             entry = {**class_entry(mode)}
         if model_type is not None:
@@ -146,21 +140,3 @@ def _metadata(
     if beside.is_file():
         return read_metadata(beside), folder
     return {"library": library_at(tokenizer_path)}, folder
-
-
-def _import_name(kind: type[MegatronTokenizerText]) -> dict[str, str | None]:
-    """Name and module by which another process finds a class.
-
-    Raises:
-        TokenizerError: It is no class, or not found by its name.
-    """
-    if not isinstance(kind, type):
-        raise TokenizerError("tokenizer_class is no class", got=repr(kind))
-    found: object = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
-    if kind.__module__ == "__main__" or found is not kind:
-        raise TokenizerError(
-            "another process cannot find the tokenizer class by its name",
-            got=f"{kind.__module__}.{kind.__qualname__}",
-            fix="define it at the top of a module that can be imported",
-        )
-    return {"class_name": kind.__name__, "class_path": kind.__module__}

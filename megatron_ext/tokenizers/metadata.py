@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -23,10 +24,43 @@ from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
 METADATA_FILE: Final = "tokenizer_metadata.json"
 """Name of the file beside a tokenizer."""
 
+MEGATRON_PACKAGE: Final = "megatron.core.tokenizers"
+"""Where Megatron's own tokenizer classes live, in every release that has them."""
+
 _TEXT_KEYS = (
     *("library", "mode", "class_name", "class_path", "chat_template", "model_type"),
     "prompt_format",
 )
+
+
+def class_entry(mode: str) -> dict[str, str]:
+    """``class_name`` and ``class_path`` for a tokenizer that has no class of its own.
+
+    Megatron's own class is named: every release reads it, and here it stands for ours.
+    """
+    part = "vision" if mode == "multimodal" else "text"
+    return {
+        "class_name": f"MegatronTokenizer{part.title()}",
+        "class_path": f"{MEGATRON_PACKAGE}.{part}.{part}_tokenizer",
+    }
+
+
+def importable_name(kind: type) -> dict[str, str]:
+    """Name and module by which another process finds a class.
+
+    Raises:
+        TokenizerError: It is no class, or not found by its name.
+    """
+    if not isinstance(kind, type):
+        raise TokenizerError("tokenizer_class is no class", got=repr(kind))
+    found: object = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
+    if kind.__module__ == "__main__" or found is not kind:
+        raise TokenizerError(
+            "another process cannot find the tokenizer class by its name",
+            got=f"{kind.__module__}.{kind.__qualname__}",
+            fix="define it at the top of a module that can be imported",
+        )
+    return {"class_name": kind.__name__, "class_path": kind.__module__}
 
 
 def metadata_file(tokenizer_path: str | os.PathLike[str]) -> Path:

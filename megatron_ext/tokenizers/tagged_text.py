@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.conversation import IMAGE_TOKEN, ImageTags
-from megatron_ext.tokenizers.base import ByteEnds
+from megatron_ext.tokenizers.token_ids import ByteEnds
 
 
 @dataclass(frozen=True, eq=False)

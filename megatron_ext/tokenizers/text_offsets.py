@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.base import ByteEnds, MegatronTokenizerTextAbstract
 from megatron_ext.tokenizers.token_bytes import character_starts, utf8
-from megatron_ext.tokenizers.token_ids import integers
+from megatron_ext.tokenizers.token_ids import ByteEnds, integers
+
+if TYPE_CHECKING:
+    from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
 
 
 def text_offsets(

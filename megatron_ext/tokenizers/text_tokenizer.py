@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.tokenizers.added_tokens import AddedTokens
-from megatron_ext.tokenizers.base import (
-    ByteEnds,
-    IdArray,
-    MegatronTokenizerBase,
-    MegatronTokenizerTextAbstract,
-)
+from megatron_ext.tokenizers.assets.assets import save_assets
+from megatron_ext.tokenizers.assets.saved_tokenizer import load_saved
+from megatron_ext.tokenizers.base import MegatronTokenizerBase, MegatronTokenizerTextAbstract
 from megatron_ext.tokenizers.chat_tokenizer import ChatTokenizer
 from megatron_ext.tokenizers.conversation_options import ConversationOptions
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
 from megatron_ext.tokenizers.token_bytes import TokenBytes
+from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 from megatron_ext.tokenizers.tokenized_files import tokenized_files
 from megatron_ext.tokenizers.vocabulary import Vocabulary
 
@@ -245,9 +244,7 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         Raises:
             TokenizerError: The folder holds something else, or cannot be written.
         """
-        from megatron_ext.tokenizers.assets.assets import save_assets
-
-        save_assets(self, path, overwrite=overwrite)
+        save_assets(self, path, check=partial(load_saved, type(self)), overwrite=overwrite)
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) of every id's bytes or control name in id order."""

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.base import ByteEnds, IdArray
 from megatron_ext.tokenizers.given_texts import checked_text
 from megatron_ext.tokenizers.reordered_marks import spans_of_marks
-from megatron_ext.tokenizers.token_ids import checked_id, checked_ids
+from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray, checked_id, checked_ids
 from megatron_ext.tokenizers.token_words import TokenWords
 
 if TYPE_CHECKING:

@@ -10,6 +10,11 @@ from numpy.typing import NDArray
 
 from megatron_ext.errors import TokenizerError
 
+IdArray = NDArray[np.int32]
+"""Ids of a text [T]."""
+ByteEnds = NDArray[np.int64]
+"""Where each token of a text ends in its UTF-8 [T]."""
+
 
 def integer(token_id: object) -> int:
     """An id of any value, be it an int, NumPy's or a tensor with one element.

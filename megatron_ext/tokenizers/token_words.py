@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.tokenizers.base import IdArray
+from megatron_ext.tokenizers.token_ids import IdArray
 
 Words = NDArray[np.uint64]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.extras import needed_packages
-from megatron_ext.tokenizers.base import ByteEnds, IdArray
+from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 
 
 def tokenized_files(

@@ -8,22 +8,11 @@ from typing import Any
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.registry import did_you_mean
-from megatron_ext.tokenizers.aliases import MEGATRON_CLASSES, MEGATRON_PACKAGE
+from megatron_ext.tokenizers.aliases import MEGATRON_CLASSES
 from megatron_ext.tokenizers.libraries import library_of
+from megatron_ext.tokenizers.metadata import MEGATRON_PACKAGE
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.vision_tokenizer import MegatronTokenizerVision
-
-
-def class_entry(mode: str) -> dict[str, str]:
-    """``class_name`` and ``class_path`` for a tokenizer that has no class of its own.
-
-    Megatron's own class is named: every release reads it, and here it stands for ours.
-    """
-    part = "vision" if mode == "multimodal" else "text"
-    return {
-        "class_name": f"MegatronTokenizer{part.title()}",
-        "class_path": f"{MEGATRON_PACKAGE}.{part}.{part}_tokenizer",
-    }
 
 
 def tokenizer_class(metadata: Mapping[str, Any]) -> type[MegatronTokenizerText]:

@@ -19,13 +19,13 @@ from megatron_ext.conversation import (
 from megatron_ext.conversation.images import with_images
 from megatron_ext.conversation.message import checked_messages
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.base import ByteEnds, IdArray, ParseSpecial
+from megatron_ext.tokenizers.base import ParseSpecial
 from megatron_ext.tokenizers.given_texts import checked_texts
 from megatron_ext.tokenizers.libraries import library_of
 from megatron_ext.tokenizers.tagged_text import TaggedText
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import character_starts, utf8
-from megatron_ext.tokenizers.token_ids import integers
+from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray, integers
 
 
 class MegatronTokenizerVision(MegatronTokenizerText):

@@ -15,7 +15,7 @@ def write_folder(
     folder: str | os.PathLike[str],
     contents: Mapping[str, bytes],
     *,
-    check: Callable[[Path], None],
+    check: Callable[[Path], object],
     replaceable: Callable[[Path], bool],
 ) -> None:
     """Make ``folder`` with the files ``contents`` in one step; an empty one is taken over.

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.assets.asset_folder import write_folder
 from megatron_ext.tokenizers.file_kind import FileFormat, file_kind
-from megatron_ext.tokenizers.metadata import METADATA_FILE, metadata_text, read_metadata
-from megatron_ext.tokenizers.tokenizer_class import class_entry
+from megatron_ext.tokenizers.metadata import (
+    METADATA_FILE,
+    class_entry,
+    importable_name,
+    metadata_text,
+    read_metadata,
+)
 
 if TYPE_CHECKING:
     from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
@@ -40,12 +45,20 @@ _NAMES: Mapping[FileFormat, str] = {
 
 
 def save_assets(
-    tokenizer: MegatronTokenizerText, folder: str | os.PathLike[str], *, overwrite: bool
+    tokenizer: MegatronTokenizerText,
+    folder: str | os.PathLike[str],
+    *,
+    check: Callable[[Path], object],
+    overwrite: bool,
 ) -> None:
     """Write everything that rebuilds ``tokenizer`` to ``folder``, in one step.
 
-    What was written is loaded once before the folder gets its name, so that a folder that is there
-    can be loaded.
+    Args:
+        tokenizer: The tokenizer.
+        folder: A folder that is empty or does not exist.
+        check: Loads what was written before the folder gets its name, and raises where it is not
+            ``tokenizer``: a folder that is there can be loaded.
+        overwrite: Whether a saved tokenizer that is there may be replaced.
 
     Raises:
         TokenizerError: The folder holds something else, an option cannot be written down, a file
@@ -60,7 +73,7 @@ def save_assets(
     write_folder(
         folder,
         {**contents, METADATA_FILE: metadata_text(metadata).encode()},
-        check=_load,
+        check=check,
         replaceable=_is_saved_tokenizer if overwrite else lambda _: False,
     )
 
@@ -121,7 +134,7 @@ def _class_keys(tokenizer: MegatronTokenizerText) -> dict[str, str]:
     kind = type(tokenizer)
     if kind.__module__.startswith("megatron_ext."):
         return class_entry(tokenizer.mode)
-    return {"class_name": kind.__name__, "class_path": kind.__module__}
+    return importable_name(kind)
 
 
 def _split_options(
@@ -168,12 +181,6 @@ def _read(file: Path) -> bytes:
         raise TokenizerError(
             "cannot read a file of the tokenizer", got=error.strerror, where=file
         ) from error
-
-
-def _load(folder: Path) -> None:
-    from megatron_ext.tokenizers.megatron_tokenizer import MegatronTokenizer
-
-    MegatronTokenizer.from_pretrained(folder)
 
 
 def _is_saved_tokenizer(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from megatron_ext.tokenizers.assets.assets import (
     file_names,
 )
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
-from megatron_ext.tokenizers.metadata import METADATA_FILE
+from megatron_ext.tokenizers.metadata import METADATA_FILE, metadata_file, read_metadata
 
 if TYPE_CHECKING:
     from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
@@ -87,6 +87,33 @@ class SavedTokenizer:
                 fix=_FIX,
                 where=where,
             ) from error
+
+    def load(
+        self,
+        kind: type[MegatronTokenizerText],
+        metadata: Mapping[str, Any],
+        given_path: str | os.PathLike[str] | None,
+        given_options: Mapping[str, Any],
+    ) -> MegatronTokenizerText:
+        """The tokenizer again, held to what was saved.
+
+        Args:
+            kind: Its class.
+            metadata: The folder's, checked.
+            given_path: What the caller names; None where only the metadata were named.
+            given_options: Options that take the place of saved ones.
+
+        Raises:
+            TokenizerError: A file or the tokenizer differs from what was saved.
+        """
+        self.check_files()
+        tokenizer = kind(
+            path=self.path(given_path),
+            config=self.metadata(metadata),
+            **self.constructor_options(given_options),
+        )
+        self.check(tokenizer, given_options)
+        return tokenizer
 
     def check_files(self) -> None:
         """Hold every file to its size and hash.
@@ -158,6 +185,21 @@ class SavedTokenizer:
                     fix=_FIX,
                     where=self.folder,
                 )
+
+
+def load_saved(
+    kind: type[MegatronTokenizerText], folder: str | os.PathLike[str]
+) -> MegatronTokenizerText:
+    """A tokenizer of class ``kind`` from a folder of ``save_pretrained``.
+
+    Raises:
+        TokenizerError: The folder holds none, or one that differs from what was saved.
+    """
+    metadata = read_metadata(metadata_file(folder))
+    saved = SavedTokenizer.read(metadata, Path(folder))
+    if saved is None:
+        raise TokenizerError("the folder holds no saved tokenizer", fix=_FIX, where=folder)
+    return saved.load(kind, metadata, folder, {})
 
 
 def _check_names(names: Iterable[str]) -> None:

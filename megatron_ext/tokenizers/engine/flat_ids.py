@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.tokenizers.base import IdArray
+from megatron_ext.tokenizers.token_ids import IdArray
 
 Offsets = NDArray[np.int64]
 """[D + 1] where the ids of each text begin; the last entry is N."""

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.extras import needed_packages
-from megatron_ext.tokenizers.base import IdArray
 from megatron_ext.tokenizers.engine.flat_ids import FlatIds, join
+from megatron_ext.tokenizers.token_ids import IdArray
 
 _LONG = 1 << 21
 """Bytes from which a parallel call may cut a text."""

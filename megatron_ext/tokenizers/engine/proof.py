@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.base import IdArray
 from megatron_ext.tokenizers.engine.flat_ids import flat_ids
 from megatron_ext.tokenizers.engine.gigatoken_engine import GigatokenEngine
 from megatron_ext.tokenizers.engine.probe_texts import probe_texts
@@ -21,6 +20,7 @@ from megatron_ext.tokenizers.engine.rare_characters import (
 )
 from megatron_ext.tokenizers.engine.unproven import Unproven
 from megatron_ext.tokenizers.token_bytes import TokenBytes
+from megatron_ext.tokenizers.token_ids import IdArray
 
 Reference = Callable[[Sequence[str]], Iterable[Sequence[int] | IdArray]]
 """The library's own ids of each text."""

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.tokenizers.base import ByteEnds, IdArray, MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
 from megatron_ext.tokenizers.control_tokens import ControlMatch
 from megatron_ext.tokenizers.engine import FastEncoder
 from megatron_ext.tokenizers.token_bytes import TokenBytes, character_starts, utf8
+from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 
 _TELLING = 16
 """Stretches that must all be changed before a library counts as one that changes every text."""

@@ -10,11 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.base import (
-    ByteEnds,
-    IdArray,
-    ParseSpecial,
-)
+from megatron_ext.tokenizers.base import ParseSpecial
 from megatron_ext.tokenizers.config import Engine
 from megatron_ext.tokenizers.control_tokens import ControlToken, ControlTokens
 from megatron_ext.tokenizers.engine import FastEncoder, GigatokenEngine, flat_ids, interleave
@@ -23,6 +19,7 @@ from megatron_ext.tokenizers.libraries.stretch_tokenizer import StretchTokenizer
 from megatron_ext.tokenizers.markers import are_forged, markers
 from megatron_ext.tokenizers.special_names import SpecialRole
 from megatron_ext.tokenizers.token_bytes import DummyPrefix, TokenBytes, utf8
+from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 
 
 class TableTokenizer(StretchTokenizer):

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.base import ByteEnds, IdArray
 from megatron_ext.tokenizers.libraries.byte_level.vocabulary import BYTES, byte_level_vocabulary
 from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
+from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 
 
 class ByteLevelTokenizer(TableTokenizer):

@@ -10,19 +10,14 @@ from typing import ClassVar
 import numpy as np
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.base import (
-    ByteEnds,
-    IdArray,
-    MegatronTokenizerTextAbstract,
-    ParseSpecial,
-)
+from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract, ParseSpecial
 from megatron_ext.tokenizers.control_tokens import ControlMatch, ControlToken, ControlTokens
 from megatron_ext.tokenizers.given_texts import checked_text, checked_texts
 from megatron_ext.tokenizers.libraries.engine_choice import engine_choice
 from megatron_ext.tokenizers.libraries.null.number_text import NumberText
 from megatron_ext.tokenizers.special_names import SpecialRole, conventional_ids
 from megatron_ext.tokenizers.token_bytes import TokenBytes, character_starts, utf8
-from megatron_ext.tokenizers.token_ids import checked_id, integer, integers
+from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray, checked_id, integer, integers
 
 
 class NullTokenizer(MegatronTokenizerTextAbstract):

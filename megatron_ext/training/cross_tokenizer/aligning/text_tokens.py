@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.alignment.spelling import Spelling
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.tokenizers.base import ByteEnds, IdArray
+from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.conversation.records import ConversationRecord
-from megatron_ext.tokenizers.base import IdArray
+from megatron_ext.tokenizers.token_ids import IdArray
 from megatron_ext.training.cross_tokenizer.corpus.report import CorpusReport
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.tokenizers.base import IdArray
 from megatron_ext.tokenizers.token_bytes import TokenBytes
+from megatron_ext.tokenizers.token_ids import IdArray
 
 RawIds = NDArray[np.integer[Any]]
 

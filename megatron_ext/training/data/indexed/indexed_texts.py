@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.tokenizers.base import IdArray
+from megatron_ext.tokenizers.token_ids import IdArray
 from megatron_ext.training.cross_tokenizer.corpus.report import CorpusReport
 from megatron_ext.training.data.indexed.id_decoder import IdDecoder
 from megatron_ext.training.data.indexed.id_tokenizers import KEY
