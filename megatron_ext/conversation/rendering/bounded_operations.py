@@ -37,11 +37,11 @@ def multiply(left: Any, right: Any) -> Any:
     """``left * right`` for numbers, or for a text or list and a number."""
     if isinstance(left, int) and isinstance(right, int):
         _check_bits(left.bit_length() + right.bit_length())
-    for value, count in ((left, right), (right, left)):
+    for value, times in ((left, right), (right, left)):
         if isinstance(value, str):
-            return as_tracked(value) * count
-        if isinstance(value, (bytes, list, tuple)) and isinstance(count, int):
-            made = len(value) * max(0, count)
+            return as_tracked(value) * times
+        if isinstance(value, (bytes, list, tuple)) and isinstance(times, int):
+            made = len(value) * max(0, times)
             spend(1 + (made >> 3), made)
     return left * right
 
