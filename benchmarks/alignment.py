@@ -30,8 +30,8 @@ import numpy as np
 from megatron_ext.alignment import align_byte_ends
 from megatron_ext.alignment.byte_alignment import ByteEnds
 from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
-from megatron_ext.tokenizers.libraries.sentencepiece.tokenizer import SentencePieceTokenizer
-from megatron_ext.tokenizers.libraries.tiktoken.tokenizer import TiktokenTokenizer
+from megatron_ext.tokenizers.libraries.sentencepiece import SentencePieceTokenizer
+from megatron_ext.tokenizers.libraries.tiktoken import TiktokenTokenizer
 
 DATA = Path(mistral_common.__file__).parent / "data"
 SIZES = (4_096, 16_384, 65_536, 262_144, 1_000_000)

@@ -24,7 +24,7 @@ from loss_cost.pairs import INPUTS, SIZES, Pair
 
 from megatron_ext.alignment import TokenAligner
 from megatron_ext.projection import SparseProjection
-from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 SHARED = Path(os.environ.get("MEGATRON_EXT_SHARED", Path(__file__).parents[2] / "shared"))

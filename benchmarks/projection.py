@@ -27,8 +27,8 @@ import numpy as np
 from alignment import demo_pair, write_results
 
 from megatron_ext.projection import SparseProjection
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
-from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
+from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
 
 SHARED = Path(os.environ.get("MEGATRON_EXT_SHARED", Path(__file__).parents[2] / "shared"))
 

@@ -38,8 +38,8 @@ import numpy as np
 from alignment import machine
 
 from megatron_ext.tokenizers.engine import flat_ids
-from megatron_ext.tokenizers.file_kind import FileKind, file_kind
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
+from megatron_ext.tokenizers.tokenizer_files import FileKind, file_kind
 
 SHARED = Path(os.environ.get("MEGATRON_EXT_SHARED", "../shared"))
 MISTRAL = Path(mistral_common.__file__).parent / "data"

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import LayoutStatistics, VocabularyLayout, VocabularyOrder
 from megatron_ext.tokenizers.build import padded_vocab_size
-from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
 
 PAGE = Path(__file__).with_name("projection.md")
 SHARED = Path(os.environ.get("MEGATRON_EXT_SHARED") or Path(__file__).parents[2] / "shared")

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.losses import DistillationInputs
 
 from .cases import OBJECTIVES, NotThereError, Objective
@@ -130,12 +130,12 @@ def record(
 
 @contextmanager
 def _slices_of(elements: int) -> Iterator[None]:
-    before = row_slices.SLICE_ELEMENTS["cpu"]
-    row_slices.SLICE_ELEMENTS["cpu"] = elements
+    before = vocab_parallel.SLICE_ELEMENTS["cpu"]
+    vocab_parallel.SLICE_ELEMENTS["cpu"] = elements
     try:
         yield
     finally:
-        row_slices.SLICE_ELEMENTS["cpu"] = before
+        vocab_parallel.SLICE_ELEMENTS["cpu"] = before
 
 
 def _through(places: Sequence[int], values: Sequence[float]) -> Callable[[int], float]:

@@ -41,7 +41,7 @@ from vocabulary_head import write_head  # noqa: E402
 
 from megatron_ext.atomic_file import write_text  # noqa: E402
 from megatron_ext.tokenizers import MegatronTokenizer  # noqa: E402
-from megatron_ext.tokenizers.file_kind import file_kind  # noqa: E402
+from megatron_ext.tokenizers.tokenizer_files import file_kind  # noqa: E402
 
 OBJECTIVES = (
     "next_token",

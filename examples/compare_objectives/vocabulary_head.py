@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.libraries.tiktoken.file import TiktokenFile, read_tiktoken_file
+from megatron_ext.tokenizers.libraries.tiktoken_file import TiktokenFile, read_tiktoken_file
 
 SPECIAL_TOKENS = (
     *("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"),

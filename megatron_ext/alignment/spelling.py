@@ -21,7 +21,7 @@ from megatron_ext.alignment.byte_alignment import ByteEnds
 from megatron_ext.alignment.stream_bytes import stream_bytes
 from megatron_ext.alignment.tokens import Tokens
 from megatron_ext.constants import NO_CHUNK
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.tokenizers.token_ids import IdArray
 

@@ -18,9 +18,9 @@ from megatron_ext.alignment.spelling import AnyAlignment, SpelledSide, Spelling,
 from megatron_ext.alignment.stream_bytes import check_same_bytes, stream_bytes
 from megatron_ext.alignment.tokens import AlignedTokens, Ids, Tokens
 from megatron_ext.alignment.truncation import truncate
-from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
+from megatron_ext.conversation.chat_output import refuse_foreign
 from megatron_ext.errors import AlignmentError
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 
 if TYPE_CHECKING:
     from megatron_ext.alignment.batch import AlignmentBatch

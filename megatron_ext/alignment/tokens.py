@@ -10,7 +10,7 @@ import numpy as np
 from megatron_ext.alignment.alignment import Alignment
 from megatron_ext.alignment.byte_alignment import ByteEnds, check_byte_ends
 from megatron_ext.errors import AlignmentError
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_ids import IdArray
 
 Ids = Sequence[int] | IdArray

@@ -16,7 +16,7 @@ import warnings
 
 import yaml
 
-from megatron_ext.distributed import roles
+from megatron_ext.distributed import layout
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.run_tasks import RunTasks
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not sys.warnoptions:
         # torch and megatron-core warn their own developers, on every rank; -W brings it back.
         warnings.simplefilter("ignore")
-    role = roles.take(config.teacher_ranks)
+    role = layout.take(config.teacher_ranks)
     if role is not None and role.teacher is not None:
         _serve(config, role.teacher)
         return

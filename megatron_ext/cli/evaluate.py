@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.lm_eval_tasks import PREFIX, LmEvalTask
-from megatron_ext.evaluation.results import results_table, write_results, write_samples
+from megatron_ext.evaluation.run_tasks import results_table, write_results, write_samples
 from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> None:
         warnings.simplefilter("ignore")
     # After every check that does without them: megatron-core and torch take seconds to load.
     from megatron_ext.distributed import process_groups
-    from megatron_ext.evaluation.load_model import ModelOptions, load_language_model
+    from megatron_ext.evaluation.megatron_language_model import ModelOptions, load_language_model
 
     names = (field for field in ModelOptions.__dataclass_fields__)
     options = ModelOptions(**{name: getattr(arguments, name) for name in names})

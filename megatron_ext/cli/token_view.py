@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.cli.visible_text import visible_text
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_ids import ByteEnds
 
 _BACKGROUNDS = ("\x1b[48;5;24m", "\x1b[48;5;58m")

@@ -1,8 +1,8 @@
 """Conversations: messages, prompt formats, and ids with the mask that training needs."""
 
-from megatron_ext.conversation.assistant_prefix import assistant_prefix_len
 from megatron_ext.conversation.conversation_tokenizer import (
     apply_chat_template,
+    assistant_prefix_len,
     tokenize_conversation,
 )
 from megatron_ext.conversation.encoded_conversation import (
@@ -16,10 +16,9 @@ from megatron_ext.conversation.images import (
     ImageTags,
     image_tags,
 )
-from megatron_ext.conversation.masking.training_policy import TrainingPolicy
+from megatron_ext.conversation.masking.answer_parts import TrainingPolicy
 from megatron_ext.conversation.message import Conversation, Message, check_conversation
-from megatron_ext.conversation.prompt_config import PromptConfig
-from megatron_ext.conversation.prompt_format import PromptFormat
+from megatron_ext.conversation.prompt_format import PromptConfig, PromptFormat
 from megatron_ext.conversation.prompt_formats import (
     PROMPT_FORMAT_REGISTRY,
     fitting_formats,

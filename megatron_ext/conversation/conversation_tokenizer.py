@@ -1,4 +1,7 @@
-"""What callers ask for: a conversation's ids, with its target where it is trained."""
+"""What callers ask for: a conversation's ids, with its target where it is trained.
+
+How many untrained tokens stand before an answer: a consequence of the template.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,81 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.conversation.assistant_prefix import check_assistant_prefix
-from megatron_ext.conversation.chat_output import ChatOutput, refuse_other_options
+from megatron_ext.conversation.chat_output import ChatOutput, refuse_foreign, refuse_other_options
 from megatron_ext.conversation.encoded_conversation import (
     ApplyImageTag,
     EncodedConversation,
     encode_checked,
+    encode_conversation,
     encode_rendered,
     render_conversation,
     with_variables,
 )
-from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
 from megatron_ext.conversation.images import refuse_images_in_answers
+from megatron_ext.conversation.masking.answer_parts import trained_messages
 from megatron_ext.conversation.masking.trained_part import NOT_SHOWN
-from megatron_ext.conversation.masking.training_policy import trained_messages
 from megatron_ext.conversation.message import (
     Conversation,
+    byte_offsets,
     check_answers,
     check_conversation,
     checked_messages,
     place,
 )
-from megatron_ext.conversation.prompt_config import PromptConfig
+from megatron_ext.conversation.prompt_format import PromptConfig
 from megatron_ext.conversation.protocol import ConversationTokenizer
 from megatron_ext.conversation.rendering.template import render
-from megatron_ext.errors import ConversationError, UntrainedError
+from megatron_ext.errors import ConfigError, ConversationError, UntrainedError
+
+_ROLES = {0: "user", 1: "assistant"}
+_SAMPLE = tuple({"role": role, "content": "x"} for role in _ROLES.values())
+
+
+def assistant_prefix_len(tokenizer: ConversationTokenizer, prompt_config: PromptConfig) -> int:
+    """Number of tokens that ``prompt_config`` writes in an assistant's turn before the answer."""
+    encoded = encode_conversation(tokenizer, _SAMPLE, prompt_config)
+    return prefix_lengths(encoded, _ROLES).get(1, 0)
+
+
+def prefix_lengths(encoded: EncodedConversation, roles: Mapping[int, str]) -> dict[int, int]:
+    """Number of untrained tokens at the start of each assistant's turn, by message.
+
+    Messages whose template has no loop over messages have no turns and are left out.
+    """
+    begins = np.concatenate(([0], encoded.byte_ends[:-1]))
+    offsets = byte_offsets(encoded.text)
+    turns: dict[int, int] = {}
+    for span in encoded.spans:
+        turn = span.provenance.turn
+        if turn is not None and roles.get(turn) == "assistant":
+            turns.setdefault(turn, span.start)
+    trained = np.flatnonzero(encoded.trained)
+    lengths: dict[int, int] = {}
+    for turn, start in turns.items():
+        first = int(np.searchsorted(begins, offsets[start]))
+        at = int(np.searchsorted(trained, first))
+        if at < len(trained):
+            lengths[turn] = int(trained[at]) - first
+    return lengths
+
+
+def check_assistant_prefix(
+    encoded: EncodedConversation, roles: Mapping[int, str], stated: int
+) -> None:
+    """Refuse a stated prefix length that is not the one of the render.
+
+    Raises:
+        ConfigError: An answer has another number of untrained tokens before it.
+    """
+    for turn, length in prefix_lengths(encoded, roles).items():
+        if length != stated:
+            raise ConfigError(
+                "assistant_prefix_len is not what the template writes before an answer",
+                got=stated,
+                expected=length,
+                fix="leave it unset: it follows from the template",
+                where=place(turn),
+            )
 
 
 def tokenize_conversation(

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.conversation.content_parts import takes_parts
-from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
+from megatron_ext.conversation.chat_output import refuse_foreign
 from megatron_ext.conversation.masking.answer_marks import AnswerMarks, answer_marks
 from megatron_ext.conversation.masking.answers import Range
 from megatron_ext.conversation.masking.trained_part import (
@@ -26,11 +25,11 @@ from megatron_ext.conversation.masking.trained_part import (
 )
 from megatron_ext.conversation.masking.training_mask import trained_tokens
 from megatron_ext.conversation.message import Conversation, check_conversation
-from megatron_ext.conversation.prompt_config import PromptConfig
+from megatron_ext.conversation.prompt_format import PromptConfig
 from megatron_ext.conversation.protocol import ByteEnds, ConversationTokenizer, IdArray
 from megatron_ext.conversation.rendering.provenance import Rendered, Span
 from megatron_ext.conversation.rendering.template import render
-from megatron_ext.conversation.shown_conversation import ShownConversation, check_shown
+from megatron_ext.conversation.shown_conversation import ShownConversation, check_shown, takes_parts
 from megatron_ext.errors import ConfigError, ConversationError
 
 ApplyImageTag = Callable[[str], str]

@@ -1,9 +1,15 @@
-"""What a conversation is, and what is wrong with one that is none."""
+"""What a conversation is, and what is wrong with one that is none.
+
+Where each character of a text begins in its UTF-8.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ext.errors import ConversationError, UntrainedError
 
@@ -175,3 +181,15 @@ def _check_surrogates(content: str, where: str | None) -> None:
             expected="text that UTF-8 can hold",
             where=where,
         ) from None
+
+
+def byte_offsets(text: str) -> NDArray[np.int64]:
+    """Byte at which each character of ``text`` begins and, last, its number of bytes.
+
+    Returns:
+        [characters + 1], ascending.
+    """
+    if text.isascii():
+        return np.arange(len(text) + 1)
+    is_start = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
+    return np.append(np.flatnonzero(is_start), len(is_start))

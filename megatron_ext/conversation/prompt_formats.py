@@ -6,8 +6,7 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Final
 
-from megatron_ext.conversation.prompt_config import PromptConfig
-from megatron_ext.conversation.prompt_format import TEMPLATE_FILE, PromptFormat
+from megatron_ext.conversation.prompt_format import TEMPLATE_FILE, PromptConfig, PromptFormat
 from megatron_ext.conversation.protocol import ConversationTokenizer
 from megatron_ext.errors import ConfigError
 from megatron_ext.registry import Registry

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_ext.distributed import roles
+from megatron_ext.distributed import layout
 from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
@@ -192,7 +192,7 @@ class LaunchPlace(NamedTuple):
 
 def launch_place() -> LaunchPlace:
     """Of a process that has joined its default group."""
-    role = roles.current()
+    role = layout.current()
     if role is None:
         store = _get_default_store()
         return LaunchPlace(_connection(store), dist.get_rank(), dist.get_world_size())
@@ -240,7 +240,7 @@ def _join(device: torch.device, world_size: int, timeout: timedelta) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if (role := roles.current()) is not None:
+    if (role := layout.current()) is not None:
         # A world of its own: rank 0 to size - 1, whichever ranks of the launch these are.
         dist.init_process_group(
             backend,

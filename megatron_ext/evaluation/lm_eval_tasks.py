@@ -9,9 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from megatron_ext.errors import DataError
-from megatron_ext.evaluation.language_model import GenerationOptions, LanguageModel
+from megatron_ext.evaluation.language_model import (
+    GenerationOptions,
+    LanguageModel,
+    continuation_request,
+    rolling_requests,
+)
 from megatron_ext.evaluation.tasks.task import TaskOptions, TaskResult
-from megatron_ext.evaluation.text_requests import continuation_request, rolling_requests
 from megatron_ext.extras import needed_packages
 
 PREFIX: Final = "lm_eval:"

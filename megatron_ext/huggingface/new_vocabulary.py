@@ -23,7 +23,13 @@ from typing import Any, Final
 import torch
 
 from megatron_ext.errors import CheckpointError, MegatronExtError
-from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles, read_json
+from megatron_ext.huggingface.checkpoint_files import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    TOKENIZER_FILES,
+    CheckpointFiles,
+    read_json,
+)
 from megatron_ext.huggingface.checkpoint_writer import (
     TensorPlan,
     check_target,
@@ -32,12 +38,11 @@ from megatron_ext.huggingface.checkpoint_writer import (
 )
 from megatron_ext.huggingface.families import FAMILIES
 from megatron_ext.huggingface.model_settings import family_of
-from megatron_ext.huggingface.side_files import GENERATION_FILE, TOKENIZER_FILES
 from megatron_ext.huggingface.tensor_reader import TensorReader
 from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
-from megatron_ext.tokenizers.assets.assets import PROMPT_FILE
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.assets import PROMPT_FILE
+from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.metadata import METADATA_FILE
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

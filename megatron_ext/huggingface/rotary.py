@@ -5,6 +5,8 @@ transformers 5 has all under ``rope_parameters``; earlier releases have ``rope_t
 
 megatron-core's scaling of Llama 3 has a factor of its own and fixed other numbers: low and high
 frequency factors of 1 and 4, and 8,192 original positions. All of Meta's models have those.
+
+Layers that see a window and layers that see all, in ``config.json`` and as settings.
 """
 
 from __future__ import annotations
@@ -89,3 +91,38 @@ def rotary_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings["local_rotary_base"] is not None:
         config["rope_local_base_freq"] = float(settings["local_rotary_base"])
     return config
+
+
+_WINDOW: Final = "sliding_attention"
+_ALL: Final = "full_attention"
+
+
+def window_size(config: Mapping[str, Any]) -> int | None:
+    """How far attention sees at least, in any layer; None: all."""
+    if config.get("use_sliding_window") is False:
+        return None
+    window = config.get("sliding_window")
+    return None if window is None else int(window)
+
+
+def full_attention_interval(config: Mapping[str, Any], *, where: object) -> int:
+    """``n`` where every n-th layer sees all and the others a window.
+
+    Raises:
+        CheckpointError: Layers follow no such pattern.
+    """
+    layers = int(config["num_hidden_layers"])
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return int(config["sliding_window_pattern"])
+    interval = kinds.index(_ALL) + 1 if _ALL in kinds else layers + 1
+    if list(kinds) != layer_types(layers, interval):
+        raise CheckpointError(
+            "layers with a window follow no pattern", where=where, got=", ".join(map(str, kinds))
+        )
+    return interval
+
+
+def layer_types(layers: int, interval: int) -> list[str]:
+    """What transformers calls the kinds of a model's layers, in order."""
+    return [_WINDOW if number % interval else _ALL for number in range(1, layers + 1)]

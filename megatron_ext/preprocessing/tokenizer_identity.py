@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.tokenizers.file_kind import file_kind
+from megatron_ext.tokenizers.tokenizer_files import file_kind
 
 _WITHOUT_INFLUENCE = ("tokenizer_path", "engine")
 """Identifiers that do not change the ids: where the file lies, and what reads it how fast."""

@@ -20,7 +20,7 @@ from megatron_ext.projection.sparse_projection import ARRAYS, SparseProjection
 from megatron_ext.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+    from megatron_ext.tokenizers.base import ByteTokenizer
 
 FORMAT: Final = "megatron-ext-projection"
 FORMAT_VERSION: Final = "2"

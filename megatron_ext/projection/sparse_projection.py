@@ -34,7 +34,7 @@ from megatron_ext.projection.vocabulary_partition import VocabularyPartition
 
 if TYPE_CHECKING:
     from megatron_ext.projection.layout import VocabularyLayout
-    from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+    from megatron_ext.tokenizers.base import ByteTokenizer
 
 
 _ROWS_OF_ONE_ENTRY: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ext.distributed.context_rank import ContextRank
+from megatron_ext.distributed.context_parallel import ContextRank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,18 @@
 """Tokenizers of every library behind one interface, with bytes as the common currency."""
 
-from megatron_ext.tokenizers.aliases import (
+from megatron_ext.tokenizers.base import (
+    ByteTokenizer,
+    MegatronTokenizerBase,
+    MegatronTokenizerTextAbstract,
+)
+from megatron_ext.tokenizers.build import build_tokenizer, padded_vocab_size
+from megatron_ext.tokenizers.config import TokenizerConfig
+from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
+from megatron_ext.tokenizers.megatron_core_abc import register_with_megatron_core
+from megatron_ext.tokenizers.megatron_tokenizer import MegatronTokenizer
+from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
+from megatron_ext.tokenizers.token_bytes import TokenBytes
+from megatron_ext.tokenizers.tokenizer_class import (
     BertTokenizer,
     DefaultTokenizerText,
     DefaultTokenizerVision,
@@ -8,18 +20,6 @@ from megatron_ext.tokenizers.aliases import (
     MambaTokenizer,
     T5Tokenizer,
 )
-from megatron_ext.tokenizers.base import (
-    MegatronTokenizerBase,
-    MegatronTokenizerTextAbstract,
-)
-from megatron_ext.tokenizers.build import build_tokenizer, padded_vocab_size
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
-from megatron_ext.tokenizers.config import TokenizerConfig
-from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
-from megatron_ext.tokenizers.megatron_core_abc import register_with_megatron_core
-from megatron_ext.tokenizers.megatron_tokenizer import MegatronTokenizer
-from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
-from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.tokenizers.vision_tokenizer import MegatronTokenizerVision
 
 __all__ = [

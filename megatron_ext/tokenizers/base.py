@@ -6,24 +6,60 @@ of a token's bytes matter and both live here:
 
 * ``token_bytes(id)``: what the id contributes to a decoded stream, whatever stands before it;
 * ``encode_with_byte_ends(text)``: where each token of ``text`` ends in ``text.encode()``.
+
+The least of a tokenizer that relates texts and bytes.
+
+The display strings of a tokenizer.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex, overload
 
 from megatron_ext.conversation import Conversation, apply_chat_template
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.role_ids import RoleIds
-from megatron_ext.tokenizers.special_names import CONVENTIONAL_NAMES
+from megatron_ext.tokenizers.special_tokens import CONVENTIONAL_NAMES, RoleIds
 from megatron_ext.tokenizers.text_offsets import text_offsets
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
-from megatron_ext.tokenizers.vocabulary import Vocabulary
+
+
+class Vocabulary(list[str]):
+    """The display string of each id in id order; empty where an id is unused.
+
+    Megatron's code takes it for a list with some libraries and for a mapping with others, so
+    ``vocabulary["<s>"]`` is an id and ``"<s>" in vocabulary`` is quick. Of two ids that show alike
+    the first counts. It is not changed after it is made.
+    """
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        super().__init__(tokens)
+
+    @overload
+    def __getitem__(self, key: SupportsIndex) -> str: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[str]: ...
+    @overload
+    def __getitem__(self, key: str) -> int: ...
+    def __getitem__(self, key: Any) -> Any:
+        return self.ids[key] if isinstance(key, str) else super().__getitem__(key)
+
+    def __contains__(self, token: object) -> bool:
+        return token in self.ids
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Id of each display string."""
+        ids: dict[str, int] = {}
+        for token_id, token in enumerate(self):
+            if token:
+                ids.setdefault(token, token_id)
+        return ids
+
 
 ParseSpecial = bool | frozenset[str]
 """Which special tokens a text can spell: all of them, none, or those with these names."""
@@ -312,3 +348,31 @@ class MegatronTokenizerBase(ABC):
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ``ids``."""
+
+
+class ByteTokenizer(Protocol):
+    """What alignment and projection ask of a tokenizer.
+
+    Both a library's adapter and a ``MegatronTokenizerText`` are one; see the adapter for the terms.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_id(self) -> int | None: ...
+    @property
+    def pad_id(self) -> int | None: ...
+    @property
+    def unk_id(self) -> int | None: ...
+    def text_to_ids(self, text: str) -> list[int]: ...
+    def text_to_ids_batch(self, texts: Sequence[str]) -> list[IdArray]: ...
+    def encode_with_byte_ends(
+        self, text: str, *, parse_special: bool = False
+    ) -> tuple[IdArray, ByteEnds]: ...
+    def token_bytes(self, token_id: int) -> bytes | None: ...
+    def byte_ends(self, ids: Sequence[int] | IdArray) -> ByteEnds: ...
+    def token_to_id(self, token: str) -> int: ...
+    def id_to_token(self, token_id: int) -> str: ...
+    def fingerprint(self) -> str: ...

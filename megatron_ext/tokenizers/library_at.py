@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from megatron_ext.tokenizers.file_kind import FileLibrary, file_kind
-from megatron_ext.tokenizers.libraries.huggingface.vocab_file_choice import vocab_files_at
+from megatron_ext.tokenizers.libraries.huggingface_vocab import vocab_files_at
+from megatron_ext.tokenizers.tokenizer_files import FileLibrary, file_kind
 
 
 def library_at(path: str | os.PathLike[str]) -> FileLibrary:

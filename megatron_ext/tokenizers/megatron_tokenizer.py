@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.assets.saved_tokenizer import SavedTokenizer
 from megatron_ext.tokenizers.libraries import library_of
 from megatron_ext.tokenizers.library_at import library_at
 from megatron_ext.tokenizers.metadata import (
@@ -20,6 +19,7 @@ from megatron_ext.tokenizers.metadata import (
     read_metadata,
     write_json,
 )
+from megatron_ext.tokenizers.saved_tokenizer import SavedTokenizer
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.tokenizer_class import tokenizer_class
 

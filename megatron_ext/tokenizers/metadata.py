@@ -17,9 +17,9 @@ from typing import Any, Final, get_args
 
 from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.file_kind import read_json
 from megatron_ext.tokenizers.legacy_types import TokenizerMode
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
+from megatron_ext.tokenizers.tokenizer_files import read_json
 
 METADATA_FILE: Final = "tokenizer_metadata.json"
 """Name of the file beside a tokenizer."""

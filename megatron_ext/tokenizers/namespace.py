@@ -21,8 +21,13 @@ from typing import Any
 from megatron_ext.errors import ConfigError
 from megatron_ext.registry import did_you_mean
 from megatron_ext.tokenizers.config import TokenizerConfig
-from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES, LegacyType
-from megatron_ext.tokenizers.old_prompt_format import OLD_FLAG, old_prompt_format, prompt_format
+from megatron_ext.tokenizers.legacy_types import (
+    LEGACY_TYPES,
+    OLD_FLAG,
+    LegacyType,
+    old_prompt_format,
+    prompt_format,
+)
 
 # Attributes in which each field is looked for; the first that is set wins.
 _ATTRIBUTES: dict[str, tuple[str, ...]] = {

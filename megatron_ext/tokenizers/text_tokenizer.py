@@ -9,17 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.tokenizers.added_tokens import AddedTokens
-from megatron_ext.tokenizers.assets.assets import save_assets
-from megatron_ext.tokenizers.assets.saved_tokenizer import load_saved
-from megatron_ext.tokenizers.base import MegatronTokenizerBase, MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.assets import save_assets
+from megatron_ext.tokenizers.base import (
+    MegatronTokenizerBase,
+    MegatronTokenizerTextAbstract,
+    Vocabulary,
+)
 from megatron_ext.tokenizers.chat_tokenizer import ChatTokenizer
 from megatron_ext.tokenizers.conversation_options import ConversationOptions
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
+from megatron_ext.tokenizers.saved_tokenizer import load_saved
+from megatron_ext.tokenizers.special_tokens import AddedTokens
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 from megatron_ext.tokenizers.tokenized_files import tokenized_files
-from megatron_ext.tokenizers.vocabulary import Vocabulary
 
 
 class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.alignment.chunk_class import ChunkClass
-from megatron_ext.distributed.context_rank import ContextRank, in_order
+from megatron_ext.distributed.context_parallel import ContextRank, in_order
 from megatron_ext.distributed.vocab_parallel import VocabShard, vocab_argmax
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 
 _NONE = -1
 

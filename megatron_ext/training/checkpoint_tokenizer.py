@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Final
 
 from megatron_ext.errors import CheckpointError, MegatronExtError
-from megatron_ext.huggingface.any_model import any_model_settings
-from megatron_ext.huggingface.checkpoint_files import CheckpointFiles, is_checkpoint_folder
-from megatron_ext.huggingface.side_files import TOKENIZER_FILES
+from megatron_ext.huggingface.checkpoint_files import (
+    TOKENIZER_FILES,
+    CheckpointFiles,
+    is_checkpoint_folder,
+)
+from megatron_ext.huggingface.model_settings import any_model_settings
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training.checkpoint_record import checkpoint_record

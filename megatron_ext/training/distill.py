@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.huggingface.side_files import SIDE_FOLDER, copy_side_files
+from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER, copy_side_files
 from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint

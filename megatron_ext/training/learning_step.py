@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_ext.distributed.context_rank import ContextRank
+from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import DskdProjectors, LearnedProjection, Needs, Objective

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError, ProjectionError
-from megatron_ext.huggingface.side_files import SIDE_FOLDER
+from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER
 from megatron_ext.training import random_state, rank_phase
 from megatron_ext.training.checkpoint import load_checkpoint, load_common
 from megatron_ext.training.checkpoint_folder import latest_checkpoint

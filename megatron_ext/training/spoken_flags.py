@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.tokenizers.old_prompt_format import OLD_FORMAT, UNSPOKEN
+from megatron_ext.tokenizers.legacy_types import OLD_FORMAT, UNSPOKEN
 
 _OPPOSITES: Final = {
     "tokenizer_hf_include_special_tokens": "tokenizer_hf_no_include_special_tokens",

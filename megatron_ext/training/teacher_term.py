@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.distributed.context_rank import ContextRank
+from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import ConfigError, LossError
 from megatron_ext.losses import (

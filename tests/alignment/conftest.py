@@ -5,8 +5,8 @@ from pathlib import Path
 import mistral_common
 import pytest
 
-from megatron_ext.tokenizers.libraries.sentencepiece.tokenizer import SentencePieceTokenizer
-from megatron_ext.tokenizers.libraries.tiktoken.tokenizer import TiktokenTokenizer
+from megatron_ext.tokenizers.libraries.sentencepiece import SentencePieceTokenizer
+from megatron_ext.tokenizers.libraries.tiktoken import TiktokenTokenizer
 
 DATA = Path(mistral_common.__file__).parent / "data"
 

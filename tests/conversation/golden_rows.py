@@ -22,7 +22,7 @@ from megatron_ext.conversation import (
     prompt_config_of,
     tokenize_conversation,
 )
-from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
 from tests.conversation.shared_files import SHARED, published_tokenizer
 
 Row = dict[str, Any]

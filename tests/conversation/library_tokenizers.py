@@ -9,9 +9,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_ext.conversation import ConversationTokenizer
-from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
-from megatron_ext.tokenizers.libraries.sentencepiece.tokenizer import SentencePieceTokenizer
-from megatron_ext.tokenizers.libraries.tiktoken.tokenizer import TiktokenTokenizer
+from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
+from megatron_ext.tokenizers.libraries.sentencepiece import SentencePieceTokenizer
+from megatron_ext.tokenizers.libraries.tiktoken import TiktokenTokenizer
 from tests.conversation.byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
 
 LIBRARIES = ("bytes", "huggingface", "sentencepiece", "tiktoken")

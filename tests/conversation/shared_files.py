@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
 
 SHARED = Path(
     os.environ.get("MEGATRON_EXT_SHARED") or Path(__file__).parents[2] / ".." / "shared"

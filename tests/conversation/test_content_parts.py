@@ -12,7 +12,7 @@ from megatron_ext.conversation import (
     prompt_config_of,
     tokenize_conversation,
 )
-from megatron_ext.conversation.content_parts import takes_parts
+from megatron_ext.conversation.shown_conversation import takes_parts
 from megatron_ext.errors import ConversationError
 from tests.conversation.byte_tokenizer import ByteTokenizer
 

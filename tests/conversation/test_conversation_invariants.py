@@ -34,7 +34,7 @@ from megatron_ext.conversation import (
     prompt_config_of,
     tokenize_conversation,
 )
-from megatron_ext.conversation.byte_offsets import byte_offsets
+from megatron_ext.conversation.message import byte_offsets
 from megatron_ext.errors import ConversationError
 from tests.conversation.byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
 from tests.conversation.library_tokenizers import LIBRARIES, OWN_TEMPLATE

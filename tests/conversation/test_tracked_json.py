@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.conversation.rendering.provenance import TEMPLATE, Provenance
-from megatron_ext.conversation.rendering.tracked_data import tracked_copy
-from megatron_ext.conversation.rendering.tracked_json import JsonStyle, to_json
+from megatron_ext.conversation.rendering.tracked_data import JsonStyle, to_json, tracked_copy
 from megatron_ext.conversation.rendering.tracked_text import join, track
 
 CONTENT = Provenance("message", 1, "content")

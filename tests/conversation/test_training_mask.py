@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.conversation import Provenance, Rendered, Span
-from megatron_ext.conversation.byte_offsets import byte_offsets
 from megatron_ext.conversation.masking.training_mask import trained_tokens
+from megatron_ext.conversation.message import byte_offsets
 
 TEMPLATE = Provenance("template")
 USER = Provenance("message", 0, "content")

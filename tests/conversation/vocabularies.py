@@ -18,10 +18,10 @@ import sentencepiece
 from tokenizers import Tokenizer
 
 from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
-from megatron_ext.tokenizers.libraries.byte_level.tokenizer import ByteLevelTokenizer
-from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
-from megatron_ext.tokenizers.libraries.sentencepiece.tokenizer import SentencePieceTokenizer
-from megatron_ext.tokenizers.libraries.tiktoken.tokenizer import TiktokenTokenizer
+from megatron_ext.tokenizers.libraries.byte_level import ByteLevelTokenizer
+from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
+from megatron_ext.tokenizers.libraries.sentencepiece import SentencePieceTokenizer
+from megatron_ext.tokenizers.libraries.tiktoken import TiktokenTokenizer
 from tests.conversation.library_tokenizers import byte_level_bpe
 from tests.conversation.shared_files import SHARED
 

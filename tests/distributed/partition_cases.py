@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.losses import DistillationInputs, PartitionKLLoss, ProjectedKLLoss, TargetKind
 from megatron_ext.losses.inputs.learned_projection import LearnedProjection
 from megatron_ext.projection import SparseProjection
@@ -45,8 +45,8 @@ def partition(
             assert top is not None
             assert inputs.teacher is not None
             inputs = replace(inputs, teacher=replace(top, shard=inputs.teacher.shard))
-        elements = slice_elements or row_slices.SLICE_ELEMENTS["cpu"]
-        with patch.dict(row_slices.SLICE_ELEMENTS, cpu=elements):
+        elements = slice_elements or vocab_parallel.SLICE_ELEMENTS["cpu"]
+        with patch.dict(vocab_parallel.SLICE_ELEMENTS, cpu=elements):
             output = PartitionKLLoss(**options)(inputs)
             (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
         pairs = [part for pair in output.metrics.values() for part in pair]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_ext.distributed.row_order import reordered_rows
+from megatron_ext.distributed.vocab_parallel import reordered_rows
 
 
 def reorder(

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_ext.distributed import row_slices
 from megatron_ext.distributed import shard_collectives as collectives
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed import vocab_parallel as vp
 from megatron_ext.losses import LOSS_REGISTRY, LossOutput, TargetKind
 from megatron_ext.ops.selected_log_prob import top_columns
@@ -155,7 +155,7 @@ def _top_log_probs(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor
 
 def _sliced(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The projected KL in slices of a few rows, with collectives in each."""
-    with patch.dict(row_slices.SLICE_ELEMENTS, cpu=160):
+    with patch.dict(vocab_parallel.SLICE_ELEMENTS, cpu=160):
         return _objective("projected_kl")(rank, ranks, group)
 
 
@@ -174,7 +174,7 @@ def _tied(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.
 
 
 def _gold_in_slices(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-    with patch.dict(row_slices.SLICE_ELEMENTS, cpu=160):
+    with patch.dict(vocab_parallel.SLICE_ELEMENTS, cpu=160):
         return _objective("gold", uncommon_topk=4)(rank, ranks, group)
 
 

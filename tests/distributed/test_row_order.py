@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.distributed.row_order import reordered_rows
+from megatron_ext.distributed.vocab_parallel import reordered_rows
 from tests.distributed.row_order_cases import reorder
 from tests.process_group import run_ranks
 

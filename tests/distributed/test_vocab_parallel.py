@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.shard_collectives import (
     copy_to_shards,
     reduce_scatter_columns,
@@ -118,8 +118,8 @@ def test_reduce_scatter_on_one_rank_fills_missing_columns_with_zeros() -> None:
 def test_row_slices_cover_every_row_once(
     rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 10)
-    slices = list(row_slices.row_slices(rows, columns, device=torch.device("cpu")))
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 10)
+    slices = list(vocab_parallel.row_slices(rows, columns, device=torch.device("cpu")))
     covered = [row for part in slices for row in range(rows)[part]]
     assert covered == list(range(rows))
     assert all((part.stop - part.start) * columns <= max(10, columns) for part in slices)

@@ -14,10 +14,18 @@ from megatron.core import parallel_state
 
 from megatron_ext.cli.main import main
 from megatron_ext.distributed import process_groups
-from megatron_ext.evaluation.language_model import GenerationOptions, TokenRequest
-from megatron_ext.evaluation.load_model import ModelOptions, load_language_model
-from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
-from megatron_ext.evaluation.text_requests import continuation_request, prompt_ids, rolling_requests
+from megatron_ext.evaluation.language_model import (
+    GenerationOptions,
+    TokenRequest,
+    continuation_request,
+    prompt_ids,
+    rolling_requests,
+)
+from megatron_ext.evaluation.megatron_language_model import (
+    MegatronLanguageModel,
+    ModelOptions,
+    load_language_model,
+)
 from tests.evaluation.tiny_language_model import PAIRS, PROMPTS
 
 NEW_TOKENS = 12

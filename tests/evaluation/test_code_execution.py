@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.evaluation.code_execution import Limits, run_program
+from megatron_ext.evaluation.sandbox import Limits, run_program
 from megatron_ext.evaluation.tasks import TASKS, TaskOptions
 from tests.evaluation.stand_in_model import StandInModel, written
 

@@ -82,7 +82,7 @@ def tasks(tmp_path: Path) -> Path:
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Any]:
     from megatron_ext.distributed import process_groups
-    from megatron_ext.evaluation.load_model import ModelOptions, load_language_model
+    from megatron_ext.evaluation.megatron_language_model import ModelOptions, load_language_model
     from tests.evaluation.tiny_language_model import save_tiny_model
 
     folder = save_tiny_model(tmp_path / "model")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.evaluation.generation import draws, next_tokens
 from megatron_ext.evaluation.language_model import GenerationOptions
-from megatron_ext.evaluation.sampling import draws, next_tokens
 
 PROBS = torch.tensor([0.05, 0.4, 0.0, 0.3, 0.25])
 

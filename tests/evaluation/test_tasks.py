@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.evaluation.results import results_table, write_results, write_samples
+from megatron_ext.evaluation.run_tasks import results_table, write_results, write_samples
 from megatron_ext.evaluation.tasks import TASKS, TaskOptions
 from megatron_ext.evaluation.tasks.gsm8k import flexible_number, normalised, strict_number
 from tests.evaluation.stand_in_model import StandInModel, written

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_ext.huggingface.side_files import SIDE_FOLDER
+from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER
 from megatron_ext.training.config_file import read_config_file
 from megatron_ext.training.huggingface.export_checkpoint import export_huggingface
 from megatron_ext.training.metrics import read_metrics

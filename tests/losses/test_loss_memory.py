@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.losses import DistillationInputs
 from tests.losses.linear.linear_case import ordered
 from tests.losses.microbatch import Microbatch
@@ -59,7 +59,7 @@ def _halved(holder: Any) -> Any:
 def test_no_wide_tensor_is_as_large_as_chunks_by_vocabulary(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 1 << 12)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 1 << 12)
     case = CASES[name]
     inputs, objective = _inputs(case), case.objective()
 
@@ -74,7 +74,7 @@ def test_no_wide_tensor_is_as_large_as_chunks_by_vocabulary(
 @pytest.mark.parametrize("name", BY_KERNEL)
 def test_kernels_make_no_such_tensor_either(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 1 << 10)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 1 << 10)
     case = replace(CASES[name], options={**CASES[name].options, "implementation": "triton"})
     inputs, objective = _inputs(case, batch_size=1), case.objective()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.chunk_distributions import (
     ModelRows,
     chunk_means,
@@ -99,11 +99,11 @@ def test_a_slope_of_the_means_becomes_the_gradient_of_the_logits(
     torch.manual_seed(1)
     weights = torch.randn(len(SIZES), 66, device=DEVICE)
     _, truth = case.truth(lambda q, _: (q * weights[:, :61].double()).sum(-1), temperature=1.3)
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, DEVICE.type, elements)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, DEVICE.type, elements)
     model, _ = models_of(case)
     gradient, scale = torch.empty_like(case.logits[0]), row_scale(model, case.weights)
     ends = host_offsets(model)[0]
-    for chunks in row_slices.row_slices(len(SIZES), 66, device=DEVICE):
+    for chunks in vocab_parallel.row_slices(len(SIZES), 66, device=DEVICE):
         write_row_gradients(model, ends, chunks, weights[chunks], scale, gradient)
     clear_rows_of_no_chunk_(gradient, model, by_kernel=False)
     slack = 1e-6 + rounding(dtype)

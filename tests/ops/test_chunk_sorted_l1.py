@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.chunk_distributions import pair_of_models
 from megatron_ext.ops.chunk_rows import ChunkRows
@@ -176,7 +176,7 @@ def test_without_a_gradient_none_is_computed(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(out.chunk_loss, with_gradient.chunk_loss)
     assert gradient.isfinite().all()
     # A slice of one chunk at a time: another order of everything, the same numbers.
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, DEVICE.type, 60)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, DEVICE.type, 60)
     sliced = torch.full_like(gradient, torch.nan)
     out = _evaluate(case, sliced)
     assert torch.equal(out.chunk_loss, with_gradient.chunk_loss)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.errors import LossError
 from megatron_ext.ops.linear_form import Tile, TilePlan, linear_loss
 from tests.ops.allocation_record import AllocationRecord
@@ -240,7 +240,7 @@ class TestMainGrad:
 
 
 def test_the_peak_is_one_tile_and_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 1 << 12)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 1 << 12)
     rows, width, hidden, tile = 256, 512, 16, 32
     states = torch.randn(rows, hidden).bfloat16().requires_grad_()
     head = torch.randn(width, hidden).bfloat16().requires_grad_()

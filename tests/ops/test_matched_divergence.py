@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.divergence import Divergence
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.matched_divergence import (
@@ -277,7 +277,7 @@ def test_the_value_does_not_depend_on_how_chunks_are_sliced(
 ) -> None:
     case, comparing = Case.random(20, 30, 11, sizes=MANY), Comparing(1.0, "forward", 0.5, 0.7, 4)
     whole, whole_grad = case.run(comparing)
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, DEVICE.type, 60)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, DEVICE.type, 60)
     sliced, sliced_grad = case.run(comparing)
     assert all(torch.equal(one, other) for one, other in zip(whole, sliced, strict=True))
     torch.testing.assert_close(whole_grad, sliced_grad)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.partition_kl import partition_kl_reference
 from megatron_ext.ops.partition_kl.reference import ReferenceChunk
 from tests.ops.partition_kl_case import Case
@@ -211,7 +211,7 @@ def test_the_value_does_not_depend_on_how_rows_are_sliced(
 ) -> None:
     case = Case.random()
     whole = divergences(case, direction=direction, padding=(3, 1))
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 80)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 80)
     sliced = divergences(case, direction=direction, padding=(3, 1))
     for one, other in zip(whole, sliced, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-15)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.ops.projected_kl import LearnedEntries, kernel_evaluation, projected_kl
@@ -313,7 +313,7 @@ def test_torch_makes_no_fp32_tensor_of_more_rows_than_a_slice(
     case = replace(case, projection=torch.eye(500, 400, dtype=torch.float64))
     logits = case.student_logits.bfloat16().requires_grad_()
     teacher = case.teacher_logits.bfloat16()
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 8 * 500)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 8 * 500)
     with AllocationRecord() as record:
         call(case, logits, teacher).chunk_loss.sum().backward()
     # The test makes the projection itself, as a dense matrix.

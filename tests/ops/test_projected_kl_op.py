@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.projected_kl import projected_kl_reference
 from tests.ops.projected_kl_case import Case
 
@@ -311,8 +311,8 @@ def test_the_value_does_not_depend_on_how_rows_are_sliced(
 ) -> None:
     case = Case.random(chunk_count=7)
     whole, whole_grad = case.run(direction=direction)
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 80)
-    assert len(list(row_slices.row_slices(11, 37, device=torch.device("cpu")))) == 6
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 80)
+    assert len(list(vocab_parallel.row_slices(11, 37, device=torch.device("cpu")))) == 6
     sliced, sliced_grad = case.run(direction=direction)
     for one, other in zip(whole, sliced, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=0)

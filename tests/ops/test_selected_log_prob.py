@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.selected_log_prob import (
     selected_log_prob,
@@ -79,7 +79,7 @@ def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, ids = _inputs()
     logits.requires_grad_()
     whole = selected_log_prob(logits, ids, _shard(37))
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 80)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 80)
     sliced = selected_log_prob(logits, ids, _shard(37))
     assert torch.equal(whole, sliced)
     assert top_columns(logits, 7, _shard(37)).tolist() == (

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.sorted_l1 import sorted_l1, sorted_l1_reference
 from megatron_ext.ops.sorted_l1.selection import largest_columns
 
@@ -152,7 +152,7 @@ def test_a_nan_shows_in_its_row_alone() -> None:
 def test_the_value_does_not_depend_on_how_rows_are_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher = distributions(7, 30, 0), distributions(7, 20, 1)
     whole = sorted_l1(student, teacher, largest=8)
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 60)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 60)
     sliced = sorted_l1(student, teacher, largest=8)
     assert all(torch.equal(one, other) for one, other in zip(whole, sliced, strict=True))
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.token_likelihood import ModelRows, token_likelihood
 from megatron_ext.ops.token_likelihood.reference import token_likelihood_reference
@@ -112,5 +112,5 @@ def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.autograd.grad(value.log_prob.sum() + value.log_mass.sum(), side.logits)[0]
 
     whole = grad()
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 80)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 80)
     assert torch.equal(whole, grad())

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.token_log_prob import token_log_prob
 from megatron_ext.ops.token_log_prob.reference import token_log_prob_reference
@@ -91,6 +91,6 @@ def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, token_id, shard = _inputs(9, 37, 0)
     logits.requires_grad_()
     whole = torch.autograd.grad(token_log_prob(logits, token_id, shard).sum(), logits)[0]
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 80)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 80)
     sliced = torch.autograd.grad(token_log_prob(logits, token_id, shard).sum(), logits)[0]
     assert torch.equal(whole, sliced)

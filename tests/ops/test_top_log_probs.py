@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.inputs.teacher_tail import topk_log_probs
@@ -124,7 +124,7 @@ def test_packed_numbers_come_back_bit_for_bit() -> None:
 def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, shard = _padded(7, 50, torch.float32)
     whole = top_log_probs(logits, 6, shard)
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, DEVICE.type, 110)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, DEVICE.type, 110)
     sliced = top_log_probs(logits, 6, shard)
     assert torch.equal(whole.token_id, sliced.token_id)
     assert torch.equal(whole.log_prob, sliced.log_prob)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.vocab_kl import VocabKL, vocab_kl, vocab_kl_reference
 
@@ -136,7 +136,7 @@ def test_entropy_and_agreement_are_the_rows() -> None:
 def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
     student, teacher = _logits()
     whole = _run(student, teacher, direction=direction)
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 80)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 80)
     sliced = _run(student, teacher, direction=direction)
     assert torch.equal(whole[0].row_loss, sliced[0].row_loss)
     assert torch.equal(whole[1], sliced[1])

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import LayoutStatistics
-from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
 from tests.projection.published_vocabularies import needs_published, published
 
 pytestmark = needs_published

@@ -9,9 +9,9 @@ import numpy as np
 
 from megatron_ext.tokenizers import MegatronTokenizerTextAbstract
 from megatron_ext.tokenizers.engine import FastEncoder, GigatokenEngine, flat_ids
-from megatron_ext.tokenizers.file_kind import file_kind
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
+from megatron_ext.tokenizers.tokenizer_files import file_kind
 
 FAST = (
     *("sentencepiece-v1", "sentencepiece-v3", "sentencepiece-v7"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
-from megatron_ext.tokenizers.libraries.byte_level.tokenizer import ByteLevelTokenizer
+from megatron_ext.tokenizers.libraries.byte_level import ByteLevelTokenizer
 
 PLAIN = ByteLevelTokenizer(special_tokens=["<tool>", "<think>"])
 LEGACY = ByteLevelTokenizer(legacy=True)

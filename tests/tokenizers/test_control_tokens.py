@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
-from megatron_ext.tokenizers.control_tokens import ControlToken, ControlTokens
+from megatron_ext.tokenizers.special_tokens import ControlToken, ControlTokens
 
 MANY = settings(
     deadline=None,

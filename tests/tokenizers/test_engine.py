@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.tokenizers.engine import FastEncoder
 from megatron_ext.tokenizers.engine import gigatoken_engine as engine_module
-from megatron_ext.tokenizers.engine.probe_texts import probe_texts
+from megatron_ext.tokenizers.engine.probe_texts import compared_characters, probe_texts
 from megatron_ext.tokenizers.engine.proof import prove
-from megatron_ext.tokenizers.engine.rare_characters import compared_characters
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
 from tests.tokenizers.engine_cases import FAST, FILLER, adapter_of, assert_same_ids, encoder_of
 from tests.tokenizers.published import EVERY_STRETCH, SHARED, corpora, needs_published_files, taken

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.tokenizers.engine.flat_ids import flat_ids, interleave, join
+from megatron_ext.tokenizers.engine.gigatoken_engine import flat_ids, interleave, join
 
 ROW = st.lists(st.integers(0, 2**31 - 1), max_size=4)
 ROWS = st.lists(ROW, max_size=8)

@@ -16,7 +16,7 @@ from threading import Thread
 import pytest
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.hub import is_hub_name
+from megatron_ext.tokenizers.tokenizer_files import is_hub_name
 
 pytest.importorskip("huggingface_hub")
 
@@ -183,7 +183,7 @@ def test_the_hubs_answer_is_in_the_error(tmp_path, hub, name, reason):
 def test_a_name_of_megatrons_comes_from_the_hub_or_names_the_files_to_pass(tmp_path, monkeypatch):
     import huggingface_hub.constants as hub_constants
 
-    from megatron_ext.tokenizers.libraries.megatron.tokenizer import MegatronHFTokenizer
+    from megatron_ext.tokenizers.libraries.megatron import MegatronHFTokenizer
 
     cached(tmp_path, "gpt2", FILES)
     monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

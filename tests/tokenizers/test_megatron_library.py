@@ -13,11 +13,8 @@ from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, pre_tokeni
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
-from megatron_ext.tokenizers.libraries.huggingface.tokenizer import HuggingFaceTokenizer
-from megatron_ext.tokenizers.libraries.megatron.tokenizer import (
-    MEGATRON_NAMES,
-    MegatronHFTokenizer,
-)
+from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
+from megatron_ext.tokenizers.libraries.megatron import MEGATRON_NAMES, MegatronHFTokenizer
 
 SHARED = Path(
     os.environ.get("MEGATRON_EXT_SHARED") or Path(__file__).parents[2] / ".." / "shared"

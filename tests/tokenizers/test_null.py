@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
-from megatron_ext.tokenizers.libraries.null.tokenizer import NullTokenizer
+from megatron_ext.tokenizers.libraries.null import NullTokenizer
 
 PLAIN = NullTokenizer(vocab_size=1000)
 NAMED = NullTokenizer(

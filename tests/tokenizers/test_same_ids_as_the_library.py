@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import Tokenizer
 
-from megatron_ext.tokenizers.libraries.tiktoken.file import EARLY_TEKKEN_SPECIAL_TOKENS
-from megatron_ext.tokenizers.libraries.tiktoken.patterns import PATTERNS
+from megatron_ext.tokenizers.libraries.tiktoken_file import EARLY_TEKKEN_SPECIAL_TOKENS, PATTERNS
 from tests.tokenizers.tokenizer_files import MAKERS, RANKS_IN_LIST, SENTENCES, mistral_file
 
 MANY = settings(

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
-from megatron_ext.tokenizers.libraries.sentencepiece.model import edit_model
-from megatron_ext.tokenizers.libraries.sentencepiece.wire import (
+from megatron_ext.tokenizers.libraries.sentencepiece_model import (
     bytes_field,
+    edit_model,
     read_field,
     varint_field,
 )

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES, MegatronTokenizer
-from megatron_ext.tokenizers.libraries.tiktoken import file as tiktoken_file
-from megatron_ext.tokenizers.libraries.tiktoken import published as tiktoken_published
-from megatron_ext.tokenizers.libraries.tiktoken.layout import MEGATRON_SPECIAL_TOKENS
-from megatron_ext.tokenizers.libraries.tiktoken.patterns import R50K
-from megatron_ext.tokenizers.libraries.tiktoken.published import (
+from megatron_ext.tokenizers.libraries import tiktoken_file
+from megatron_ext.tokenizers.libraries import tiktoken_file as tiktoken_published
+from megatron_ext.tokenizers.libraries.tiktoken_file import (
+    R50K,
     PublishedVocabulary,
     published_vocabulary,
     rank_digest,
 )
+from megatron_ext.tokenizers.libraries.tiktoken_layout import MEGATRON_SPECIAL_TOKENS
 from tests.tokenizers.tokenizer_files import RANKS_IN_LIST
 
 LISTED, RANKED, TEKKEN = "json-rank-list", "rank-file", "tekken"

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError, UnknownNameError
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
-from megatron_ext.tokenizers.file_kind import file_kind
+from megatron_ext.tokenizers.tokenizer_files import file_kind
 from tests.tokenizers.tokenizer_files import MAKERS, byte_level, json_rank_list, mistral_file
 
 KINDS = {

@@ -19,7 +19,7 @@ from megatron_ext.tokenizers import (
     TokenizerConfig,
     build_tokenizer,
 )
-from megatron_ext.tokenizers.tagged_text import TaggedText
+from megatron_ext.tokenizers.vision_tokenizer import TaggedText
 
 LIBRARIES = {
     "sentencepiece-v3": "sentencepiece",

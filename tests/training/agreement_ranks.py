@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.distributed.context_rank import ContextRank
+from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.training.agreement import Agreement, first_choices
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_ext.distributed.context_rank import ContextRank
+from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.context_attention import ContextAttention
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Final
 
-from megatron_ext.tokenizers.libraries.sentencepiece.wire import (
+from megatron_ext.tokenizers.libraries.sentencepiece_model import (
     LENGTH_DELIMITED,
     bytes_field,
     read_field,

@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_ext.distributed.context_rank import ContextRank, in_order
+from megatron_ext.distributed.context_parallel import ContextRank, in_order
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.context_attention import ContextAttention
 from tests.process_group import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.distributed.context_rank import ContextRank
+from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.training.config import DataConfig
 from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch

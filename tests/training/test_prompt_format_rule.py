@@ -22,8 +22,8 @@ from megatron_ext.tokenizers import (
     MegatronTokenizer,
     TokenizerConfig,
     build_tokenizer,
+    legacy_types,
     namespace,
-    old_prompt_format,
 )
 from megatron_ext.tokenizers.namespace import config_from_namespace
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
@@ -68,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _never_warned() -> None:
     namespace._warn_once.cache_clear()
-    old_prompt_format._warn_once.cache_clear()
+    legacy_types._warn_once.cache_clear()
 
 
 def release(tag: str) -> argparse.ArgumentParser:

@@ -165,8 +165,8 @@ def test_those_who_come_at_the_same_time_wait_for_the_first(tmp_path: Path) -> N
 
 
 _IDENTITY = """
-from megatron_ext.conversation.prompt_config import PromptConfig
-from megatron_ext.conversation.masking.training_policy import TrainingPolicy
+from megatron_ext.conversation.prompt_format import PromptConfig
+from megatron_ext.conversation.masking.answer_parts import TrainingPolicy
 from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
 from tests.preprocessing.chat_of_bytes import ChatOfBytes
 tokenizer = ChatOfBytes()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron_ext.alignment.encoded_texts import encode_texts
 from megatron_ext.alignment.spelling import Spelling
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 
 

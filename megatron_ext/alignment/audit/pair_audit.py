@@ -27,7 +27,7 @@ from megatron_ext.alignment.byte_alignment import align_byte_ends
 from megatron_ext.alignment.spelling import SpelledSide, joined_pieces
 from megatron_ext.alignment.tokens import Tokens
 from megatron_ext.errors import DataError, TokenizerError
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import utf8
 
 BATCH_CHARACTERS: Final = 1 << 21

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.alignment.audit.encoded_batch import BatchEncoder, EncodedBatch
 from megatron_ext.alignment.coverage import tokens_per_chunk
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 
 
 @dataclass(frozen=True, slots=True)

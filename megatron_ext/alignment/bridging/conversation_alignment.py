@@ -23,7 +23,7 @@ from megatron_ext.alignment.bridging.text_alignment import bridge_texts
 from megatron_ext.alignment.spelling import SpelledSide, Spelling, as_spelled
 from megatron_ext.alignment.tokens import Tokens
 from megatron_ext.conversation import Conversation, EncodedConversation
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 
 Pair = tuple[int, int, int, int]
 """Byte range in the student's text and in the teacher's."""

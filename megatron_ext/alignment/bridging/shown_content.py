@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.conversation import EncodedConversation
-from megatron_ext.conversation.byte_offsets import byte_offsets
+from megatron_ext.conversation.message import byte_offsets
 
 ContentKey = tuple[int, str]
 """Index of a message and the path of a field in it."""

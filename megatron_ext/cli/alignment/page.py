@@ -23,7 +23,7 @@ from megatron_ext.cli.alignment.ribbon_markup import (
 )
 from megatron_ext.cli.alignment.text_report import SHARE_NAMES, losses, pieces_in_line
 from megatron_ext.cli.inlined_file import InlinedFile
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 
 _PAGES: Final = Path(__file__).with_name("pages")
 

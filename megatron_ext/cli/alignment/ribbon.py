@@ -10,7 +10,7 @@ from typing import Final
 from megatron_ext.alignment import TokenAligner
 from megatron_ext.alignment.audit import AuditDocument
 from megatron_ext.cli.token_view import TokenView, token_views
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 
 _BYTES_IN_TITLE: Final = 12
 _KINDS: Final[Mapping[tuple[bool, ...], str]] = {

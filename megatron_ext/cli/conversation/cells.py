@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.conversation import EncodedConversation, Provenance
-from megatron_ext.conversation.byte_offsets import byte_offsets
-from megatron_ext.conversation.message import INSTRUCTION_ROLES, TOOL_ROLES
+from megatron_ext.conversation.message import INSTRUCTION_ROLES, TOOL_ROLES, byte_offsets
 
 Kind = Literal["template", "system", "user", "tool", "assistant", "image", "variable", "unknown"]
 """What supplied characters: a message by the role of its author, or another source."""

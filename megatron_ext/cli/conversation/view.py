@@ -17,7 +17,7 @@ from megatron_ext.conversation.message import ROLES
 from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.errors import ConversationError
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.tokenizers.control_tokens import ControlToken, ControlTokens
+from megatron_ext.tokenizers.special_tokens import ControlToken, ControlTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_ext.cli.conversation.cells import Cell
 from megatron_ext.conversation import IMAGE_TOKEN, Conversation, EncodedConversation
 from megatron_ext.conversation.message import CALL_FIELDS, THINKING_FIELDS, content_text
-from megatron_ext.tokenizers.control_tokens import ControlTokens
+from megatron_ext.tokenizers.special_tokens import ControlTokens
 
 _HEADER_FIELDS = ("role", "name")
 _NAMES_SHOWN = 4

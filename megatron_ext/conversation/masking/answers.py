@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from megatron_ext.conversation.masking.answer_header import header_end
-from megatron_ext.conversation.masking.answer_marks import AnswerMarks
+from megatron_ext.conversation.masking.answer_marks import AnswerMarks, header_end
 from megatron_ext.conversation.rendering.provenance import Rendered, Span
 
 Range = tuple[int, int]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.conversation.masking.answer_marks import AnswerMarks
-from megatron_ext.conversation.masking.answer_parts import trained_parts
+from megatron_ext.conversation.masking.answer_parts import TrainingPolicy, trained_parts
 from megatron_ext.conversation.masking.answers import (
     Answer,
     AnswerFinder,
@@ -16,7 +16,6 @@ from megatron_ext.conversation.masking.answers import (
     generated_answers,
     joined,
 )
-from megatron_ext.conversation.masking.training_policy import TrainingPolicy
 from megatron_ext.conversation.message import Conversation, Message, content_text
 from megatron_ext.conversation.rendering.provenance import Rendered
 from megatron_ext.conversation.rendering.template import unknown_messages

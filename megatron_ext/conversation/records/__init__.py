@@ -1,6 +1,5 @@
 """Records of data files, as conversations: which schema they have, and what they say."""
 
-from megatron_ext.conversation.records.record import ConversationRecord
 from megatron_ext.conversation.records.schemas import (
     RECORD_SCHEMA_REGISTRY,
     RecordSchema,
@@ -8,6 +7,7 @@ from megatron_ext.conversation.records.schemas import (
     conversation_record,
     sniff_record_schema,
 )
+from megatron_ext.conversation.records.turns import ConversationRecord
 
 __all__ = [
     "RECORD_SCHEMA_REGISTRY",

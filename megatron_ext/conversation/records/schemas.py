@@ -1,4 +1,7 @@
-"""The schemas that are known, and finding out which one records have."""
+"""The schemas that are known, and finding out which one records have.
+
+Records of one question and its answer: Alpaca, dolly, and tool calls as xLAM has them.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,114 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
-from megatron_ext.conversation.records import pair, surroundings
-from megatron_ext.conversation.records.field import keys_seen
-from megatron_ext.conversation.records.record import ConversationRecord
-from megatron_ext.conversation.records.turns import KEYS as TURN_KEYS
-from megatron_ext.conversation.records.turns import TurnsReader
+from megatron_ext.conversation.message import Message
+from megatron_ext.conversation.records import turns
+from megatron_ext.conversation.records.field import first_key, keys_seen, list_of, text_of
+from megatron_ext.conversation.records.turns import (
+    TURN_KEYS,
+    ConversationRecord,
+    TurnsReader,
+    template_variables,
+    tool_calls,
+    with_system,
+)
 from megatron_ext.errors import ConversationError
 from megatron_ext.registry import Registry
+
+QUESTIONS: Final = ("instruction", "question", "query", "prompt")
+INPUTS: Final = ("input", "context")
+ANSWERS: Final = ("output", "response", "answer", "completion")
+HISTORY: Final = "history"
+CALLS: Final = "answers"
+
+
+def is_alpaca(record: Mapping[str, Any], key: str | None) -> bool:
+    """Whether there is a text that asks and one that answers."""
+    asks, answers = first_key(record, QUESTIONS), first_key(record, ANSWERS)
+    return (
+        key is None
+        and isinstance(record.get(asks or ""), str)
+        and isinstance(record.get(answers or ""), str)
+    )
+
+
+def read_alpaca(record: Mapping[str, Any], key: str | None) -> ConversationRecord:
+    """The history, the question with its input on a line of its own, and the answer.
+
+    Of several fields that ask, or answer, the first in the order of ``QUESTIONS`` and ``ANSWERS``
+    is read.
+
+    Raises:
+        ConversationError: A field is missing or holds no text.
+    """
+    question = _required(record, QUESTIONS)
+    answer = _required(record, ANSWERS)
+    inputs = [text_of(record, name, name) for name in INPUTS]
+    asked = "\n".join(text for text in (question, *inputs) if text)
+    messages = [*_history(record), *_turn(asked, answer)]
+    return ConversationRecord(with_system(messages, record), template_variables(record))
+
+
+def is_tool_calls(record: Mapping[str, Any], key: str | None) -> bool:
+    """Whether there is a text that asks, and ``answers``."""
+    return (
+        key is None
+        and record.get(CALLS) is not None
+        and isinstance(record.get(first_key(record, QUESTIONS) or ""), str)
+    )
+
+
+def read_tool_calls(record: Mapping[str, Any], key: str | None) -> ConversationRecord:
+    """The question, and the calls that answer it.
+
+    Raises:
+        ConversationError: A field is missing, or there is no call.
+    """
+    question = _required(record, QUESTIONS)
+    if record.get(CALLS) is None:
+        raise ConversationError(
+            f"the record has no {CALLS}", got=keys_seen(record), expected="a list of tool calls"
+        )
+    calls = tool_calls(record[CALLS], CALLS)
+    if not calls:
+        raise ConversationError(
+            "no tool is called", expected="at least one call", fix="leave it out", where=CALLS
+        )
+    messages: list[Message] = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    return ConversationRecord(with_system(messages, record), template_variables(record))
+
+
+def _required(record: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    key = first_key(record, keys)
+    if key is None:
+        raise ConversationError(
+            f"the record has none of {', '.join(keys)}", got=keys_seen(record), expected="a text"
+        )
+    return text_of(record, key, key)
+
+
+def _history(record: Mapping[str, Any]) -> list[Message]:
+    """Earlier turns, each a list of what was asked and answered."""
+    messages: list[Message] = []
+    for index, pair in enumerate(list_of(record.get(HISTORY), HISTORY)):
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise ConversationError(
+                "a turn of the history is a question and its answer",
+                got=repr(pair)[:60],
+                expected="a list of two texts",
+                where=f"{HISTORY}[{index}]",
+            )
+        messages += _turn(*pair)
+    return messages
+
+
+def _turn(asked: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
 
 RecordSchemaName = Literal["auto", "messages", "sharegpt", "alpaca", "tool-calls"]
 """A row of ``RECORD_SCHEMA_REGISTRY``, or ``auto``: the one that the records have."""
@@ -42,13 +146,13 @@ RECORD_SCHEMA_REGISTRY: Final[Registry[RecordSchema]] = Registry("conversation s
 
 _MESSAGES = TurnsReader("role", "content", TURN_KEYS)
 _SHAREGPT = TurnsReader("from", "value", ("conversations", "conversation", "messages"))
-_PAIR_KEYS = (*pair.QUESTIONS, *surroundings.KEYS)
+_PAIR_KEYS = (*QUESTIONS, *turns.SURROUNDING_KEYS)
 
 RECORD_SCHEMA_REGISTRY.register(
     "messages",
     RecordSchema(
         "messages, each with role and content",
-        (*TURN_KEYS, *surroundings.KEYS),
+        (*TURN_KEYS, *turns.SURROUNDING_KEYS),
         _MESSAGES.fits,
         _MESSAGES.read,
     ),
@@ -57,7 +161,7 @@ RECORD_SCHEMA_REGISTRY.register(
     "sharegpt",
     RecordSchema(
         "conversations, each with from and value",
-        (*TURN_KEYS, *surroundings.KEYS),
+        (*TURN_KEYS, *turns.SURROUNDING_KEYS),
         _SHAREGPT.fits,
         _SHAREGPT.read,
     ),
@@ -66,18 +170,18 @@ RECORD_SCHEMA_REGISTRY.register(
     "alpaca",
     RecordSchema(
         "instruction and output, or question and answer, prompt and completion",
-        (*_PAIR_KEYS, *pair.INPUTS, *pair.ANSWERS, pair.HISTORY),
-        pair.is_alpaca,
-        pair.read_alpaca,
+        (*_PAIR_KEYS, *INPUTS, *ANSWERS, HISTORY),
+        is_alpaca,
+        read_alpaca,
     ),
 )
 RECORD_SCHEMA_REGISTRY.register(
     "tool-calls",
     RecordSchema(
         "query, tools and answers, which are tool calls",
-        (*_PAIR_KEYS, pair.CALLS),
-        pair.is_tool_calls,
-        pair.read_tool_calls,
+        (*_PAIR_KEYS, CALLS),
+        is_tool_calls,
+        read_tool_calls,
     ),
 )
 

@@ -1,18 +1,358 @@
-"""Records with a list of turns: OpenAI's messages, and the conversations of ShareGPT."""
+"""What a record of a data file is to a template.
+
+Records with a list of turns: OpenAI's messages, and the conversations of ShareGPT.
+
+One turn of a conversation, however it is spelled, as a message.
+
+Tools and their calls, in the form that published templates read: OpenAI's, with two changes.
+
+OpenAI has the arguments of a call as JSON in a string, and null for the content beside calls. Most
+templates want neither. A template that writes ``arguments | tojson`` quotes a string once more, one
+that walks through the arguments fails on it, and ``'</think>' in content`` fails on null. Those
+that want a string test for it, and write a mapping as JSON themselves. So arguments are a mapping
+here, in the order of the record, and the content is an empty text. The white space within a JSON
+string is all that is lost.
+
+Contents in the parts that LLaMA-Factory writes: ``{"type": ..., "value": ...}``.
+
+What a record says besides its turns: a system text, tools, variables of the template.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from megatron_ext.conversation.records.field import first_key, keys_seen, list_of
-from megatron_ext.conversation.records.record import ConversationRecord
-from megatron_ext.conversation.records.surroundings import template_variables, with_system
-from megatron_ext.conversation.records.turn import message_of
+from megatron_ext.conversation.message import INSTRUCTION_ROLES, Message
+from megatron_ext.conversation.records.field import (
+    first_key,
+    keys_seen,
+    list_of,
+    mapping_of,
+    text_of,
+)
 from megatron_ext.errors import ConversationError
+from megatron_ext.registry import did_you_mean
 
-KEYS: Final = ("messages", "conversations", "conversation")
+
+@dataclass(frozen=True, slots=True)
+class ConversationRecord:
+    """One conversation, in the form that published templates read.
+
+    Whether the messages make a conversation (which roles there are, who speaks first, what a
+    content may be) is for ``check_conversation`` to say, not for the reader of a record.
+    """
+
+    messages: list[Message]
+    """Role, content and what else the record says of each message; tool calls as
+    ``{"type": "function", "function": {"name": ..., "arguments": {...}}}``."""
+
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the template reads besides the messages, ``tools`` among it where there are any: pass it
+    on as ``template_variables``."""
+
+    @property
+    def tools(self) -> list[Any] | None:
+        """Tools that may be called, each ``{"type": "function", "function": {...}}``."""
+        return self.template_variables.get("tools")
+
+
+def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """The calls in a list, in one mapping, or in the JSON of either.
+
+    Each is ``{"function": {"name": ..., "arguments": ...}}`` or ``{"name": ..., "arguments": ...}``
+    and may have fields besides, such as ``id``, which are kept.
+
+    Raises:
+        ConversationError: One has no name, or its arguments are no mapping.
+    """
+    if isinstance(value, Mapping) or (isinstance(value, str) and value.lstrip()[:1] == "{"):
+        return [_call(value, where)]
+    return [_call(call, f"{where}[{i}]") for i, call in enumerate(list_of(value, where))]
+
+
+def tools(value: Any, where: str) -> list[Any]:
+    """The tools in a list, or in the JSON of one; a bare function becomes a tool.
+
+    What is neither, such as a tool that a provider has built in, stays as it is.
+
+    Raises:
+        ConversationError: One is no mapping.
+    """
+    return [_tool(tool, f"{where}[{i}]") for i, tool in enumerate(list_of(value, where))]
+
+
+def _call(value: Any, where: str) -> dict[str, Any]:
+    call = mapping_of(value, where)
+    if call.get("function") is not None:
+        rest = dict(call)
+        function = mapping_of(call["function"], f"{where}.function")
+        where = f"{where}.function"
+    else:
+        own = ("name", "arguments", "parameters", "function")
+        rest = {key: field for key, field in call.items() if key not in own}
+        function = {key: call[key] for key in own if call.get(key) is not None}
+    # Llama's own spelling of a call has parameters.
+    key = "parameters" if function.get("arguments") is None else "arguments"
+    named = {
+        **{name: field for name, field in function.items() if name != key},
+        "name": _function_name(function, where),
+        "arguments": _arguments(function.get(key), f"{where}.{key}"),
+    }
+    return {"type": "function", **rest, "function": named}
+
+
+def _function_name(function: Mapping[str, Any], where: str) -> str:
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise ConversationError(
+            "the tool call has no name",
+            got=repr(name) if "name" in function else keys_seen(function),
+            expected='{"name": "...", "arguments": {...}}',
+            where=where,
+        )
+    return name
+
+
+def _arguments(value: Any, where: str) -> dict[str, Any]:
+    """A call without arguments has none by name."""
+    return {} if value is None or value == "" else dict(mapping_of(value, where))
+
+
+def _tool(value: Any, where: str) -> Mapping[str, Any]:
+    tool = mapping_of(value, where)
+    if "function" in tool:
+        return {"type": "function", **tool}
+    if "name" not in tool:
+        return tool
+    function = {key: field for key, field in tool.items() if key != "type"}
+    return {"type": tool.get("type", "function"), "function": function}
+
+
+_ORDER: Final = ("reasoning", "text", "tool_call")
+"""Types of parts in the order in which a template writes what they become."""
+
+
+def with_part_values(message: dict[str, Any], where: str) -> Message:
+    """``message`` with the parts of its content where templates look for them.
+
+    Text becomes the content, reasoning ``reasoning_content``, and a tool call one of
+    ``tool_calls``. A content that is a string, or has parts as OpenAI writes them, stays as it is.
+
+    Raises:
+        ConversationError: A part is of another type, no text, or stands where a template would not
+            write it, as a text after a call.
+    """
+    content = message.get("content")
+    if not isinstance(content, list) or not any(map(_has_value, content)):
+        return message
+    values: dict[str, list[str]] = {kind: [] for kind in _ORDER}
+    reached = 0
+    for index, part in enumerate(content):
+        kind, value = _kind_and_value(part, f"{where}[{index}]")
+        if _ORDER.index(kind) < reached:
+            raise ConversationError(
+                f"a part of type {kind} comes after one of type {_ORDER[reached]}",
+                expected=f"{', '.join(_ORDER)} in this order",
+                fix="make it a message of its own",
+                where=f"{where}[{index}]",
+            )
+        reached = _ORDER.index(kind)
+        values[kind].append(value)
+    calls = [
+        call
+        for index, value in enumerate(values["tool_call"], len(content) - len(values["tool_call"]))
+        for call in tool_calls(value, f"{where}[{index}].value")
+    ]
+    return {
+        **message,
+        "content": "".join(values["text"]),
+        **({"reasoning_content": "".join(values["reasoning"])} if values["reasoning"] else {}),
+        **({"tool_calls": [*message.get("tool_calls", ()), *calls]} if calls else {}),
+    }
+
+
+def _has_value(part: object) -> bool:
+    return isinstance(part, Mapping) and "value" in part and part.get("type") in _ORDER
+
+
+def _kind_and_value(part: Any, where: str) -> tuple[str, str]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in _ORDER or not isinstance(part.get("value"), str):
+        raise ConversationError(
+            "this is no part of a content",
+            got=repr(part)[:60],
+            expected=f'{{"type": "...", "value": "..."}} of type {", ".join(_ORDER)}',
+            where=where,
+        )
+    return str(kind), part["value"]
+
+
+_ROLES: Final[Mapping[str, tuple[str, ...]]] = {
+    "system": ("system",),
+    "developer": ("developer",),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model"),
+    "tool": ("tool", "observation", "tool_response", "function_response", "function"),
+    "ipython": ("ipython",),
+}
+_ROLE_OF_NAME: Final = {name: role for role, names in _ROLES.items() for name in names}
+_CALL_NAMES: Final = ("function_call", "tool_call")
+"""Turns that are the call of a tool, which the assistant makes."""
+
+_WEIGHTS: Final = ("train", "weight", "loss", "loss_weight")
+"""Fields that say whether a message is trained: ours, OpenAI's, ms-swift's, LLaMA-Factory's."""
+
+
+def message_of(turn: object, where: str, *, role_key: str, content_key: str) -> Message:
+    """The message of a turn.
+
+    Fields that are null are left out, the content excepted. Fields that mean nothing here are kept,
+    for the template. A call of a tool becomes one of ``tool_calls``, and what the tool answers a
+    message of the role ``tool``. A weight of 0 becomes ``"train": False``; a weight of 1 is left to
+    the policy, and ``"train": true`` overrules that.
+
+    Args:
+        turn: What stands in the list of turns.
+        where: Its place, for errors.
+        role_key: Field of the one who speaks: ``role`` or ``from``.
+        content_key: Field of what is said: ``content`` or ``value``.
+
+    Raises:
+        ConversationError: It is no mapping, a field is missing, or holds what cannot be used.
+    """
+    if not isinstance(turn, Mapping):
+        raise ConversationError(
+            "a turn is a mapping",
+            got=type(turn).__name__,
+            expected=f"{role_key} and {content_key}",
+            where=where,
+        )
+    name = _role_name(turn, role_key, where)
+    own = (role_key, content_key, *_WEIGHTS)
+    rest = {key: value for key, value in turn.items() if key not in own and value is not None}
+    train = _train(turn, where)
+    if train is not None:
+        rest["train"] = train
+    if name in _CALL_NAMES:
+        calls = tool_calls(_said(turn, content_key, where), f"{where}.{content_key}")
+        return {"role": "assistant", "content": "", **rest, "tool_calls": calls}
+    rest = _with_calls(rest, where)
+    content = turn.get(content_key) if "tool_calls" in rest else _said(turn, content_key, where)
+    if content is None and "tool_calls" in rest:
+        content = ""
+    message = {"role": _ROLE_OF_NAME[name], "content": content, **rest}
+    return with_part_values(message, f"{where}.{content_key}")
+
+
+def _role_name(turn: Mapping[str, Any], role_key: str, where: str) -> str:
+    """The name of the one who speaks, which is known."""
+    name = turn.get(role_key)
+    if not isinstance(name, str):
+        raise ConversationError(
+            "the role is not text" if role_key in turn else "the turn has no role",
+            got=repr(name) if role_key in turn else keys_seen(turn),
+            where=f"{where}.{role_key}",
+        )
+    if name not in _ROLE_OF_NAME and name not in _CALL_NAMES:
+        known = [*_ROLE_OF_NAME, *_CALL_NAMES]
+        raise ConversationError(
+            "unknown role",
+            got=repr(name),
+            expected=f"one of {', '.join(known)}",
+            fix=did_you_mean(name, known),
+            where=f"{where}.{role_key}",
+        )
+    return name
+
+
+def _said(turn: Mapping[str, Any], content_key: str, where: str) -> Any:
+    if content_key not in turn:
+        raise ConversationError(
+            f"the turn has no {content_key}", got=keys_seen(turn), where=f"{where}.{content_key}"
+        )
+    return turn[content_key]
+
+
+def _with_calls(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``fields`` with the calls of tools, OpenAI's older ``function_call`` too, in one form."""
+    rest = {k: v for k, v in fields.items() if k not in ("tool_calls", "function_call")}
+    calls = tool_calls(fields.get("tool_calls"), f"{where}.tool_calls")
+    calls += tool_calls(fields.get("function_call"), f"{where}.function_call")
+    return {**rest, "tool_calls": calls} if calls else rest
+
+
+def _train(turn: Mapping[str, Any], where: str) -> bool | None:
+    """Whether the turn is trained; None where that is left to the policy.
+
+    Raises:
+        ConversationError: A weight is neither 0 nor 1, for which there is no mask.
+    """
+    weights = {key: turn[key] for key in _WEIGHTS if turn.get(key) is not None}
+    for key, value in weights.items():
+        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+            raise ConversationError(
+                "a message is trained or it is not",
+                got=repr(value),
+                expected="0, 1, true or false",
+                where=f"{where}.{key}",
+            )
+    if not all(weights.values()):
+        return False
+    return True if "train" in weights else None
+
+
+_SYSTEM: Final = ("system", "system_prompt")
+_TOOLS: Final = ("tools", "functions")
+_VARIABLES: Final = "chat_template_kwargs"
+
+SURROUNDING_KEYS: Final = (*_SYSTEM, *_TOOLS, "documents", _VARIABLES)
+"""Fields that are read of a record of any schema."""
+
+
+def with_system(messages: Sequence[Message], record: Mapping[str, Any]) -> list[Message]:
+    """``messages`` after the system text of ``record``, if that is not empty.
+
+    Raises:
+        ConversationError: The first message is an instruction already, and another one.
+    """
+    key = first_key(record, _SYSTEM)
+    text = "" if key is None else text_of(record, key, key)
+    if not text:
+        return list(messages)
+    if messages and messages[0].get("role") in INSTRUCTION_ROLES:
+        if messages[0].get("content") == text:
+            return list(messages)
+        raise ConversationError(
+            "the record has a system text, and the conversation begins with another",
+            fix="leave one of them out",
+            where=key,
+        )
+    return [{"role": "system", "content": text}, *messages]
+
+
+def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
+    """``tools`` (or OpenAI's older ``functions``), ``documents``, and ``chat_template_kwargs``.
+
+    An empty list of tools counts as none: templates ask whether there are any in both ways.
+
+    Raises:
+        ConversationError: A field does not hold what it should.
+    """
+    variables: dict[str, Any] = {}
+    if record.get(_VARIABLES) is not None:
+        variables |= mapping_of(record[_VARIABLES], _VARIABLES)
+    key = first_key(record, _TOOLS)
+    found = [] if key is None else tools(record[key], key)
+    if found:
+        variables["tools"] = found
+    if record.get("documents"):
+        variables["documents"] = record["documents"]
+    return variables
+
+
+TURN_KEYS: Final = ("messages", "conversations", "conversation")
 """Under which names data sets have their turns."""
 
 

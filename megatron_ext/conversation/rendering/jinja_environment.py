@@ -27,30 +27,23 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 
-from megatron_ext.conversation.rendering.bounded_filters import (
+from megatron_ext.conversation.rendering.filters import (
+    FILTERS,
     Counted,
     bounded_filters,
     bounded_tests,
 )
-from megatron_ext.conversation.rendering.bounded_operations import (
-    add,
-    multiply,
-    paid,
-    power,
-    remainder,
-    spend_on_field,
-    spend_on_method,
-)
 from megatron_ext.conversation.rendering.jinja_compiler import ProvenanceCompiler
 from megatron_ext.conversation.rendering.provenance import TEMPLATE
-from megatron_ext.conversation.rendering.template_attributes import MAPPING, is_allowed
 from megatron_ext.conversation.rendering.template_clock import template_time
 from megatron_ext.conversation.rendering.template_limits import (
     CALL_STEPS,
+    MAPPING,
     NESTING,
     SOURCE_LENGTH,
     SOURCE_NODES,
     enter_call,
+    is_allowed,
     leave_call,
     spend,
     spend_on,
@@ -59,16 +52,22 @@ from megatron_ext.conversation.rendering.tracked_data import (
     TrackedDict,
     TrackedMessage,
     provenance_of,
+    settled,
     text_of,
 )
-from megatron_ext.conversation.rendering.tracked_filters import FILTERS
-from megatron_ext.conversation.rendering.tracked_format import format_braces
-from megatron_ext.conversation.rendering.tracked_sources import settled
 from megatron_ext.conversation.rendering.tracked_text import (
     EMPTY,
     TrackedText,
+    add,
     as_tracked,
+    format_braces,
     join,
+    multiply,
+    paid,
+    power,
+    remainder,
+    spend_on_field,
+    spend_on_method,
     track,
 )
 from megatron_ext.conversation.rendering.turn_joiner import (

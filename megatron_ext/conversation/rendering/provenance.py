@@ -14,8 +14,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.conversation.byte_offsets import byte_offsets
-from megatron_ext.conversation.message import ROLES
+from megatron_ext.conversation.message import ROLES, byte_offsets
 
 Source = Literal["template", "message", "image", "variable", "unknown"]
 """``image`` is an image token of a message, ``variable`` text that came with the template's

@@ -1,14 +1,23 @@
-"""Messages and template variables as a template sees them: copies that remember their place."""
+"""Messages and template variables as a template sees them: copies that remember their place.
+
+What is known of plain text that a function made of texts with known sources.
+
+JSON that keeps where its text came from, written as ``json.dumps`` writes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from megatron_ext.conversation.message import place as place_of
-from megatron_ext.conversation.rendering.provenance import UNKNOWN, Provenance
+from megatron_ext.conversation.rendering.provenance import TEMPLATE, UNKNOWN, Provenance
 from megatron_ext.conversation.rendering.template_limits import spend, spend_on
-from megatron_ext.conversation.rendering.tracked_text import TrackedText, track
+from megatron_ext.conversation.rendering.tracked_text import TrackedText, join, track
 from megatron_ext.errors import ConversationError
 
 
@@ -137,3 +146,175 @@ def _written(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"
     return str.__repr__(value) if isinstance(value, str) else repr(value)
+
+
+def settled(result: str, inputs: Iterable[Any]) -> str:
+    """``result`` with its source where its inputs leave no doubt, else ``result`` as it is.
+
+    * Made of the template's own text and of numbers, it is template text.
+    * Made of text from one message, or from the variables, it comes from there; of the template's
+      own text nothing but white space may have helped.
+    * Anything else, such as a line-wrapped mixture of markers and content, is of unknown source.
+    """
+    places: dict[Provenance, None] = {}
+    is_own = False
+    for text, provenance in _runs(inputs):
+        if provenance.source == "template":
+            is_own = is_own or not text.isspace()
+        else:
+            places[provenance] = None
+    if not places:
+        return track(result, TEMPLATE)
+    place = _common_place(list(places))
+    return result if place is None or is_own else track(result, place)
+
+
+def _common_place(places: list[Provenance]) -> Provenance | None:
+    """What several fields of one message, or several variables, have in common."""
+    first = places[0]
+    if any(place.source == "unknown" for place in places):
+        return None
+    if any((place.source, place.message) != (first.source, first.message) for place in places):
+        return None
+    if len(places) > 1 and any(place.field == "role" for place in places):
+        # A role is never trained and content may be.
+        return None
+    return first._replace(field=_common_path([place.field for place in places]))
+
+
+def _common_path(paths: Sequence[str]) -> str:
+    """``content`` of ``content[0].text`` and ``content[1].text``."""
+    steps = zip(*(re.findall(r"[^.\[]+|\[\d+\]", path) for path in paths), strict=False)
+    shared = takewhile(lambda names: len(set(names)) == 1, steps)
+    return ".".join(names[0] for names in shared).replace(".[", "[")
+
+
+def _runs(values: Iterable[Any]) -> Iterator[tuple[str, Provenance]]:
+    """Every run of text in ``values``; what cannot be looked into counts as of unknown source."""
+    for value in values:
+        spend(1)
+        if isinstance(value, TrackedText):
+            spend(len(value.runs) >> 2)
+            yield from value.pieces()
+        elif isinstance(value, str):
+            if value:
+                yield value, UNKNOWN
+        elif isinstance(value, (TrackedDict, TrackedList)):
+            yield "", provenance_of(value)
+        elif isinstance(value, Mapping):
+            yield from _runs(value.keys())
+            yield from _runs(value.values())
+        elif isinstance(value, (list, tuple)):
+            yield from _runs(value)
+        elif value is not None and not isinstance(value, (bool, int, float)):
+            yield "", UNKNOWN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JsonStyle:
+    """The options of ``json.dumps`` that chat templates use."""
+
+    ensure_ascii: bool = False
+    """Write what is not ASCII as escapes."""
+    indent: str | None = None
+    """What one level of nesting adds before a line; None keeps all in one line."""
+    item_separator: str = ", "
+    """Between two items."""
+    key_separator: str = ": "
+    """Between a key and its value."""
+    sort_keys: bool = False
+    """Write keys in their order instead of the mapping's."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        ensure_ascii: bool,
+        indent: int | str | None,
+        separators: tuple[str, str] | None,
+        sort_keys: bool,
+    ) -> JsonStyle:
+        """The style that ``json.dumps`` has with these arguments."""
+        spend(0, abs(indent) if isinstance(indent, int) else 0)
+        item, key = separators or ((", " if indent is None else ","), ": ")
+        return cls(
+            ensure_ascii=ensure_ascii,
+            indent=" " * indent if isinstance(indent, int) else indent,
+            item_separator=item,
+            key_separator=key,
+            sort_keys=sort_keys,
+        )
+
+
+def to_json(value: Any, style: JsonStyle, own: Provenance) -> TrackedText:
+    """``value`` as JSON.
+
+    Args:
+        value: JSON-like data. What came whole from one place keeps that place, its punctuation and
+            numbers included; a container that the template made keeps the places of its texts.
+        style: How to write it.
+        own: Provenance of what came from nowhere else.
+
+    Raises:
+        TypeError: An object that JSON cannot hold.
+    """
+    return join(_paid(_pieces(value, style, own, "")))
+
+
+def _paid(pieces: Iterator[TrackedText]) -> Iterator[TrackedText]:
+    """Each piece is paid for before the next is made."""
+    for piece in pieces:
+        spend(1, len(piece))
+        yield piece
+
+
+def _pieces(value: Any, style: JsonStyle, own: Provenance, margin: str) -> Iterator[TrackedText]:
+    if isinstance(value, TrackedText):
+        yield _text(value, style, own)
+    elif isinstance(value, Mapping):
+        own = provenance_of(value) if isinstance(value, TrackedDict) else own
+        items = sorted(value.items()) if style.sort_keys else value.items()
+        rows = (
+            [_key(key, style, own), track(style.key_separator, own), item] for key, item in items
+        )
+        yield from _container("{}", rows, style, own, margin)
+    elif isinstance(value, (list, tuple)):
+        own = provenance_of(value) if isinstance(value, TrackedList) else own
+        yield from _container("[]", ([item] for item in value), style, own, margin)
+    else:
+        yield track(json.dumps(value, ensure_ascii=style.ensure_ascii), own)
+
+
+def _container(
+    brackets: str, rows: Any, style: JsonStyle, own: Provenance, margin: str
+) -> Iterator[TrackedText]:
+    """Each row is what stands before a value, already written, and last the value."""
+    inner = margin if style.indent is None else margin + style.indent
+    line = "" if style.indent is None else "\n"
+    before = brackets[0] + line + (inner if line else "")
+    is_empty = True
+    for *written, value in rows:
+        is_empty = False
+        yield track(before, own)
+        yield from written
+        yield from _pieces(value, style, own, inner)
+        before = style.item_separator + line + (inner if line else "")
+    yield track(brackets if is_empty else line + (margin if line else "") + brackets[1], own)
+
+
+def _key(key: Any, style: JsonStyle, own: Provenance) -> TrackedText:
+    if isinstance(key, TrackedText):
+        return _text(key, style, own)
+    # json.dumps knows which keys that are no strings it writes, and how.
+    written = json.dumps({key: 0}, ensure_ascii=style.ensure_ascii)
+    return track(written[1 : written.rindex(":")], own)
+
+
+def _text(text: TrackedText, style: JsonStyle, own: Provenance) -> TrackedText:
+    """A string with its quotes. Escapes are per character, so runs are written one by one."""
+    if len(text.runs) == 1:
+        own = text.runs[0][1]
+    pieces = [track('"', own)]
+    for run, provenance in text.pieces():
+        pieces.append(track(json.dumps(run, ensure_ascii=style.ensure_ascii)[1:-1], provenance))
+    return join([*pieces, track('"', own)])

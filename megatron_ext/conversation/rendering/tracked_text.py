@@ -2,16 +2,27 @@
 
 ``TrackedText`` is a ``str`` to a template: whatever a template does with text, the result knows its
 sources. What it cannot know it says: text of unknown source is marked ``UNKNOWN``, never guessed.
+
+``'%s' % value`` and ``'{}'.format(value)`` that keep where text came from.
+
+Operators and methods whose results can be far larger than what they are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, chain
-from typing import Any, SupportsIndex
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, count
+from string import Formatter
+from typing import Any, Final, SupportsIndex
 
 from megatron_ext.conversation.rendering.provenance import UNKNOWN, Provenance, Run, merged
-from megatron_ext.conversation.rendering.template_limits import spend
+from megatron_ext.conversation.rendering.template_limits import (
+    INTEGER_BITS,
+    TemplateLimitError,
+    spend,
+    spend_on,
+)
 
 
 class TrackedText(str):
@@ -218,7 +229,6 @@ class TrackedText(str):
     # Formatting.
 
     def __mod__(self, values: Any, /) -> TrackedText:
-        from megatron_ext.conversation.rendering.tracked_format import format_percent
 
         return format_percent(self, values)
 
@@ -253,3 +263,197 @@ def join(pieces: Iterable[str]) -> TrackedText:
 
 EMPTY = TrackedText("", ())
 """No text, of no source."""
+
+
+_WIDENING: Final = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
+"""Methods of text that take a number of characters."""
+_SEARCHING: Final = frozenset(
+    {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
+)
+"""Methods whose time is the text's length times the argument's."""
+_CODING: Final = frozenset({"decode", "encode"})
+"""Methods that take the name of an encoding, some of which are slow."""
+_COMPARING: Final = frozenset({"count", "index"})
+"""Methods of lists that read the items, however deep."""
+
+
+def add(left: Any, right: Any) -> Any:
+    """``left + right``; two lists or tuples are paid for."""
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        spend(1 + (len(left) + len(right) >> 3))
+    return checked(left + right)
+
+
+def multiply(left: Any, right: Any) -> Any:
+    """``left * right`` for numbers, or for a text or list and a number."""
+    if isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() + right.bit_length())
+    for value, times in ((left, right), (right, left)):
+        if isinstance(value, str):
+            return as_tracked(value) * times
+        if isinstance(value, (bytes, list, tuple)) and isinstance(times, int):
+            made = len(value) * max(0, times)
+            spend(1 + (made >> 3), made)
+    return left * right
+
+
+def power(left: Any, right: Any) -> Any:
+    """``left ** right`` for numbers."""
+    if isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() * abs(right))
+    return left**right
+
+
+def remainder(left: Any, right: Any) -> Any:
+    """``left % right`` for numbers, or a text and what to put into it."""
+    if isinstance(left, bytes):
+        raise TemplateLimitError("formats bytes")
+    return (as_tracked(left) if isinstance(left, str) else left) % right
+
+
+def checked(value: Any) -> Any:
+    """``value``, unless it is too large an integer."""
+    if type(value) is int:
+        _check_bits(value.bit_length())
+    return value
+
+
+def paid(value: Any) -> Any:
+    """``value``, which has been made, once it is paid for."""
+    if isinstance(value, (str, bytes)):
+        spend(1, len(value))
+    elif isinstance(value, (list, tuple)):
+        spend(1 + (len(value) >> 3))
+    return checked(value)
+
+
+def spend_on_method(
+    owner: object, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Pay for a call of a method of a text or a list before it is made."""
+    if not isinstance(owner, (str, bytes)):
+        # They may be compared, or looked up in a mapping.
+        spend(1)
+        spend_on(*args, *kwargs.values())
+        if name in _COMPARING:
+            spend_on(owner)
+        return
+    size = len(owner)
+    spend(1 + (size >> 10))
+    values = [*args, *kwargs.values()]
+    if name in _WIDENING:
+        spend_on_widths(values, 1 + owner.count("\t") if isinstance(owner, str) else 1)
+    elif name in _SEARCHING:
+        spend(size * sum(len(value) for value in values if isinstance(value, str)) >> 12)
+    elif name in _CODING and values:
+        spend(size * size >> 8)
+
+
+def spend_on_widths(values: Sequence[Any], times: int = 1) -> None:
+    """Pay as many characters as each integer says, ``times`` over."""
+    spend(0, times * sum(abs(value) for value in values if isinstance(value, int)))
+
+
+def spend_on_width_texts(widths: Sequence[str]) -> None:
+    """Pay for the widths and precisions of a format, as it writes them."""
+    if any(len(width) > 9 for width in widths):
+        raise TemplateLimitError("formats a value wider than any text may be")
+    spend(0, sum(int(width) for width in widths if width))
+
+
+_WIDTHS_OF_BRACES: Final = re.compile(r"\d+")
+
+
+def spend_on_field(value: object, spec: str) -> None:
+    """Pay for a field of ``str.format``: its value and the widths in ``spec``."""
+    spend_on_width_texts(_WIDTHS_OF_BRACES.findall(spec))
+    spend(1, spend_on(value))
+
+
+def _check_bits(bits: int) -> None:
+    if bits > INTEGER_BITS:
+        raise TemplateLimitError(f"makes an integer of more than {INTEGER_BITS:,} bits")
+
+
+_DIRECTIVE = re.compile(r"%(?:\((?P<name>[^)]*)\))?[-+ #0]*(?P<stars>\*?(?:\.\*)?)[\d.]*[a-zA-Z%]")
+_WIDTHS = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\d*)\*?(?:\.(\d*))?")
+_NAME_IN_NAME = re.compile(r"%\([^)]*\(")
+
+
+def format_percent(form: TrackedText, values: Any) -> TrackedText:
+    """``form % values`` for one value, a tuple of them, or a mapping.
+
+    Raises:
+        TemplateLimitError: The text would be too long.
+    """
+    _spend_on_percent(form, values)
+    whole = str.__mod__(form, values)
+    pieces: list[str] = []
+    done = index = 0
+    for match in _DIRECTIVE.finditer(form):
+        pieces.append(form.cut(done, match.start()))
+        done = match.end()
+        if match[0].endswith("%"):
+            pieces.append(form.cut(done - 1, done))
+            continue
+        if match["stars"]:
+            return track(whole, UNKNOWN)
+        if match["name"] is not None:
+            value, argument = values[match["name"]], values
+        elif isinstance(values, tuple):
+            value, argument = values[index], (values[index],)
+        else:
+            value, argument = values, (values,)
+        index += 1
+        own = form.cut(match.start(), match.start() + 1).runs[0][1]
+        pieces.append(formatted(value, str(match[0]) % argument, own))
+    pieces.append(form.cut(done, len(form)))
+    # Forms that this does not read alike (a name with brackets in it) have no known sources.
+    joined = join(pieces)
+    return joined if joined == whole else track(whole, UNKNOWN)
+
+
+def _spend_on_percent(form: TrackedText, values: Any) -> None:
+    """Pay for the widths in ``form``, and for the values as often as it can print them."""
+    if _NAME_IN_NAME.search(form):
+        raise TemplateLimitError("formats a name with brackets in it")
+    directives = _WIDTHS.findall(form)
+    spend_on_width_texts([width for pair in directives for width in pair])
+    if isinstance(values, tuple):
+        # A star takes its width from among the values.
+        spend_on_widths(values if "*" in form else ())
+        spend(len(directives), spend_on(values))
+    else:
+        spend(len(directives), len(directives) * spend_on(values))
+
+
+def format_braces(
+    form: TrackedText, args: Sequence[Any], kwargs: Mapping[str, Any], formatter: Formatter
+) -> TrackedText:
+    """``form.format(*args, **kwargs)`` by the rules of ``formatter``, which pays for the fields."""
+    whole = formatter.vformat(str.__str__(form), args, kwargs)
+    numbers = count()
+    pieces: list[str] = []
+    own = form.runs[0][1] if len(form.runs) == 1 else UNKNOWN
+    for literal, name, spec, conversion in formatter.parse(str.__str__(form)):
+        pieces.append(track(literal, own))
+        if name is None:
+            continue
+        if spec and "{" in spec:
+            # A width that is a field itself is not looked into.
+            return track(whole, UNKNOWN)
+        if name[:1] in ("", ".", "["):
+            name = f"{next(numbers)}{name}"
+        value = formatter.convert_field(formatter.get_field(name, args, kwargs)[0], conversion)
+        pieces.append(formatted(value, formatter.format_field(value, spec or ""), own))
+    return join(pieces)
+
+
+def formatted(value: object, text: str, own: Provenance) -> TrackedText:
+    """``text``, which a format string with provenance ``own`` has made of ``value``."""
+    if isinstance(value, TrackedText):
+        if text == value:
+            return value
+        return track(text, value.runs[0][1] if len(value.runs) == 1 else UNKNOWN)
+    is_number = value is None or isinstance(value, (bool, int, float))
+    return track(text, own if is_number else UNKNOWN)

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from megatron_ext.errors import DataError
-from megatron_ext.evaluation.language_model import LanguageModel
+from megatron_ext.evaluation.language_model import LanguageModel, continuation_request
 from megatron_ext.evaluation.records import read_csv, read_records
 from megatron_ext.evaluation.tasks.task import TaskOptions, TaskResult, first_of, mean
-from megatron_ext.evaluation.text_requests import continuation_request
 
 _LETTERS: Final = "ABCD"
 _SHOTS: Final = 5

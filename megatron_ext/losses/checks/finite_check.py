@@ -10,9 +10,8 @@ from typing import Final, NamedTuple
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import all_reduce_max
-from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.distributed.vocab_parallel import VocabShard, row_slices
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import all_reduce_max, all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import (
     VocabShard,
     local_log_sum_exp,
     merge_log_sum_exp,
+    row_slices,
     scaled_logits,
 )
 from megatron_ext.errors import LossError

@@ -6,13 +6,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, gather_columns, group_size
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
     local_log_sum_exp,
     merge_log_sum_exp,
+    row_slices,
     scaled_logits,
 )
 from megatron_ext.losses.inputs.projection_shard import ProjectionShard

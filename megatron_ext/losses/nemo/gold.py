@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import group_size, sum_over_shards
-from megatron_ext.distributed.vocab_parallel import log_softmax, vocab_argmax
+from megatron_ext.distributed.vocab_parallel import log_softmax, row_slices, vocab_argmax
 from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.inputs.matched_columns import MatchedColumns

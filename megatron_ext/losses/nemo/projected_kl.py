@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import (
     all_reduce_sum,
     gather_columns,
     sum_over_shards,
 )
-from megatron_ext.distributed.vocab_parallel import VocabShard, log_softmax, scaled_logits
+from megatron_ext.distributed.vocab_parallel import (
+    VocabShard,
+    log_softmax,
+    row_slices,
+    scaled_logits,
+)
 from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.inputs.projection_shard import ProjectionShard

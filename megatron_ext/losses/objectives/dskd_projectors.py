@@ -6,9 +6,8 @@ import math
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
-from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.distributed.vocab_parallel import VocabShard, row_slices
 from megatron_ext.errors import LossError
 from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import copy_to_shards
-from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.distributed.vocab_parallel import VocabShard, row_slices
 from megatron_ext.ops.unit_gradient import hand_over_chunks
 
 

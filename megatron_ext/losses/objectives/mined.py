@@ -8,8 +8,7 @@ from typing import ClassVar, get_args
 import torch
 
 from megatron_ext.alignment.chunk_class import ChunkClass
-from megatron_ext.distributed.row_slices import row_slices
-from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.distributed.vocab_parallel import VocabShard, row_slices
 from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks.input_check import check_alignment, check_projection, check_student
 from megatron_ext.losses.checks.option_check import check_choice

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
     merge_log_sum_exp,
+    row_slices,
     scaled_logits,
 )
 from megatron_ext.ops.chunk_rows import ChunkRows

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
-from megatron_ext.distributed.vocab_parallel import LogSumExp, accumulation_dtype, scaled_logits
+from megatron_ext.distributed.vocab_parallel import (
+    LogSumExp,
+    accumulation_dtype,
+    row_slices,
+    scaled_logits,
+)
 
 
 def chunk_slots(chunk_id: torch.Tensor, chunk_count: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
+from megatron_ext.distributed.vocab_parallel import row_slices
 
 
 def add_weight_gradient_(

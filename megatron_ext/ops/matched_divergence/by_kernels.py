@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
+from megatron_ext.distributed.vocab_parallel import row_slices
 from megatron_ext.ops.matched_divergence.kernel_steps import (
     MatchedPair,
     compare_by_kernel,

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
-from megatron_ext.distributed.vocab_parallel import LogSumExp, scaled_logits
+from megatron_ext.distributed.vocab_parallel import LogSumExp, row_slices, scaled_logits
 from megatron_ext.ops.divergence import divergence_terms
 from megatron_ext.ops.partition_kl.plan import Plan, TokenTerm
 from megatron_ext.ops.partition_kl.shared_columns import crossing_logits

@@ -10,8 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
-from megatron_ext.distributed.vocab_parallel import VocabShard, accumulation_dtype, scaled_logits
+from megatron_ext.distributed.vocab_parallel import (
+    VocabShard,
+    accumulation_dtype,
+    row_slices,
+    scaled_logits,
+)
 from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, small_block
 from megatron_ext.ops.partition_kl.chosen_columns import ChosenColumns
 from megatron_ext.ops.row_lanes import Lane

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.distributed.row_slices import SLICE_ELEMENTS
+from megatron_ext.distributed.vocab_parallel import SLICE_ELEMENTS
 from megatron_ext.ops.chunk_rows import ChunkRows
 
 

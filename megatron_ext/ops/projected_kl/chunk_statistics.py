@@ -9,9 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
-from megatron_ext.distributed.vocab_parallel import LogSumExp, merge_log_sum_exp, scaled_logits
+from megatron_ext.distributed.vocab_parallel import (
+    LogSumExp,
+    merge_log_sum_exp,
+    row_slices,
+    scaled_logits,
+)
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.projected_kl.carried_rows import CarriedRows, carried_rows, log_ratio
 from megatron_ext.ops.projected_kl.evaluation_parts import Side

@@ -54,8 +54,8 @@ def evaluate_projected_kl(
         entry_gradient: [N], to which the gradient of the ``learned`` entries is added.
 
     Everything is accumulated in fp32 (fp64 for fp64 logits). No tensor over a vocabulary of more
-    rows than a slice of whole chunks has (``distributed/row_slices.py``). In torch the host waits
-    for the device once.
+    rows than a slice of whole chunks has (``distributed/vocab_parallel.py``). In torch the host
+    waits for the device once.
 
     Collectives on the shards' group, equally many on every rank: 2 all-reduces of [2 Ts + 2 Tt],
     one of [Ts] unless the projection is known to have unit rows, one of [Ts] for the

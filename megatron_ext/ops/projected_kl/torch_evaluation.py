@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import (
     all_reduce_sum,
     gather_columns,
@@ -18,6 +17,7 @@ from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     local_argmax,
     merge_argmax,
+    row_slices,
 )
 from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.projected_kl.chunk_slices import ChunkSlice, HostChunks, chunk_slices

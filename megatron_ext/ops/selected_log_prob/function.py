@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
     merge_log_sum_exp,
+    row_slices,
     scaled_logits,
 )
 

@@ -6,9 +6,8 @@ from typing import Final
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import gather_columns
-from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.distributed.vocab_parallel import VocabShard, row_slices
 
 _NO_COLUMN: Final = torch.iinfo(torch.int64).min
 _ID_BITS: Final = 32

@@ -6,12 +6,12 @@ from typing import Final, NamedTuple
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.vocab_parallel import (
     VocabShard,
     accumulation_dtype,
     finite_peak,
     local_log_sum_exp,
+    row_slices,
     scaled_logits,
 )
 from megatron_ext.ops.implementation import Implementation, uses_triton

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
-from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.distributed.vocab_parallel import VocabShard, row_slices
 from megatron_ext.ops.chunk_distributions import (
     ModelRows,
     chunk_means,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import group_size
+from megatron_ext.distributed.vocab_parallel import row_slices
 from megatron_ext.ops.sorted_l1.comparison import compare_sorted
 from megatron_ext.ops.sorted_l1.selection import select_largest
 

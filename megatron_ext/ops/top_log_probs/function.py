@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
 from megatron_ext.distributed.shard_collectives import gather_columns, group_size
-from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
+from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_slices
 from megatron_ext.errors import LossError
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.selected_log_prob import sort_keys

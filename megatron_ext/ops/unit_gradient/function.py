@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
+from megatron_ext.distributed.vocab_parallel import row_slices
 from megatron_ext.ops.implementation import Implementation, uses_triton
 
 _BLOCK: Final = 8192

@@ -6,8 +6,12 @@ from typing import Final, NamedTuple
 
 import torch
 
-from megatron_ext.distributed.row_slices import row_slices
-from megatron_ext.distributed.vocab_parallel import LogSumExp, accumulation_dtype, scaled_logits
+from megatron_ext.distributed.vocab_parallel import (
+    LogSumExp,
+    accumulation_dtype,
+    row_slices,
+    scaled_logits,
+)
 from megatron_ext.ops.divergence import Divergence, divergence_terms
 from megatron_ext.ops.launch import LaunchConfig
 from megatron_ext.ops.row_launch import launch_rows

@@ -29,7 +29,7 @@ from megatron_ext.projection.building.token_match import (
 from megatron_ext.projection.entries import Entries, concatenated
 from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.registry import Registry
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.version import __version__
 
 __all__ = ["PROJECTION_METHODS", "ProjectionMethod", "build_projection"]

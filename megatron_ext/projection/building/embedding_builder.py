@@ -25,7 +25,7 @@ from megatron_ext.projection.building.speller import Speller
 from megatron_ext.projection.building.token_match import emitted_tokens
 from megatron_ext.projection.entries import Entries, check_top_k, concatenated
 from megatron_ext.projection.sparse_projection import SparseProjection
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 
 ROWS_AT_ONCE = 1024
 COLUMNS_AT_ONCE = 4096

@@ -18,7 +18,7 @@ from megatron_ext.projection.known_files.loose_entries import LooseEntries
 from megatron_ext.projection.known_files.operations import width_of
 from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.projection.sparse_projection import SparseProjection
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 
 Tell = Callable[[str], None]
 """What is called with a line that a user should read and that stops nothing."""

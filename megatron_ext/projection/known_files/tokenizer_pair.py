@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.projection.known_files.loose_entries import LooseEntries, Mask
 from megatron_ext.projection.sparse_projection import SparseProjection
-from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 PIECES = 4

@@ -12,7 +12,7 @@ from megatron_ext.projection.layout.vocabulary_layout import VocabularyLayout
 from megatron_ext.projection.layout.vocabulary_order import VocabularyOrder
 
 if TYPE_CHECKING:
-    from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+    from megatron_ext.tokenizers.base import ByteTokenizer
 
 FORMAT: Final = "megatron-ext-vocabulary-layout"
 FORMAT_VERSION: Final = 1

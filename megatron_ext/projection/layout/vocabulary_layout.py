@@ -15,7 +15,7 @@ from megatron_ext.projection.layout.vocabulary_order import VocabularyOrder
 
 if TYPE_CHECKING:
     from megatron_ext.projection.sparse_projection import SparseProjection
-    from megatron_ext.tokenizers.byte_tokenizer import ByteTokenizer
+    from megatron_ext.tokenizers.base import ByteTokenizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_ext.distributed.context_rank import ContextRank
+from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.losses.inputs.topk_targets import topk_targets
 from megatron_ext.ops.token_likelihood import ModelRows, token_likelihood

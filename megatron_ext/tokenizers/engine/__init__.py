@@ -1,11 +1,12 @@
 """The fast engine behind batches, used only where its ids are proven to be the library's."""
 
 from megatron_ext.tokenizers.engine.fast_encoder import FastEncoder
-from megatron_ext.tokenizers.engine.flat_ids import flat_ids, interleave
-from megatron_ext.tokenizers.engine.gigatoken_engine import GigatokenEngine
-from megatron_ext.tokenizers.engine.huggingface_engine import huggingface_engine
-from megatron_ext.tokenizers.engine.sentencepiece_engine import sentencepiece_engine
-from megatron_ext.tokenizers.engine.tiktoken_engine import tiktoken_engine
+from megatron_ext.tokenizers.engine.gigatoken_engine import GigatokenEngine, flat_ids, interleave
+from megatron_ext.tokenizers.engine.library_engines import (
+    huggingface_engine,
+    sentencepiece_engine,
+    tiktoken_engine,
+)
 
 __all__ = [
     "FastEncoder",

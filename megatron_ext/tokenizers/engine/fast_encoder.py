@@ -7,10 +7,13 @@ from typing import Any
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError
 from megatron_ext.tokenizers.config import Engine
-from megatron_ext.tokenizers.engine.flat_ids import FlatIds, flat_ids, interleave
-from megatron_ext.tokenizers.engine.gigatoken_engine import GigatokenEngine
-from megatron_ext.tokenizers.engine.proof import Reference, prove
-from megatron_ext.tokenizers.engine.unproven import Unproven
+from megatron_ext.tokenizers.engine.gigatoken_engine import (
+    FlatIds,
+    GigatokenEngine,
+    flat_ids,
+    interleave,
+)
+from megatron_ext.tokenizers.engine.proof import Reference, Unproven, prove
 from megatron_ext.tokenizers.token_bytes import TokenBytes, utf8
 
 _WORTH_BUILDING = 1 << 20

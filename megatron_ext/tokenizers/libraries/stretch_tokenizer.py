@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
-from megatron_ext.tokenizers.control_tokens import ControlMatch
 from megatron_ext.tokenizers.engine import FastEncoder
+from megatron_ext.tokenizers.special_tokens import ControlMatch
 from megatron_ext.tokenizers.token_bytes import TokenBytes, character_starts, utf8
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 

@@ -12,14 +12,12 @@ from numpy.typing import NDArray
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ParseSpecial
 from megatron_ext.tokenizers.config import Engine
-from megatron_ext.tokenizers.control_tokens import ControlToken, ControlTokens
 from megatron_ext.tokenizers.engine import FastEncoder, GigatokenEngine, flat_ids, interleave
-from megatron_ext.tokenizers.given_texts import checked_texts
 from megatron_ext.tokenizers.libraries.stretch_tokenizer import StretchTokenizer
-from megatron_ext.tokenizers.markers import are_forged, markers
-from megatron_ext.tokenizers.special_names import SpecialRole
+from megatron_ext.tokenizers.special_ids import are_forged, markers
+from megatron_ext.tokenizers.special_tokens import ControlToken, ControlTokens, SpecialRole
 from megatron_ext.tokenizers.token_bytes import DummyPrefix, TokenBytes, utf8
-from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
+from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray, checked_texts
 
 
 class TableTokenizer(StretchTokenizer):

@@ -1,18 +1,24 @@
-"""Library name -> adapter; a new library is a row here."""
+"""Library name -> adapter; a new library is a row here.
+
+Which engine a tokenizer is asked to encode batches with.
+
+Lists of names of special tokens, as users give them.
+"""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from numbers import Integral
-from typing import Any
+from typing import Any, get_args
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.registry import Registry, did_you_mean
 from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.config import Engine
 from megatron_ext.tokenizers.legacy_types import TokenizerMode
 
 
@@ -95,7 +101,7 @@ for _name, _class_name, _reads_file in (
     ("byte-level", "ByteLevelTokenizer", False),
     ("null", "NullTokenizer", False),
 ):
-    _module = f"{__package__}.{_name.replace('-', '_')}.tokenizer"
+    _module = f"{__package__}.{_name.replace('-', '_')}"
     TOKENIZER_LIBRARIES.register(_name, TokenizerLibrary(_module, _class_name, _reads_file))
 
 
@@ -127,3 +133,54 @@ def library_of(name: object) -> LibraryName:
         return _NAMES_IN_METADATA[str(name)]
     _ = TOKENIZER_LIBRARIES[str(name)]
     return LibraryName(str(name))
+
+
+def engine_choice(name: str, *, reference_only: str | None = None) -> Engine:
+    """``name``, checked.
+
+    Args:
+        name: An engine.
+        reference_only: The library, where it has no other engine than its own code.
+
+    Raises:
+        TokenizerError: There is no such engine, or the library does not have it.
+    """
+    for engine in get_args(Engine):
+        if engine != name:
+            continue
+        if reference_only is not None and engine == "gigatoken":
+            raise TokenizerError(
+                f"the {reference_only} library has no fast engine",
+                got="engine gigatoken",
+                fix="leave engine at auto",
+            )
+        choice: Engine = engine
+        return choice
+    raise TokenizerError(
+        "unknown engine", got=repr(name), expected=f"one of {', '.join(get_args(Engine))}"
+    )
+
+
+def distinct_names(given: Iterable[str], option: str) -> tuple[str, ...]:
+    """The names of a list, checked.
+
+    Args:
+        given: What the user gave.
+        option: What the option is called.
+
+    Raises:
+        TokenizerError: It is no list of names, a name is empty, or one stands twice.
+    """
+    names = () if isinstance(given, str) else tuple(given)
+    wrong = next((name for name in names if not isinstance(name, str) or not name), None)
+    if isinstance(given, str) or wrong is not None:
+        raise TokenizerError(
+            "special tokens are given as a list of names",
+            got=repr(given if wrong is None else wrong),
+            expected="strings that are not empty",
+            where=option,
+        )
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise TokenizerError("a special token is named twice", got=repr(twice), where=option)
+    return names

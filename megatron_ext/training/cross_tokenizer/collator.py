@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
+from megatron_ext.conversation.chat_output import refuse_foreign
 from megatron_ext.conversation.records import ConversationRecord, conversation_record
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 
-from megatron_ext.conversation.foreign_tokenizer import refuse_foreign
+from megatron_ext.conversation.chat_output import refuse_foreign
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText
 

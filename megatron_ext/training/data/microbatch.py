@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
-from megatron_ext.distributed.context_rank import ContextRank
+from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.losses import ChunkCompletions
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.linear import MicrobatchTiles

@@ -11,7 +11,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_ext.distributed.roles import student_processes
+from megatron_ext.distributed.layout import student_processes
 from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint

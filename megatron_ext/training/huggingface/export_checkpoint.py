@@ -9,7 +9,13 @@ from typing import Any, Final
 import torch
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles
+from megatron_ext.huggingface.checkpoint_files import (
+    CONFIG_FILE,
+    TOKENIZER_FILES,
+    CheckpointFiles,
+    kept_folder,
+    side_files,
+)
 from megatron_ext.huggingface.checkpoint_writer import (
     TensorPlan,
     check_target,
@@ -18,7 +24,6 @@ from megatron_ext.huggingface.checkpoint_writer import (
 )
 from megatron_ext.huggingface.families import FAMILIES, Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
-from megatron_ext.huggingface.side_files import TOKENIZER_FILES, kept_folder, side_files
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.checkpoint_model import checkpoint_model

@@ -17,9 +17,14 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
-from megatron_ext.huggingface.checkpoint_files import CheckpointFiles, is_checkpoint_folder
+from megatron_ext.huggingface.checkpoint_files import (
+    SIDE_FOLDER,
+    TOKENIZER_FILES,
+    CheckpointFiles,
+    copy_side_files,
+    is_checkpoint_folder,
+)
 from megatron_ext.huggingface.model_settings import model_settings
-from megatron_ext.huggingface.side_files import SIDE_FOLDER, TOKENIZER_FILES, copy_side_files
 from megatron_ext.huggingface.tensor_map import TensorMap
 from megatron_ext.huggingface.tensor_reader import TensorReader
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Final
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.huggingface.side_files import TOKENIZER_FILES, kept_folder
+from megatron_ext.huggingface.checkpoint_files import TOKENIZER_FILES, kept_folder
 from megatron_ext.tokenizers import (
     MegatronTokenizer,
     MegatronTokenizerText,
     TokenizerConfig,
     build_tokenizer,
 )
-from megatron_ext.tokenizers.assets.assets import file_names
+from megatron_ext.tokenizers.assets import file_names
 from megatron_ext.training.run_folder import TOKENIZER_FOLDER
 
 _TEMPLATE: Final = "chat_template.jinja"

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_ext.huggingface.any_model import any_model_settings
-from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
-from megatron_ext.huggingface.model_settings import model_settings
-from megatron_ext.huggingface.side_files import TOKENIZER_FILES, kept_folder
+from megatron_ext.huggingface.checkpoint_files import TOKENIZER_FILES, CheckpointFiles, kept_folder
+from megatron_ext.huggingface.model_settings import any_model_settings, model_settings
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config_file import Where

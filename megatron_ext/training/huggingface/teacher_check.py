@@ -6,12 +6,12 @@ import importlib.util
 from pathlib import Path
 
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.huggingface.any_model import any_model_settings, longest_sequence
 from megatron_ext.huggingface.checkpoint_files import (
     CONFIG_FILE,
     CheckpointFiles,
     is_checkpoint_folder,
 )
+from megatron_ext.huggingface.model_settings import any_model_settings, longest_sequence
 from megatron_ext.training.config import DistillConfig
 
 

@@ -9,10 +9,9 @@ from typing import Any, get_args
 
 from megatron_ext.tokenizers.build import tokenizer_library
 from megatron_ext.tokenizers.config import TokenizerConfig
-from megatron_ext.tokenizers.file_kind import FileLibrary, require_library
-from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES
+from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES, OLD_FORMAT, UNSPOKEN
 from megatron_ext.tokenizers.namespace import config_from_namespace
-from megatron_ext.tokenizers.old_prompt_format import OLD_FORMAT, UNSPOKEN
+from megatron_ext.tokenizers.tokenizer_files import FileLibrary, require_library
 from megatron_ext.training.spoken_flags import check_spoken, parse_noting_spoken, spoken_of
 from megatron_ext.training.tokenizer_arguments import add_missing_flags
 

@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from megatron_ext.atomic_file import write_bytes
 from megatron_ext.distributed import process_groups
-from megatron_ext.distributed.context_rank import ContextRank
+from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import CheckpointError, ConfigError

@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
-from megatron_ext.distributed.row_order import reordered_rows
+from megatron_ext.distributed.vocab_parallel import reordered_rows
 from megatron_ext.projection.layout import VocabularyOrder
 
 _HEAD = "output_layer.weight"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.errors import LossError
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.losses.combining.teacher_scores import (
@@ -42,7 +42,7 @@ def true_nats(measure: str) -> torch.Tensor:
 def test_nats_are_summed_over_the_labels_of_each_sample(
     measure: TeacherMeasure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 60)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 60)
     text = TeacherText(targets=targets(), labels=LABELS, byte_counts=torch.tensor([17, 5]))
     sums = sample_scores(text, measure)
     torch.testing.assert_close(sums[:, 0], true_nats(measure).sum(-1), rtol=1e-6, atol=0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.errors import ProjectionError
 from megatron_ext.losses import ProjectedKLLoss
 from megatron_ext.losses.inputs.learned_projection import LearnedProjection
@@ -91,7 +91,7 @@ def test_the_gradient_of_free_entries_is_that_of_the_dense_reference(
     (truth,) = torch.autograd.grad(weighted, values)
     (grad,) = torch.autograd.grad(loss_of_entries(case, values, direction=direction), values)
     torch.testing.assert_close(grad, truth, rtol=0, atol=1e-13 * truth.abs().max().item())
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 40)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 40)
     (sliced,) = torch.autograd.grad(loss_of_entries(case, values, direction=direction), values)
     torch.testing.assert_close(sliced, truth, rtol=0, atol=1e-13 * truth.abs().max().item())
 

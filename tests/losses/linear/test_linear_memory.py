@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, KnownAhead
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.losses.objective import Objective
@@ -39,7 +39,7 @@ def _inputs(name: str) -> DistillationInputs:
 
 
 def _record(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> AllocationRecord:
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", SLICE)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", SLICE)
     inputs = _inputs(name)
     objectives: dict[str, Objective] = {"ce": LOSS_REGISTRY["next_token"]()}
     if name != "next_token":

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses import (
@@ -193,7 +193,7 @@ def test_models_that_agree_under_projectors_that_carry_over_have_no_divergence()
 
 
 def test_projectors_from_heads_are_the_pseudo_inverses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 9)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 9)
     inputs = random_inputs()
     teacher = inputs.teacher
     assert teacher is not None

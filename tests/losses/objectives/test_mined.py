@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.distributed import row_slices
+from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses import DistillationInputs, TeacherTargets
@@ -135,7 +135,7 @@ def test_the_count_is_known_ahead() -> None:
 def test_slices_of_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = random_inputs()
     whole = MinedLoss()(inputs).loss_sum
-    monkeypatch.setitem(row_slices.SLICE_ELEMENTS, "cpu", 5)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 5)
     assert torch.equal(MinedLoss()(inputs).loss_sum, whole)
 
 

@@ -1,0 +1,240 @@
+"""Jinja's filters that would lose where text came from or take no end of time.
+
+``tojson`` is as transformers has it.
+
+Filters and tests of chat templates that are paid for, and whose results know their source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
+from types import GeneratorType
+from typing import Any, Final
+
+from jinja2.environment import Environment
+from jinja2.filters import do_round, do_title, make_attrgetter
+from jinja2.nodes import EvalContext
+from jinja2.runtime import Context
+from jinja2.utils import pass_environment
+from markupsafe import Markup
+
+from megatron_ext.conversation.rendering.provenance import TEMPLATE
+from megatron_ext.conversation.rendering.template_limits import (
+    NESTING,
+    TemplateLimitError,
+    spend,
+    spend_on,
+)
+from megatron_ext.conversation.rendering.tracked_data import JsonStyle, settled, text_of, to_json
+from megatron_ext.conversation.rendering.tracked_text import (
+    TrackedText,
+    add,
+    as_tracked,
+    join,
+    paid,
+    spend_on_widths,
+    track,
+)
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> TrackedText:
+    """JSON; unlike Jinja's own filter it escapes nothing for HTML."""
+    style = JsonStyle.of(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    return to_json(value, style, TEMPLATE)
+
+
+@pass_environment
+def join_values(
+    environment: Environment,
+    values: Iterable[Any],
+    d: str = "",
+    attribute: str | int | None = None,
+) -> TrackedText:
+    """The values as they print, ``d`` between them."""
+    if attribute is not None:
+        values = map(make_attrgetter(environment, attribute), values)
+    return as_tracked(text_of(d, TEMPLATE)).join([text_of(value, TEMPLATE) for value in values])
+
+
+def title(value: Any) -> str:
+    """Each word with a capital, the rest in small letters."""
+    text = text_of(value, TEMPLATE)
+    return as_tracked(text).recased(do_title)
+
+
+def indent(
+    value: str, width: int | str = 4, first: bool = False, blank: bool = False
+) -> TrackedText:
+    """Each line but the first, and but empty ones, after ``width`` spaces or the text it is."""
+    if not isinstance(width, str):
+        spend(0, abs(width))
+    margin = width if isinstance(width, str) else track(" " * width, TEMPLATE)
+    newline = track("\n", TEMPLATE)
+    spend(0, len(margin) * (1 + value.count("\n")))
+    # Jinja adds a line end first, so that a text that ends with one keeps it.
+    head, *lines = (as_tracked(value) + newline).splitlines()
+    rest = [join([newline, margin, line] if line or blank else [newline, line]) for line in lines]
+    return join([*([margin] if first else []), head, *rest])
+
+
+def replace(value: Any, old: Any, new: Any, count: int | None = None) -> TrackedText:
+    """The value as it prints, with ``old`` replaced ``count`` times, or wherever it stands."""
+    text, old, new = (as_tracked(text_of(part, TEMPLATE)) for part in (value, old, new))
+    return text.replace(old, new, -1 if count is None else count)
+
+
+@pass_environment
+def total(
+    environment: Environment,
+    values: Iterable[Any],
+    attribute: str | int | None = None,
+    start: Any = 0,
+) -> Any:
+    """``start`` and all values, added up one by one; no list is extended in place."""
+    if attribute is not None:
+        values = map(make_attrgetter(environment, attribute), values)
+    for value in values:
+        spend(1)
+        start = add(start, value)
+    return start
+
+
+def rounded(value: float, precision: int = 0, method: str = "common") -> float:
+    """Jinja's own, for as many digits as a number can have."""
+    if abs(precision) > _DIGITS:
+        raise TemplateLimitError(f"rounds to more than {_DIGITS} digits")
+    return do_round(value, precision, method)  # type: ignore[arg-type]
+
+
+def safe(value: Any) -> str:
+    """The value as it prints: nothing is escaped in a chat template, so nothing is exempt."""
+    return text_of(value, TEMPLATE)
+
+
+_DIGITS: Final = 400
+"""No float has as many."""
+
+FILTERS: Final[dict[str, Callable[..., Any]]] = {
+    "indent": indent,
+    "join": join_values,
+    "replace": replace,
+    "round": rounded,
+    "safe": safe,
+    "sum": total,
+    "title": title,
+    "tojson": tojson,
+}
+"""Name in a template -> filter."""
+
+
+_PASSED: Final = (Environment, EvalContext, Context)
+"""What Jinja passes to some filters before the value."""
+_SHALLOW: Final = frozenset({"attr", "count", "d", "default", "first", "last", "length", "random"})
+"""Filters whose time does not depend on the value's size."""
+_ITERATING: Final = frozenset(
+    {"items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"}
+)
+"""Filters that go through the value and do not look into its items."""
+_WIDENING: Final = frozenset({"batch", "center", "slice"})
+"""Filters that take a number of characters or items."""
+_SQUARE: Final = frozenset({"pprint", "urlize", "wordwrap"})
+"""Filters whose time can grow with the square of the text."""
+_READING_TESTS: Final = frozenset(
+    {
+        *("==", "eq", "equalto", "!=", "ne", "<", "lt", "lessthan", "<=", "le"),
+        *(">", "gt", "greaterthan", ">=", "ge", "in", "lower", "upper"),
+    }
+)
+"""Tests that read their values, however deep."""
+
+
+def bounded_filters(filters: Mapping[str, Any]) -> dict[str, Any]:
+    """The same filters, paid for."""
+    return {name: _bounded_filter(name, function) for name, function in filters.items()}
+
+
+def bounded_tests(tests: Mapping[str, Any]) -> dict[str, Any]:
+    """The same tests; those that read their values are paid for."""
+    return {
+        name: _reading(function) if name in _READING_TESTS else function
+        for name, function in tests.items()
+    }
+
+
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def filtered(*args: Any, **kwargs: Any) -> Any:
+        inputs = [*args, *kwargs.values()]
+        if isinstance(args[0], _PASSED):
+            del inputs[0]
+        _spend_on_filter(name, inputs)
+        result = function(*args, **kwargs)
+        if isinstance(result, GeneratorType):
+            return Counted(result, inputs[0])
+        if type(result) is str or isinstance(result, Markup):
+            result = as_tracked(settled(str.__str__(result), inputs))
+        return paid(result)
+
+    return filtered
+
+
+def _spend_on_filter(name: str, inputs: list[Any]) -> None:
+    if name in _SHALLOW:
+        spend(1)
+    elif name in _ITERATING:
+        # A text is paid for as its characters are taken.
+        value = inputs[0]
+        is_sized = hasattr(value, "__len__") and not isinstance(value, str)
+        spend(1 + (len(value) if is_sized else 0))
+    else:
+        size = spend_on(*inputs)
+        spend(1)
+        if name in _WIDENING:
+            spend_on_widths(inputs[1:])
+        elif name == "trim":
+            spend(size * sum(len(v) for v in inputs[1:] if isinstance(v, str)) >> 12)
+        elif name in _SQUARE:
+            spend(size * size >> 14, sum(size * len(v) for v in inputs[1:] if isinstance(v, str)))
+
+
+class Counted(Iterator[Any]):
+    """Values that are worked out one by one, each a step.
+
+    Args:
+        values: The values.
+        source: What they are worked out from.
+
+    Raises:
+        TemplateLimitError: They come through too many filters: each waits for the one before it.
+    """
+
+    __slots__ = ("_depth", "_values")
+
+    def __init__(self, values: Iterator[Any], source: object = None) -> None:
+        self._values = values
+        self._depth: int = 1 + (source._depth if isinstance(source, Counted) else 0)
+        if self._depth > NESTING:
+            raise TemplateLimitError(f"passes values through more than {NESTING} filters")
+
+    def __next__(self) -> Any:
+        spend(1)
+        return next(self._values)
+
+
+def _reading(test: Callable[..., bool]) -> Callable[..., bool]:
+    @wraps(test)
+    def tested(*args: Any, **kwargs: Any) -> bool:
+        spend(1)
+        spend_on(*args, *kwargs.values())
+        return test(*args, **kwargs)
+
+    return tested

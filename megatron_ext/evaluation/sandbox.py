@@ -1,0 +1,118 @@
+"""A program that nobody has read, run in a process of its own under limits.
+
+See ``jail`` for what holds it, and docs/evaluation.md for what does not.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.evaluation.jail_process import JailRecord, run_jail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one program with all processes that it starts, but where said otherwise."""
+
+    seconds: float = 10.0
+    """By the clock, from the program's first line on; of processor time a process has as much."""
+
+    memory_bytes: int = 1 << 30
+    """Address space of a process."""
+
+    disk_bytes: int = 64 << 20
+    """All files together, which are in memory; without namespaces, of a file."""
+
+    processes: int = 8
+    """Processes and threads."""
+
+    needs_namespaces: bool = True
+    """Refuse to run anything where the kernel gives no namespaces: there the network and files of
+    the user are open to the program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a program ended."""
+
+    passed: bool
+    """It ran to its end."""
+
+    reason: str
+    """``passed``, ``failed``, or ``timed out``."""
+
+    printed: str
+    """The end of its standard error, in one line."""
+
+    namespaces: bool
+    read_only: bool
+
+
+def run_program(source: str, limits: Limits | None = None) -> Outcome:
+    """Run Python source to its end, or until it hits a limit; nothing of it is left.
+
+    It passes when its last line is reached: leaving early, with whatever exit code, does not.
+
+    Raises:
+        ConfigError: The machine cannot hold it as ``limits`` want, or its first line was never
+            reached, whatever it is.
+    """
+    limits = limits or Limits()
+    nonce = secrets.token_hex(16)
+    descriptor, theirs = os.pipe()
+    try:
+        ending = f"\n__import__('os').write({theirs}, b'{nonce}')\n"
+        with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as folder:
+            # Nobody owns what a program of root's has, who becomes nobody.
+            os.chmod(folder, 0o777)
+            record = run_jail(
+                folder,
+                _settings(source + ending, limits),
+                pipe=(descriptor, theirs),
+                seconds=limits.seconds,
+            )
+    finally:
+        os.close(descriptor)
+        os.close(theirs)
+    _check_held(record, limits)
+    passed = not record.timed_out and nonce.encode() in record.said
+    return Outcome(
+        passed=passed,
+        reason="passed" if passed else "timed out" if record.timed_out else "failed",
+        printed=record.printed,
+        namespaces=record.report["namespaces"],
+        read_only=record.report["read_only"],
+    )
+
+
+def _settings(source: str, limits: Limits) -> dict[str, object]:
+    return {
+        "source": source,
+        "memory_bytes": limits.memory_bytes,
+        "disk_bytes": limits.disk_bytes,
+        "processes": limits.processes,
+        "cpu_seconds": max(1, round(limits.seconds)),
+        "needs_namespaces": limits.needs_namespaces,
+    }
+
+
+def _check_held(record: JailRecord, limits: Limits) -> None:
+    if limits.needs_namespaces and record.report and not all(record.report.values()):
+        raise ConfigError(
+            "this machine cannot hold code that a model wrote",
+            got=dict(record.report),
+            expected="namespaces of users, mounts and networks for ordinary users",
+            fix="use a machine that has them, or one that has nothing to lose and "
+            "--without-namespaces",
+        )
+    if not record.has_begun:
+        raise ConfigError(
+            "the sandbox cannot start Python, whatever the program",
+            got=record.printed or ("no end of the start" if record.timed_out else "no word of it"),
+            fix="mend what it names; where root runs this, nobody (user 65534) has to exist and to "
+            "be able to read the interpreter and its environment",
+        )

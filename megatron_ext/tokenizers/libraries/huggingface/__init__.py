@@ -1,1 +1,0 @@
-"""HuggingFace fast tokenizers and the files that they come in."""

@@ -1,0 +1,410 @@
+"""A HuggingFace ``tokenizer.json``: its vocabulary in bytes, and a copy that reads text as text.
+
+The files of a HuggingFace tokenizer: ``tokenizer.json`` and what lies beside it.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.special_tokens import (
+    CONVENTIONAL_NAMES,
+    ControlToken,
+    SpecialRole,
+    conventional_ids,
+    names_to_add,
+)
+from megatron_ext.tokenizers.token_bytes import DummyPrefix, byte_of_character
+from megatron_ext.tokenizers.tokenizer_files import parse_json, read_file, read_json
+
+_METASPACE = "▁"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_HIDDEN = f" {uuid4().hex} "
+"""Put before a piece that no text may spell: nobody can guess it, so that nobody can write it."""
+
+
+class HuggingFaceFile:
+    """The contents of a ``tokenizer.json`` and of what lies beside it.
+
+    Args:
+        document: The ``tokenizer.json``.
+        config: The ``tokenizer_config.json``; None where there is none.
+        file: Where the document was read, for messages.
+        special_tokens: Names to make special tokens of; those that the vocabulary lacks get the
+            next ids, in the order of ``names_to_add``.
+        roles: Name of the special token of a role, instead of the configured one.
+
+    Raises:
+        TokenizerError: The document is incomplete.
+    """
+
+    def __init__(
+        self,
+        document: object,
+        config: Mapping[str, Any] | None,
+        file: Path,
+        *,
+        special_tokens: Sequence[str] = (),
+        roles: Mapping[SpecialRole, str] | None = None,
+    ) -> None:
+        try:
+            if not isinstance(document, dict):
+                raise TypeError(f"{type(document).__name__} instead of an object")
+            self._model: dict[str, Any] = document["model"]
+            self._ids: dict[str, int] = _model_ids(self._model)
+            added: list[dict[str, Any]] = document.get("added_tokens") or []
+            self._added = _with_special(added, self._ids, names_to_add(roles or {}, special_tokens))
+            self._document: dict[str, Any] = {**document, "added_tokens": self._added}
+            self.special_names = {row["content"] for row in self._added if row["special"]}
+            self._added_ids: dict[str, int] = {row["content"]: row["id"] for row in self._added}
+        except (KeyError, TypeError, ValueError) as error:
+            raise TokenizerError(
+                "the tokenizer.json is incomplete",
+                got=repr(error),
+                expected="a model with a vocabulary, and added_tokens",
+                where=file,
+            ) from error
+        self._config = config
+        self._roles = dict(roles or {})
+        self._given = [name for name in special_tokens if name not in self._roles.values()]
+
+    def pieces(self) -> list[str]:
+        """Display string of each id [V]; the empty string where the file has a hole."""
+        ids = self._ids | self._added_ids
+        pieces = [""] * (max(ids.values(), default=-1) + 1)
+        for piece, token_id in ids.items():
+            pieces[token_id] = piece
+        return pieces
+
+    def token_bytes(self) -> list[bytes | None]:
+        """Bytes of each id [V]; None for a special token, the unknown token and a hole.
+
+        An added token that is not flagged special stands for its own text.
+        """
+        rows: list[bytes | None] = [None] * len(self.pieces())
+        to_bytes = self._byte_level if self._has("ByteLevel") else self._displayed
+        for piece, token_id in self._ids.items():
+            rows[token_id] = to_bytes(piece)
+        for name, token_id in self._added_ids.items():
+            if name not in self._ids:
+                rows[token_id] = name.encode()
+        silent = {*self.special_names, self._unknown()}
+        ids = self._added_ids | self._ids
+        for name in silent & ids.keys():
+            rows[ids[name]] = None
+        return rows
+
+    def dummy_prefix(self) -> DummyPrefix:
+        """Which stretches of text start with a space that the tokenizer puts there."""
+        if self._model.get("type") == "WordPiece":
+            return "each"
+        for part in self._parts():
+            kind = part.get("type")
+            if kind == "Metaspace":
+                return _metaspace_prefix(part)
+            if kind == "Prepend" and part.get("prepend") == _METASPACE:
+                return "each"
+            if kind == "ByteLevel" and part.get("add_prefix_space"):
+                return "each"
+        return "none"
+
+    def special_ids(self) -> dict[SpecialRole, int | None]:
+        """Ids that the configuration names, or the conventional ones without one.
+
+        A configuration may leave BERT's [MASK], [CLS] and [SEP] to the tokenizer's class. A missing
+        BOS is the [CLS] and the other way round; so are EOS and [SEP].
+        """
+        find = {**self._ids, **self._added_ids}.get
+        ids = conventional_ids(find)
+        if self._config is not None:
+            for role in CONVENTIONAL_NAMES:
+                if role in ("bos", "eos", "pad", "unk") or f"{role}_token" in self._config:
+                    ids[role] = find(name_of(self._config.get(f"{role}_token")))
+        ids |= {role: find(name) for role, name in self._roles.items()}
+        pairs: tuple[tuple[SpecialRole, SpecialRole], ...] = (("bos", "cls"), ("eos", "sep"))
+        for one, other in pairs:
+            if ids[one] is None:
+                ids[one] = ids[other]
+            elif ids[other] is None:
+                ids[other] = ids[one]
+        return ids
+
+    def control_tokens(self) -> list[ControlToken]:
+        """What ``text_only`` cannot spell."""
+        return [
+            ControlToken(
+                row["content"],
+                row["id"],
+                lstrip=bool(row.get("lstrip")),
+                rstrip=bool(row.get("rstrip")),
+                single_word=bool(row.get("single_word")),
+            )
+            for row in self._added
+            if row["special"] or row["content"] not in self._ids
+        ]
+
+    def user_defined_tokens(self) -> list[ControlToken]:
+        """Added tokens that ``text_only`` spells: ordinary vocabulary, read before the model."""
+        return [ControlToken(row["content"], row["id"]) for row in self._kept()]
+
+    def additional_special_tokens(self) -> list[str] | None:
+        """Special tokens that were asked for, or that the configuration lists."""
+        config = self._config or {}
+        listed = config.get("additional_special_tokens") or config.get("extra_special_tokens")
+        names = [name_of(token) for token in listed] if isinstance(listed, list) else []
+        known = {**self._ids, **self._added_ids}
+        found = [name for name in dict.fromkeys([*names, *self._given]) if name in known]
+        return found or None
+
+    def whole(self) -> dict[str, Any]:
+        """The document without truncation, padding and trimmed offsets."""
+        return {
+            **self._document,
+            "truncation": None,
+            "padding": None,
+            "post_processor": _untrimmed(self._document.get("post_processor")),
+        }
+
+    def text_only(self, *, continued: bool = False) -> dict[str, Any]:
+        """``whole`` in which no text spells a special token, nor one added to the vocabulary.
+
+        A ``continued`` one encodes text that follows a control token: without the space that a
+        Metaspace puts before the first stretch alone.
+
+        Added tokens that the model's own vocabulary holds and that are not special (white space,
+        HTML tags in Gemma) are ordinary vocabulary and stay.
+        """
+        hidden = self.special_names & self._ids.keys()
+        document = _without_first_prefix(self.whole()) if continued else self.whole()
+        return {
+            **document,
+            "added_tokens": self._kept(),
+            "model": _without_names(self._model, hidden) if hidden else self._model,
+        }
+
+    def _kept(self) -> list[dict[str, Any]]:
+        return [row for row in self._added if not row["special"] and row["content"] in self._ids]
+
+    def _parts(self) -> Iterator[Mapping[str, Any]]:
+        """Normalisers and pre-tokenizers, sequences flattened."""
+        waiting = [self._document.get("pre_tokenizer"), self._document.get("normalizer")]
+        while waiting:
+            part = waiting.pop()
+            if part is None:
+                continue
+            inner = part.get("normalizers") or part.get("pretokenizers")
+            if inner is None:
+                yield part
+            else:
+                waiting += reversed(inner)
+
+    def _has(self, part_type: str) -> bool:
+        return any(part.get("type") == part_type for part in self._parts())
+
+    def _unknown(self) -> str | None:
+        unk_id = self._model.get("unk_id")
+        if unk_id is None:
+            return self._model.get("unk_token")
+        return next((piece for piece, i in self._ids.items() if i == unk_id), None)
+
+    def _byte_level(self, piece: str) -> bytes:
+        alphabet = byte_of_character()
+        try:
+            return bytes(map(alphabet.__getitem__, piece))
+        except KeyError:
+            return piece.encode()
+
+    def _displayed(self, piece: str) -> bytes:
+        """Bytes of a piece that is text: Metaspace, byte fallback, WordPiece or plain."""
+        if self._model.get("byte_fallback") and (byte := _BYTE_PIECE.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        if self._model.get("type") == "WordPiece":
+            prefix = self._model.get("continuing_subword_prefix") or ""
+            inside = prefix and piece.startswith(prefix)
+            return (piece.removeprefix(prefix) if inside else f" {piece}").encode()
+        suffix = self._model.get("end_of_word_suffix")
+        if suffix and piece.endswith(suffix):
+            piece = piece.removesuffix(suffix) + " "
+        return piece.replace(_METASPACE, " ").encode()
+
+
+def _metaspace_prefix(part: Mapping[str, Any]) -> DummyPrefix:
+    """What a Metaspace puts in front; files from before ``prepend_scheme`` have a flag."""
+    scheme = part.get("prepend_scheme", "always" if part.get("add_prefix_space", True) else "never")
+    prefixes: Mapping[Any, DummyPrefix] = {"always": "each", "first": "first"}
+    return prefixes.get(scheme, "none")
+
+
+def _model_ids(model: Mapping[str, Any]) -> dict[str, int]:
+    """Id of each piece of the model: Unigram lists pieces with scores, the others map to ids."""
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        return vocab
+    return {row[0]: token_id for token_id, row in enumerate(vocab)}
+
+
+def _without_names(model: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """A copy of ``model`` with the same ids in which no text can spell ``names``.
+
+    They are renamed: with a space, which most pre-tokenizers cut at or replace, and with a number
+    that is drawn anew in each process, for those that do neither.
+    """
+
+    def hide(piece: str) -> str:
+        return _HIDDEN + piece if piece in names else piece
+
+    vocab = model["vocab"]
+    hidden: dict[str, Any] = dict(model)
+    if isinstance(vocab, dict):
+        hidden["vocab"] = {hide(piece): token_id for piece, token_id in vocab.items()}
+    else:
+        hidden["vocab"] = [[hide(piece), score] for piece, score in vocab]
+    if model.get("unk_token") is not None:
+        hidden["unk_token"] = hide(model["unk_token"])
+    if "merges" in model:
+        pairs = (tuple(row.split(" ")) if isinstance(row, str) else row for row in model["merges"])
+        hidden["merges"] = [
+            [left, right]
+            for left, right in pairs
+            if left + right not in names and left not in names and right not in names
+        ]
+    return hidden
+
+
+def _with_special(
+    added: Sequence[dict[str, Any]], ids: Mapping[str, int], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """``added`` with ``names`` as special tokens; those that have no id yet get the next ones."""
+    rows = {row["content"]: row for row in added}
+    taken = {**ids, **{name: row["id"] for name, row in rows.items()}}
+    following = max(taken.values(), default=-1) + 1
+    for name in dict.fromkeys(names):
+        token_id = taken.get(name, following)
+        following += token_id == following
+        rows[name] = {
+            **{"lstrip": False, "rstrip": False, "single_word": False, "normalized": False},
+            **rows.get(name, {}),
+            **{"id": token_id, "content": name, "special": True},
+        }
+    # The library wants them in id order.
+    return sorted(rows.values(), key=lambda row: int(row["id"]))
+
+
+def _without_first_prefix(part: Any) -> Any:
+    """A document or a part of it whose Metaspace puts no space before the first stretch."""
+    if isinstance(part, list):
+        return [_without_first_prefix(item) for item in part]
+    if isinstance(part, dict) and part.get("type") == "Metaspace":
+        first = part.get("prepend_scheme") == "first"
+        return {**part, "prepend_scheme": "never"} if first else part
+    if isinstance(part, dict):
+        steps = ("pre_tokenizer", "pretokenizers", "normalizer", "normalizers")
+        return {
+            key: _without_first_prefix(item) if key in steps else item for key, item in part.items()
+        }
+    return part
+
+
+def _untrimmed(part: Any) -> Any:
+    """A post-processor whose spans keep their white space."""
+    if isinstance(part, list):
+        return [_untrimmed(item) for item in part]
+    if isinstance(part, dict):
+        return {
+            key: False if key == "trim_offsets" else _untrimmed(item) for key, item in part.items()
+        }
+    return part
+
+
+def name_of(token: Any) -> str:
+    """Name of a special token, which a configuration gives as a string or as an object."""
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else ""
+
+
+_CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
+
+
+class HuggingFaceSource:
+    """Where the contents of a tokenizer come from.
+
+    The files are read once: a run that goes on for weeks does not mind what becomes of them.
+
+    Args:
+        file: The ``tokenizer.json``.
+        folder: Where its configuration and its template lie; None for a tokenizer that has none.
+    """
+
+    def __init__(self, file: Path, folder: Path | None) -> None:
+        self.file = file
+        self._folder = folder
+        self._kept: bytes | None = None
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Every file that is read, by the name that it must have."""
+        beside = (self._beside(name) for name in (_CONFIG, _TEMPLATE))
+        return self._own_files() | {file.name: file for file in beside if file is not None}
+
+    def _own_files(self) -> dict[str, Path]:
+        """What holds the vocabulary."""
+        return {"tokenizer.json": self.file}
+
+    def document(self) -> object:
+        """The ``tokenizer.json``, a new object.
+
+        Raises:
+            TokenizerError: It cannot be read, or is broken.
+        """
+        if self._kept is None:
+            contents = self._read()
+            # As an object it would take a hundred bytes for each of a piece.
+            self._kept = zlib.compress(contents, level=1)
+        else:
+            contents = zlib.decompress(self._kept)
+        return parse_json(contents, self.file)
+
+    def _read(self) -> bytes:
+        """The ``tokenizer.json`` as its file has it."""
+        return read_file(self.file)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any] | None:
+        """The ``tokenizer_config.json``; None where there is none.
+
+        Raises:
+            TokenizerError: It is broken.
+        """
+        return self._read_config()
+
+    def _read_config(self) -> Mapping[str, Any] | None:
+        file = self._beside(_CONFIG)
+        if file is None:
+            return None
+        config = read_json(file)
+        if not isinstance(config, dict):
+            raise TokenizerError("the configuration is no JSON object", where=file)
+        return config
+
+    def chat_template(self) -> str | None:
+        """The template in ``chat_template.jinja``, else the default one of the configuration."""
+        file = self._beside(_TEMPLATE)
+        if file is not None:
+            return file.read_text(encoding="utf-8")
+        template = (self.config or {}).get("chat_template")
+        if isinstance(template, list):
+            named = {row.get("name"): row.get("template") for row in template}
+            template = named.get("default")
+        return template if isinstance(template, str) else None
+
+    def _beside(self, name: str) -> Path | None:
+        file = None if self._folder is None else self._folder / name
+        return file if file is not None and file.is_file() else None

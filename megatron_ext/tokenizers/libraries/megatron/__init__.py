@@ -1,1 +1,0 @@
-"""Megatron's named tokenizers."""

@@ -1,0 +1,368 @@
+"""A SentencePiece model with other control pieces, or with a normaliser that keeps every space.
+
+``ModelProto`` holds its pieces as field 1, in id order; a piece holds its name (1) and its type
+(3). Field 3 is the normaliser, whose field 4 says whether it removes spaces at the ends of a text
+and all but the first of several. Field 4 holds sentences and their pieces, which some releases
+compare when they load the model. Messages that stand twice are merged.
+
+SentencePiece's processor: loaded, changed where the options ask for it, and asked for bytes.
+
+The special tokens that a user names for a SentencePiece model.
+
+Protobuf's wire format, as much of it as SentencePiece's messages use.
+
+A field begins with a number that holds its own number and its wire type; of a field that stands
+twice in a message the last counts, unless it is a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.extras import needed_packages
+from megatron_ext.registry import did_you_mean
+from megatron_ext.tokenizers.libraries.tokenizer_libraries import distinct_names
+from megatron_ext.tokenizers.special_tokens import (
+    CONVENTIONAL_NAMES,
+    ControlToken,
+    SpecialRole,
+    names_to_add,
+)
+
+VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
+
+
+def read_field(message: bytes, at: int) -> tuple[int, int, int, int]:
+    """Number, wire type and value of the field at ``at``, and where the next one begins.
+
+    The value of a length-delimited field is its length: its content ends where the next begins.
+    """
+    key, at = _read_varint(message, at)
+    number, wire = key >> 3, key & 7
+    if wire == VARINT:
+        value, at = _read_varint(message, at)
+        return number, wire, value, at
+    if wire == LENGTH_DELIMITED:
+        value, at = _read_varint(message, at)
+        return number, wire, value, at + value
+    assert wire in (FIXED64, FIXED32), wire
+    return number, wire, 0, at + (8 if wire == FIXED64 else 4)
+
+
+def varint_field(number: int, value: int) -> bytes:
+    """A field that holds a number of at least 0."""
+    return _varint(number << 3 | VARINT) + _varint(value)
+
+
+def bytes_field(number: int, content: bytes) -> bytes:
+    """A field that holds bytes, a string or a message."""
+    return _varint(number << 3 | LENGTH_DELIMITED) + _varint(len(content)) + content
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _varint(value: int) -> bytes:
+    groups = bytearray()
+    while value > 0x7F:
+        groups.append(value & 0x7F | 0x80)
+        value >>= 7
+    groups.append(value)
+    return bytes(groups)
+
+
+_PIECE, _NORMALIZER, _SELF_TEST = 1, 3, 4
+_NAME, _TYPE = 1, 3
+_NORMAL, _CONTROL, USER_DEFINED = 1, 3, 4
+_REMOVE_EXTRA_WHITESPACES = 4
+
+
+def edit_model(
+    model: bytes,
+    *,
+    control: Collection[str] = (),
+    added: Sequence[str] = (),
+    keep_spaces: bool = False,
+) -> bytes:
+    """A serialised model, changed.
+
+    Args:
+        model: A serialised ``ModelProto``.
+        control: Names of pieces that become control pieces, which no text gives.
+        added: Names of control pieces that get the next ids, in this order.
+        keep_spaces: Leave every space of a text where it is.
+
+    Returns:
+        A serialised ``ModelProto``; its self-test, which is of the model as it was, is left out.
+    """
+    names = {name.encode() for name in control}
+    parts = []
+    at = 0
+    while at < len(model):
+        begin = at
+        number, _, length, at = read_field(model, at)
+        if number == _SELF_TEST:
+            continue
+        if number == _PIECE and names and _name(model, at - length) in names:
+            content = model[at - length : at] + varint_field(_TYPE, _CONTROL)
+            parts.append(bytes_field(_PIECE, content))
+        else:
+            parts.append(model[begin:at])
+    for name in added:
+        content = bytes_field(_NAME, name.encode()) + varint_field(_TYPE, _CONTROL)
+        parts.append(bytes_field(_PIECE, content))
+    if keep_spaces:
+        parts.append(bytes_field(_NORMALIZER, varint_field(_REMOVE_EXTRA_WHITESPACES, 0)))
+    return b"".join(parts)
+
+
+def piece_types(model: bytes) -> list[int]:
+    """Type of each piece of a serialised model, in id order."""
+    types = []
+    at = 0
+    while at < len(model):
+        number, _, length, at = read_field(model, at)
+        if number == _PIECE:
+            types.append(_type(model, at - length, at))
+    return types
+
+
+def _type(model: bytes, at: int, stop: int) -> int:
+    piece_type = _NORMAL
+    while at < stop:
+        number, _, value, at = read_field(model, at)
+        if number == _TYPE:
+            piece_type = value
+    return piece_type
+
+
+def _name(model: bytes, at: int) -> bytes:
+    """Name of the piece whose content begins at ``at``: its first field in every model."""
+    number, _, length, stop = read_field(model, at)
+    assert number == _NAME, number
+    return model[stop - length : stop]
+
+
+SPACE = "▁"
+"""What a space is inside a piece."""
+
+
+def load_processor(file: Path) -> Any:
+    """The processor of a model file.
+
+    Raises:
+        TokenizerError: The file is truncated.
+        MissingDependencyError: sentencepiece is not installed.
+    """
+    processor = _import_sentencepiece().SentencePieceProcessor()
+    try:
+        processor.Load(str(file))
+    except (OSError, RuntimeError) as error:
+        raise TokenizerError(
+            "sentencepiece cannot load the model",
+            got=str(error),
+            fix="fetch the file again: it may be truncated",
+            where=file,
+        ) from error
+    return processor
+
+
+def processor_from_model(model: bytes) -> Any:
+    """The processor of a serialised model."""
+    processor = _import_sentencepiece().SentencePieceProcessor()
+    processor.LoadFromSerializedProto(model)
+    return processor
+
+
+def with_control_pieces(processor: Any, names: Collection[str], *, keep_spaces: bool) -> Any:
+    """A processor to which ``names`` are control pieces; those that it lacks get the next ids.
+
+    Args:
+        processor: It is not changed.
+        names: Distinct names. The unknown piece and the bytes of byte fallback stay what they are.
+        keep_spaces: Leave every space of a text where it is.
+    """
+    absent = absent_pieces(processor, names)
+    present = [name for name in names if name not in absent and _may_change(processor, name)]
+    if not absent and not present and not keep_spaces:
+        return processor
+    model = edit_model(
+        processor.serialized_model_proto(), control=present, added=absent, keep_spaces=keep_spaces
+    )
+    return processor_from_model(model)
+
+
+def absent_pieces(processor: Any, names: Collection[str]) -> list[str]:
+    """Those of ``names`` that are no pieces of the model."""
+    unknown = processor.unk_id()
+    unknown_piece = processor.id_to_piece(unknown)
+    return [
+        name for name in names if processor.piece_to_id(name) == unknown and name != unknown_piece
+    ]
+
+
+def _may_change(processor: Any, name: str) -> bool:
+    token_id = processor.piece_to_id(name)
+    return not (
+        processor.is_control(token_id)
+        or processor.is_unknown(token_id)
+        or processor.is_byte(token_id)
+    )
+
+
+def control_tokens(processor: Any, names: Collection[str]) -> list[ControlToken]:
+    """Control pieces, and ``names`` besides, in id order."""
+    control = {i for i in range(processor.get_piece_size()) if processor.is_control(i)}
+    control.update(processor.piece_to_id(name) for name in names)
+    return [ControlToken(processor.id_to_piece(i), i) for i in sorted(control)]
+
+
+def user_defined_tokens(processor: Any) -> list[ControlToken]:
+    """Pieces that are read in a text before the model looks at it, in id order."""
+    types = piece_types(processor.serialized_model_proto())
+    ids = (i for i, piece_type in enumerate(types) if piece_type == USER_DEFINED)
+    return [ControlToken(processor.id_to_piece(i), i) for i in ids]
+
+
+def piece_bytes(processor: Any, pieces: Sequence[str]) -> list[bytes | None]:
+    """Bytes of each piece [V]; None for those that stand for no text."""
+    return [_bytes_of(processor, token_id, piece) for token_id, piece in enumerate(pieces)]
+
+
+def _bytes_of(processor: Any, token_id: int, piece: str) -> bytes | None:
+    if processor.is_byte(token_id):
+        return bytes([int(piece[3:5], 16)])
+    if (
+        processor.is_control(token_id)
+        or processor.is_unknown(token_id)
+        or processor.is_unused(token_id)
+    ):
+        return None
+    return piece.replace(SPACE, " ").encode()
+
+
+def drops_leading_space(processor: Any, pieces: Sequence[str]) -> bool:
+    """Whether decoding drops the space in front, as it does after a dummy prefix."""
+    word = next((i for i, piece in enumerate(pieces) if _is_word(piece)), None)
+    if word is not None:
+        return not str(processor.decode([word])).startswith(" ")
+    # A model of single characters has the space apart.
+    letter = next((i for i, piece in enumerate(pieces) if len(piece) == 1 and piece.isalpha()), 0)
+    space = processor.piece_to_id(SPACE)
+    return SPACE in pieces and not str(processor.decode([space, letter])).startswith(" ")
+
+
+def _is_word(piece: str) -> bool:
+    return piece[:1] == SPACE and piece[1:].isalpha()
+
+
+def _import_sentencepiece() -> Any:
+    with needed_packages("a SentencePiece model"):
+        import sentencepiece
+    return sentencepiece
+
+
+SentencePieceRole = SpecialRole | Literal["eod"]
+
+# Compared in lower case: Megatron before 0.16 wrote <CLS>, <SEP>, <EOD> and <MASK>.
+_ROLE_OF: Mapping[str, SentencePieceRole] = {
+    **{name.lower(): role for role, names in CONVENTIONAL_NAMES.items() for name in names},
+    **dict.fromkeys(("<eod>", "[eod]", "<|eod|>"), "eod"),
+}
+_KEYS: Mapping[str, SentencePieceRole] = {f"{role}_token": role for role in _ROLE_OF.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSpecialTokens:
+    """Names in the order of their ids, and the roles that were said with them."""
+
+    listed: tuple[str, ...]
+    """The option ``special_tokens``."""
+    additional: tuple[str, ...]
+    """The options ``bos_token``, ``eos_token`` ... and ``additional_special_tokens``."""
+    roles: Mapping[SentencePieceRole, str]
+    """Name by role; a list of names says none."""
+
+    @classmethod
+    def of(
+        cls,
+        listed: Sequence[str] | Mapping[str, str] | None,
+        additional: Sequence[str],
+        roles: Mapping[SentencePieceRole, str | None],
+    ) -> GivenSpecialTokens:
+        """What the options say.
+
+        Args:
+            listed: Names, or names by ``bos_token``, ``eos_token``, ``eod_token`` ...
+            additional: Names without a role.
+            roles: Names by role; they win over ``listed``.
+
+        Raises:
+            TokenizerError: A key is no role, a list names a token twice, or a name is no text.
+        """
+        by_key = {f"{role}_token": name for role, name in roles.items() if name is not None}
+        names = distinct_names(additional, "additional_special_tokens")
+        if isinstance(listed, Mapping):
+            _check_keys(listed)
+            by_key = {**listed, **by_key}
+            listed = list(dict.fromkeys(listed.values()))
+        return cls(
+            distinct_names(listed or (), "special_tokens"),
+            distinct_names(names_to_add(roles, names), "special_tokens"),
+            {_KEYS[key]: name for key, name in by_key.items()},
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name, once."""
+        return tuple(dict.fromkeys((*self.listed, *self.additional)))
+
+    def without_role(self, with_role: Collection[int], processor: Any) -> list[str] | None:
+        """Names whose ids are not among ``with_role``; None where nothing was named."""
+        named = [name for name in self.names if processor.piece_to_id(name) not in with_role]
+        return named if self.names else None
+
+    def role_ids(self, processor: Any, control: Iterable[str]) -> dict[SentencePieceRole, int]:
+        """Id of each role: as the user said, else as the model says, else by a usual name.
+
+        Args:
+            processor: SentencePiece's, to which all names are pieces.
+            control: Names of all control pieces; usual names in ``listed`` count before these.
+        """
+        of_model: dict[SentencePieceRole, int] = {
+            "bos": processor.bos_id(),
+            "eos": processor.eos_id(),
+            "pad": processor.pad_id(),
+            "unk": processor.unk_id(),
+        }
+        ids = {role: token_id for role, token_id in of_model.items() if token_id >= 0}
+        ids |= {role: processor.piece_to_id(name) for role, name in self.roles.items()}
+        for name in (*self.listed, *control):
+            role = _ROLE_OF.get(name.lower())
+            if role is not None:
+                ids.setdefault(role, processor.piece_to_id(name))
+        return ids
+
+
+def _check_keys(listed: Mapping[str, str]) -> None:
+    for key in listed:
+        if key not in _KEYS:
+            raise TokenizerError(
+                "no special token has this role",
+                got=repr(key),
+                expected=f"one of {', '.join(_KEYS)}",
+                fix=did_you_mean(str(key), list(_KEYS)) or "use additional_special_tokens",
+                where="special_tokens",
+            )

@@ -1,1 +1,0 @@
-"""tiktoken rank files of every layout."""

@@ -1,0 +1,213 @@
+"""A folder of tokenizer assets, read back and held to what was written down of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.assets import (
+    ASSETS_KEY,
+    ASSETS_VERSION,
+    PROMPT_FILE,
+    digest,
+    file_names,
+)
+from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
+from megatron_ext.tokenizers.metadata import METADATA_FILE, metadata_file, read_metadata
+
+if TYPE_CHECKING:
+    from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
+
+_FIX = "copy the folder again, whole"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTokenizer:
+    """What the metadata of a folder say of the tokenizer in it."""
+
+    folder: Path
+    """Where its files lie."""
+    library: str
+    """Name in ``TOKENIZER_LIBRARIES``."""
+    name: str | None
+    """What the library takes for a path where that is no file."""
+    options: Mapping[str, Any]
+    """Constructor options."""
+    option_files: Mapping[str, str]
+    """Files of the folder by the option that takes their path."""
+    special_tokens: Mapping[str, str]
+    """Name of each special token by ``bos_token`` ..."""
+    fingerprint: str
+    """Of the vocabulary."""
+    files: Mapping[str, Mapping[str, Any]]
+    """Hash and size of each file."""
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, Any], folder: Path) -> SavedTokenizer | None:
+        """What checked ``metadata`` say, or None where they are of no saved tokenizer.
+
+        Raises:
+            TokenizerError: They are of a newer release, or incomplete.
+        """
+        assets = metadata.get(ASSETS_KEY)
+        if assets is None:
+            return None
+        where = folder / METADATA_FILE
+        try:
+            version = assets["version"]
+            if version > ASSETS_VERSION:
+                raise TokenizerError(
+                    "the tokenizer was saved by a newer release",
+                    got=f"version {version} of the assets",
+                    expected=f"at most {ASSETS_VERSION}",
+                    fix="upgrade megatron-ext",
+                    where=where,
+                )
+            _check_names([*assets["files"], *assets["option_files"].values()])
+            return cls(
+                folder=folder,
+                library=library_of(metadata["library"]).library,
+                name=assets["name"],
+                options=dict(assets["options"]),
+                option_files=dict(assets["option_files"]),
+                special_tokens=dict(assets["special_tokens"]),
+                fingerprint=assets["fingerprint"],
+                files={name: dict(row) for name, row in assets["files"].items()},
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, TokenizerError):
+                raise
+            raise TokenizerError(
+                "the record of the saved tokenizer is malformed",
+                got=repr(error),
+                fix=_FIX,
+                where=where,
+            ) from error
+
+    def load(
+        self,
+        kind: type[MegatronTokenizerText],
+        metadata: Mapping[str, Any],
+        given_path: str | os.PathLike[str] | None,
+        given_options: Mapping[str, Any],
+    ) -> MegatronTokenizerText:
+        """The tokenizer again, held to what was saved.
+
+        Args:
+            kind: Its class.
+            metadata: The folder's, checked.
+            given_path: What the caller names; None where only the metadata were named.
+            given_options: Options that take the place of saved ones.
+
+        Raises:
+            TokenizerError: A file or the tokenizer differs from what was saved.
+        """
+        self.check_files()
+        tokenizer = kind(
+            path=self.path(given_path),
+            config=self.metadata(metadata),
+            **self.constructor_options(given_options),
+        )
+        self.check(tokenizer, given_options)
+        return tokenizer
+
+    def check_files(self) -> None:
+        """Hold every file to its size and hash.
+
+        Raises:
+            TokenizerError: One is missing, truncated or altered.
+        """
+        for name, expected in self.files.items():
+            file = self.folder / name
+            try:
+                found = digest(file.read_bytes())
+            except OSError as error:
+                raise TokenizerError(
+                    "a file of the saved tokenizer is missing",
+                    got=error.strerror,
+                    expected=f"{expected.get('bytes')} bytes",
+                    fix=_FIX,
+                    where=file,
+                ) from error
+            if found != expected:
+                raise TokenizerError(
+                    "the file differs from the one that was saved",
+                    got=_text(found),
+                    expected=_text(expected),
+                    fix=_FIX,
+                    where=file,
+                )
+
+    def path(self, given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+        """What the class takes for a path."""
+        if not TOKENIZER_LIBRARIES[self.library].reads_file:
+            return None
+        if self.name is not None:
+            return self.name
+        return self.folder if given is None else given
+
+    def metadata(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """``metadata`` with the prompt format's file where it lies now."""
+        if PROMPT_FILE not in self.files:
+            return dict(metadata)
+        return {**metadata, "prompt_format": f"file:{self.folder / PROMPT_FILE}"}
+
+    def constructor_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved options, with those that the caller gives in their place."""
+        in_folder = {option: str(self.folder / name) for option, name in self.option_files.items()}
+        return {**self.options, **in_folder, **given}
+
+    def check(self, tokenizer: MegatronTokenizerText, given: Mapping[str, Any]) -> None:
+        """Hold the tokenizer that was built to the one that was saved.
+
+        Where the caller gave an option of the library the vocabulary is the caller's.
+
+        Raises:
+            TokenizerError: The vocabulary, a special token or the set of files differs.
+        """
+        if given.keys() & tokenizer.options.keys():
+            return
+        read = set(file_names(tokenizer).values())
+        for what, found, expected in (
+            ("fingerprint of the vocabulary", tokenizer.fingerprint(), self.fingerprint),
+            ("special tokens", dict(tokenizer.special_token_names), self.special_tokens),
+            ("files", sorted(read), sorted(self.files.keys() - {PROMPT_FILE})),
+        ):
+            if found != expected:
+                raise TokenizerError(
+                    f"the tokenizer is not the one that was saved: its {what} differ",
+                    got=found,
+                    expected=expected,
+                    fix=_FIX,
+                    where=self.folder,
+                )
+
+
+def load_saved(
+    kind: type[MegatronTokenizerText], folder: str | os.PathLike[str]
+) -> MegatronTokenizerText:
+    """A tokenizer of class ``kind`` from a folder of ``save_pretrained``.
+
+    Raises:
+        TokenizerError: The folder holds none, or one that differs from what was saved.
+    """
+    metadata = read_metadata(metadata_file(folder))
+    saved = SavedTokenizer.read(metadata, Path(folder))
+    if saved is None:
+        raise TokenizerError("the folder holds no saved tokenizer", fix=_FIX, where=folder)
+    return saved.load(kind, metadata, folder, {})
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Refuse names that lead out of the folder."""
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no name of a file in the folder")
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    return f"{row.get('bytes')} bytes with SHA-256 {row.get('sha256')}"

@@ -1,0 +1,274 @@
+"""Which tokenizer library a file belongs to, told from its first bytes.
+
+Tokenizers on the HuggingFace hub: their files in its cache, fetched where they are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from megatron_ext.errors import TokenizerError
+
+# One or two words. What ends like a tokenizer file is a path that somebody misspelled.
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_FILE_ENDING = re.compile(r"\.(json|model|tiktoken|txt|jinja|vocab|bin)$")
+# A tokenizer is read from the first of these that it has.
+_VOCABULARIES = (("tokenizer.json",), ("tekken.json", "tokenizer.model", "*.tiktoken"))
+_CONFIG = "tokenizer_config.json"
+_BESIDE = (_CONFIG, "chat_template.jinja")
+_SECONDS_TO_ANSWER = 5.0
+
+
+def is_hub_name(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` could be a name on the hub: ``gpt2`` or ``organisation/model``."""
+    name = os.fspath(path)
+    return bool(_NAME.fullmatch(name)) and not _FILE_ENDING.search(name) and ".." not in name
+
+
+def local_files(name: str) -> Path:
+    """The folder on this machine with the files of a tokenizer that is on the hub.
+
+    What the hub's cache holds with its configuration is taken without asking the network, so that
+    ranks agree and a run that resumes reads what it began with. The rest is fetched; any number of
+    processes may do so at once, for the hub's library locks and renames what it writes.
+
+    Raises:
+        TokenizerError: The hub does not have it or cannot be reached, or its library is missing.
+    """
+    if not is_hub_name(name):
+        raise _not_found(name, None)
+    if find_spec("huggingface_hub") is None:
+        raise _not_found(name, "the package huggingface_hub is not installed")
+    cached = _cached_folder(name)
+    if cached is not None and _is_complete(cached):
+        return cached
+    try:
+        return _fetch(name)
+    except Exception as error:
+        # Each release of the library raises the exceptions of another network library.
+        if cached is not None and _vocabulary_in([file.name for file in cached.iterdir()]):
+            return cached
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise _not_found(name, reason) from error
+
+
+def _cached_folder(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        # No patterns: the library need not judge what is missing.
+        return Path(snapshot_download(name, allow_patterns=[], local_files_only=True))
+    except Exception:
+        # As above; whatever is wrong with the cache, fetching says it better.
+        return None
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether both files are there: other tools cache the first one alone."""
+    return all((folder / name).is_file() for name in (*_VOCABULARIES[0], _CONFIG))
+
+
+def _fetch(name: str) -> Path:
+    """Fetch the files of the first vocabulary that there is, with what lies beside it."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    # Asked first because this call, unlike the other, can be told how long to wait.
+    files = HfApi().model_info(name, timeout=_SECONDS_TO_ANSWER).siblings or []
+    vocabulary = _vocabulary_in([file.rfilename for file in files])
+    if vocabulary is None:
+        raise LookupError("there is no tokenizer in it")
+    return Path(snapshot_download(name, allow_patterns=[*vocabulary, *_BESIDE]))
+
+
+def _vocabulary_in(names: list[str]) -> tuple[str, ...] | None:
+    top = [name for name in names if "/" not in name]
+    return next(
+        (v for v in _VOCABULARIES if any(fnmatch(name, p) for name in top for p in v)), None
+    )
+
+
+def _not_found(name: str, reason: object) -> TokenizerError:
+    return TokenizerError(
+        "the tokenizer does not exist",
+        got=reason,
+        expected="a file or a directory on this machine, or a name on the HuggingFace hub",
+        where=name,
+    )
+
+
+FileFormat = Literal["huggingface", "sentencepiece", "tiktoken-json", "tekken", "tiktoken-ranks"]
+FileLibrary = Literal["huggingface", "sentencepiece", "tiktoken"]
+
+_LIBRARY_OF: Mapping[FileFormat, FileLibrary] = {
+    "huggingface": "huggingface",
+    "sentencepiece": "sentencepiece",
+    "tiktoken-json": "tiktoken",
+    "tekken": "tiktoken",
+    "tiktoken-ranks": "tiktoken",
+}
+# In a directory, the first of these that exists is the tokenizer.
+_NAMES_IN_DIRECTORY = ("tokenizer.json", "tekken.json", "tokenizer.model")
+_SUFFIXES_IN_DIRECTORY = (".model", ".tiktoken")
+_HEAD_BYTES = 1 << 16
+_RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*\n")
+_HUGGINGFACE_KEY = re.compile(rb'"(added_tokens|pre_tokenizer|normalizer|truncation)"\s*:')
+_TEKKEN_KEY = re.compile(rb'"(num_vocab_tokens|default_num_special_tokens|token_bytes)"\s*:')
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """A tokenizer file and what it holds."""
+
+    file: Path
+    """The file itself, where a directory was given."""
+    format: FileFormat
+    """How its bytes are to be read."""
+
+    @property
+    def library(self) -> FileLibrary:
+        """Name in ``TOKENIZER_LIBRARIES`` of the library that reads it."""
+        return _LIBRARY_OF[self.format]
+
+
+def file_kind(path: str | os.PathLike[str]) -> FileKind:
+    """Recognise a tokenizer file, or that of a directory or of a name on the HuggingFace hub.
+
+    Raises:
+        TokenizerError: It does not exist, cannot be read or is not a recognised tokenizer file.
+    """
+    file = _tokenizer_file(Path(path))
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(_HEAD_BYTES)
+    except OSError as error:
+        raise TokenizerError(
+            "cannot read the tokenizer file", got=error.strerror, where=file
+        ) from error
+    file_format = _format_of(head, file)
+    if file_format is None:
+        raise TokenizerError(
+            "not a recognised tokenizer file",
+            got="an empty file" if not head else f"a file that begins with {head[:16]!r}",
+            expected="tokenizer.json (huggingface), a SentencePiece model or a tiktoken rank list",
+            where=file,
+        )
+    return FileKind(file, file_format)
+
+
+def require_library(path: str | os.PathLike[str], library: FileLibrary) -> FileKind:
+    """``file_kind(path)``, which must be of ``library``.
+
+    A folder that holds files of several libraries gives the one that ``library`` reads.
+
+    Raises:
+        TokenizerError: As ``file_kind``, or the file belongs to another library.
+    """
+    kind = file_kind(path)
+    if kind.library != library and kind.file != Path(path):
+        others = (kind.file.parent / name for name in _NAMES_IN_DIRECTORY)
+        kinds = (file_kind(file) for file in others if file.is_file())
+        kind = next((other for other in kinds if other.library == library), kind)
+    if kind.library != library:
+        raise TokenizerError(
+            f"the {library} library cannot read this file",
+            got=f"a {kind.format} file",
+            fix=f"use library {kind.library!r}",
+            where=kind.file,
+        )
+    return kind
+
+
+def read_json(file: Path) -> object:
+    """The JSON document in ``file``.
+
+    Raises:
+        TokenizerError: It cannot be read, or is not JSON: truncated, for one.
+    """
+    return parse_json(read_file(file), file)
+
+
+def read_file(file: Path) -> bytes:
+    """The bytes of ``file``.
+
+    Raises:
+        TokenizerError: It cannot be read.
+    """
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise TokenizerError("cannot read the file", got=error.strerror, where=file) from error
+
+
+def parse_json(contents: bytes, file: Path) -> object:
+    """The JSON document that was read from ``file``.
+
+    Raises:
+        TokenizerError: It is not JSON: truncated, for one.
+    """
+    try:
+        return json.loads(contents.decode())
+    except ValueError as error:
+        raise TokenizerError(
+            "the file is not valid JSON",
+            got=str(error),
+            fix="fetch it again: it may be truncated",
+            where=file,
+        ) from error
+
+
+def _tokenizer_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        path = local_files(os.fspath(path))
+    for name in _NAMES_IN_DIRECTORY:
+        if (path / name).is_file():
+            return path / name
+    found = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES_IN_DIRECTORY)
+    if len(found) == 1:
+        return found[0]
+    raise TokenizerError(
+        "the directory holds no tokenizer" if not found else "the directory holds several",
+        got=", ".join(file.name for file in found) or "none",
+        expected=f"one of {', '.join(_NAMES_IN_DIRECTORY)}",
+        fix="name the file itself" if found else None,
+        where=path,
+    )
+
+
+def _format_of(head: bytes, file: Path) -> FileFormat | None:
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"["):
+        return "tiktoken-json"
+    if text.startswith(b"{"):
+        return _json_format(text, file)
+    if _RANK_LINE.match(head):
+        return "tiktoken-ranks"
+    return "sentencepiece" if _is_sentencepiece(head) else None
+
+
+def _json_format(head: bytes, file: Path) -> FileFormat | None:
+    if _HUGGINGFACE_KEY.search(head):
+        return "huggingface"
+    if _TEKKEN_KEY.search(head):
+        return "tekken"
+    document = read_json(file)
+    if isinstance(document, dict):
+        if "model" in document:
+            return "huggingface"
+        if {"config", "vocab"} <= document.keys():
+            return "tekken"
+    return None
+
+
+def _is_sentencepiece(head: bytes) -> bool:
+    """A ModelProto begins with its first piece: field 1, a length, and field 1 within it."""
+    return len(head) > 4 and head[0] == 0x0A and head[1] < 0x80 and head[2] == 0x0A
