@@ -37,7 +37,7 @@ from megatron_ext.losses import (
     TeacherTargets,
     VocabularyMatch,
 )
-from megatron_ext.losses.inputs.learned_projection import LearnedProjection
+from megatron_ext.losses.learned_projection import LearnedProjection
 from megatron_ext.projection import SparseProjection
 
 VOCABS = (8192, 6144)

@@ -8,33 +8,15 @@ with needed_packages("megatron_ext.losses"):
         SumCount,
     )
 
-from megatron_ext.losses.combining.cross_tokenizer import CrossTokenizerDistillationLossFn
-from megatron_ext.losses.combining.cross_tokenizer_config import (
-    CrossTokenizerLossConfig,
-    TeacherLossConfig,
-)
-from megatron_ext.losses.combining.gradient_magnitude import (
-    GradientMagnitudeWeighting,
-    LayerGradients,
-)
-from megatron_ext.losses.combining.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
-from megatron_ext.losses.combining.teacher_scores import TeacherText, reduce_scores
-from megatron_ext.losses.combining.weighting import (
-    FixedWeighting,
-    LossWeighting,
-    MatchedWeighting,
-    ScheduledWeighting,
-)
+from megatron_ext.losses.base import KnownAhead
+from megatron_ext.losses.boundary_columns import BoundaryColumns
+from megatron_ext.losses.completions import ChunkCompletions, CompletionTable
 from megatron_ext.losses.context_parallel import ContextParallelPlan
-from megatron_ext.losses.count_ahead import KnownAhead
-from megatron_ext.losses.inputs.boundary_columns import BoundaryColumns
-from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
-from megatron_ext.losses.inputs.completion_table import CompletionTable
-from megatron_ext.losses.inputs.id_table import IdTable
-from megatron_ext.losses.inputs.learned_projection import LearnedProjection
-from megatron_ext.losses.inputs.projection_shard import ProjectionShard
-from megatron_ext.losses.inputs.targets import TargetKind, TeacherTargets
-from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
+from megatron_ext.losses.gradient_magnitude import GradientMagnitudeWeighting, LayerGradients
+from megatron_ext.losses.learned_projection import LearnedProjection
+from megatron_ext.losses.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
+from megatron_ext.losses.nemo_rl import CrossTokenizerDistillationLossFn
+from megatron_ext.losses.nemo_rl_config import CrossTokenizerLossConfig, TeacherLossConfig
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -44,9 +26,8 @@ from megatron_ext.losses.objective import (
 )
 from megatron_ext.losses.objectives.alm import AlmLoss
 from megatron_ext.losses.objectives.dskd import DskdLoss
-from megatron_ext.losses.objectives.dskd_projectors import DskdProjectors
-from megatron_ext.losses.objectives.gold import GoldLoss
-from megatron_ext.losses.objectives.hybrid_kl import HybridKLLoss
+from megatron_ext.losses.objectives.dskd_spaces import DskdProjectors
+from megatron_ext.losses.objectives.gold import GoldLoss, HybridKLLoss
 from megatron_ext.losses.objectives.mined import MinedLoss
 from megatron_ext.losses.objectives.next_token import NextTokenLoss
 from megatron_ext.losses.objectives.partition_kl import PartitionKLLoss
@@ -55,6 +36,16 @@ from megatron_ext.losses.objectives.strict_topk import StrictTopKLoss
 from megatron_ext.losses.objectives.uld import ULDLoss
 from megatron_ext.losses.objectives.vocab_kl import VocabKLLoss
 from megatron_ext.losses.plan import CombinedOutput, Loss, LossPart, LossPlan, reduce_counts
+from megatron_ext.losses.projection_shard import ProjectionShard
+from megatron_ext.losses.targets import TargetKind, TeacherTargets
+from megatron_ext.losses.teacher_scores import TeacherText, reduce_scores
+from megatron_ext.losses.vocabulary_match import IdTable, VocabularyMatch
+from megatron_ext.losses.weighting import (
+    FixedWeighting,
+    LossWeighting,
+    MatchedWeighting,
+    ScheduledWeighting,
+)
 
 __all__ = [
     "LOSS_REGISTRY",

@@ -34,7 +34,7 @@ from megatron_ext.distributed.context_parallel import (
 )
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
-from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.targets import TeacherTargets
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

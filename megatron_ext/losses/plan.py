@@ -14,9 +14,9 @@ import torch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
 from megatron_ext.losses.fused_evaluation import evaluate_together, fused_pair
-from megatron_ext.losses.kept_gradient import kept_gradient
-from megatron_ext.losses.linear import LinearDistillation, MicrobatchTiles
-from megatron_ext.losses.objective import Objective, Scale
+from megatron_ext.losses.linear import LinearDistillation
+from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
+from megatron_ext.losses.objective import Objective, Scale, kept_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.losses.inputs.targets import TeacherTargets
+    from megatron_ext.losses.targets import TeacherTargets
     from megatron_ext.teachers.token_rows import TokenRows
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.teachers.base import TokenInputs
 from megatron_ext.teachers.causal_lm import CausalLM
 from megatron_ext.teachers.packed_texts import device_tensor, text_batches

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.teachers.base import TokenInputs
 
 

@@ -29,7 +29,7 @@ from megatron_ext.losses import (
     Objective,
     SumCount,
 )
-from megatron_ext.losses.checks.finite_check import FiniteCheck, check_finite
+from megatron_ext.losses.diagnostics import FiniteCheck, check_finite
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.training.lesson import Lesson
 from megatron_ext.training.model_chunks import has_head

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from megatron_ext.losses import ChunkCompletions, KnownAhead, Objective
-from megatron_ext.losses.linear import LinearDistillation, MicrobatchTiles
+from megatron_ext.losses.linear import LinearDistillation
+from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
 
 _ALONE: Final = ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from megatron_ext.errors import ConfigError, LossError
 from megatron_ext.losses import Objective
-from megatron_ext.losses.linear.linear_distillation import LinearDistillation
+from megatron_ext.losses.linear import LinearDistillation
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.context_check import check_context_parallel

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.losses.checks.finite_check import FiniteCheck
+from megatron_ext.losses.diagnostics import FiniteCheck
 from megatron_ext.training.config import TrainingConfig
 from megatron_ext.training.fault_counts import FaultCounts
 

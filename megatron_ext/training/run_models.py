@@ -6,7 +6,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses.checks.shard_check import check_shards_agree
+from megatron_ext.losses.checks import check_shards_agree
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training.checkpoint_folder import find_checkpoint

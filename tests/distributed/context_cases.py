@@ -20,9 +20,9 @@ from megatron_ext.losses import (
     DistillationInputs,
     TeacherTargets,
 )
-from megatron_ext.losses.combining.teacher_scores import TeacherText, sample_scores
+from megatron_ext.losses.completions import ChunkCompletions
 from megatron_ext.losses.context_parallel import ContextParallelPlan
-from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
+from megatron_ext.losses.teacher_scores import TeacherText, sample_scores
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import AnyCompletions
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.losses import DistillationInputs, PartitionKLLoss, ProjectedKLLoss, TargetKind
-from megatron_ext.losses.inputs.learned_projection import LearnedProjection
+from megatron_ext.losses.learned_projection import LearnedProjection
 from megatron_ext.projection import SparseProjection
 from tests.losses.microbatch import Microbatch, csr_arrays
 from tests.losses.objective_cases import as_kind, with_completions

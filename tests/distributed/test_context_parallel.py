@@ -11,7 +11,7 @@ import torch
 from megatron_ext.distributed.context_parallel import SequenceLayout
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY
-from megatron_ext.losses.combining.teacher_scores import sample_scores
+from megatron_ext.losses.teacher_scores import sample_scores
 from tests.distributed.context_cases import (
     CASES,
     GROUPS,

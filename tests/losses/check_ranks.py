@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.losses.checks.finite_check import check_finite
-from megatron_ext.losses.checks.shard_check import check_shard, check_shards_agree
+from megatron_ext.losses.checks import check_shard, check_shards_agree
+from megatron_ext.losses.diagnostics import check_finite
 from tests.losses.microbatch import Microbatch
 
 

@@ -24,8 +24,7 @@ from megatron_ext.losses import (
     TeacherTargets,
     VocabularyMatch,
 )
-from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
-from megatron_ext.losses.inputs.completion_table import CompletionTable
+from megatron_ext.losses.completions import ChunkCompletions, CompletionTable
 from tests.losses.microbatch import Microbatch
 
 Build = Callable[[Microbatch, tuple[int, int]], DistillationInputs]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ext.losses import DistillationInputs
-from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.base import KnownAhead
 from tests.losses.microbatch import Microbatch
 from tests.ops.projected_kl_case import random_chunks
 

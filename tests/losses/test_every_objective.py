@@ -13,7 +13,7 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, LossOutput, TargetKind
-from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
+from megatron_ext.losses.completions import ChunkCompletions
 from tests.losses import microbatch
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import CASES, AnyCompletions, ObjectiveCase, as_kind

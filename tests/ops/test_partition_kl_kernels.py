@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.kept_gradient import kept_gradient
+from megatron_ext.losses.objective import kept_gradient
 from megatron_ext.ops.partition_kl import PartitionValues, evaluate_partition_kl
 from tests.ops.kernel_case import (
     DEVICE,

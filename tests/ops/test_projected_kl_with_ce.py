@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses.kept_gradient import kept_gradient
+from megatron_ext.losses.objective import kept_gradient
 from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.projected_kl import (

@@ -10,8 +10,7 @@ import torch
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.losses.inputs.teacher_tail import topk_log_probs
-from megatron_ext.losses.inputs.topk_targets import topk_targets
+from megatron_ext.losses.targets import topk_log_probs, topk_targets
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.selected_log_prob import sort_keys
 from megatron_ext.ops.top_log_probs import top_log_probs, top_log_probs_reference

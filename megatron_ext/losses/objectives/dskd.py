@@ -13,15 +13,19 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.distributed.vocab_parallel import accumulation_dtype, vocab_argmax
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs, LossOutput
-from megatron_ext.losses.checks.input_check import check_alignment, check_student
-from megatron_ext.losses.checks.option_check import check_choice
-from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
+from megatron_ext.losses.checks import check_alignment, check_student
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
-from megatron_ext.losses.inputs.targets import TeacherTargets
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
-from megatron_ext.losses.objectives.dskd_projectors import DskdProjectors
-from megatron_ext.losses.objectives.dskd_slices import Positions, Spaces, Terms, terms_by_slice
+from megatron_ext.losses.objectives.dskd_spaces import (
+    DskdProjectors,
+    Positions,
+    Spaces,
+    Terms,
+    terms_by_slice,
+)
+from megatron_ext.losses.option_check import check_choice
+from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.token_log_prob import token_log_prob
 from megatron_ext.ops.vocab_kl import vocab_kl

@@ -1,4 +1,7 @@
-"""GOLD: a divergence over common tokens, sorted L1 over the rest. C chunks."""
+"""GOLD: a divergence over common tokens, sorted L1 over the rest. C chunks.
+
+Hybrid KL: GOLD over a relaxed match of the vocabularies.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,13 @@ import torch
 
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput
-from megatron_ext.losses.checks.input_check import check_alignment, check_student
-from megatron_ext.losses.checks.option_check import (
-    Numerics,
-    check_choice,
-    check_count,
-    why_nemo,
-)
+from megatron_ext.losses.checks import check_alignment, check_student
 from megatron_ext.losses.diagnostics import chunk_output
-from megatron_ext.losses.inputs.counted_ids import counted_ids
-from megatron_ext.losses.inputs.matched_columns import MatchedColumns, matched_columns
-from megatron_ext.losses.inputs.targets import TeacherTargets
-from megatron_ext.losses.nemo import nemo_gold
+from megatron_ext.losses.matched_columns import MatchedColumns, counted_ids, matched_columns
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
+from megatron_ext.losses.objectives.nemo import nemo_gold
+from megatron_ext.losses.option_check import Numerics, check_choice, check_count, why_nemo
+from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.matched_divergence import Comparing, Matching, matched_divergence
@@ -48,7 +45,7 @@ class GoldLoss(Objective):
     chunks one reduce-scatter of [C', Vs], one all-gather of [C', 2 ``uncommon_topk`` + 2] and
     all-reduces of its chunks and student rows.
 
-    ``numerics="nemo"``: ``losses/nemo``.
+    ``numerics="nemo"``: ``objectives/nemo.py``.
 
     Source: GOLD (TRL, 2025) and X-Token (arXiv 2605.21699), from which this form differs as
     ``docs/losses.md`` says.
@@ -183,3 +180,39 @@ class GoldLoss(Objective):
 
 
 LOSS_REGISTRY.register("gold", GoldLoss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridKLLoss(GoldLoss):
+    """``GoldLoss`` whose match holds tokens that mostly stand for one another, not equal ones only.
+
+    H-KL of X-Token (arXiv 2605.21699). The inputs' match is of
+    ``SparseProjection.partition(min_share)``; the objective is handed the match, and ``min_share``
+    tells whoever builds it. Everything else is as ``GoldLoss`` says.
+
+    Raises:
+        LossError: As ``GoldLoss``, and for a share that is not above 0 and at most 1.
+    """
+
+    name: ClassVar[str] = "hybrid_kl"
+
+    min_share: float = 0.6
+    """Least share that a student token's largest teacher token has of it, to be common."""
+
+    def __post_init__(self) -> None:
+        # Without arguments, super() would look for the class that slots=True replaced.
+        GoldLoss.__post_init__(self)
+        if not 0 < self.min_share <= 1:
+            raise LossError(
+                "min_share of the objective hybrid_kl is no share",
+                got=self.min_share,
+                expected="above 0 and at most 1",
+            )
+
+    @property
+    def needs(self) -> Needs:
+        """The relaxed match."""
+        return Needs(projection="retokenized", match=True, min_share=self.min_share)
+
+
+LOSS_REGISTRY.register("hybrid_kl", HybridKLLoss)

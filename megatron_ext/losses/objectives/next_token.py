@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.losses.base import DistillationInputs, LossOutput
-from megatron_ext.losses.checks.input_check import check_student
-from megatron_ext.losses.count_ahead import Over
+from megatron_ext.losses.base import DistillationInputs, LossOutput, Over
+from megatron_ext.losses.checks import check_student
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,

@@ -14,13 +14,10 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs, LossOutput
-from megatron_ext.losses.checks.input_check import check_alignment, check_student
-from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
+from megatron_ext.losses.checks import check_alignment, check_student
+from megatron_ext.losses.completions import ChunkCompletions
 from megatron_ext.losses.diagnostics import chunk_output, used_chunks
-from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
-from megatron_ext.losses.inputs.topk_masses import singles_as_chains, topk_masses
-from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -31,6 +28,7 @@ from megatron_ext.losses.objective import (
     label_scales,
 )
 from megatron_ext.losses.objectives.chunk_likelihood import labelled_chunks
+from megatron_ext.losses.vocabulary_match import VocabularyMatch, singles_as_chains, topk_masses
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.partition_kl import Comparison, evaluate_partition_kl, shared_columns

@@ -12,14 +12,9 @@ import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs, LossOutput
-from megatron_ext.losses.checks.input_check import check_alignment, check_projection, check_student
-from megatron_ext.losses.checks.option_check import Numerics, check_choice, why_nemo
-from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
+from megatron_ext.losses.checks import check_alignment, check_projection, check_student
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
-from megatron_ext.losses.inputs.projection_shard import ProjectionShard
-from megatron_ext.losses.inputs.targets import TeacherTargets
-from megatron_ext.losses.nemo import nemo_projected_kl
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -28,6 +23,10 @@ from megatron_ext.losses.objective import (
     Scale,
     label_scales,
 )
+from megatron_ext.losses.objectives.nemo import nemo_projected_kl
+from megatron_ext.losses.option_check import Numerics, check_choice, why_nemo
+from megatron_ext.losses.projection_shard import ProjectionShard
+from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
@@ -85,7 +84,7 @@ class ProjectedKLLoss(FusedObjective):
     """Leave out chunks whose two sides differ in bytes."""
 
     numerics: Numerics = "proper"
-    """``proper``, or ``nemo``: value and gradient of the original, see ``losses/nemo``."""
+    """``proper``, or ``nemo``: value and gradient of the original, see ``objectives/nemo.py``."""
 
     implementation: Implementation = "auto"
     """``triton``, ``torch``, or ``auto``: the kernels on a GPU. They have no ``vocab_topk``, which

@@ -13,14 +13,12 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs, LossOutput
-from megatron_ext.losses.checks.input_check import check_alignment, check_match, check_student
-from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
+from megatron_ext.losses.checks import check_alignment, check_match, check_student
 from megatron_ext.losses.diagnostics import chunk_output
-from megatron_ext.losses.inputs.targets import TeacherTargets
-from megatron_ext.losses.inputs.teacher_tail import check_tail_temperature, topk_log_probs
-from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective, TargetForm
+from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
+from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
 from megatron_ext.ops.selected_log_prob import selected_log_prob, sort_keys, top_columns
 

@@ -13,19 +13,14 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
-from megatron_ext.losses.checks.input_check import (
-    check_alignment,
-    check_student,
-    check_teacher_columns,
-)
-from megatron_ext.losses.checks.option_check import check_choice, check_count, check_temperature
-from megatron_ext.losses.count_ahead import KnownAhead, Over
+from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput, Over, SumCount
+from megatron_ext.losses.checks import check_alignment, check_student, check_teacher_columns
 from megatron_ext.losses.diagnostics import chunk_output
-from megatron_ext.losses.inputs.counted_ids import counted_ids
-from megatron_ext.losses.inputs.row_samples import row_samples
-from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.matched_columns import counted_ids
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
+from megatron_ext.losses.option_check import check_choice, check_count, check_temperature
+from megatron_ext.losses.targets import TeacherTargets
+from megatron_ext.losses.vocabulary_match import row_samples
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.sorted_l1 import ChunkSortedL1, chunk_sorted_l1
 

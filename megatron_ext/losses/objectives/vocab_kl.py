@@ -13,12 +13,9 @@ import torch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import vocab_argmax
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs, LossOutput
-from megatron_ext.losses.checks.input_check import check_same_tokenizer, check_student
-from megatron_ext.losses.count_ahead import Over
+from megatron_ext.losses.base import DistillationInputs, LossOutput, Over
+from megatron_ext.losses.checks import check_same_tokenizer, check_student
 from megatron_ext.losses.diagnostics import over_chunks
-from megatron_ext.losses.inputs.targets import TeacherTargets
-from megatron_ext.losses.inputs.teacher_tail import check_tail_temperature, topk_log_probs
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -28,6 +25,7 @@ from megatron_ext.losses.objective import (
     TargetForm,
     label_scales,
 )
+from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
 from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.selected_log_prob import selected_log_prob

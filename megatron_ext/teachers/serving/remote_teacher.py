@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.teachers.base import TokenInputs
 from megatron_ext.teachers.serving.payload import Fields, empty_fields
 from megatron_ext.teachers.serving.teacher_client import TeacherClient

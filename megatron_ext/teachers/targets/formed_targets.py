@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.losses import TeacherTargets
-from megatron_ext.losses.inputs.topk_targets import topk_targets
+from megatron_ext.losses.targets import topk_targets
 from megatron_ext.ops.token_likelihood import ModelRows, token_likelihood
 from megatron_ext.teachers.targets.form import TargetForm
 

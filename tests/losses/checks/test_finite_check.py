@@ -8,7 +8,7 @@ import torch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
 from megatron_ext.losses import TargetKind
-from megatron_ext.losses.checks.finite_check import FiniteCheck, check_finite
+from megatron_ext.losses.diagnostics import FiniteCheck, check_finite
 from tests.losses.check_ranks import errors_of_poison
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import as_kind, inputs_of

@@ -7,7 +7,7 @@ import pytest
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY
-from megatron_ext.losses.checks.shard_check import check_shard
+from megatron_ext.losses.checks import check_shard
 from tests.losses.check_ranks import errors_of_shards
 from tests.losses.microbatch import Microbatch
 from tests.process_group import run_ranks

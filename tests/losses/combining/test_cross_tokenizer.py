@@ -9,16 +9,10 @@ import torch
 import megatron_ext
 from megatron_ext.errors import LossError, UnknownNameError
 from megatron_ext.losses import LOSS_REGISTRY, NextTokenLoss, ProjectedKLLoss
-from megatron_ext.losses.combining.cross_tokenizer import (
-    CrossTokenizerDistillationLossFn,
-    objective_of,
-)
-from megatron_ext.losses.combining.cross_tokenizer_config import (
-    CrossTokenizerLossConfig,
-    TeacherLossConfig,
-)
-from megatron_ext.losses.combining.weighting import FixedWeighting, MatchedWeighting
-from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.base import KnownAhead
+from megatron_ext.losses.nemo_rl import CrossTokenizerDistillationLossFn, objective_of
+from megatron_ext.losses.nemo_rl_config import CrossTokenizerLossConfig, TeacherLossConfig
+from megatron_ext.losses.weighting import FixedWeighting, MatchedWeighting
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import CASES, ObjectiveCase
 from tests.losses.teacher_pair import known_of, pair_inputs, teacher_pair

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.combining.gradient_magnitude import LayerGradients
+from megatron_ext.losses.gradient_magnitude import LayerGradients
 
 
 def terms(weight: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:

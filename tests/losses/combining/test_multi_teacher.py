@@ -19,9 +19,9 @@ from megatron_ext.losses import (
     ProjectedKLLoss,
     TeacherTargets,
 )
-from megatron_ext.losses.combining.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
-from megatron_ext.losses.combining.teacher_scores import TeacherText
-from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.base import KnownAhead
+from megatron_ext.losses.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
+from megatron_ext.losses.teacher_scores import TeacherText
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import CASES
 from tests.losses.teacher_pair import known_of, pair_inputs, teacher_labels, teacher_pair

@@ -8,7 +8,7 @@ import torch
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.errors import LossError
 from megatron_ext.losses import TeacherTargets
-from megatron_ext.losses.combining.teacher_scores import (
+from megatron_ext.losses.teacher_scores import (
     TeacherMeasure,
     TeacherText,
     dynamic_weights,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.combining.gradient_magnitude import GradientMagnitudeWeighting
-from megatron_ext.losses.combining.weighting import (
+from megatron_ext.losses.gradient_magnitude import GradientMagnitudeWeighting
+from megatron_ext.losses.weighting import (
     FixedWeighting,
     LossWeighting,
     MatchedWeighting,

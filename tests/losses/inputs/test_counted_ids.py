@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.losses.inputs.counted_ids import counted_ids
+from megatron_ext.losses.matched_columns import counted_ids
 from tests.losses.microbatch import Microbatch
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.errors import ProjectionError
 from megatron_ext.losses import ProjectedKLLoss
-from megatron_ext.losses.inputs.learned_projection import LearnedProjection
+from megatron_ext.losses.learned_projection import LearnedProjection
 from megatron_ext.ops.projected_kl import LearnedEntries, projected_kl, projected_kl_reference
 from megatron_ext.projection import SparseProjection
 from tests.losses.microbatch import Microbatch, csr_arrays, vocab_shard

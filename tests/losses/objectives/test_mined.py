@@ -13,7 +13,7 @@ from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses import DistillationInputs, TeacherTargets
-from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.base import KnownAhead
 from megatron_ext.losses.objectives.mined import MinedLoss
 from tests.losses.microbatch import projection_shard
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.checks.keyword_check import check_keywords
-from megatron_ext.losses.checks.option_check import Numerics
-from megatron_ext.losses.combining.multi_teacher import TeacherMode
+from megatron_ext.losses.multi_teacher import TeacherMode
+from megatron_ext.losses.option_check import Numerics, check_keywords
 
 SumWeightsMetric = Literal["ce", "entropy", "max_prob"]
 

@@ -1,26 +1,102 @@
 """Objectives on hidden states and heads, without logits that are whole.
 
 B batch, Ts Tt tokens, Vp local columns, D hidden.
+
+Outputs of objectives on tiles, added up to those of the microbatch. C chunks.
+
+A teacher's targets, a tile at a time. B batch, Tt tokens, Vp local columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs, LossOutput
-from megatron_ext.losses.count_ahead import KnownAhead
+from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
+from megatron_ext.losses.completions import ChunkCompletions
 from megatron_ext.losses.fused_evaluation import evaluate_together
-from megatron_ext.losses.inputs.chunk_completions import ChunkCompletions
-from megatron_ext.losses.linear.added_outputs import AddedOutputs
-from megatron_ext.losses.linear.microbatch_tiles import MicrobatchTiles
-from megatron_ext.losses.linear.teacher_tiles import TeacherTiles
+from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.losses.objective import Objective, Scale
-from megatron_ext.ops.linear_form import Tile, linear_loss
+from megatron_ext.losses.targets import TeacherTargets
+from megatron_ext.ops.linear_form import Tile, TilePlan, linear_loss
+
+
+class AddedOutputs:
+    """Every number of a ``LossOutput`` is a sum, and so are its counts."""
+
+    def __init__(self, plan: TilePlan) -> None:
+        self._plan = plan
+        self._outputs: dict[str, LossOutput] = {}
+        self._chunk_loss: dict[str, torch.Tensor] = {}
+
+    def add(self, tile: Tile, outputs: Mapping[str, LossOutput]) -> None:
+        """What the objectives say of a tile; without a graph."""
+        for name, output in outputs.items():
+            before = self._outputs.get(name)
+            self._outputs[name] = output if before is None else _sum(before, output)
+            if output.chunk_loss is not None:
+                whole = self._chunk_loss.get(name)
+                if whole is None:
+                    whole = output.chunk_loss.new_zeros(len(self._plan.chunks))
+                    self._chunk_loss[name] = whole
+                whole[self._plan.chunks[tile.chunks]] = output.chunk_loss
+
+    def outputs(self) -> dict[str, LossOutput]:
+        """Of the microbatch."""
+        return {
+            name: replace(output, chunk_loss=self._chunk_loss.get(name))
+            for name, output in self._outputs.items()
+        }
+
+
+def _sum(one: LossOutput, other: LossOutput) -> LossOutput:
+    return LossOutput(
+        loss_sum=one.loss_sum + other.loss_sum,
+        count=one.count + other.count,
+        metrics={
+            name: (total + other.metrics[name][0], count + other.metrics[name][1])
+            for name, (total, count) in one.metrics.items()
+        },
+    )
+
+
+class TeacherTiles:
+    """Cuts targets of any kind; those of kind ``hidden`` become the logits of a tile.
+
+    These are in one buffer [n, Vp], which the next tile overwrites.
+    """
+
+    def __init__(self, teacher: TeacherTargets | None, plan: TilePlan) -> None:
+        self._teacher, self._plan = teacher, plan
+        self._buffer: torch.Tensor | None = None
+        if teacher is not None and teacher.hidden is not None and teacher.head_weight is not None:
+            head = teacher.head_weight
+            self._buffer = head.new_empty(plan.largest[1], len(head))
+
+    def of(self, tile: Tile) -> TeacherTargets | None:
+        """Targets of a tile's rows, as one sample [1, n]."""
+        teacher = self._teacher
+        if teacher is None:
+            return None
+        index = self._plan.teacher_index(tile)
+        if self._buffer is not None:
+            assert teacher.hidden is not None
+            assert teacher.head_weight is not None
+            logits = self._buffer[: tile.teacher_count]
+            with torch.no_grad():
+                torch.mm(teacher.hidden.flatten(0, 1)[index], teacher.head_weight.t(), out=logits)
+            return TeacherTargets(kind="logits", shard=teacher.shard, logits=logits[None])
+        cut: dict[str, Any] = {}
+        for item in fields(teacher):
+            value = getattr(teacher, item.name)
+            if isinstance(value, torch.Tensor):
+                cut[item.name] = value.flatten(0, 1)[index][None]
+        return replace(teacher, **cut)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +119,7 @@ class LinearDistillation:
     what it costs. A teacher of kind ``hidden`` is multiplied by its head tile by tile as well.
 
     The gradient is computed in the forward, so weights and global counts belong into the scales:
-    counts are known ahead (``losses/count_ahead.py``).
+    counts are known ahead (``losses/base.py``).
     """
 
     objectives: Mapping[str, Objective]

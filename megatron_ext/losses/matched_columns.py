@@ -1,4 +1,7 @@
-"""A vocabulary match, cut to one rank's columns. Vp local columns, N common tokens."""
+"""A vocabulary match, cut to one rank's columns. Vp local columns, N common tokens.
+
+Chunk ids with the chunks that do not count taken out. T rows, C chunks.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_ext.constants import NO_CHUNK
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
-from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.targets import TeacherTargets
 
 
 class MatchedColumns(NamedTuple):
@@ -84,3 +88,23 @@ def _partners(own: torch.Tensor, other: torch.Tensor, shard: VocabShard) -> torc
 def _or_padding(common: torch.Tensor, shard: VocabShard) -> torch.Tensor:
     padding = shard.excluded_columns(common.device)
     return common if padding is None else common | padding
+
+
+def counted_ids(inputs: DistillationInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Student [B Ts] and teacher [B Tt] ids, ``NO_CHUNK`` in chunks outside ``chunk_mask``.
+
+    Rows without a chunk are looked at by no objective, so that what is in them, NaN included, is
+    neither in the value nor in the gradient.
+    """
+    alignment = inputs.alignment
+    assert alignment is not None
+    student, teacher = alignment.student_chunk_id.flatten(), alignment.teacher_chunk_id.flatten()
+    mask = inputs.chunk_mask
+    if mask is None:
+        return student, teacher
+    # One more for NO_CHUNK, the last from behind.
+    counts = torch.cat([mask, mask.new_zeros(1)])
+    return (
+        torch.where(counts[student], student, NO_CHUNK),
+        torch.where(counts[teacher], teacher, NO_CHUNK),
+    )

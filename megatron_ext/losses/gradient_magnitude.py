@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.errors import LossError
-from megatron_ext.losses.combining.weighting import Observed
+from megatron_ext.losses.weighting import Observed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,6 +1,10 @@
 """What a teacher hands to a loss.
 
 B batch, Tt tokens, Vp local vocabulary partition, D hidden, K top-k.
+
+Teacher targets of the kind ``topk`` from logits. B batch, Tt tokens, Vp local columns.
+
+What a top-k teacher says of the tokens it does not name. B batch, T tokens, K top-k.
 """
 
 from __future__ import annotations
@@ -12,6 +16,9 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
+from megatron_ext.ops.divergence import log1mexp
+from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.top_log_probs import top_log_probs
 
 TargetKind = Literal["logits", "hidden", "topk", "label"]
 
@@ -92,3 +99,71 @@ class TeacherTargets:
             )
         with torch.no_grad():
             return torch.matmul(self.hidden, self.head_weight.t())
+
+
+def topk_targets(
+    logits: torch.Tensor, k: int, shard: VocabShard, *, implementation: Implementation = "auto"
+) -> TeacherTargets:
+    """The ``k`` most probable tokens of each position, with what normalises all.
+
+    ``topk_logits`` are over the row's largest, which changes no probability and keeps
+    ``log_normaliser`` small: the logarithm of a sum, of which fp32 has all digits.
+
+    Args:
+        logits: [B, Tt, Vp], this rank's columns, any float dtype.
+        shard: Of the teacher's vocabulary.
+
+    Collectives: one all-gather of int64 [B Tt, min(k, Vp) + 1].
+
+    Raises:
+        LossError: ``k`` is not between 1 and the vocabulary.
+    """
+    top = top_log_probs(logits.flatten(0, 1), k, shard, implementation=implementation)
+    positions = logits.shape[:2]
+    return TeacherTargets(
+        kind="topk",
+        shard=shard,
+        topk_ids=top.token_id.unflatten(0, positions),
+        topk_logits=(top.logit - top.normaliser.peak[:, None]).unflatten(0, positions),
+        log_normaliser=top.normaliser.log_sum.unflatten(0, positions),
+    )
+
+
+def topk_log_probs(teacher: TeacherTargets, kept: torch.Tensor | None = None) -> torch.Tensor:
+    """Log-probabilities of a ``topk`` teacher's tokens and of all others as one, at temperature 1.
+
+    The others' mass is what the log-normaliser leaves: exact up to the rounding of the targets.
+
+    Args:
+        kept: bool [B * T, K], tokens to tell from the others; None: all.
+
+    Returns:
+        [B * T, K + 1] in fp32 (fp64 for fp64 targets), the others last; -inf at tokens not kept.
+    """
+    logits, normaliser = teacher.topk_logits, teacher.log_normaliser
+    assert logits is not None
+    assert normaliser is not None
+    dtype = torch.promote_types(torch.float32, torch.promote_types(logits.dtype, normaliser.dtype))
+    log_p = logits.flatten(0, 1).to(dtype) - normaliser.flatten().to(dtype)[:, None]
+    if kept is None and logits.shape[-1] >= teacher.shard.vocab_size:
+        return torch.nn.functional.pad(log_p, (0, 1), value=-torch.inf)
+    if kept is not None:
+        log_p = log_p.masked_fill(~kept, -torch.inf)
+    named = torch.logsumexp(log_p, dim=-1, keepdim=True)
+    return torch.cat([log_p, log1mexp(named)], dim=-1)
+
+
+def check_tail_temperature(temperature: float, *, objective: str) -> None:
+    """Check that the tail is known at the temperature.
+
+    Raises:
+        LossError: It is not 1.
+    """
+    if temperature != 1.0:
+        raise LossError(
+            f"the objective {objective} cannot use teacher targets of kind 'topk' at this "
+            "temperature: their log-normaliser is that of temperature 1, and tells no other's",
+            got=temperature,
+            expected=1.0,
+            fix="set the temperature to 1, or give the teacher's logits or hidden states",
+        )

@@ -1,28 +1,115 @@
-"""Several teachers at once. B batch, Ts Tt tokens, Vp local columns, S samples, P teachers."""
+"""Several teachers at once. B batch, Ts Tt tokens, Vp local columns, S samples, P teachers.
+
+One teacher from several with the student's tokenizer. B batch, T tokens, Vp local columns.
+
+Chunks and labels of some of the samples. B batch, Ts tokens, C chunks, S samples.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
 
+from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.distributed.vocab_parallel import accumulation_dtype
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs
-from megatron_ext.losses.combining.averaged_logits import averaged_inputs, teacher_targets
-from megatron_ext.losses.combining.sample_selection import restricted
-from megatron_ext.losses.combining.teacher_scores import (
+from megatron_ext.losses.base import DistillationInputs, KnownAhead, Over
+from megatron_ext.losses.checks import check_student
+from megatron_ext.losses.objective import Objective
+from megatron_ext.losses.plan import LossPart
+from megatron_ext.losses.targets import TeacherTargets
+from megatron_ext.losses.teacher_scores import (
     TeacherMeasure,
     TeacherText,
     best_teacher,
     dynamic_weights,
     sample_scores,
 )
-from megatron_ext.losses.count_ahead import KnownAhead
-from megatron_ext.losses.objective import Objective
-from megatron_ext.losses.plan import LossPart
+from megatron_ext.losses.vocabulary_match import row_samples
+
+
+def averaged_inputs(
+    inputs: Mapping[str, DistillationInputs], weights: Sequence[float]
+) -> DistillationInputs:
+    """The first teacher's inputs with ``sum_i w_i z_i / sum_i w_i`` [B, T, Vp] as its logits, fp32.
+
+    A teacher of weight 0 is not looked at. No collectives: every rank averages its own columns.
+
+    Raises:
+        LossError: A teacher that reads other tokens than the student, or targets without logits.
+    """
+    total = sum(weights)
+    mean: torch.Tensor | None = None
+    for (name, own), weight in zip(inputs.items(), weights, strict=True):
+        targets = _same_tokenizer(own, name)
+        if weight == 0:
+            continue
+        logits = targets.to_logits().detach()
+        if mean is None:
+            mean = torch.zeros_like(logits, dtype=accumulation_dtype(logits.dtype))
+        mean.add_(logits, alpha=weight / total)
+    first = next(iter(inputs.values()))
+    targets = TeacherTargets(kind="logits", shard=first.student_shard, logits=mean)
+    return replace(first, teacher=targets)
+
+
+def teacher_targets(inputs: DistillationInputs, name: str) -> TeacherTargets:
+    """The targets of the teacher ``name``.
+
+    Raises:
+        LossError: There are none.
+    """
+    if inputs.teacher is None:
+        raise LossError("a teacher has no targets", where=f"teacher {name!r}")
+    return inputs.teacher
+
+
+def _same_tokenizer(inputs: DistillationInputs, name: str) -> TeacherTargets:
+    check_student(inputs)
+    targets, student = teacher_targets(inputs, name), inputs.student_shard
+    is_same = (
+        inputs.projection is None
+        and targets.positions == inputs.labels.shape
+        and (targets.shard.start, targets.shard.stop, targets.shard.vocab_size)
+        == (student.start, student.stop, student.vocab_size)
+    )
+    if not is_same:
+        raise LossError(
+            "logits of teachers can be averaged only over the student's own tokenizer",
+            got=f"{targets.shard.vocab_size} tokens at {tuple(targets.positions)} positions"
+            + (" and a projection" if inputs.projection is not None else ""),
+            expected=f"{student.vocab_size} at {tuple(inputs.labels.shape)} and no projection",
+            fix="set the mode to 'sum'",
+            where=f"teacher {name!r}",
+        )
+    return targets
+
+
+def restricted(known: KnownAhead, is_chosen: torch.Tensor, over: Over) -> KnownAhead:
+    """``known`` without the samples that are not chosen.
+
+    Args:
+        is_chosen: [S] bool.
+        over: ``chunks``: chunks of other samples leave the chunk mask. ``tokens``: their labels
+            become ``IGNORE_INDEX``.
+
+    Raises:
+        LossError: Chunks without an alignment.
+    """
+    alignment = known.alignment
+    if over == "tokens":
+        cu_seqlens = None if alignment is None else alignment.student_cu_seqlens
+        is_kept = is_chosen[row_samples(known.labels, cu_seqlens)].view_as(known.labels)
+        return replace(known, labels=torch.where(is_kept, known.labels, IGNORE_INDEX))
+    if alignment is None:
+        raise LossError("chunks of some samples need an alignment", got="none")
+    mask = is_chosen[alignment.sample]
+    return replace(known, chunk_mask=mask if known.chunk_mask is None else known.chunk_mask & mask)
+
 
 TeacherMode = Literal["sum", "averaged_logits", "select_teacher"]
 

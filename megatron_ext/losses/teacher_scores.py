@@ -24,8 +24,8 @@ from megatron_ext.distributed.vocab_parallel import (
     scaled_logits,
 )
 from megatron_ext.errors import LossError
-from megatron_ext.losses.inputs.row_samples import row_samples
-from megatron_ext.losses.inputs.targets import TeacherTargets
+from megatron_ext.losses.targets import TeacherTargets
+from megatron_ext.losses.vocabulary_match import row_samples
 from megatron_ext.ops.token_log_prob import token_log_prob
 
 if TYPE_CHECKING:

@@ -9,25 +9,24 @@ from typing import Any, Final
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs
-from megatron_ext.losses.checks.keyword_check import check_keywords
-from megatron_ext.losses.combining.cross_tokenizer_config import (
+from megatron_ext.losses.base import DistillationInputs, KnownAhead
+from megatron_ext.losses.multi_teacher import (
+    MultiTeacherLossAggregator,
+    TeacherObjective,
+    VocabNormalisation,
+)
+from megatron_ext.losses.nemo_rl_config import (
     CrossTokenizerLossConfig,
     TeacherLossConfig,
     check_gold,
     from_mapping,
 )
-from megatron_ext.losses.combining.multi_teacher import (
-    MultiTeacherLossAggregator,
-    TeacherObjective,
-    VocabNormalisation,
-)
-from megatron_ext.losses.combining.teacher_scores import TeacherMeasure
-from megatron_ext.losses.combining.weighting import FixedWeighting, LossWeighting, MatchedWeighting
-from megatron_ext.losses.count_ahead import KnownAhead
 from megatron_ext.losses.objective import LOSS_REGISTRY
 from megatron_ext.losses.objectives.next_token import NextTokenLoss
+from megatron_ext.losses.option_check import check_keywords
 from megatron_ext.losses.plan import CombinedOutput, LossPart, LossPlan
+from megatron_ext.losses.teacher_scores import TeacherMeasure
+from megatron_ext.losses.weighting import FixedWeighting, LossWeighting, MatchedWeighting
 
 NEMO_VOCAB_TOPK: Final = 8192
 """Columns of a microbatch in the original's projected KL, unless it is told otherwise."""

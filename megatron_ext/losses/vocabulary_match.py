@@ -1,14 +1,96 @@
-"""What a teacher's top-k says of the rows of chains. Tt tokens, K top-k, S steps, E completions."""
+"""Which tokens two vocabularies have in common. N common tokens, Vs Vt vocabularies.
+
+Token ids by their places in a vocabulary layout. V vocabulary.
+
+Which sample each row of a microbatch is of. B batch, T tokens, S samples.
+
+What a teacher's top-k says of the rows of chains. Tt tokens, K top-k, S steps, E completions.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 
-from megatron_ext.losses.inputs.targets import TeacherTargets
-from megatron_ext.losses.inputs.vocabulary_match import VocabularyMatch
+from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.divergence import log1mexp
 from megatron_ext.ops.partition_kl import ChainRows, Chains, RowMasses, SingleRows
 from megatron_ext.ops.partition_kl.event_divergence import IMPOSSIBLE
+
+if TYPE_CHECKING:
+    from megatron_ext.projection.layout import VocabularyOrder
+    from megatron_ext.projection.vocabulary_partition import VocabularyPartition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyMatch:
+    """Pairs of a student and a teacher token that stand for the same; one to one.
+
+    The same on every rank: ids are global, and an objective cuts them to its shards.
+    """
+
+    common_student: torch.Tensor
+    """[N] int64, ascending."""
+
+    common_teacher: torch.Tensor
+    """[N] int64: ``common_teacher[n]`` stands for what ``common_student[n]`` does."""
+
+    def student_of(self, teacher_vocab: int) -> torch.Tensor:
+        """int64 [Vt]: the student token of each teacher token, -1 where there is none."""
+        partner = self.common_teacher.new_full((teacher_vocab,), -1)
+        return partner.index_copy_(0, self.common_teacher, self.common_student)
+
+    @classmethod
+    def from_partition(
+        cls, partition: VocabularyPartition, device: torch.device | str = "cpu"
+    ) -> VocabularyMatch:
+        """The common part of a projection's partition."""
+        return cls(
+            common_student=torch.from_numpy(partition.common_student.copy()).to(device),
+            common_teacher=torch.from_numpy(partition.common_teacher.copy()).to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class IdTable:
+    """Looks up the place of each id on the device; what losses take instead of ids.
+
+    It is for labels, chosen ids and top-k ids, and for input ids where the head is tied to the
+    embeddings.
+    """
+
+    places: torch.Tensor
+    """[V] int64, padding included."""
+
+    @classmethod
+    def of(cls, order: VocabularyOrder, device: torch.device | str = "cpu") -> IdTable:
+        """The table of one vocabulary."""
+        return cls(torch.from_numpy(order.places.copy()).to(device))
+
+    def places_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """The place of each of ``ids``, any shape, int32 or int64; what is negative stays.
+
+        Waits for nothing and allocates three tensors of the ids' size.
+        """
+        places = self.places[ids.clamp_min(0)].to(ids.dtype)
+        return torch.where(ids < 0, ids, places)
+
+
+def row_samples(positions: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """int64 [B * T]: the sample of each position.
+
+    Args:
+        positions: [B, T], of which only shape and device matter.
+        cu_seqlens: [S + 1] where packed samples begin in the one row, and the end; None: a sample
+            is a row.
+    """
+    rows = torch.arange(positions.numel(), device=positions.device)
+    if cu_seqlens is None:
+        return rows // max(positions.shape[1], 1)
+    ends = cu_seqlens[1:].to(torch.int64)
+    return torch.bucketize(rows, ends, right=True).clamp(max=len(ends) - 1)
 
 
 def singles_as_chains(

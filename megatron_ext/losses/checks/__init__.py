@@ -1,1 +1,0 @@
-"""What is refused before an objective runs, and what is found out with all ranks."""

@@ -1,1 +1,0 @@
-"""Several losses as one: teachers, weights against cross-entropy, the familiar facade."""

@@ -1,1 +1,0 @@
-"""What objectives compare: forms of teacher targets, vocabularies, completions."""
