@@ -480,6 +480,8 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tokenizer, tmp_path):
     (tmp_path / "taken").touch()
     with pytest.raises(TokenizerError, match="taken: a file is in the place"):
         tokenizer("sentencepiece-nfkc").save_pretrained(tmp_path / "taken", overwrite=True)
+    with pytest.raises(TokenizerError, match="taken"):
+        tokenizer("sentencepiece-nfkc").save_pretrained(tmp_path / "taken" / "saved")
 
 
 def test_a_write_that_fails_leaves_nothing(tokenizer, tmp_path, monkeypatch):

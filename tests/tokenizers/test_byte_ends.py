@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import TokenizerError
-from tests.tokenizers.tokenizer_files import BYTE_EXACT, MAKERS, SPACE_EXACT
+from tests.tokenizers.tokenizer_files import BYTE_EXACT, MAKERS, MANY, SPACE_EXACT
 
 FRAGMENTS = st.sampled_from(
     [
@@ -20,10 +20,6 @@ FRAGMENTS = st.sampled_from(
     ]
 )
 TEXTS = st.one_of(st.text(max_size=40), st.lists(FRAGMENTS, max_size=12).map("".join))
-MANY = settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 
 def spans(text: str, ends: np.ndarray) -> list[bytes]:

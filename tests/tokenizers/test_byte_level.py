@@ -130,6 +130,7 @@ def test_legacy_ids_are_megatrons_and_stay_bytes():
 def test_ids_of_roles_can_be_chosen(options, expected):
     tokenizer = ByteLevelTokenizer(**options)
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.bos_id) == expected
+    assert tokenizer.eod == tokenizer.eos_id
     for name in tokenizer.special_token_names.values():
         assert tokenizer.id_to_token(tokenizer.token_to_id(name)) == name
 

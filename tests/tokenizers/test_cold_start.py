@@ -10,11 +10,17 @@ import pytest
 PROGRAM = """
 import sys
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+libraries = {"tokenizers", "sentencepiece", "tiktoken"} & sys.modules.keys()
 tokenizer = build_tokenizer(TokenizerConfig(model=sys.argv[1]))
 ids = tokenizer.tokenize("the parser ends here")
 assert tokenizer.detokenize(ids).strip() == "the parser ends here"
 heavy = {"torch", "triton", "transformers", "megatron.core", "gigatoken", "awkward", "jinja2"}
-print(*sorted({*heavy, *sys.argv[2:]} & sys.modules.keys()))
+found = {*heavy, *sys.argv[2:]} & sys.modules.keys()
+# Of Megatron's main the module of the one for images imports LLaVA's, and torch with it.
+config = TokenizerConfig(model=sys.argv[1], mode="multimodal", prompt_format="identity")
+images = build_tokenizer(config)
+assert images.tokenize("<image>")[-1] == images.image_token_id
+print(*sorted(libraries | found | {"torch", "megatron.core", "transformers"} & sys.modules.keys()))
 """
 OTHERS = {
     "sentencepiece-v1": {"tiktoken", "tokenizers"},

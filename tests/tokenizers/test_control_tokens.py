@@ -7,17 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.special_tokens import ControlToken, ControlTokens
+from tests.tokenizers.tokenizer_files import MANY
 
-MANY = settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 NAMES = {
     "sentencepiece-v3": ["<s>", "</s>", "[INST]", "[/INST]"],
     "tekken": ["<s>", "</s>", "[INST]"],

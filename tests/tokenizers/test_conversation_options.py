@@ -110,6 +110,7 @@ def test_options_travel_with_a_saved_tokenizer_and_enter_its_identity(tmp_path: 
     tokenizer.save_pretrained(tmp_path / "saved")
     again = MegatronTokenizer.from_pretrained(str(tmp_path / "saved"))
     assert again.prompt_config == tokenizer.prompt_config
+    assert again.mode == "sft"
     assert trained_text(again) == "No[/INST]"
     config = TokenizerConfig(model=str(tmp_path / "saved"), train_on="all-assistant")
     undone = build_tokenizer(config)

@@ -13,8 +13,6 @@ import pickle
 import shutil
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,25 +46,12 @@ CONVERSATION = [
     {"role": "user", "content": "how many"},
     {"role": "assistant", "content": "three"},
 ]
-Build = Callable[..., MegatronTokenizerText]
 
 
 @pytest.fixture(scope="session")
-def build(tokenizer_path: Callable[[str], Path]) -> Build:
-    def built(name: str, **options: Any) -> MegatronTokenizerText:
-        if name == "null":
-            options = {"vocab_size": 400, **options}
-        if name in ("null", "byte-level"):
-            return MegatronTokenizer.from_pretrained(None, {"library": name}, **options)
-        return MegatronTokenizer.from_pretrained(tokenizer_path(name), **options)
-
-    return built
-
-
-@pytest.fixture(scope="session")
-def plain(build: Build) -> Build:
+def plain(opened: Callable[..., MegatronTokenizerText]) -> Callable[..., MegatronTokenizerText]:
     """The same without options, built once."""
-    return cache(build)
+    return cache(opened)
 
 
 def text_for(tokenizer: MegatronTokenizerText) -> str:
@@ -121,8 +106,8 @@ def test_the_vocabulary_is_a_list_in_id_order_and_its_inverse_a_dict(plain, name
         vocab["no such token"]
 
 
-def test_special_ids_by_name_are_those_that_there_are(build):
-    tokenizer = build("json-rank-list", num_special_tokens=20)
+def test_special_ids_by_name_are_those_that_there_are(opened):
+    tokenizer = opened("json-rank-list", num_special_tokens=20)
     assert tokenizer.special_tokens_dict == {
         "bos_token": 1,
         "eos_token": 2,
@@ -132,7 +117,7 @@ def test_special_ids_by_name_are_those_that_there_are(build):
         "cls_token": 5,
         "sep_token": 6,
     }
-    assert build("null", eod_id=3, pad_id=5).special_tokens_dict.items() >= {
+    assert opened("null", eod_id=3, pad_id=5).special_tokens_dict.items() >= {
         ("pad_token", 5),
     }
 
@@ -141,8 +126,8 @@ def test_special_ids_by_name_are_those_that_there_are(build):
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_fim_finds_ids_of_tokens_and_text_without_special_tokens(build, name):
-    tokenizer = build(name, additional_special_tokens=["<fim_prefix>", "<fim_suffix>"])
+def test_fim_finds_ids_of_tokens_and_text_without_special_tokens(opened, name):
+    tokenizer = opened(name, additional_special_tokens=["<fim_prefix>", "<fim_suffix>"])
     inner = tokenizer._tokenizer
     prefix, suffix = inner.tokens_to_ids(["<fim_prefix>", "<fim_suffix>"])
     assert inner.tokens_to_ids("<fim_prefix>") == prefix
@@ -171,8 +156,8 @@ def test_tokens_and_text_convert_both_ways(plain, name):
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_the_server_detokenizes_with_and_without_special_tokens(build, name):
-    tokenizer = build(name, additional_special_tokens=["<end>"])
+def test_the_server_detokenizes_with_and_without_special_tokens(opened, name):
+    tokenizer = opened(name, additional_special_tokens=["<end>"])
     # megatron/core looks for the parameter before it passes it.
     assert "skip_special_tokens" in inspect.signature(tokenizer.detokenize).parameters
     ids = [*tokenizer.tokenize(text_for(tokenizer)), tokenizer.token_to_id("<end>")]
@@ -186,9 +171,9 @@ def test_the_server_detokenizes_with_and_without_special_tokens(build, name):
 
 @pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("skip", [True, False], ids=["skipped", "named"])
-def test_segments_of_a_generated_stream_join_to_its_text(build, name, skip):
+def test_segments_of_a_generated_stream_join_to_its_text(opened, name, skip):
     # As the controller cuts the text: offsets[i] to offsets[i + 1].
-    tokenizer = build(name, additional_special_tokens=["<end>"])
+    tokenizer = opened(name, additional_special_tokens=["<end>"])
     end = tokenizer.token_to_id("<end>")
     ids = tokenizer.tokenize(text_for(tokenizer))
     for stream in (ids, [*ids[:3], end, *ids[3:], end], [end, *ids], ids[:-2], [end], []):
@@ -217,16 +202,16 @@ def test_any_stream_has_offsets_in_its_text(plain, name, data):
     assert all(0 <= offset <= len(text) for offset in offsets)
 
 
-def test_offsets_are_characters_of_the_text_and_not_bytes(build):
-    tokenizer = build("byte-level")
+def test_offsets_are_characters_of_the_text_and_not_bytes(opened):
+    tokenizer = opened("byte-level")
     assert tokenizer.offsets(tokenizer.tokenize("aé🙂b"), "aé🙂b") == [0, 1, 1, 2, 2, 2, 2, 3]
     cut = tokenizer.tokenize("a🙂")[:-1]
     assert tokenizer.detokenize(cut) == "a\ufffd"
     assert tokenizer.offsets(cut, "a\ufffd") == [0, 1, 1, 1]
 
 
-def test_ids_of_another_text_have_no_offsets_in_this_one(build):
-    tokenizer = build("tekken")
+def test_ids_of_another_text_have_no_offsets_in_this_one(opened):
+    tokenizer = opened("tekken")
     with pytest.raises(TokenizerError, match="not a tokenization of the text; got ids that dec"):
         tokenizer.offsets(tokenizer.tokenize("one"), "another")
 
@@ -271,10 +256,10 @@ def test_the_object_of_the_huggingface_library_has_transformers_alone(tokenizer_
 
 
 @pytest.mark.parametrize("name", [name for name in LIBRARIES if name != "null"])
-def test_the_chat_server_finds_a_template_and_gets_ids(build, name):
+def test_the_chat_server_finds_a_template_and_gets_ids(opened, name):
     # The server takes tokenizer._tokenizer.tokenizer where there is one. SentencePiece's and
     # tiktoken's processor has that name in Megatron, and no template is ever applied.
-    tokenizer = build(name, chat_template=TEMPLATE)
+    tokenizer = opened(name, chat_template=TEMPLATE)
     inner = getattr(getattr(tokenizer, "_tokenizer", None), "tokenizer", None)
     chat = inner if inner is not None else tokenizer
     assert chat.chat_template == TEMPLATE
@@ -372,8 +357,8 @@ def assert_equal(got, expected):
     ],
     ids=str,
 )
-def test_an_option_of_a_chat_that_is_not_taken_is_refused_by_name(build, options, message):
-    tokenizer = build("json-rank-list", chat_template=TEMPLATE)
+def test_an_option_of_a_chat_that_is_not_taken_is_refused_by_name(opened, options, message):
+    tokenizer = opened("json-rank-list", chat_template=TEMPLATE)
     with pytest.raises(TokenizerError, match=message):
         tokenizer.apply_chat_template(CONVERSATION, **options)
 
@@ -417,8 +402,8 @@ def test_without_transformers_the_server_takes_the_tokenizer_itself(tokenizer_pa
 # megatron/rl.
 
 
-def test_reinforcement_learning_chooses_a_padding_by_name(build):
-    tokenizer = build("huggingface-byte-level")
+def test_reinforcement_learning_chooses_a_padding_by_name(opened):
+    tokenizer = opened("huggingface-byte-level")
     assert tokenizer.library == "huggingface"
     assert not tokenizer.pad
     assert "<tool>" in tokenizer._tokenizer.tokenizer.get_vocab()
@@ -429,9 +414,9 @@ def test_reinforcement_learning_chooses_a_padding_by_name(build):
         tokenizer._tokenizer.pad_token = "no such token"
 
 
-def test_reinforcement_learning_chooses_a_padding_by_id(build):
+def test_reinforcement_learning_chooses_a_padding_by_id(opened):
     # Megatron writes it, and its own tokenizer never reads it.
-    tokenizer = build("json-rank-list", num_special_tokens=300)
+    tokenizer = opened("json-rank-list", num_special_tokens=300)
     assert tokenizer.library == "tiktoken"
     assert "<SPECIAL_233>" in tokenizer.vocab
     tokenizer._pad_id = tokenizer.vocab["<SPECIAL_233>"]
@@ -445,12 +430,12 @@ def test_reinforcement_learning_chooses_a_padding_by_id(build):
 
 
 @pytest.mark.parametrize("name", [name for name in LIBRARIES if name != "null"])
-def test_conversations_become_ids_and_targets_of_the_same_length(build, name):
+def test_conversations_become_ids_and_targets_of_the_same_length(opened, name):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    tokenizer = build(name, chat_template=template)
+    tokenizer = opened(name, chat_template=template)
     if tokenizer.pad_id is None and tokenizer.eos is None:
         tokenizer.add_special_tokens({"pad_token": "<pad>"})
-    tokenizer = build(name, chat_template=template, prompt_format="auto", **tokenizer.options)
+    tokenizer = opened(name, chat_template=template, prompt_format="auto", **tokenizer.options)
     tokens, target = tokenizer.tokenize_conversation(
         CONVERSATION, return_target=True, add_generation_prompt=False
     )
@@ -465,9 +450,9 @@ def test_conversations_become_ids_and_targets_of_the_same_length(build, name):
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_added_special_tokens_are_counted_and_found(build, name):
+def test_added_special_tokens_are_counted_and_found(opened, name):
     # Megatron's wrapper returns None, and SentencePiece's adapter refuses unless it is legacy.
-    tokenizer = build(name)
+    tokenizer = opened(name)
     ids = tokenizer.tokenize(text_for(tokenizer))
     size = tokenizer.vocab_size
     assert tokenizer.add_special_tokens(["<a>", "<b>", "<a>"]) == 2
@@ -483,9 +468,9 @@ def test_added_special_tokens_are_counted_and_found(build, name):
 
 
 @pytest.mark.parametrize("name", ["huggingface-nfc", "sentencepiece-v1", "rank-file"])
-def test_special_tokens_get_ids_in_megatrons_order_and_keep_them(build, name):
+def test_special_tokens_get_ids_in_megatrons_order_and_keep_them(opened, name):
     given = {f"{role}_token": f"<{role}!>" for role in ("bos", "eos", "pad", "sep", "cls", "mask")}
-    one = build(name, **given, additional_special_tokens=["<a>"])
+    one = opened(name, **given, additional_special_tokens=["<a>"])
     ids = [
         one.token_to_id(token)
         for token in ("<mask!>", "<pad!>", "<sep!>", "<eos!>", "<bos!>", "<cls!>", "<a>")
@@ -493,7 +478,7 @@ def test_special_tokens_get_ids_in_megatrons_order_and_keep_them(build, name):
     assert ids == list(range(ids[0], ids[0] + 7))
     assert one.additional_special_tokens_ids == ids[-1:]
     # Names that are added one after another get ids one after another, whatever their roles.
-    tokenizer = build(name)
+    tokenizer = opened(name)
     tokenizer.add_special_tokens(["<a>"])
     first = tokenizer.token_to_id("<a>")
     tokenizer.add_special_tokens({"bos_token": "<b>", "unk_token": "<u>", "pad_token": "<a>"})
@@ -504,8 +489,9 @@ def test_special_tokens_get_ids_in_megatrons_order_and_keep_them(build, name):
     assert tokenizer.additional_special_tokens_ids == ids[3:4]
 
 
-def test_added_special_tokens_may_have_roles(build):
-    tokenizer = build("huggingface-byte-level")
+def test_added_special_tokens_may_have_roles(opened):
+    tokenizer = opened("huggingface-byte-level")
+    assert tokenizer.additional_special_tokens_ids == []
     added = {"pad_token": "<pad>", "eos_token": "<|end|>", "additional_special_tokens": ["<a>"]}
     assert tokenizer.add_special_tokens(added) == 2
     assert tokenizer.pad == tokenizer.token_to_id("<pad>")
@@ -524,8 +510,8 @@ def test_added_special_tokens_may_have_roles(build):
     ],
     ids=["string", "key", "empty", "number"],
 )
-def test_special_tokens_that_cannot_be_added_are_refused(build, given_tokens, message):
-    tokenizer = build("huggingface-byte-level")
+def test_special_tokens_that_cannot_be_added_are_refused(opened, given_tokens, message):
+    tokenizer = opened("huggingface-byte-level")
     before = tokenizer.fingerprint()
     with pytest.raises(TokenizerError, match=message):
         tokenizer.add_special_tokens(given_tokens)
@@ -567,14 +553,14 @@ def test_the_files_that_were_named_are_told(tokenizer_path, tmp_path):
     ("name", "sensitive"),
     [("sentencepiece-v1", False), ("huggingface-byte-level", True), ("huggingface-metaspace", 0)],
 )
-def test_it_is_told_whether_words_depend_on_the_space_before_them(build, name, sensitive):
-    assert build(name).space_sensitive == bool(sensitive)
+def test_it_is_told_whether_words_depend_on_the_space_before_them(opened, name, sensitive):
+    assert opened(name).space_sensitive == bool(sensitive)
 
 
 @pytest.mark.parametrize("name", ["huggingface-byte-level", "sentencepiece-v1", "rank-file"])
-def test_files_of_documents_become_one_array(build, tmp_path, name):
+def test_files_of_documents_become_one_array(opened, tmp_path, name):
     awkward = pytest.importorskip("awkward")
-    tokenizer = build(name)
+    tokenizer = opened(name)
     texts = ["one", "", "naïve 🙂\nlines", "four"]
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for file, rows in zip(files, (texts[:3], texts[3:]), strict=True):
@@ -598,13 +584,13 @@ def test_files_of_documents_become_one_array(build, tmp_path, name):
     [("{", "jsonl:2: the line is not JSON"), ('{"body": 3}', "jsonl:2: .*no such text; got body")],
     ids=["broken", "number"],
 )
-def test_a_line_that_holds_no_document_is_named(build, tmp_path, line, message):
+def test_a_line_that_holds_no_document_is_named(opened, tmp_path, line, message):
     file = tmp_path / "a.jsonl"
     file.write_text('{"body": "x"}\n' + line, encoding="utf-8")
     with pytest.raises(TokenizerError, match=message):
-        build("byte-level").tokenize_files(file, "body")
+        opened("byte-level").tokenize_files(file, "body")
     with pytest.raises(TokenizerError, match=r"b\.jsonl: cannot read the file; got No such"):
-        build("byte-level").tokenize_files(tmp_path / "b.jsonl")
+        opened("byte-level").tokenize_files(tmp_path / "b.jsonl")
 
 
 def test_a_tokenizer_does_not_mind_what_becomes_of_its_files(tokenizer_path, tmp_path):

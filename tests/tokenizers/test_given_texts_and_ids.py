@@ -33,15 +33,9 @@ WORDS = "the parser  é🙂"
 
 
 @pytest.fixture(params=NAMES)
-def given(request, tokenizer_path) -> tuple[MegatronTokenizerText, str]:
+def given(request, opened) -> tuple[MegatronTokenizerText, str]:
     """A tokenizer of each library and a text for it."""
-    name = request.param
-    if name in ("byte-level", "null"):
-        options = {"vocab_size": 300} if name == "null" else {}
-        built = MegatronTokenizer.from_pretrained(None, {"library": name}, **options)
-    else:
-        built = MegatronTokenizer.from_pretrained(tokenizer_path(name))
-    return built, NUMBERS if name == "null" else WORDS
+    return opened(request.param), NUMBERS if request.param == "null" else WORDS
 
 
 @pytest.mark.parametrize("text", [None, b"12", 3, 1.5], ids=repr)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +46,6 @@ LIBRARIES = (
     "byte-level",
     "null",
 )
-Build = Callable[..., MegatronTokenizerText]
-
-
-@pytest.fixture
-def build(tokenizer_path: Callable[[str], Path]) -> Build:
-    def built(name: str, **options: Any) -> MegatronTokenizerText:
-        if name == "null":
-            metadata = {"library": "null"}
-            return MegatronTokenizer.from_pretrained(
-                None, metadata, **{"vocab_size": 1000, **options}
-            )
-        if name == "byte-level":
-            return MegatronTokenizer.from_pretrained(None, {"library": "byte-level"}, **options)
-        return MegatronTokenizer.from_pretrained(tokenizer_path(name), **options)
-
-    return built
 
 
 def documents(tokenizer: MegatronTokenizerText) -> list[str]:
@@ -113,15 +97,15 @@ def gpt_dataset(
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_tokenizer_is_one_of_megatron_cores(build, name):
-    tokenizer = build(name)
+def test_a_tokenizer_is_one_of_megatron_cores(opened, name):
+    tokenizer = opened(name)
     assert isinstance(tokenizer, MegatronTokenizerBase)
     assert isinstance(tokenizer, TheirText)
     assert isinstance(tokenizer._tokenizer, MegatronTokenizerTextAbstract)
 
 
-def test_megatron_core_reads_the_metadata_that_we_write(build, tmp_path):
-    ours = build("sentencepiece-v1")
+def test_megatron_core_reads_the_metadata_that_we_write(opened, tmp_path):
+    ours = opened("sentencepiece-v1")
     ours.save_pretrained(tmp_path / "saved")
     file = tmp_path / "saved" / "tokenizer.model"
     for model_type in ("saved", None, "gpt"):
@@ -134,8 +118,8 @@ def test_megatron_core_reads_the_metadata_that_we_write(build, tmp_path):
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_gpt_samples_are_the_documents_tokens(build, tmp_path, name):
-    tokenizer = build(name)
+def test_gpt_samples_are_the_documents_tokens(opened, tmp_path, name):
+    tokenizer = opened(name)
     dataset = gpt_dataset(tokenizer, tmp_path)
     stored = IndexedDataset(str(tmp_path / "documents"))
     assert [row[:-1].tolist() if tokenizer.eod is not None else row.tolist() for row in stored] == [
@@ -151,8 +135,8 @@ def test_gpt_samples_are_the_documents_tokens(build, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", [name for name in LIBRARIES if name != "huggingface-wordpiece"])
-def test_mock_gpt_samples_come_out(build, tmp_path, name):
-    tokenizer = build(name)
+def test_mock_gpt_samples_come_out(opened, tmp_path, name):
+    tokenizer = opened(name)
     config = gpt_config(tokenizer)
     assert config.mock
     low_level = MockGPTDataset.build_low_level_dataset(None, config)
@@ -163,8 +147,8 @@ def test_mock_gpt_samples_come_out(build, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["sentencepiece-v1", "tekken", "byte-level"])
-def test_blends_are_built_and_cached_by_what_the_tokenizer_says_of_itself(build, tmp_path, name):
-    tokenizer = build(name)
+def test_blends_are_built_and_cached_by_what_the_tokenizer_says_of_itself(opened, tmp_path, name):
+    tokenizer = opened(name)
     prefixes = [write_documents(tokenizer, tmp_path / part) for part in ("one", "two")]
     config = gpt_config(tokenizer, blend=(prefixes, [0.3, 0.7]))
     train, valid, test = BlendedMegatronDatasetBuilder(
@@ -184,9 +168,9 @@ def cached(tokenizer: MegatronTokenizerText, folder: Path) -> set[str]:
     return set(os.listdir(cache)) - before
 
 
-def test_a_cache_is_found_again_by_the_same_tokenizer_and_by_no_other(build, tmp_path):
-    assert cached(build("json-rank-list", num_special_tokens=30), tmp_path)
-    assert not cached(build("json-rank-list", num_special_tokens=30), tmp_path)
+def test_a_cache_is_found_again_by_the_same_tokenizer_and_by_no_other(opened, tmp_path):
+    assert cached(opened("json-rank-list", num_special_tokens=30), tmp_path)
+    assert not cached(opened("json-rank-list", num_special_tokens=30), tmp_path)
     for options in (
         {"num_special_tokens": 31},
         {"num_special_tokens": 30, "pattern": "v1"},
@@ -194,13 +178,13 @@ def test_a_cache_is_found_again_by_the_same_tokenizer_and_by_no_other(build, tmp
         {"num_special_tokens": 30, "additional_special_tokens": ["<a>"]},
         {"num_special_tokens": 30, "prompt_format": "identity"},
     ):
-        assert cached(build("json-rank-list", **options), tmp_path), options
-        assert not cached(build("json-rank-list", **options), tmp_path), options
+        assert cached(opened("json-rank-list", **options), tmp_path), options
+        assert not cached(opened("json-rank-list", **options), tmp_path), options
 
 
-def test_identifiers_are_json_and_equal_in_every_process(build):
+def test_identifiers_are_json_and_equal_in_every_process(opened):
     # 0.16.1 and main name the class by its module, which moved between them: every cache is missed.
-    tokenizer = build("json-rank-list", special_tokens=("<unk>", "<s>", "</s>"), pattern="v1")
+    tokenizer = opened("json-rank-list", special_tokens=("<unk>", "<s>", "</s>"), pattern="v1")
     text = json.dumps(tokenizer.unique_identifiers)
     assert json.loads(text)["class"] == "megatron_ext.MegatronTokenizerText"
     code = (
@@ -241,24 +225,24 @@ def pad_of_dataset(tokenizer: MegatronTokenizerText, folder: Path, **options: An
     return gpt_dataset(tokenizer, folder, **options)._pad_token_id
 
 
-def test_an_id_of_its_own_pads(build, tmp_path):
+def test_an_id_of_its_own_pads(opened, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tokenizer = build("huggingface-byte-level", pad_token="<pad>")
+        tokenizer = opened("huggingface-byte-level", pad_token="<pad>")
         assert pad_of_dataset(tokenizer, tmp_path) == tokenizer.pad != tokenizer.eod
 
 
 @pytest.mark.parametrize("allowed", [False, True], ids=["refused", "allowed"])
-def test_padding_with_the_end_of_sequence_is_a_collision(build, tmp_path, allowed):
-    tokenizer = build("huggingface-byte-level", pad_token="<|end|>")
+def test_padding_with_the_end_of_sequence_is_a_collision(opened, tmp_path, allowed):
+    tokenizer = opened("huggingface-byte-level", pad_token="<|end|>")
     assert tokenizer.pad == tokenizer.eod
     with pytest.warns(UserWarning, match="pad token id in the tokenizer collides"):
         pad = pad_of_dataset(tokenizer, tmp_path, allow_ambiguous_pad_tokens=allowed)
     assert pad == (tokenizer.pad if allowed else -1)
 
 
-def test_padding_with_an_end_of_document_of_its_own_is_a_collision(build, tmp_path):
-    tokenizer = build("null", eod_id=7, pad_id=7)
+def test_padding_with_an_end_of_document_of_its_own_is_a_collision(opened, tmp_path):
+    tokenizer = opened("null", eod_id=7, pad_id=7)
     with pytest.warns(UserWarning, match="pad token id in the tokenizer collides"):
         assert pad_of_dataset(tokenizer, tmp_path) == -1
 
@@ -270,10 +254,10 @@ def test_padding_with_an_end_of_document_of_its_own_is_a_collision(build, tmp_pa
     ids=lambda options: next(iter(options)),
 )
 def test_without_padding_a_dataset_fills_up_and_masks_what_it_filled(
-    build, tmp_path, name, options
+    opened, tmp_path, name, options
 ):
     names = {"special_tokens": ["<s>", "</s>"]} if name == "json-rank-list" else {}
-    tokenizer = build(name, **names)
+    tokenizer = opened(name, **names)
     assert (tokenizer.pad, tokenizer.pad_id) == (-1, None)
     dataset = gpt_dataset(tokenizer, tmp_path, Split.valid, eod_mask_loss=False, **options)
     samples = [dataset[i] for i in range(len(dataset))]
@@ -281,15 +265,15 @@ def test_without_padding_a_dataset_fills_up_and_masks_what_it_filled(
     assert all((sample["tokens"] >= 0).all() for sample in samples)
 
 
-def test_without_padding_nothing_is_masked(build, tmp_path):
-    tokenizer = build("sentencepiece-v1")
+def test_without_padding_nothing_is_masked(opened, tmp_path):
+    tokenizer = opened("sentencepiece-v1")
     assert tokenizer.pad_id is None
     dataset = gpt_dataset(tokenizer, tmp_path, eod_mask_loss=False)
     assert all(dataset[i]["loss_mask"].all() for i in range(len(dataset)))
 
 
-def test_an_id_of_zero_ends_a_document_and_another_pads(build, tmp_path):
-    tokenizer = build("byte-level", legacy=True)
+def test_an_id_of_zero_ends_a_document_and_another_pads(opened, tmp_path):
+    tokenizer = opened("byte-level", legacy=True)
     assert (tokenizer.eod, tokenizer.pad) == (0, 1)
     dataset = gpt_dataset(tokenizer, tmp_path)
     assert dataset._pad_token_id == 1
@@ -299,8 +283,8 @@ def test_an_id_of_zero_ends_a_document_and_another_pads(build, tmp_path):
         assert ((sample["loss_mask"] == 0) == (sample["tokens"] == 0)).all()
 
 
-def test_padding_of_zero_is_masked(build, tmp_path):
-    tokenizer = build("null", pad_id=0)
+def test_padding_of_zero_is_masked(opened, tmp_path):
+    tokenizer = opened("null", pad_id=0)
     assert tokenizer.pad == 0
     dataset = gpt_dataset(tokenizer, tmp_path, eod_mask_loss=False)
     assert dataset._pad_token_id == 0
@@ -354,8 +338,8 @@ def masked_dataset(kind: type, config: Any, prefix: str) -> Any:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("classification_head", [True, False], ids=["pairs", "single"])
-def test_bert_samples_come_out(build, tmp_path, classification_head):
-    tokenizer = build("huggingface-wordpiece", mask_token="[MASK]", sep_token="[SEP]")
+def test_bert_samples_come_out(opened, tmp_path, classification_head):
+    tokenizer = opened("huggingface-wordpiece", mask_token="[MASK]", sep_token="[SEP]")
     prefix = write_sentences(tokenizer, tmp_path / "documents")
     config = BERTMaskedWordPieceDatasetConfig(
         random_seed=5,
@@ -381,9 +365,9 @@ def test_bert_samples_come_out(build, tmp_path, classification_head):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_t5_samples_come_out(build, tmp_path):
+def test_t5_samples_come_out(opened, tmp_path):
     sentinels = [f"<extra_id_{i}>" for i in range(40)]
-    tokenizer = build(
+    tokenizer = opened(
         "huggingface-wordpiece",
         mask_token="[MASK]",
         bos_token="[CLS]",

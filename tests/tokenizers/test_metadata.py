@@ -1,4 +1,4 @@
-"""``tokenizer_metadata.json`` of every Megatron release, read, written and written at once."""
+"""Megatron's entry point, and its metadata file: read, written and written at once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 
 import pytest
 
@@ -137,6 +138,9 @@ def test_a_class_of_ones_own_is_written_and_found_again(folder):
     tokenizer = MegatronTokenizer.from_pretrained(folder, parse_special_tokens=True)
     assert type(tokenizer) is OwnTokenizer
     assert tokenizer.parse_special_tokens
+    assert tokenizer.unique_identifiers["class"].endswith("test_metadata.OwnTokenizer")
+    old = {**read_metadata(folder / FILE), "model_type": None}
+    assert type(MegatronTokenizer.from_pretrained(folder, old)) is OwnTokenizer
 
 
 def test_a_class_that_no_other_process_finds_is_refused_when_it_is_written(folder):
@@ -164,6 +168,7 @@ def test_a_mapping_of_metadata_stays_as_it_was(folder, library):
     path = folder if library == "huggingface" else None
     tokenizer = MegatronTokenizer.from_pretrained(path, metadata)
     tokenizer.add_special_tokens(["<more>"])
+    tokenizer.config["extra"] = []
     assert metadata == before
 
 
@@ -172,17 +177,6 @@ def test_an_empty_mapping_is_metadata_without_a_library(folder):
     MegatronTokenizer.write_metadata(folder, "huggingface")
     with pytest.raises(TokenizerError, match="names no library"):
         MegatronTokenizer.from_pretrained(folder, {})
-
-
-@pytest.mark.parametrize("given", [3, ["huggingface"], True], ids=["number", "list", "bool"])
-def test_metadata_of_another_type_are_refused(folder, given):
-    with pytest.raises(TokenizerError, match="neither a file nor a mapping"):
-        MegatronTokenizer.from_pretrained(folder, given)
-
-
-def test_an_unknown_mode_is_refused(folder):
-    with pytest.raises(TokenizerError, match="unknown mode; got 'chat'; expected one of text, sft"):
-        MegatronTokenizer.from_pretrained(folder, {"library": "huggingface", "mode": "chat"})
 
 
 @pytest.mark.parametrize("name", ["some-org/some-model", "GPT2BPETokenizer"])
@@ -258,3 +252,131 @@ def test_the_first_rank_to_write_wins_where_overwriting_was_not_asked_for(folder
     ranks = [subprocess.Popen([sys.executable, "-c", code, str(folder)]) for _ in range(3)]
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
     assert read_metadata(folder / FILE)["library"] == "huggingface"
+
+
+def test_metadata_is_written_beside_the_tokenizer_and_read_back(folder):
+    MegatronTokenizer.write_metadata(folder, "huggingface", chat_template="{{ messages }}")
+    assert json.loads((folder / "tokenizer_metadata.json").read_text(encoding="utf-8")) == {
+        "library": "huggingface",
+        "class_name": "MegatronTokenizerText",
+        "class_path": "megatron.core.tokenizers.text.text_tokenizer",
+        "chat_template": "{{ messages }}",
+    }
+    for path in (folder, folder / "tokenizer.json"):
+        assert MegatronTokenizer.from_pretrained(path).chat_template == "{{ messages }}"
+    assert sorted(os.listdir(folder)) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer_metadata.json",
+    ]
+
+
+def test_metadata_is_overwritten_only_on_request(folder, tmp_path):
+    elsewhere = tmp_path / "metadata.json"
+    MegatronTokenizer.write_metadata(folder, "huggingface", metadata_path=elsewhere)
+    with pytest.raises(TokenizerError, match="exists already; pass overwrite=True"):
+        MegatronTokenizer.write_metadata(folder, "huggingface", metadata_path=elsewhere)
+    MegatronTokenizer.write_metadata(
+        folder, "huggingface", model_type="gpt", overwrite=True, metadata_path=elsewhere
+    )
+    tokenizer = MegatronTokenizer.from_pretrained(folder, metadata_path=str(elsewhere))
+    assert tokenizer.config["model_type"] == "gpt"
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(folder, monkeypatch):
+    MegatronTokenizer.write_metadata(folder, "huggingface")
+    before = (folder / "tokenizer_metadata.json").read_bytes()
+
+    def full_disk(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(TokenizerError, match="cannot write the file; got No space left"):
+        MegatronTokenizer.write_metadata(folder, "huggingface", overwrite=True)
+    assert (folder / "tokenizer_metadata.json").read_bytes() == before
+    assert len(os.listdir(folder)) == 3
+
+
+REFUSED = {
+    "empty": ({}, TokenizerError, "names no library; expected library, one of huggingface"),
+    "library": ({"library": "megatron-x"}, UnknownNameError, "got 'megatron-x'; expected one of"),
+    "type": ({"library": 3}, TokenizerError, "key library is malformed; got 3"),
+    "half": ({"class_name": "X"}, TokenizerError, "set both or neither"),
+    "module": (
+        {"class_name": "X", "class_path": "no.such.module"},
+        TokenizerError,
+        "no.such.module.X: cannot import",
+    ),
+    "class": (
+        {"class_name": "Registri", "class_path": "megatron_ext.registry"},
+        TokenizerError,
+        "did you mean 'Registry'",
+    ),
+    "no tokenizer": (
+        {"class_name": "Registry", "class_path": "megatron_ext.registry"},
+        TokenizerError,
+        "no tokenizer class",
+    ),
+    "mode": (
+        {"library": "huggingface", "mode": "chat"},
+        TokenizerError,
+        "unknown mode; got 'chat'; expected one of text, sft",
+    ),
+    "absent": ("absent.json", TokenizerError, "absent.json: there is no tokenizer metadata"),
+    "int": (7, TokenizerError, "neither a file nor a mapping; got int"),
+    "list": (["huggingface"], TokenizerError, "neither a file nor a mapping; got list"),
+    "bool": (True, TokenizerError, "neither a file nor a mapping; got bool"),
+}
+
+
+@pytest.mark.parametrize(("metadata", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_metadata_that_cannot_be_used_is_refused(folder, metadata, error, message):
+    if isinstance(metadata, dict) and "class_name" in metadata:
+        metadata = {"library": "huggingface", **metadata}
+    with pytest.raises(error, match=message):
+        MegatronTokenizer.from_pretrained(folder, metadata_path=metadata)
+
+
+@pytest.mark.parametrize("contents", ["", "{", "[1]"], ids=["empty", "broken", "list"])
+def test_a_broken_metadata_file_is_refused(folder, contents):
+    (folder / "tokenizer_metadata.json").write_text(contents, encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"tokenizer_metadata\.json: the"):
+        MegatronTokenizer.from_pretrained(folder)
+
+
+def test_metadata_for_a_tokenizer_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(TokenizerError, match="does not exist"):
+        MegatronTokenizer.write_metadata(tmp_path / "absent", "huggingface")
+    with pytest.raises(UnknownNameError):
+        MegatronTokenizer.write_metadata(tmp_path, "fast")
+    with pytest.raises(TokenizerError, match="pass tokenizer_path"):
+        MegatronTokenizer.from_pretrained()
+
+
+def test_the_factory_has_no_instances():
+    with pytest.raises(TokenizerError, match=r"call MegatronTokenizer\.from_pretrained"):
+        MegatronTokenizer()
+
+
+def test_unique_identifiers_name_what_decides_the_ids(tokenizer_path):
+    path = tokenizer_path("json-rank-list")
+    tokenizer = MegatronTokenizer.from_pretrained(path, num_special_tokens=20, pattern="v1")
+    assert tokenizer.unique_identifiers == OrderedDict(
+        {
+            "class": "megatron_ext.MegatronTokenizerText",
+            "library": "tiktoken",
+            "tokenizer_path": str(path),
+            "num_special_tokens": "20",
+            "pattern": "v1",
+        }
+    )
+    assert json.loads(json.dumps(tokenizer.unique_identifiers)) == tokenizer.unique_identifiers
+
+
+def test_fingerprints_follow_the_vocabulary_and_not_the_path(folder, tokenizer):
+    ours = MegatronTokenizer.from_pretrained(folder)
+    assert ours.fingerprint() == tokenizer("huggingface-nfc").fingerprint()
+    file = folder / "tokenizer.json"
+    changed = file.read_text(encoding="utf-8").replace("<|end|>", "<|fin|>")
+    file.write_text(changed, encoding="utf-8")
+    assert MegatronTokenizer.from_pretrained(folder).fingerprint() != ours.fingerprint()

@@ -8,18 +8,14 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tiktoken
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import Tokenizer
 
 from megatron_ext.tokenizers.libraries.tiktoken_file import EARLY_TEKKEN_SPECIAL_TOKENS, PATTERNS
-from tests.tokenizers.tokenizer_files import MAKERS, RANKS_IN_LIST, SENTENCES, mistral_file
+from tests.tokenizers.tokenizer_files import MAKERS, MANY, RANKS_IN_LIST, SENTENCES, mistral_file
 
-MANY = settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 OF_HUGGINGFACE = [name for name in MAKERS if name.startswith("huggingface")]
 OF_SENTENCEPIECE = [name for name in MAKERS if name.startswith("sentencepiece")]
 ORDINARY = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[|"), max_size=40)

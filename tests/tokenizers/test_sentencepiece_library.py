@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import warnings
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import sentencepiece
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import TokenizerError
@@ -20,12 +22,8 @@ from megatron_ext.tokenizers.libraries.sentencepiece_model import (
     read_field,
     varint_field,
 )
-from tests.tokenizers.tokenizer_files import SENTENCES
+from tests.tokenizers.tokenizer_files import MANY, SENTENCES
 
-MANY = settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 KEEPS_SPACES = "sentencepiece-v1"
 """A published model with byte fallback, whose normaliser leaves spaces alone."""
 SHORTENS_SPACES = "sentencepiece-nfkc"
@@ -39,18 +37,8 @@ WRITTEN = st.lists(
 
 
 @pytest.fixture(scope="session")
-def built(tokenizer_path):
-    """A model by name with options, through its adapter; each is built once."""
-    made = {}
-
-    def build(name, **options):
-        key = (name, repr(sorted(options.items())))
-        if key not in made:
-            path = tokenizer_path(name)
-            made[key] = TOKENIZER_LIBRARIES["sentencepiece"].build(path, options)
-        return made[key]
-
-    return build
+def built(adapted):
+    return partial(adapted, "sentencepiece")
 
 
 def library_of(path):
@@ -80,6 +68,8 @@ def test_a_special_token_of_the_model_keeps_its_id_and_is_read_where_it_is_asked
     assert ends.tolist() == [6, 9]
     assert ours.token_to_id("[INST]") not in ours.text_to_ids("[INST]the")
     assert ours.vocab_size == built("sentencepiece-v3").vocab_size
+    assert len(built("sentencepiece-v3").additional_special_tokens_ids) > 5
+    assert built(KEEPS_SPACES).additional_special_tokens_ids == []
 
 
 @pytest.mark.parametrize("mode", [False, True], ids=["modern", "legacy"])
@@ -156,9 +146,10 @@ def test_roles_come_from_a_mapping_from_usual_names_and_from_options(built, opti
 
 
 def test_a_list_does_not_take_a_role_from_the_model(built):
-    ours = built(KEEPS_SPACES, legacy=True, special_tokens=["<bos>", "<pad>"])
+    ours = built(KEEPS_SPACES, legacy=True, special_tokens=["<bos>", "<pad>", "<cls>", "<sep>"])
     assert ours.bos_id == 1
-    assert ours.pad_id == ours.token_to_id("<pad>")
+    ids = [ours.token_to_id(name) for name in ("<pad>", "<cls>", "<sep>")]
+    assert [ours.pad_id, ours.cls_id, ours.sep_id] == ids
     assert ours.eod == ours.eos_id == 2
 
 
@@ -299,6 +290,12 @@ def test_text_without_spare_spaces_has_the_ids_of_the_model(built, tokenizer_pat
     assert ours.text_to_ids(text) == library_of(tokenizer_path(name)).encode(text)
 
 
+def test_no_character_is_special_when_spaces_are_kept(built):
+    # Megatron's own sentinel was cut out of the text.
+    ours = built(SHORTENS_SPACES_WITH_BYTES, ignore_extra_whitespaces=False)
+    assert ours.ids_to_text(ours.text_to_ids("a ☯  b")) == "a ☯  b"
+
+
 def test_a_model_that_keeps_spaces_is_not_changed(built):
     kept = built(KEEPS_SPACES, ignore_extra_whitespaces=False)
     for text in ("a  b ", "  x\n"):
@@ -355,3 +352,30 @@ def test_a_tokenizer_with_added_tokens_survives_pickling(built):
     assert copy.text_to_ids(text) == ids
     assert copy.fingerprint() == ours.fingerprint()
     assert dict(copy.files()) == dict(ours.files())
+
+
+def test_legacy_text_with_many_special_tokens_is_cut_in_one_pass(opened):
+    # Each special token searched the rest of the text for every name and copied it.
+    names = [f"<{i}>" for i in range(100)]
+    ours = opened("sentencepiece-v1", legacy=True, special_tokens=names)
+    ids = ours.tokenize("a<7>" * 20_000)
+    assert ids.count(ours.token_to_id("<7>")) == 20_000
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "warned"),
+    [
+        ("sentencepiece-nfkc", "{% for m in messages %}{{ m.role + '\\n' }}{% endfor %}", True),
+        ("sentencepiece-nfkc", "{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("sentencepiece-v1", "{% for m in messages %}{{ m.role + '\\n' }}{% endfor %}", False),
+    ],
+    ids=["lost", "not-written", "kept"],
+)
+def test_it_is_said_that_the_lines_of_a_format_run_together(opened, name, template, warned):
+    # Nothing tells that the model's normaliser makes spaces of newlines.
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        opened(name, prompt_format="default", chat_template=template)
+    assert ["makes a space of a newline" in str(warning.message) for warning in said] == (
+        [True] if warned else []
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,18 +28,8 @@ SEVEN = list(MEGATRON_SPECIAL_TOKENS)
 
 
 @pytest.fixture(scope="session")
-def built(tokenizer_path):
-    """A file by name with options, through its adapter; each is built once."""
-    made = {}
-
-    def build(name, **options):
-        key = (name, repr(sorted(options.items())))
-        if key not in made:
-            path = tokenizer_path(name)
-            made[key] = TOKENIZER_LIBRARIES["tiktoken"].build(path, options)
-        return made[key]
-
-    return build
+def built(adapted):
+    return partial(adapted, "tiktoken")
 
 
 # The tables.
@@ -75,6 +66,13 @@ def test_special_tokens_of_a_list_have_all_seven_roles(built):
     assert [*ids, ours.sep_id] == list(range(7))
     assert ours.eod == ours.eos_id
     assert ours.additional_special_tokens_ids == []
+
+
+def test_text_may_hold_the_names_of_special_tokens(built):
+    ours = built(LISTED, num_special_tokens=None)
+    assert ours.vocab_size == RANKS_IN_LIST + 1000
+    assert ours.tokens_to_text(ours.text_to_tokens("a<s>b")) == "a<s>b"
+    assert ours.bos_id not in ours.text_to_ids("a<s>b")
 
 
 @given(text=st.text(max_size=30))

@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import sentencepiece
+from hypothesis import HealthCheck, settings
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -19,6 +20,12 @@ from tokenizers import (
     processors,
     trainers,
 )
+
+MANY = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+"""For properties of tokenizers that fixtures make."""
 
 SENTENCES = [
     *(line for line in inspect.getsource(argparse).splitlines() if line.strip()),

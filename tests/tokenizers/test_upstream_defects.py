@@ -1,18 +1,15 @@
-"""What Megatron's flags, builder, padding and metadata get wrong, and we must not.
+"""What Megatron's flags, builder, metadata and wrapper get wrong, and we must not.
 
 Each test fails on the behaviour that its comment states, which megatron-core 0.16.1 or main of
-August 2026 shows. What old types mean in each release is tested in ``test_namespace.py``.
+August 2026 shows. What the tests of a library or of a contract hold too is held there alone.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import pickle
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,10 +24,10 @@ from megatron_ext.tokenizers import (
     MegatronTokenizerVision,
     TokenizerConfig,
     build_tokenizer,
-    padded_vocab_size,
 )
 from megatron_ext.training.megatron_lm.megatron_builder import with_our_tokenizers
 
+BY_METADATA, GIVEN, OWN = "{{ 'metadata' }}", "{{ 'given' }}", "{{ 'own' }}"
 MODEL_FLAGS = {"make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 2, "rank": 0}
 IMAGE_FLAGS: dict[str, Any] = {
     "tokenizer_prompt_format": "qwen2p5",
@@ -41,28 +38,11 @@ IMAGE_FLAGS: dict[str, Any] = {
 """What the multimodal scripts put into every namespace, required as their flags are."""
 
 
-class OwnTokenizer(MegatronTokenizerText):
-    """A class of a user's own."""
-
-
 def namespace(**given: Any) -> Namespace:
     return Namespace(**{**MODEL_FLAGS, "tokenizer_type": None, **given})
 
 
 # The builder.
-
-
-def test_a_bare_configuration_is_enough():
-    # main: AttributeError, the configuration lacks make_vocab_size_divisible_by.
-    assert build_tokenizer(TokenizerConfig(library="byte-level")).vocab_size == 512
-
-
-def test_building_leaves_the_namespace_as_it_was():
-    # 0.16.1's and main's builders write padded_vocab_size into it.
-    args = namespace(tokenizer_type="NullTokenizer", vocab_size=100)
-    before = dict(vars(args))
-    build_tokenizer(args)
-    assert vars(args) == before
 
 
 @pytest.mark.parametrize("args", [TokenizerConfig(library="null", vocab_size=5), None], ids=repr)
@@ -130,31 +110,7 @@ def test_a_rank_list_of_any_name_is_tiktokens(tokenizer_path, tmp_path):
         assert built.fingerprint() == expected.fingerprint()
 
 
-def test_builder_and_datasets_get_equal_tokenizers(tokenizer_path):
-    # 0.16.1: the script's builder and the dataset's builder are two, and make two classes.
-    args = namespace(
-        tokenizer_type="GPTSentencePieceTokenizer",
-        tokenizer_model=str(tokenizer_path("sentencepiece-v1")),
-    )
-    one, other = build_tokenizer(args), build_tokenizer(args)
-    assert type(one) is type(other) is MegatronTokenizerText
-    assert one.unique_identifiers == other.unique_identifiers
-
-
 # Padding of the vocabulary.
-
-
-def test_the_padded_size_depends_on_nothing_but_its_arguments():
-    # It is read from whatever the namespace holds, so that it changes with the number of GPUs.
-    sizes = [
-        padded_vocab_size(1000, make_vocab_size_divisible_by=128, tensor_model_parallel_size=tp)
-        for tp in (1, 2, 8)
-    ]
-    assert sizes == [1024, 1024, 1024]
-    assert (
-        padded_vocab_size(1025, make_vocab_size_divisible_by=128, tensor_model_parallel_size=8)
-        == 2048
-    )
 
 
 @pytest.mark.parametrize(
@@ -175,21 +131,6 @@ def test_megatrons_scripts_find_the_padded_size_where_they_look_for_it(given, pa
     args = namespace(tokenizer_type="NullTokenizer", vocab_size=130, **given)
     with_our_tokenizers(build_tokenizer)(args)
     assert getattr(args, "padded_vocab_size", None) == padded
-
-
-def test_the_image_token_is_inside_the_padded_vocabulary(tokenizer_path):
-    # main: vocab_size is taken before <image> is added, whose id is outside an unpadded model.
-    tokenizer = build_tokenizer(
-        TokenizerConfig(
-            model=str(tokenizer_path("huggingface-byte-level")),
-            mode="multimodal",
-            prompt_format="identity",
-        )
-    )
-    size = padded_vocab_size(
-        tokenizer.vocab_size, make_vocab_size_divisible_by=1, tensor_model_parallel_size=1
-    )
-    assert tokenizer.image_token_id < size == tokenizer.vocab_size
 
 
 # Flags.
@@ -277,88 +218,116 @@ def test_megatrons_word_for_the_engine_is_taken(tokenizer_path):
 # Metadata.
 
 
-@pytest.mark.parametrize("library", ["null", "null-text"])
-def test_both_names_of_the_null_library_are_read(library):
-    # Each release knows one of them.
-    tokenizer = MegatronTokenizer.from_pretrained(None, {"library": library}, vocab_size=10)
-    assert tokenizer.library == "null"
-
-
-def test_a_class_of_ones_own_comes_back_from_what_was_written(tokenizer_path, tmp_path):
-    # 0.16.1 writes model_type null beside it, and reading it raises KeyError: None.
-    file = tmp_path / "tokenizer_metadata.json"
-    path = tokenizer_path("huggingface-nfc")
-    MegatronTokenizer.write_metadata(
-        path, "huggingface", tokenizer_class=OwnTokenizer, metadata_path=file
-    )
-    assert type(MegatronTokenizer.from_pretrained(path, file)) is OwnTokenizer
-    old = {**json.loads(file.read_text()), "model_type": None}
-    assert type(MegatronTokenizer.from_pretrained(path, old)) is OwnTokenizer
-
-
 def test_metadata_may_be_read_only():
     # metadata_path, class_name and class_path are written into the mapping.
     metadata = MappingProxyType({"library": "byte-level"})
     assert MegatronTokenizer.from_pretrained(None, metadata).library == "byte-level"
 
 
-def test_metadata_of_a_name_that_is_no_path_are_written_where_they_are_told(tmp_path):
-    # The documented example fails in every release: the name must exist on the disk.
-    file = tmp_path / "tokenizer_metadata.json"
-    MegatronTokenizer.write_metadata("GPT2BPETokenizer", "megatron", metadata_path=file)
-    assert json.loads(file.read_text())["library"] == "megatron"
+# The factory.
 
 
-def test_constructing_a_tokenizer_for_images_does_not_import_the_model(tokenizer_path):
-    # main: the module of the tokenizer imports LLaVA's for three constants, and torch with it.
-    program = (
-        "import sys; from megatron_ext.tokenizers import *; "
-        "t = build_tokenizer(TokenizerConfig(model=sys.argv[1], mode='multimodal', "
-        "prompt_format='identity')); assert t.tokenize('<image>') == [t.image_token_id]; "
-        "print(sorted({'torch', 'megatron', 'transformers'} & set(sys.modules)))"
+def test_metadata_do_not_replace_members_of_the_tokenizer(opened):
+    # Every key of the metadata becomes an attribute, whatever it hides.
+    metadata = {"library": "byte-level", "tokenize": "x", "vocab_size": 3, "options": 1}
+    tokenizer = MegatronTokenizer.from_pretrained(None, {**metadata, "model_type": "gpt"})
+    assert (tokenizer.model_type, pickle.loads(pickle.dumps(tokenizer)).model_type) == ("gpt",) * 2
+    with pytest.raises(AttributeError, match="no attribute 'class_name'"):
+        _ = tokenizer.class_name
+    assert tokenizer.tokenize("a") == [97]
+    assert tokenizer.vocab_size == 512
+    assert tokenizer.config["vocab_size"] == 3
+
+
+# The wrapper.
+
+
+def test_an_id_of_zero_is_found_wherever_an_id_is_looked_for(opened):
+    # Megatron chains "a or b", which passes over the id 0.
+    tokenizer = opened("null", vocab_size=300, pad_id=0, eod_id=0)
+    assert (tokenizer.pad, tokenizer.eod) == (0, 0)
+    assert tokenizer.special_tokens_dict["pad_token"] == 0
+    tokenizer = opened("json-rank-list", num_special_tokens=20)
+    assert tokenizer.unk == 0
+    assert tokenizer.token_to_id("<unk>") == 0
+    # Real Mistral vocabularies pad with the unknown token, whose id is 0; Megatron has None here.
+    chat = opened("sentencepiece-v3", prompt_format="mistral")
+    assert chat.unk == chat.pad == 0
+
+
+def test_identifiers_follow_the_chat_template_on_request(tokenizer_path):
+    # What the metadata say is never part of them: the cache of another template is found.
+    path = tokenizer_path("huggingface-nfc")
+    one, other = (
+        MegatronTokenizer.from_pretrained(
+            path, {"library": "huggingface", "chat_template": template}, identify_by_content=True
+        )
+        for template in (BY_METADATA, OWN)
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program, str(tokenizer_path("sentencepiece-v1"))],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert result.stdout.strip() == "[]"
+    assert one.unique_identifiers != other.unique_identifiers
 
 
-# Saved tokenizers.
-
-
-@pytest.mark.parametrize("kind", ["sft", "byte-level", "multimodal", "null-multimodal"])
-def test_what_megatrons_checkpoints_leave_out_is_saved(
-    kind: str, tokenizer_path: Callable[[str], Path], tmp_path: Path
+def test_a_given_template_goes_before_the_metadatas_and_that_before_the_tokenizers_own(
+    tokenizer_path, tmp_path
 ):
-    # main: no branch for sft, byte-level and null-multimodal; an empty folder for multimodal. The
-    # prompt format, the metadata and the special tokens are saved by none.
-    library = {"sft": "huggingface", "multimodal": "huggingface", "null-multimodal": "null"}
-    config = TokenizerConfig(
-        library=library.get(kind, kind),
-        mode=kind.removeprefix("null-") if kind != "byte-level" else "text",
-        model=None
-        if kind in ("byte-level", "null-multimodal")
-        else str(tokenizer_path("huggingface-nfc")),
-        vocab_size=300 if kind == "null-multimodal" else None,
-        prompt_format="identity" if kind in ("sft", "multimodal") else None,
-        special_tokens=() if kind == "null-multimodal" else ("<new>",),
+    # 0.16.1 has the given one last, and main after the metadata's.
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    document = (tokenizer_path("huggingface-nfc") / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(document)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": OWN, "eos_token": "<|end|>"}), encoding="utf-8"
     )
-    tokenizer = build_tokenizer(config)
-    tokenizer.save_pretrained(tmp_path / "saved")
-    again = MegatronTokenizer.from_pretrained(tmp_path / "saved")
-    assert type(again) is type(tokenizer)
-    assert (again.mode, again.prompt_format) == (tokenizer.mode, tokenizer.prompt_format)
-    assert again.special_tokens_dict == tokenizer.special_tokens_dict
-    assert again.vocab == tokenizer.vocab
+    bare = {"library": "huggingface"}
+    with_template = {**bare, "chat_template": BY_METADATA}
+    for metadata, options, expected in (
+        (with_template, {"chat_template": GIVEN}, "given"),
+        (with_template, {}, "metadata"),
+        (bare, {"chat_template": GIVEN}, "given"),
+        (bare, {}, "own"),
+    ):
+        tokenizer = MegatronTokenizer.from_pretrained(folder, metadata, **options)
+        conversation = [{"role": "user", "content": "x"}]
+        assert tokenizer.apply_chat_template(conversation, tokenize=False) == expected
 
 
-def test_an_asset_that_cannot_be_saved_is_an_error_and_no_line_in_a_log(tmp_path):
-    # main: any exception is logged and swallowed.
-    (tmp_path / "file").write_text("")
-    tokenizer = build_tokenizer(TokenizerConfig(library="byte-level"))
-    with pytest.raises(TokenizerError, match="file"):
-        tokenizer.save_pretrained(tmp_path / "file" / "saved")
+# The HuggingFace library.
+
+
+def test_a_vocabulary_with_unused_ids_has_a_list(tokenizer_path, tmp_path):
+    # Megatron looks every id up in a dictionary that lacks the unused ones: KeyError.
+    source = tokenizer_path("huggingface-byte-level") / "tokenizer.json"
+    document = json.loads(source.read_text(encoding="utf-8"))
+    last = max(row["id"] for row in document["added_tokens"])
+    document["added_tokens"].append(
+        {**document["added_tokens"][-1], "id": last + 3, "content": "<far>", "special": True}
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document), encoding="utf-8")
+    tokenizer = MegatronTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.vocab_size == last + 4
+    assert tokenizer.vocab[last + 1 : last + 4] == ["", "", "<far>"]
+
+
+def test_a_missing_end_of_sequence_is_none(tokenizer_path, tmp_path):
+    # Every other id is None where it is missing; this one raises.
+    source = tokenizer_path("huggingface-byte-level") / "tokenizer.json"
+    text = source.read_text(encoding="utf-8").replace("<|end|>", "<other>")
+    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+    tokenizer = MegatronTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.eos is tokenizer.eod is tokenizer._tokenizer.eos_id is None
+
+
+def test_roles_are_completed_as_megatron_does_it_without_new_tokens(opened):
+    tokenizer = opened("huggingface-wordpiece")
+    assert tokenizer.bos == tokenizer.cls == tokenizer.token_to_id("[CLS]")
+    size = tokenizer.vocab_size
+    with_sep = opened("huggingface-wordpiece", sep_token="[SEP]")
+    assert with_sep.eos == with_sep.sep == with_sep.token_to_id("[SEP]")
+    assert with_sep.vocab_size == size
+
+
+def test_options_of_megatrons_class_that_change_nothing_here_are_accepted(tokenizer_path):
+    folder = tokenizer_path("huggingface-byte-level")
+    ours = MegatronTokenizer.from_pretrained(folder, use_fast=False, trust_remote_code=True)
+    plain = MegatronTokenizer.from_pretrained(folder)
+    assert ours.tokenize("the parser ends") == plain.tokenize("the parser ends")
