@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,8 @@ from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
 from megatron_ext.tokenizers.libraries.megatron import MEGATRON_NAMES, MegatronHFTokenizer
+from tests.tokenizers.published import SHARED, needs_published_files
 
-SHARED = Path(
-    os.environ.get("MEGATRON_EXT_SHARED") or Path(__file__).parents[2] / ".." / "shared"
-).resolve()
 END = "<|endoftext|>"
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "r l", "Ã ©"]
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "hell", "##o", "he", "##llo"]
@@ -276,10 +273,7 @@ def test_there_are_ten_names_and_bert_is_lower_case_by_name():
         assert known.lowercase == cased
 
 
-@pytest.mark.skipif(
-    not (SHARED / "tokenizers" / "gpt2").is_dir(),
-    reason="published vocabularies are absent: set MEGATRON_EXT_SHARED to a folder that has them",
-)
+@needs_published_files
 @pytest.mark.parametrize(
     ("name", "folder", "options"),
     [
