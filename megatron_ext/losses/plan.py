@@ -16,7 +16,8 @@ from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
 from megatron_ext.losses.fused_evaluation import evaluate_together, fused_pair
 from megatron_ext.losses.linear import LinearDistillation
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
-from megatron_ext.losses.objective import Objective, Scale, kept_gradient
+from megatron_ext.losses.objective import Objective, Scale
+from megatron_ext.ops.unit_gradient import kept_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -164,13 +165,14 @@ class LossPlan:
         objectives = {name: self.parts[name].objective for name in pair}
         outputs: dict[str, LossOutput] = {}
 
-        def evaluate(logits: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-            own = replace(inputs, student_logits=logits)
+        def evaluate(rows: torch.Tensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor]:
+            own = replace(inputs, student_logits=rows.view(inputs.student_logits.shape))
             outputs.update(evaluate_together(objectives, scales, own, gradient=gradient))
             sums = [output.loss_sum * scales[name] for name, output in outputs.items()]
-            return torch.stack(sums).sum()
+            return (torch.stack(sums).sum(),)
 
-        return kept_gradient(inputs.student_logits, evaluate, in_place=in_place), outputs
+        (total,) = kept_gradient(inputs.student_logits, evaluate, in_place=in_place)
+        return total, outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,11 @@ from typing import NamedTuple
 import torch
 
 
+def chunk_slots(chunk_id: torch.Tensor, chunk_count: int) -> torch.Tensor:
+    """int64 [T]: the chunk of each row, C for rows of no chunk, whose ids are negative."""
+    return torch.where(chunk_id >= 0, chunk_id, chunk_count).to(torch.int64)
+
+
 class ChunkRows(NamedTuple):
     """Rows of chunk c: ``order[offsets[c]:offsets[c + 1]]``, ascending. Made without a sync."""
 
@@ -22,7 +27,7 @@ class ChunkRows(NamedTuple):
     @classmethod
     def of(cls, chunk_id: torch.Tensor, chunk_count: int) -> ChunkRows:
         """From int64 [T], negative for rows of no chunk."""
-        slots = torch.where(chunk_id < 0, chunk_count, chunk_id)
+        slots = chunk_slots(chunk_id, chunk_count)
         order = torch.argsort(slots, stable=True).int()
         sizes = torch.zeros(chunk_count + 1, dtype=torch.int32, device=chunk_id.device)
         sizes.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))

@@ -15,8 +15,7 @@ from megatron_ext.distributed import shard_collectives as collectives
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed import vocab_parallel as vp
 from megatron_ext.losses import LOSS_REGISTRY, LossOutput, TargetKind
-from megatron_ext.ops.selected_log_prob import top_columns
-from megatron_ext.ops.top_log_probs import top_log_probs
+from megatron_ext.ops.top_columns import top_columns, top_log_probs
 from tests.distributed.hidden_state_cases import hidden_states, likelihoods
 from tests.distributed.partition_cases import CASES as PARTITION_CASES
 from tests.distributed.partition_cases import completed

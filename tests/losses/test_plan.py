@@ -129,7 +129,7 @@ def test_a_term_of_weight_0_is_measured_all_the_same(name: str, term: str) -> No
 
 
 @pytest.mark.parametrize("name", ["gold", "uld", "projected_kl", "vocab_kl", "mined"])
-def test_a_gradient_that_was_announced_is_not_scaled(
+def test_a_gradient_of_the_expected_scale_is_not_scaled_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factors: list[torch.Tensor] = []
@@ -138,7 +138,7 @@ def test_a_gradient_that_was_announced_is_not_scaled(
         factors.append(scale.clone())
         return scale_rows_(gradient, scale)
 
-    monkeypatch.setattr("megatron_ext.ops.unit_gradient.handing_over.scale_rows_", record)
+    monkeypatch.setattr("megatron_ext.ops.unit_gradient.scale_rows_", record)
     inputs = leaf(CASES[name].build(CASES[name].batch(), PADDING))
     parts = {"kd/a": parts_of(name, inputs)["kd/a"]}
     LossPlan(parts=parts, term_weights=TERMS).loss(COUNTS).total.backward()

@@ -36,7 +36,7 @@ def compiles(
     Each in the first of its variants; in all of them with ``MEGATRON_EXT_ALL_TEXT``.
 
     Args:
-        module: As in ``megatron_ext.ops.<module>.triton_kernels``.
+        module: As in ``megatron_ext.ops.<module>``.
         variants: What to compile; a kernel may be there several times.
         containing: What their PTX must contain.
     """
@@ -90,7 +90,7 @@ def _compile(module: str, variants: list[Variant], containing: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernels = importlib.import_module(f"megatron_ext.ops.{module}.triton_kernels")
+    kernels = importlib.import_module(f"megatron_ext.ops.{module}")
     for name, types, constants in variants:
         kernel = getattr(kernels, name)
         plain = {argument: kind.removesuffix(":16") for argument, kind in types.items()}

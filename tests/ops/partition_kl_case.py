@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from megatron_ext.ops.divergence import DivergenceOptions
 from megatron_ext.ops.partition_kl import (
     ChainRows,
     Chains,
+    PartitionPlan,
+    PartitionValues,
     SingleRows,
-    partition_kl,
+    evaluate_partition_kl,
     partition_kl_reference,
     shared_columns,
 )
 from megatron_ext.ops.partition_kl.reference import ReferenceChunk
+from megatron_ext.ops.unit_gradient import kept_gradient
 from tests.losses.microbatch import columns, vocab_shard
 
 Sizes = Sequence[tuple[int, int]]
@@ -109,64 +113,68 @@ class Case:
     def run(
         self,
         *,
-        op: Callable[..., Any] = partition_kl,
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
         logits: torch.Tensor | None = None,
         padding: tuple[int, int] = (0, 0),
         strided: bool = False,
         backward: bool = True,
-        rank: int = 0,
-        ranks: int = 1,
-        group: Any = None,
+        shards: tuple[int, int, Any] = (0, 1, None),
+        in_place: bool = False,
+        counted: torch.Tensor | None = None,
         **options: Any,
-    ) -> tuple[Any, torch.Tensor]:
+    ) -> tuple[PartitionValues, torch.Tensor]:
         """What the op says on one rank's columns, and the gradient of the weighted sum.
 
         Args:
             logits: The student's columns as they are; None: made of the case.
             strided: Rows lie further apart than they are wide.
             backward: Else the gradient is empty.
+            shards: Rank, ranks and their group.
+            options: ``DivergenceOptions``, and others of ``evaluate_partition_kl``.
         """
-        student = vocab_shard(self.student_logits.shape[1], padding[0], rank, ranks, group)
-        teacher = vocab_shard(self.teacher_logits.shape[1], padding[1], rank, ranks, group)
+        student = vocab_shard(self.student_logits.shape[1], padding[0], *shards)
+        teacher = vocab_shard(self.teacher_logits.shape[1], padding[1], *shards)
         leaf = columns(self.student_logits, student).to(device, dtype).requires_grad_()
         if logits is None:
             # A tensor that can be overwritten, unlike a leaf.
             logits = torch.nn.functional.pad(leaf, (0, 5 if strided else 0))[:, : leaf.shape[1]]
         common = torch.tensor(self.shared, dtype=torch.int64, device=device).reshape(-1, 2)
-        options = {"counted": torch.ones(len(self.chains), dtype=torch.bool)} | options
+        first = [[chunk.student_rows[0], chunk.teacher_rows[0]] for chunk in self.singles]
+        rows = torch.tensor(first, dtype=torch.int64, device=device).reshape(-1, 2)
+        if counted is None:
+            counted = torch.ones(len(self.chains), dtype=torch.bool)
+        names = ("temperature", "direction", "mixture")
+        plan = PartitionPlan(
+            SingleRows(*rows.t().contiguous()),
+            shared_columns(common[:, 0], common[:, 1], student, teacher),
+            chains_of(self.chains, device),
+            counted.to(device),
+            student,
+            teacher,
+            DivergenceOptions(**{name: options.pop(name) for name in names if name in options}),
+        )
         options = {
             name: value.to(device) if torch.is_tensor(value) else value
-            for name, value in options.items()
+            for name, value in ({"announced": self.weights()} | options).items()
         }
-        out = op(
-            logits,
-            columns(self.teacher_logits, teacher).to(device, dtype),
-            singles=SingleRows(
-                *(
-                    torch.tensor([rows[0] for rows in side], dtype=torch.int64, device=device)
-                    for side in (
-                        [chunk.student_rows for chunk in self.singles],
-                        [chunk.teacher_rows for chunk in self.singles],
-                    )
-                )
-            ),
-            shared=shared_columns(common[:, 0], common[:, 1], student, teacher),
-            chains=chains_of(self.chains, device),
-            student_shard=student,
-            teacher_shard=teacher,
-            **options,
-        )
+        found: list[PartitionValues] = []
+
+        def evaluate(whole: torch.Tensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor]:
+            values = evaluate_partition_kl(
+                whole,
+                columns(self.teacher_logits, teacher).to(device, dtype),
+                plan,
+                gradient=gradient,
+                **options,
+            )
+            found.append(values)
+            return (values.divergences().sum(),)
+
+        (total,) = kept_gradient(logits, evaluate, in_place=in_place)
         if not backward:
-            return out, leaf.new_empty(0)
-        if op is partition_kl:
-            divergence = torch.cat([side.divergence for side in out])
-            total = (divergence * self.weights().to(divergence)).sum()
-        else:
-            total = out
-        (grad,) = torch.autograd.grad(total, leaf)
-        return out, grad
+            return found[0], leaf.new_empty(0)
+        return found[0], torch.autograd.grad(total, leaf)[0]
 
 
 def chains_of(chunks: Sequence[ReferenceChunk], device: torch.device | str = "cpu") -> Chains:

@@ -20,7 +20,7 @@ from megatron_ext.ops.sorted_l1 import (
     sorted_l1_reference,
 )
 from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
-from megatron_ext.ops.sorted_l1.selection import largest_columns
+from megatron_ext.ops.top_columns import largest_columns
 from tests.ops.chunk_pair import FEW, MANY, ChunkPair
 from tests.ops.kernel_case import DEVICE, DTYPES, assert_as_exact, nan_filled, rounding
 

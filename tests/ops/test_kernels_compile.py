@@ -28,7 +28,7 @@ def test_softmax_statistics() -> None:
     }
     flags = {"HAS_MEMBERS": True, "HAS_READ": True, "HAS_TEMPERATURE": True, "BLOCK": 4096}
     compiles(
-        "softmax_statistics",
+        "softmax_statistics.triton_kernels",
         [("row_statistics_kernel", {"logits_ptr": kind, **types}, flags) for kind in LOGITS],
     )
 
@@ -36,7 +36,7 @@ def test_softmax_statistics() -> None:
 def test_unit_gradient() -> None:
     types = {"scale_ptr": "*fp32", "row_stride": "i32", "width": "i32"}
     compiles(
-        "unit_gradient",
+        "unit_gradient_kernels",
         [
             ("scale_rows_kernel", {"gradient_ptr": kind, **types}, {"BLOCK": 8192})
             for kind in LOGITS
@@ -55,7 +55,7 @@ def test_chunk_distributions() -> None:
     types = _mean_rows("first_chunk", "row_stride", "width", "valid_width") | {"out_ptr": "*fp32"}
     flags = {"HAS_TEMPERATURE": True, "BLOCK": 4096}
     compiles(
-        "chunk_distributions",
+        "chunk_distributions.triton_kernels",
         [("chunk_means_kernel", {"logits_ptr": kind, **types}, flags) for kind in LOGITS],
     )
 
@@ -87,7 +87,7 @@ def test_sorted_l1() -> None:
         write |= {"kept_ptr": kind, "gradient_ptr": kind, "weight": "fp32"}
         write |= {"base_ptr": "*fp32", "scale_ptr": "*fp32"}
         variants.append(("write_chosen_kernel", write, flags | {"HAS_BASE": True}))
-    compiles("sorted_l1", variants)
+    compiles("sorted_l1.triton_kernels", variants)
 
 
 def test_token_likelihood() -> None:
@@ -110,7 +110,7 @@ def test_token_likelihood() -> None:
     alone = {"members_ptr": None, "HAS_MEMBERS": False, "HAS_TEMPERATURE": False, "BLOCK": 4096}
     del types["members_ptr"]
     variants += [("token_gradient_kernel", {**pointers, **types}, alone)]
-    compiles("token_likelihood", variants)
+    compiles("token_likelihood.triton_kernels", variants)
 
 
 def test_vocab_kl() -> None:
@@ -149,7 +149,7 @@ def test_vocab_kl() -> None:
         for direction, sums, gradient in passes:
             parts = {"DIRECTION": direction, "HAS_SUMS": sums, "HAS_GRADIENT": gradient}
             variants += [("vocab_kl_kernel", {**pair, **sweep}, {**parts, **flags})]
-    compiles("vocab_kl", variants)
+    compiles("vocab_kl.triton_kernels", variants)
 
 
 def test_partition_kl() -> None:
@@ -207,7 +207,7 @@ def test_partition_kl() -> None:
             passes = {"DIRECTION": direction, "STORES_SUMS": sums, "STORES_GRADIENT": gradient}
             flags = {**passes, "HAS_LABELS": labels, **flags}
             variants += [("single_rows_kernel", both | written | single, flags)]
-    compiles("partition_kl", variants)
+    compiles("partition_kl.triton_kernels", variants)
 
 
 def test_matched_divergence() -> None:
@@ -238,12 +238,12 @@ def test_matched_divergence() -> None:
         for kernel, left_out in (("compare_kernel", _NOT_COMPARED), ("gradient_kernel", _VALUES)):
             taken = {name: value for name, value in own.items() if name not in left_out}
             variants.append((kernel, taken, flags))
-    compiles("matched_divergence", variants)
+    compiles("matched_divergence.triton_kernels", variants)
 
 
 @pytest.mark.parametrize("variants", [sum_variants, sweep_variants])
 def test_projected_kl(variants: Callable[[], list[Variant]]) -> None:
-    compiles("projected_kl", variants())
+    compiles("projected_kl.triton_kernels", variants())
 
 
 @pytest.mark.parametrize(("module", "variant"), wide_variants())

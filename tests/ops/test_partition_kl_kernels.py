@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.objective import kept_gradient
-from megatron_ext.ops.partition_kl import PartitionValues, evaluate_partition_kl
 from tests.ops.kernel_case import (
     DEVICE,
     DTYPES,
@@ -43,11 +41,8 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def run(case: Case, dtype: torch.dtype, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Divergences and the gradient of their weighted sum by the kernels."""
-    weights = case.weights()
-    out, grad = case.run(
-        dtype=dtype, device=DEVICE, announced=weights, implementation="triton", **options
-    )
-    return torch.cat([side.divergence for side in out]).detach().cpu(), grad.cpu()
+    out, grad = case.run(dtype=dtype, device=DEVICE, implementation="triton", **options)
+    return out.divergences().cpu(), grad.cpu()
 
 
 def check(case: Case, dtype: torch.dtype, **options: Any) -> None:
@@ -93,14 +88,13 @@ def test_kernels_agree_with_torch_on_extreme_logits(direction: str) -> None:
     case.teacher_logits[:, 1:4] = -torch.inf
     case.student_logits[3] += 1e4
     case = case.to(torch.float32).to(torch.float64)
-    options = {"direction": direction, "announced": case.weights()}
-    truth, true_grad = case.run(**options)
-    exact = torch.cat([side.divergence for side in truth]).detach()
-    plain, _ = case.run(dtype=torch.float32, **options)
+    truth, true_grad = case.run(direction=direction)
+    exact = truth.divergences()
+    plain, _ = case.run(dtype=torch.float32, direction=direction)
     value, grad = run(case, torch.float32, direction=direction)
     assert grad.isfinite().all()
     assert (grad[:, 4:9] == 0).all()
-    same = torch.cat([side.divergence for side in plain]).detach()
+    same = plain.divergences()
     assert_as_exact(value, same, exact, slack=2e-6)
     # Slopes as large as the divergence, which is up to 87, cancel in the gradient.
     largest = max(float(exact.max()), 1.0) * torch.finfo(torch.float32).eps
@@ -138,10 +132,9 @@ def test_the_gradient_can_be_written_over_the_logits(implementation: str, stride
         dtype=torch.float32,
         in_place=True,
         strided=strided,
-        announced=case.weights(),
         implementation=implementation,
     )
-    found = torch.cat([side.divergence for side in again]).detach().cpu()
+    found = again.divergences().cpu()
     torch.testing.assert_close(found, value, rtol=0, atol=2e-6)
     torch.testing.assert_close(overwritten.cpu(), grad, rtol=0, atol=2e-6)
 
@@ -174,7 +167,7 @@ def test_values_without_a_gradient_are_those_with_one() -> None:
                 implementation="triton",
                 backward=False,
             )
-        found = torch.cat([side.divergence for side in out]).cpu()
+        found = out.divergences().cpu()
         torch.testing.assert_close(found, with_gradient, rtol=0, atol=1e-6)
 
 
@@ -182,11 +175,11 @@ def test_rests_and_agreement_are_those_of_torch() -> None:
     case = Case.random(seed=3, sizes=((1, 1),) * 6 + ((1, 2),))
     by_kernel, _ = case.run(dtype=torch.float32, device=DEVICE, implementation="triton")
     by_torch, _ = case.run(dtype=torch.float32, device=DEVICE, implementation="torch")
-    for one, other in zip(by_kernel, by_torch, strict=True):
+    for one, other in zip(by_kernel[:2], by_torch[:2], strict=True):
         torch.testing.assert_close(one.student_rest, other.student_rest, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(one.teacher_rest, other.teacher_rest, rtol=1e-5, atol=1e-7)
         assert torch.equal(one.agreement, other.agreement)
-    assert 0 < int(by_kernel[0].agreement.sum()) < 6
+    assert 0 < int(by_kernel.singles.agreement.sum()) < 6
 
 
 @pytest.mark.usefixtures("nan_filled")
@@ -210,43 +203,26 @@ def test_cross_entropy_rides_along(direction: str, temperature: float, implement
         losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
         terms = (taught * case.weights()).sum(), (losses * weight.to(dtype)).sum()
         total = terms[0] + terms[1]
-        return total.detach(), torch.autograd.grad(total, logits)[0]
+        return taught.detach(), torch.autograd.grad(total, logits)[0]
 
     exact, same = truth(torch.float64), truth(torch.float32)
     device_labels, ce_weight = labels.to(DEVICE), weight.float().to(DEVICE)
-    found: list[PartitionValues] = []
-
-    def fused(logits: torch.Tensor, teacher: torch.Tensor, **wanted: Any) -> torch.Tensor:
-        def evaluate(whole: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-            values = evaluate_partition_kl(
-                whole,
-                teacher,
-                labels=device_labels,
-                ce_weight=ce_weight,
-                gradient=gradient,
-                **wanted,
-            )
-            found.append(values)
-            tokens = torch.where(ce_weight == 0, 0.0, values.token_loss * ce_weight)
-            return (values.divergences() * wanted["announced"]).sum() + tokens.sum()
-
-        return kept_gradient(logits, evaluate)
-
-    loss, grad = case.run(
-        op=fused,
+    values, grad = case.run(
         device=DEVICE,
         dtype=torch.float32,
         padding=(3, 9),
-        announced=case.weights().float(),
+        labels=device_labels,
+        ce_weight=ce_weight,
         implementation=implementation,
         **options,
     )
-    assert_as_exact(loss.detach().cpu(), same[0], exact[0], slack=2e-6)
+    token_loss = values.token_loss
+    assert token_loss is not None
+    divergences = values.divergences().cpu()
+    assert_as_exact(divergences, same[0], exact[0], slack=2e-6)
     assert_as_exact(grad[:, :vocab].cpu(), same[1], exact[1], slack=2e-6)
     assert (grad[:, vocab:] == 0).all()
     losses = torch.nn.functional.cross_entropy(case.student_logits, labels, reduction="none")
-    token_loss = found[0].token_loss
-    assert token_loss is not None
     torch.testing.assert_close(token_loss.cpu().double(), losses, rtol=1e-6, atol=1e-6)
     assert token_loss[2] == 0
 

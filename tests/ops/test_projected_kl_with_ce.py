@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses.objective import kept_gradient
 from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.projected_kl import (
@@ -21,6 +20,7 @@ from megatron_ext.ops.projected_kl import (
     evaluate_projected_kl,
     projected_kl_with_ce_reference,
 )
+from megatron_ext.ops.unit_gradient import kept_gradient
 from tests.ops.kernel_case import assert_as_exact, nan_filled
 from tests.ops.projected_kl_case import Case, column_plan, paired_projection
 
@@ -69,7 +69,7 @@ def fused(
     rows = torch.nn.functional.pad(case.projection.float(), (0, 0, 0, padding))
     found: list[ProjectedKL] = []
 
-    def evaluate(whole: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    def evaluate(whole: torch.Tensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor]:
         values = evaluate_projected_kl(
             whole,
             case.teacher_logits.to(logits.dtype),
@@ -93,9 +93,11 @@ def fused(
         found.append(values)
         assert values.token_loss is not None
         chunks = torch.where(ANNOUNCED == 0, 0.0, values.chunk_loss * ANNOUNCED)
-        return chunks.sum() + torch.where(WEIGHTS == 0, 0.0, values.token_loss * WEIGHTS).sum()
+        tokens = torch.where(WEIGHTS == 0, 0.0, values.token_loss * WEIGHTS)
+        return (chunks.sum() + tokens.sum(),)
 
-    return kept_gradient(logits, evaluate, in_place=in_place), found[0]
+    (total,) = kept_gradient(logits, evaluate, in_place=in_place)
+    return total, found[0]
 
 
 @pytest.mark.usefixtures("nan_filled")

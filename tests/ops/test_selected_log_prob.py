@@ -10,9 +10,8 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.selected_log_prob import (
     selected_log_prob,
     selected_log_prob_reference,
-    sort_keys,
-    top_columns,
 )
+from megatron_ext.ops.top_columns import sort_keys, top_columns
 
 
 def _inputs(rows: int = 9, vocab: int = 37, k: int = 5) -> tuple[torch.Tensor, torch.Tensor]:

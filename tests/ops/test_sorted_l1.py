@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.sorted_l1 import sorted_l1, sorted_l1_reference
-from megatron_ext.ops.sorted_l1.selection import largest_columns
+from megatron_ext.ops.top_columns import largest_columns
 
 SIZES = {
     "a larger student": (5, 37, 23),

@@ -12,13 +12,15 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.targets import topk_log_probs, topk_targets
 from megatron_ext.ops.implementation import Implementation
-from megatron_ext.ops.selected_log_prob import sort_keys
-from megatron_ext.ops.top_log_probs import top_log_probs, top_log_probs_reference
-from megatron_ext.ops.top_log_probs.function import _local_keys, _merged
-from megatron_ext.ops.top_log_probs.packed_key import (
+from megatron_ext.ops.top_columns import (
+    _local_keys,
+    _merged,
     key_columns,
     key_values,
     pack_pair,
+    sort_keys,
+    top_log_probs,
+    top_log_probs_reference,
     unpack_pair,
 )
 from tests.ops.kernel_case import DEVICE, DTYPES, nan_filled

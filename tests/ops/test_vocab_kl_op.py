@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.vocab_kl import VocabKL, vocab_kl, vocab_kl_reference
+from megatron_ext.ops.vocab_kl import VocabKLValues, vocab_kl, vocab_kl_reference
 
 DIRECTIONS = ("forward", "reverse", "jensen_shannon")
 
@@ -26,7 +26,7 @@ def _run(
     dtype: torch.dtype = torch.float64,
     weights: torch.Tensor | None = None,
     **options: Any,
-) -> tuple[VocabKL, torch.Tensor]:
+) -> tuple[VocabKLValues, torch.Tensor]:
     """The op on padded logits, and the gradient of the real columns."""
     vocab = student.shape[-1]
     padded = [

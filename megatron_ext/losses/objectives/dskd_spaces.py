@@ -18,7 +18,7 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum, copy_to_s
 from megatron_ext.distributed.vocab_parallel import VocabShard, row_slices
 from megatron_ext.errors import LossError
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
-from megatron_ext.ops.unit_gradient import hand_over_chunks
+from megatron_ext.ops.unit_gradient import transfer
 
 
 class Spaces(NamedTuple):
@@ -174,7 +174,7 @@ class _TermsBySlice(torch.autograd.Function):
         if logits is not None:
             slots = torch.full_like(logits[:, 0], len(rows), dtype=torch.int64)
             slots[rows] = torch.arange(len(rows), device=rows.device)
-            logits = hand_over_chunks(logits, grad, announced, slots)
+            logits = transfer(logits, grad, announced, slots=slots)
         others = (
             None if value is None else value * scale for value in (onto_student, onto_teacher)
         )

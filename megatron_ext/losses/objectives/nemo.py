@@ -35,7 +35,7 @@ from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.matched_columns import MatchedColumns
 from megatron_ext.losses.projection_shard import ProjectionShard
-from megatron_ext.ops.chunk_reduce import chunk_sizes, chunk_slots
+from megatron_ext.ops.chunk_rows import chunk_slots
 from megatron_ext.ops.matched_divergence import onto_student_columns
 from megatron_ext.ops.sorted_l1 import sorted_l1
 
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 def chunk_means(values: torch.Tensor, chunk_id: torch.Tensor, chunk_count: int) -> torch.Tensor:
     """Mean [C, K] of ``values`` [T, K] over the rows of each chunk, by autograd; ids as usual."""
     slots = chunk_slots(chunk_id, chunk_count)
-    sizes = chunk_sizes(slots, chunk_count, values.dtype)
+    sizes = values.new_zeros(chunk_count + 1).index_add_(0, slots, torch.ones_like(values[:, 0]))
     sums = values.new_zeros(chunk_count + 1, values.shape[-1]).index_add(0, slots, values)
-    return (sums / sizes[:, None])[:-1]
+    return (sums / sizes.clamp_(min=1)[:, None])[:-1]
 
 
 _EPSILON = 1e-10

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -29,16 +29,24 @@ from megatron_ext.losses.objective import (
 )
 from megatron_ext.losses.objectives.chunk_likelihood import labelled_chunks
 from megatron_ext.losses.vocabulary_match import VocabularyMatch, singles_as_chains, topk_masses
-from megatron_ext.ops.divergence import Divergence, check_divergence
+from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
-from megatron_ext.ops.partition_kl import Comparison, evaluate_partition_kl, shared_columns
+from megatron_ext.ops.partition_kl import (
+    EventComparison,
+    PartitionPlan,
+    RowMasses,
+    evaluate_partition_kl,
+    shared_columns,
+)
 
 
 class ComparedEvents(NamedTuple):
     """The chunks of one microbatch, those of one token a side first."""
 
-    arguments: dict[str, Any]
-    """Of ``evaluate_partition_kl``, but for the student's logits."""
+    teacher: torch.Tensor | RowMasses
+    """As ``evaluate_partition_kl`` takes it."""
+
+    plan: PartitionPlan
 
     chunk: torch.Tensor
     """int64: the number of each chunk."""
@@ -121,18 +129,18 @@ class PartitionKLLoss(FusedObjective):
         assert inputs.alignment is not None
         weight = self._chunk_weight(inputs.alignment, torch.float32)
         used = torch.where(used_chunks(inputs)[events.chunk] & events.usable, 1.0, 0.0)
-        wanted: dict[str, Any] = {}
+        labels = label_weight = None
         if ce_scale is not None:
-            wanted = {
-                "labels": inputs.labels.flatten(),
-                "ce_weight": label_scales(inputs, ce_scale),
-            }
+            labels, label_weight = inputs.labels.flatten(), label_scales(inputs, ce_scale)
         values = evaluate_partition_kl(
             inputs.student_logits.flatten(0, 1),
-            **events.arguments,
+            events.teacher,
+            events.plan,
             announced=used * weight[events.chunk] * scale,
+            labels=labels,
+            ce_weight=label_weight,
             gradient=gradient,
-            **wanted,
+            implementation=self.implementation,
         )
         parts = values.singles, values.chains
         return Evaluated(self._output(inputs, parts, events), values.token_loss)
@@ -175,21 +183,20 @@ class PartitionKLLoss(FusedObjective):
             ones = torch.ones_like(completions.single_chunk, dtype=torch.bool)
             counted = torch.cat([ones, counted]) & is_known
         return ComparedEvents(
-            arguments={
-                "teacher": teacher.to_logits().flatten(0, 1) if masses is None else masses,
-                "singles": singles,
-                "shared": shared_columns(
+            teacher=teacher.to_logits().flatten(0, 1) if masses is None else masses,
+            plan=PartitionPlan(
+                singles,
+                shared_columns(
                     match.common_student, match.common_teacher, inputs.student_shard, teacher.shard
                 ),
-                "chains": chains,
-                "counted": counted,
-                "student_shard": inputs.student_shard,
-                "teacher_shard": teacher.shard,
-                "temperature": self.temperature,
-                "direction": self.direction,
-                "mixture": self.mixture,
-                "implementation": self.implementation,
-            },
+                chains,
+                counted,
+                inputs.student_shard,
+                teacher.shard,
+                DivergenceOptions(
+                    temperature=self.temperature, direction=self.direction, mixture=self.mixture
+                ),
+            ),
             chunk=torch.cat([completions.single_chunk, completions.chain_chunk]),
             usable=torch.cat([torch.ones_like(singles.student, dtype=torch.bool), counted]),
         )
@@ -202,7 +209,7 @@ class PartitionKLLoss(FusedObjective):
     def _output(
         self,
         inputs: DistillationInputs,
-        parts: tuple[Comparison, Comparison],
+        parts: tuple[EventComparison, EventComparison],
         events: ComparedEvents,
     ) -> LossOutput:
         """From singles and chains to chunks by number."""
@@ -240,8 +247,8 @@ class PartitionKLLoss(FusedObjective):
         return None
 
 
-def _joined(parts: tuple[Comparison, Comparison]) -> Comparison:
-    return Comparison(*(torch.cat(pair) for pair in zip(*parts, strict=True)))
+def _joined(parts: tuple[EventComparison, EventComparison]) -> EventComparison:
+    return EventComparison(*(torch.cat(pair) for pair in zip(*parts, strict=True)))
 
 
 def _check_completions(

@@ -1,4 +1,3 @@
-from megatron_ext.ops.chunk_distributions.loss_graph import with_graph
 from megatron_ext.ops.chunk_distributions.means import chunk_means, chunk_means_by_kernel
 from megatron_ext.ops.chunk_distributions.model_rows import (
     ModelRows,
@@ -19,6 +18,5 @@ __all__ = [
     "host_offsets",
     "pair_of_models",
     "row_scale",
-    "with_graph",
     "write_row_gradients",
 ]

@@ -1,5 +1,6 @@
 from megatron_ext.ops.divergence.function import (
     Divergence,
+    DivergenceOptions,
     check_divergence,
     divergence,
     divergence_terms,
@@ -9,6 +10,7 @@ from megatron_ext.ops.divergence.reference import divergence_reference
 
 __all__ = [
     "Divergence",
+    "DivergenceOptions",
     "check_divergence",
     "divergence",
     "divergence_reference",

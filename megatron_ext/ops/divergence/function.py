@@ -6,16 +6,30 @@ P is the teacher's distribution, Q the student's; equations are in the README.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_ext.errors import LossError
+from megatron_ext.ops.unit_gradient import kept_gradient
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
 """``forward``: KL(P || Q). ``reverse``: KL(Q || P). ``jensen_shannon``: of both to their
 mixture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DivergenceOptions:
+    """How two distributions are compared."""
+
+    temperature: float = 1.0
+    """tau of both models."""
+
+    direction: Divergence = "forward"
+
+    mixture: float = 0.5
+    """Weight of the teacher in the mixture of ``jensen_shannon``."""
 
 
 class DivergenceTerms(NamedTuple):
@@ -64,24 +78,17 @@ def divergence(
 
     Keeps one tensor [..., K] for backward. For K entries a row, not for a vocabulary.
     """
-    out: torch.Tensor = _Divergence.apply(log_p, log_q, direction, mixture)
-    return out
 
+    def evaluate(rows: torch.Tensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor]:
+        value, slope = divergence_terms(
+            torch.atleast_2d(log_p).flatten(0, -2), rows, direction, mixture
+        )
+        if gradient is not None:
+            gradient.copy_(slope)
+        return (value.sum(dim=-1),)
 
-class _Divergence(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, log_p: torch.Tensor, log_q: torch.Tensor, direction: Divergence, mixture: float
-    ) -> torch.Tensor:
-        value, slope = divergence_terms(log_p, log_q, direction, mixture)
-        ctx.save_for_backward(slope)
-        return value.sum(dim=-1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
-        (slope,) = ctx.saved_tensors
-        return None, slope * grad[..., None], None, None
+    (out,) = kept_gradient(torch.atleast_2d(log_q), evaluate)
+    return out.view(log_q.shape[:-1])
 
 
 def log1mexp(x: torch.Tensor) -> torch.Tensor:

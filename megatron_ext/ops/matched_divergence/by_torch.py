@@ -11,8 +11,7 @@ from megatron_ext.ops.matched_divergence.comparison import divergence_slope
 from megatron_ext.ops.matched_divergence.exchange import onto_student_columns
 from megatron_ext.ops.matched_divergence.matching import Matching
 from megatron_ext.ops.matched_divergence.values import Task, Values
-from megatron_ext.ops.sorted_l1.comparison import Compared, compare_sorted
-from megatron_ext.ops.sorted_l1.selection import Largest, select_largest
+from megatron_ext.ops.sorted_l1.comparison import Compared, Largest, compare_sorted, select_largest
 
 
 def evaluate_by_torch(task: Task) -> Values:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.chunk_distributions import with_graph
 from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.matched_divergence.comparison import Comparing
 from megatron_ext.ops.matched_divergence.evaluation import evaluate_matched_divergence
 from megatron_ext.ops.matched_divergence.matching import Matching
 from megatron_ext.ops.matched_divergence.values import MatchedDivergence
+from megatron_ext.ops.unit_gradient import kept_gradient
 
 
 def matched_divergence(
@@ -41,9 +41,9 @@ def matched_divergence(
     student_rows = ChunkRows.of(student_chunk_id, chunk_count)
     teacher_rows = ChunkRows.of(teacher_chunk_id, chunk_count)
 
-    def evaluate(gradient: torch.Tensor | None) -> MatchedDivergence:
+    def evaluate(logits: torch.Tensor, gradient: torch.Tensor | None) -> MatchedDivergence:
         return evaluate_matched_divergence(
-            student_logits.detach(),
+            logits,
             teacher_logits.detach(),
             student_rows=student_rows,
             teacher_rows=teacher_rows,
@@ -56,11 +56,11 @@ def matched_divergence(
             implementation=implementation,
         )
 
-    outputs = with_graph(
+    outputs = kept_gradient(
         student_logits,
         evaluate,
-        student_rows.slots,
-        announced=announced,
+        grad_scale=announced,
+        slots=student_rows.slots,
         in_place=in_place,
         implementation=implementation,
     )

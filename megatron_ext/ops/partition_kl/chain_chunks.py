@@ -23,8 +23,8 @@ from megatron_ext.ops.partition_kl.event_divergence import (
     event_divergence,
     segment_top,
 )
-from megatron_ext.ops.partition_kl.plan import Plan
-from megatron_ext.ops.partition_kl.values import Comparison
+from megatron_ext.ops.partition_kl.plan import PartitionPlan
+from megatron_ext.ops.partition_kl.values import EventComparison
 
 
 class ChosenLogits(NamedTuple):
@@ -52,12 +52,12 @@ class ChosenLogits(NamedTuple):
 def compare_chains(
     student: ChosenLogits,
     teacher: ChosenLogits | RowMasses,
-    plan: Plan,
+    plan: PartitionPlan,
     announced: torch.Tensor | None,
     *,
     with_gradient: bool,
-) -> tuple[Comparison, ChosenLogits]:
-    """Comparison of the H chains without a graph, and the gradients of the student's numbers.
+) -> tuple[EventComparison, ChosenLogits]:
+    """EventComparison of the H chains without a graph, and the gradients of the student's numbers.
 
     Args:
         announced: [H] gradient of each divergence; a chain at 0 gets none. None: 1.
@@ -87,7 +87,7 @@ def compare_chains(
     )
 
 
-def _masses(logits: ChosenLogits, rows: ChainRows, plan: Plan) -> RowMasses:
+def _masses(logits: ChosenLogits, rows: ChainRows, plan: PartitionPlan) -> RowMasses:
     """Log-probabilities at the rows of the counted chains; the others hold something finite."""
     of_step = plan.counted[rows.step_chain]
     of_chosen = torch.cat([of_step, plan.counted[plan.chains.completion_chain]])
@@ -99,24 +99,16 @@ def _masses(logits: ChosenLogits, rows: ChainRows, plan: Plan) -> RowMasses:
     )
 
 
-def _compare(student: RowMasses, teacher: RowMasses, plan: Plan) -> Comparison:
+def _compare(student: RowMasses, teacher: RowMasses, plan: PartitionPlan) -> EventComparison:
     chains = plan.chains
     sides = [
         torch.cat(chain_masses(masses, rows, chains))
         for masses, rows in ((student, chains.student), (teacher, chains.teacher))
     ]
     segment, count = event_chains(chains), chains.chain_count
-    divergence, log_q, log_p = event_divergence(
-        sides[0],
-        sides[1],
-        segment,
-        count,
-        temperature=plan.temperature,
-        direction=plan.direction,
-        mixture=plan.mixture,
-    )
+    divergence, log_q, log_p = event_divergence(*sides, segment, count, plan.options)
     completions = len(chains.completion_chain)
-    return Comparison(
+    return EventComparison(
         torch.where(plan.counted, divergence, 0.0),
         log_q[completions:].exp(),
         log_p[completions:].exp(),

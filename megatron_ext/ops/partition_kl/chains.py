@@ -64,13 +64,3 @@ class Chains(NamedTuple):
     def chain_count(self) -> int:
         """H."""
         return len(self.completion_pointers) - 1
-
-
-def chunk_slots(single_row: torch.Tensor, chain_rows: ChainRows, rows: int) -> torch.Tensor:
-    """int64 [rows]: each row's chunk, of the C singles and then of the H chains; C + H for none."""
-    singles, chains = len(single_row), len(chain_rows.last_row)
-    slots = torch.full((rows,), singles + chains, dtype=torch.int64, device=single_row.device)
-    number = torch.arange(singles + chains, device=slots.device)
-    slots.index_copy_(0, single_row, number[:singles])
-    slots.index_copy_(0, chain_rows.step_row, chain_rows.step_chain + singles)
-    return slots.index_copy_(0, chain_rows.last_row, number[singles:])

@@ -1,7 +1,7 @@
 """Value and gradient of the partition KL without a graph. T rows, Vp local columns, C singles,
 H chains, R rows and N chosen columns of chains.
 
-``function.py`` puts this under autograd; equations and memory are in the README.
+Equations and memory are in the README; ``reference.py`` says the same chunk by chunk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.ops.divergence import Divergence
 from megatron_ext.ops.implementation import Implementation, uses_triton
 from megatron_ext.ops.partition_kl.chain_chunks import ChosenLogits, compare_chains
 from megatron_ext.ops.partition_kl.chain_gradient import (
@@ -21,10 +20,8 @@ from megatron_ext.ops.partition_kl.chain_gradient import (
     write_other_rows_,
 )
 from megatron_ext.ops.partition_kl.chain_masses import RowMasses
-from megatron_ext.ops.partition_kl.chains import Chains, SingleRows
 from megatron_ext.ops.partition_kl.chosen_columns import ChosenColumns
-from megatron_ext.ops.partition_kl.plan import Plan, TokenTerm
-from megatron_ext.ops.partition_kl.shared_columns import SharedColumns
+from megatron_ext.ops.partition_kl.plan import PartitionPlan, TokenTerm
 from megatron_ext.ops.partition_kl.single_chunks import (
     PartitionNorm,
     SingleChunks,
@@ -37,7 +34,7 @@ from megatron_ext.ops.partition_kl.split_statistics import (
     SplitStatistics,
     split_statistics,
 )
-from megatron_ext.ops.partition_kl.values import Comparison, PartitionValues
+from megatron_ext.ops.partition_kl.values import EventComparison, PartitionValues
 from megatron_ext.ops.row_lanes import (
     Lane,
     local_column,
@@ -52,16 +49,8 @@ from megatron_ext.ops.row_lanes import (
 def evaluate_partition_kl(
     student_logits: torch.Tensor,
     teacher: torch.Tensor | RowMasses,
+    plan: PartitionPlan,
     *,
-    singles: SingleRows,
-    shared: SharedColumns,
-    chains: Chains,
-    counted: torch.Tensor,
-    student_shard: VocabShard,
-    teacher_shard: VocabShard,
-    temperature: float = 1.0,
-    direction: Divergence = "forward",
-    mixture: float = 0.5,
     announced: torch.Tensor | None = None,
     labels: torch.Tensor | None = None,
     ce_weight: torch.Tensor | None = None,
@@ -72,8 +61,8 @@ def evaluate_partition_kl(
 
     Args:
         student_logits: [Ts, Vps], any float dtype, contiguous in its columns.
-        teacher: As ``partition_kl`` takes it; contiguous in its columns.
-        singles, shared, chains, counted: As ``partition_kl`` takes them.
+        teacher: Logits [Tt, Vpt], any float dtype, contiguous in its columns. Or what the teacher
+            gives the rows of the chains, the same on every rank; then there are no singles.
         announced: [C + H] gradient of each divergence, of the singles and then of the chains; a
             chunk at 0 gets none, whatever its rows hold. None: 1.
         labels: int64 [Ts]: cross-entropy of these tokens is evaluated too, at temperature 1;
@@ -94,17 +83,7 @@ def evaluate_partition_kl(
     Raises:
         LossError: Columns are not contiguous, or kernels were asked for and cannot run.
     """
-    plan = Plan(
-        singles,
-        shared,
-        chains,
-        counted,
-        student_shard,
-        teacher_shard,
-        temperature,
-        direction,
-        mixture,
-    )
+    singles, temperature = plan.singles, plan.options.temperature
     given = [student_logits.detach()]
     if isinstance(teacher, torch.Tensor):
         given.append(teacher.detach())
@@ -115,7 +94,7 @@ def evaluate_partition_kl(
         for number, logits in enumerate(given)
     ]
     merged = _merge(models, plan)
-    tokens, token_loss = _token_term(models[0], merged[0], labels, ce_weight, student_shard)
+    tokens, token_loss = _token_term(models[0], merged[0], labels, ce_weight, plan.student_shard)
 
     count = len(singles.student)
     first = second = None
@@ -133,7 +112,7 @@ def evaluate_partition_kl(
         )
         agreement = _agreement(models, merged, pair)
         divergences = swept_divergences if by_kernel else single_divergences
-        single = Comparison(
+        single = EventComparison(
             divergences(pair, first, gradient),
             pair.student.log_rest.exp(),
             pair.teacher.log_rest.exp(),
@@ -141,7 +120,7 @@ def evaluate_partition_kl(
         )
     else:
         none = merged[0].members.peak[:0]
-        single = Comparison(none, none, none, none.bool())
+        single = EventComparison(none, none, none, none.bool())
 
     chosen = [
         ChosenLogits.of(lanes.picked, lanes.at_chains(model), model.split.chosen)
@@ -159,7 +138,7 @@ def evaluate_partition_kl(
             models[0].split, merged[0].at_chains(models[0]), grads, merged[0].picked, tokens
         )
         write = sweep_other_rows_ if by_kernel else write_other_rows_
-        write(gradient, given[0], rows, student_shard)
+        write(gradient, given[0], rows, plan.student_shard)
     return PartitionValues(single, chain, token_loss)
 
 
@@ -191,7 +170,7 @@ class _Model(NamedTuple):
     def read(
         cls,
         logits: torch.Tensor,
-        plan: Plan,
+        plan: PartitionPlan,
         *,
         is_student: bool,
         labels: torch.Tensor | None,
@@ -208,7 +187,7 @@ class _Model(NamedTuple):
             logits,
             split,
             shard,
-            temperature=plan.temperature,
+            temperature=plan.options.temperature,
             every_row=has_labels,
             by_kernel=by_kernel,
         )
@@ -225,7 +204,7 @@ class _Model(NamedTuple):
             Lane(torch.where(here, picked, 0.0), here.to(picked.dtype)),
             label,
             column,
-            statistics.unscaled if has_labels and plan.temperature != 1.0 else None,
+            statistics.unscaled if has_labels and plan.options.temperature != 1.0 else None,
         )
 
 
@@ -259,7 +238,7 @@ class _Merged(NamedTuple):
         return LogSumExp(top, torch.logaddexp(*parts))
 
 
-def _merge(models: list[_Model], plan: Plan) -> list[_Merged]:
+def _merge(models: list[_Model], plan: PartitionPlan) -> list[_Merged]:
     """Two all-reduces for everything."""
     lanes = [
         (

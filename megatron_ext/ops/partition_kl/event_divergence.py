@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from megatron_ext.ops.divergence import Divergence, divergence_terms
+from megatron_ext.ops.divergence import DivergenceOptions, divergence_terms
 from megatron_ext.ops.index_sum import index_sum
+from megatron_ext.ops.unit_gradient import kept_gradient
 
 IMPOSSIBLE: Final = -1e9
 """Log-mass of an event that cannot happen: finite, so that sums and gradients of it are."""
@@ -28,10 +28,7 @@ def event_divergence(
     teacher: torch.Tensor,
     segment: torch.Tensor,
     count: int,
-    *,
-    temperature: float = 1.0,
-    direction: Divergence = "forward",
-    mixture: float = 0.5,
+    options: DivergenceOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """D(P || Q) [G] of each segment's events at a temperature.
 
@@ -44,46 +41,25 @@ def event_divergence(
     Returns:
         D [G]; log Q and log P [N] at the temperature, without a graph, -inf for what is no event.
     """
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _EventDivergence.apply(
-        student, teacher, segment, count, temperature, direction, mixture
-    )
-    return out
 
-
-class _EventDivergence(torch.autograd.Function):
-    """Keeps the derivative [N] alone. A segment whose gradient is 0 is not looked at."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        student: torch.Tensor,
-        teacher: torch.Tensor,
-        segment: torch.Tensor,
-        count: int,
-        temperature: float,
-        direction: Divergence,
-        mixture: float,
+    def evaluate(
+        events: torch.Tensor, gradient: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         log_q, log_p = (
-            segment_log_softmax(side / temperature, segment, count).masked_fill_(
+            segment_log_softmax(side / options.temperature, segment, count).masked_fill_(
                 side < IMPOSSIBLE / 2, -torch.inf
             )
-            for side in (student.detach(), teacher.to(student.dtype))
+            for side in (events[:, 0], teacher.to(events.dtype))
         )
-        terms = divergence_terms(log_p, log_q, direction, mixture)
-        total = index_sum(terms.slope, segment, count)
-        grad = (terms.slope - log_q.exp() * total[segment]).div_(temperature)
-        ctx.save_for_backward(grad, segment)
-        ctx.mark_non_differentiable(log_q, log_p)
+        terms = divergence_terms(log_p, log_q, options.direction, options.mixture)
+        if gradient is not None:
+            total = index_sum(terms.slope, segment, count)
+            slope = (terms.slope - log_q.exp() * total[segment]).div_(options.temperature)
+            gradient.copy_(slope[:, None])
         return index_sum(terms.value, segment, count), log_q, log_p
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_divergence: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        grad, segment = ctx.saved_tensors
-        weight = grad_divergence[segment]
-        grad = (weight * grad).masked_fill_(weight == 0, 0.0)
-        return grad, None, None, None, None, None, None
+    divergence, log_q, log_p = kept_gradient(student[:, None], evaluate, slots=segment)
+    return divergence, log_q, log_p
 
 
 def segment_top(values: torch.Tensor, segment: torch.Tensor, count: int) -> torch.Tensor:

@@ -7,24 +7,29 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
-from megatron_ext.ops.divergence import Divergence
+from megatron_ext.ops.divergence import DivergenceOptions
 from megatron_ext.ops.partition_kl.chains import Chains, SingleRows
 from megatron_ext.ops.partition_kl.shared_columns import SharedColumns
 
 
-class Plan(NamedTuple):
-    """Chunks, shards and options of one call."""
+class PartitionPlan(NamedTuple):
+    """What is compared in one call, and how."""
 
     singles: SingleRows
+    """Rows of chunks of one token a side."""
+
     shared: SharedColumns
+    """The tokens over which these are compared."""
+
     chains: Chains
+    """Rows and completions of the other chunks. No student row is in two chunks."""
+
     counted: torch.Tensor
-    """bool [H]"""
+    """bool [H]: chains to look at; the others have a divergence of 0."""
+
     student_shard: VocabShard
     teacher_shard: VocabShard
-    temperature: float
-    direction: Divergence
-    mixture: float
+    options: DivergenceOptions = DivergenceOptions()
 
 
 class TokenTerm(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp, row_slices, scaled_logits
 from megatron_ext.ops.divergence import divergence_terms
-from megatron_ext.ops.partition_kl.plan import Plan, TokenTerm
+from megatron_ext.ops.partition_kl.plan import PartitionPlan, TokenTerm
 from megatron_ext.ops.partition_kl.shared_columns import crossing_logits
 
 
@@ -56,7 +56,7 @@ class SingleChunks(NamedTuple):
 
     student_logits: torch.Tensor
     teacher_logits: torch.Tensor
-    plan: Plan
+    plan: PartitionPlan
     student: PartitionNorm
     teacher: PartitionNorm
     is_masked: torch.Tensor
@@ -93,7 +93,7 @@ def single_divergences(
     for part in chunks.slices(chunks.plan.student_shard.width):
         log_q, log_p = _log_probs(chunks, part)
         plan = chunks.plan
-        terms = divergence_terms(log_p, log_q, plan.direction, plan.mixture)
+        terms = divergence_terms(log_p, log_q, plan.options.direction, plan.options.mixture)
         sums = torch.stack([terms.value.sum(dim=-1), terms.slope.sum(dim=-1)])
         sums = all_reduce_sum(sums, plan.student_shard.group)
         rest_value, factors = rest_terms(chunks, part, sums[1], announced)
@@ -117,17 +117,19 @@ def rest_terms(
     plan = chunks.plan
     log_q = chunks.student.log_rest[part]
     log_p = chunks.teacher.log_rest[part].to(log_q.dtype)
-    rest = divergence_terms(log_p, log_q, plan.direction, plan.mixture)
+    rest = divergence_terms(log_p, log_q, plan.options.direction, plan.options.mixture)
     total = slope_sum + rest.slope
     weight = torch.ones_like(total) if announced is None else announced[part].to(total.dtype)
-    factors = torch.stack([total, rest.slope - log_q.exp() * total, weight / plan.temperature])
+    factors = torch.stack(
+        [total, rest.slope - log_q.exp() * total, weight / plan.options.temperature]
+    )
     return rest.value, factors
 
 
 def _log_probs(chunks: SingleChunks, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Log Q and log P [C', Vps] on this rank's shared student columns, -inf on the others."""
     plan = chunks.plan
-    partner, tau = plan.shared.partner.long(), plan.temperature
+    partner, tau = plan.shared.partner.long(), plan.options.temperature
     own = chunks.teacher_logits[plan.singles.teacher[part]]
     moved = own.index_select(1, partner.clamp(min=0))
     arrived = chunks.arrived(part)

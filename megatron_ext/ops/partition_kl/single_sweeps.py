@@ -39,7 +39,7 @@ def swept_divergences(
     values = torch.empty_like(chunks.student.log_rest)
     for part in chunks.slices():
         sweep = _Sweep(chunks, part)
-        if plan.direction == "forward" and gradient is not None:
+        if plan.options.direction == "forward" and gradient is not None:
             lost = all_reduce_sum(sweep.lost_mass(), group)
             shared_mass = -torch.expm1(chunks.teacher.log_rest[part]) - lost
             rest_value, factors = rest_terms(chunks, part, -shared_mass, announced)
@@ -89,8 +89,8 @@ class _Sweep:
             self._arrived.shape[1],
             width,
             count,
-            plan.temperature,
-            HAS_TEMPERATURE=plan.temperature != 1.0,
+            plan.options.temperature,
+            HAS_TEMPERATURE=plan.options.temperature != 1.0,
             HAS_ARRIVED=self._arrived.shape[1] > 0,
             BLOCK=small_block(width, SWEEP_CONFIGS[0].block),
             num_warps=SWEEP_CONFIGS[0].num_warps,
@@ -128,8 +128,8 @@ class _Sweep:
             chunks.student_logits.dtype,
             chunks.teacher_logits.dtype,
             plan.student_shard.width,
-            plan.direction,
-            plan.temperature != 1.0,
+            plan.options.direction,
+            plan.options.temperature != 1.0,
             gradient is not None,
             out is not None,
             self._tokens is not None,
@@ -184,13 +184,13 @@ class _Sweep:
             plan.student_shard.width,
             len(self._student_row),
             len(chunks.student_logits),
-            plan.temperature,
-            plan.mixture,
-            DIRECTION=_DIRECTIONS[plan.direction],
+            plan.options.temperature,
+            plan.options.mixture,
+            DIRECTION=_DIRECTIONS[plan.options.direction],
             STORES_SUMS=out is not None,
             STORES_GRADIENT=gradient is not None,
             HAS_LABELS=tokens is not None and gradient is not None,
-            HAS_TEMPERATURE=plan.temperature != 1.0,
+            HAS_TEMPERATURE=plan.options.temperature != 1.0,
             HAS_ARRIVED=self._arrived.shape[1] > 0,
             BLOCK=config.block,
             num_warps=config.num_warps,

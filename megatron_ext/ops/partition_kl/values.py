@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class Comparison(NamedTuple):
+class EventComparison(NamedTuple):
     """One number a chunk, replicated over the group; only ``divergence`` can have a graph."""
 
     divergence: torch.Tensor
@@ -25,10 +25,10 @@ class Comparison(NamedTuple):
 class PartitionValues(NamedTuple):
     """Without a graph, replicated over the group. C singles, H chains, T student rows."""
 
-    singles: Comparison
+    singles: EventComparison
     """[C]"""
 
-    chains: Comparison
+    chains: EventComparison
     """[H]"""
 
     token_loss: torch.Tensor | None

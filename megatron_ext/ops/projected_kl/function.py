@@ -18,7 +18,7 @@ from megatron_ext.ops.projected_kl.evaluation import evaluate_projected_kl
 from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries
 from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
 from megatron_ext.ops.projected_kl.values import Comparing, ProjectedKL
-from megatron_ext.ops.unit_gradient import hand_over_chunks
+from megatron_ext.ops.unit_gradient import kept_gradient
 
 
 def projected_kl(
@@ -75,10 +75,11 @@ def projected_kl(
         LossError: ``triton`` was asked for and cannot run, or ``in_place`` together with
             ``learned`` entries, whose gradient reads the logits in the backward.
     """
+    rows = ChunkRows.of(student_chunk_id, chunk_count)
     evaluate = partial(
         evaluate_projected_kl,
         teacher_logits=teacher_logits,
-        student_rows=ChunkRows.of(student_chunk_id, chunk_count),
+        student_rows=rows,
         teacher_rows=ChunkRows.of(teacher_chunk_id, chunk_count),
         projection=ShardedProjection(weight, weight_transposed, row_mass, reachable, plan),
         student_shard=student_shard,
@@ -86,49 +87,22 @@ def projected_kl(
         comparing=Comparing(temperature, direction, mixture, vocab_topk, diagnostics),
         implementation=implementation,
     )
-    with_graph = torch.is_grad_enabled()
-    if learned is not None and learned.value.requires_grad and with_graph:
+    if learned is not None and learned.value.requires_grad and torch.is_grad_enabled():
         if in_place:
             raise LossError(
                 "projected_kl cannot overwrite logits that learned entries read in the backward",
                 fix="leave out in_place",
             )
         return ProjectedKL(*_WithLearned.apply(student_logits, evaluate, *learned))
-    needed = with_graph and student_logits.requires_grad
-    return ProjectedKL(
-        *_ProjectedKL.apply(student_logits, evaluate, announced, needed, in_place, implementation)
+    values = kept_gradient(
+        student_logits,
+        lambda logits, gradient: evaluate(logits, gradient=gradient, announced=announced),
+        grad_scale=announced,
+        slots=rows.slots,
+        in_place=in_place,
+        implementation=implementation,
     )
-
-
-class _ProjectedKL(torch.autograd.Function):
-    """Keeps the gradient that the forward wrote, and hands it over (``ops/unit_gradient``)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        evaluate: partial[ProjectedKL],
-        announced: torch.Tensor | None,
-        needed: bool,
-        in_place: bool,
-        implementation: Implementation,
-    ) -> tuple[torch.Tensor | None, ...]:
-        gradient = _room_for_gradient(logits, needed, in_place)
-        out = evaluate(logits, gradient=gradient, announced=announced)
-        if in_place and needed:
-            # A reader of the logits that comes later is an error of autograd, not a wrong number.
-            torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(gradient, evaluate.keywords["student_rows"].slots, announced)
-        ctx.implementation = implementation
-        ctx.mark_non_differentiable(*(x for x in out[1:] if x is not None))
-        return tuple(out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        gradient, slots, announced = ctx.saved_tensors
-        out = hand_over_chunks(gradient, grad_loss, announced, slots, ctx.implementation)
-        return out, *[None] * 5
+    return ProjectedKL(*values)
 
 
 class _WithLearned(torch.autograd.Function):
@@ -163,9 +137,3 @@ class _WithLearned(torch.autograd.Function):
             entry_gradient=entry_gradient,
         )
         return gradient, None, entry_gradient.to(learned[0].dtype), None, None
-
-
-def _room_for_gradient(logits: torch.Tensor, needed: bool, in_place: bool) -> torch.Tensor | None:
-    if not needed:
-        return None
-    return logits.detach() if in_place else torch.empty_like(logits)

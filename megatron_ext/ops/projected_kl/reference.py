@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.ops.chunk_reduce.reference import chunk_mean_softmax_reference
+from megatron_ext.ops.chunk_distributions.reference import chunk_mean_softmax_reference
 from megatron_ext.ops.divergence.reference import divergence_reference
 
 

@@ -1,10 +1,4 @@
 from megatron_ext.ops.selected_log_prob.function import selected_log_prob
 from megatron_ext.ops.selected_log_prob.reference import selected_log_prob_reference
-from megatron_ext.ops.selected_log_prob.top_columns import sort_keys, top_columns
 
-__all__ = [
-    "selected_log_prob",
-    "selected_log_prob_reference",
-    "sort_keys",
-    "top_columns",
-]
+__all__ = ["selected_log_prob", "selected_log_prob_reference"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.chunk_distributions import with_graph
 from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.sorted_l1.evaluation import ChunkSortedL1, evaluate_sorted_l1
+from megatron_ext.ops.unit_gradient import kept_gradient
 
 
 def chunk_sorted_l1(
@@ -38,9 +38,9 @@ def chunk_sorted_l1(
     student_rows = ChunkRows.of(student_chunk_id, chunk_count)
     teacher_rows = ChunkRows.of(teacher_chunk_id, chunk_count)
 
-    def evaluate(gradient: torch.Tensor | None) -> ChunkSortedL1:
+    def evaluate(logits: torch.Tensor, gradient: torch.Tensor | None) -> ChunkSortedL1:
         return evaluate_sorted_l1(
-            student_logits.detach(),
+            logits,
             teacher_logits.detach(),
             student_rows=student_rows,
             teacher_rows=teacher_rows,
@@ -53,11 +53,11 @@ def chunk_sorted_l1(
             implementation=implementation,
         )
 
-    outputs = with_graph(
+    outputs = kept_gradient(
         student_logits,
         evaluate,
-        student_rows.slots,
-        announced=announced,
+        grad_scale=announced,
+        slots=student_rows.slots,
         in_place=in_place,
         implementation=implementation,
     )

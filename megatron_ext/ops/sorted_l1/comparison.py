@@ -11,13 +11,35 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.shard_collectives import gather_columns, group_size
-from megatron_ext.ops.sorted_l1.selection import Largest
+from megatron_ext.ops.top_columns import largest_columns
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _ROUNDING: Final = 8
 """Units in the last place within which two probabilities count as equal."""
+
+
+class Largest(NamedTuple):
+    """Candidates of this rank for the largest places, at least as many as are compared."""
+
+    values: torch.Tensor
+    """[C, K] in any order in which equal ones are in that of their columns; -1: no candidate."""
+
+    columns: torch.Tensor
+    """[C, K], any integer type."""
+
+    rest: torch.Tensor
+    """[C, 1] this rank's mass outside of them; exactly 0 where there is nothing outside."""
+
+
+def select_largest(values: torch.Tensor, count: int, excluded: torch.Tensor | None) -> Largest:
+    """``largest_columns`` with the sum of the others."""
+    chosen, columns = largest_columns(values, count, excluded)
+    rest = values.scatter(-1, columns, 0.0)
+    if excluded is not None:
+        rest.masked_fill_(excluded, 0.0)
+    return Largest(chosen, columns, rest.sum(dim=-1, keepdim=True))
 
 
 class Compared(NamedTuple):

@@ -22,7 +22,7 @@ from megatron_ext.ops.chunk_distributions import (
 )
 from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.implementation import Implementation, check_implementation, uses_triton
-from megatron_ext.ops.sorted_l1.comparison import compare_sorted
+from megatron_ext.ops.sorted_l1.comparison import compare_sorted, select_largest
 from megatron_ext.ops.sorted_l1.kernel_steps import (
     capacity_of,
     keep_chosen,
@@ -30,7 +30,6 @@ from megatron_ext.ops.sorted_l1.kernel_steps import (
     spread_centre,
     write_chosen,
 )
-from megatron_ext.ops.sorted_l1.selection import select_largest
 
 
 class ChunkSortedL1(NamedTuple):

@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.shard_collectives import group_size
 from megatron_ext.distributed.vocab_parallel import row_slices
-from megatron_ext.ops.sorted_l1.comparison import compare_sorted
-from megatron_ext.ops.sorted_l1.selection import select_largest
+from megatron_ext.ops.sorted_l1.comparison import compare_sorted, select_largest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.ops.chunk_distributions.model_rows import ModelRows
 from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, small_block
-from megatron_ext.ops.sorted_l1.selection import Largest
+from megatron_ext.ops.sorted_l1.comparison import Largest
 
 WRITING: Final = LaunchConfig(4096, 8)
 """For kernels that may write what they read, which cannot be timed on the caller's tensors."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.token_log_prob.evaluation import evaluate_cross_entropy
-from megatron_ext.ops.unit_gradient import hand_over
+from megatron_ext.ops.unit_gradient import kept_gradient
 
 
 class TokenPrediction(NamedTuple):
@@ -78,31 +77,12 @@ def token_prediction(
         LossError: The implementation is unknown or cannot run here.
     """
     check_implementation("token_log_prob", implementation)
-    wanted = logits.requires_grad and torch.is_grad_enabled()
-    outputs = _TokenLogProb.apply(
-        logits, token_id, shard, temperature, announced, wanted, in_place, implementation
-    )
-    return TokenPrediction(*outputs)
 
-
-class _TokenLogProb(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        token_id: torch.Tensor,
-        shard: VocabShard,
-        temperature: float,
-        announced: torch.Tensor | None,
-        wanted: bool,
-        in_place: bool,
-        implementation: Implementation,
+    def evaluate(
+        rows: torch.Tensor, gradient: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        gradient = None
-        if wanted:
-            gradient = logits.detach() if in_place else torch.empty_like(logits)
         out = evaluate_cross_entropy(
-            logits,
+            rows,
             token_id,
             shard,
             temperature=temperature,
@@ -111,16 +91,9 @@ class _TokenLogProb(torch.autograd.Function):
             gradient=gradient,
             implementation=implementation,
         )
-        if in_place and wanted:
-            torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(gradient, announced)
-        ctx.implementation = implementation
-        ctx.mark_non_differentiable(out.top_column)
         return -out.row_loss, out.top_column
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        gradient, announced = ctx.saved_tensors
-        out = hand_over(gradient, grad, announced, ctx.implementation)
-        return out, None, None, None, None, None, None, None
+    values = kept_gradient(
+        logits, evaluate, grad_scale=announced, in_place=in_place, implementation=implementation
+    )
+    return TokenPrediction(*values)

@@ -1,0 +1,193 @@
+"""The largest columns of rows, ties in the order of columns, and what normalises the rows.
+
+A column and its value travel as one int64 key, so that which of several equal values is taken does
+not depend on the layout. T rows, Vp local columns, K columns.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+
+from megatron_ext.distributed.shard_collectives import gather_columns, group_size
+from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_slices
+from megatron_ext.errors import LossError
+from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.softmax_statistics import row_statistics
+
+NO_KEY: Final = torch.iinfo(torch.int64).min
+"""Below the key of every value, -inf included."""
+
+_BITS: Final = 32
+_LOW: Final = (1 << _BITS) - 1
+
+
+def sort_keys(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """int64 keys that sort as (value, -id): values [..., V] in fp32, ids below 2^32 [..., V]."""
+    # 0.0 and -0.0 are equal, and not the same bits.
+    bits = (values.detach().float() + 0.0).view(torch.int32)
+    # The bits of negative numbers grow with their magnitude.
+    ordered = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).to(torch.int64)
+    return ordered.bitwise_left_shift_(_BITS).bitwise_or_(_LOW - ids)
+
+
+def key_columns(keys: torch.Tensor) -> torch.Tensor:
+    """int64: the columns that ``sort_keys`` was given."""
+    return _LOW - (keys & _LOW)
+
+
+def key_values(keys: torch.Tensor) -> torch.Tensor:
+    """fp32: the values that ``sort_keys`` was given."""
+    ordered = (keys >> _BITS).to(torch.int32)
+    # As ``sort_keys`` turned the bits of negative numbers around.
+    return torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
+
+
+def pack_pair(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """int64 of two fp32 tensors, bit for bit."""
+    high, low = (part.contiguous().view(torch.int32).to(torch.int64) for part in (first, second))
+    return (high << _BITS) | (low & _LOW)
+
+
+def unpack_pair(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two fp32 tensors of ``pack_pair``."""
+    low = packed & _LOW
+    # int64 to int32 by value: the upper half of the range is the negative numbers.
+    low = torch.where(low > 0x7FFFFFFF, low - (1 << _BITS), low)
+    high = packed >> _BITS
+    return high.to(torch.int32).view(torch.float32), low.to(torch.int32).view(torch.float32)
+
+
+def largest_columns(
+    values: torch.Tensor, count: int, excluded: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` largest of each row, descending, with their columns int64: [C, count] each.
+
+    Args:
+        values: [C, V], not negative.
+        count: At most V.
+        excluded: bool [V], columns that come last, with the value -1.
+
+    Deterministic, on a GPU as well: fp32 values of fewer than all columns are chosen by a key that
+    holds value and column; others by a stable sort.
+    """
+    if excluded is not None:
+        values = values.masked_fill(excluded, -1.0)
+    if values.dtype != torch.float32 or count == values.shape[1]:
+        ordered, columns = values.sort(dim=-1, descending=True, stable=True)
+        return ordered[:, :count], columns[:, :count]
+    keys = sort_keys(values, torch.arange(values.shape[1], device=values.device))
+    columns = key_columns(keys.topk(count, dim=-1).values)
+    return values.gather(-1, columns), columns
+
+
+def top_columns(
+    logits: torch.Tensor, k: int, shard: VocabShard, allowed: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Global columns of the ``k`` largest logits of each row, of equals the lowest columns.
+
+    Equal logits are common in bf16; so which columns are taken does not depend on the layout.
+
+    Args:
+        logits: [T, Vp], any float dtype, compared in fp32.
+        allowed: bool [Vp], the columns to choose from; None: all real ones.
+
+    Returns:
+        int64 [T, k], the largest first, -1 where fewer are allowed. The same on every rank. One
+        all-gather of int64 [T, min(k, Vp)].
+    """
+    everywhere = gather_columns(_local_keys(logits, k, shard, allowed), shard.group)
+    keys = everywhere.topk(min(k, everywhere.shape[-1]), dim=-1).values
+    columns = torch.where(keys == NO_KEY, -1, key_columns(keys))
+    return torch.nn.functional.pad(columns, (0, k - columns.shape[-1]), value=-1)
+
+
+class TopLogProbs(NamedTuple):
+    """The same on every rank, without a graph."""
+
+    token_id: torch.Tensor
+    """int64 [T, K]: global columns of the largest logits, of equals the lowest column first."""
+
+    logit: torch.Tensor
+    """fp32 [T, K], descending."""
+
+    normaliser: LogSumExp
+    """fp32 [T]: of all real columns over all shards, at temperature 1."""
+
+    @property
+    def log_prob(self) -> torch.Tensor:
+        """fp32 [T, K]"""
+        return (self.logit - self.normaliser.peak[:, None]) - self.normaliser.log_sum[:, None]
+
+
+def top_log_probs(
+    logits: torch.Tensor,
+    k: int,
+    shard: VocabShard,
+    *,
+    implementation: Implementation = "auto",
+) -> TopLogProbs:
+    """The ``k`` most probable tokens of each row, and the log-sum-exp of all.
+
+    Equal logits are common in bf16; which of them are kept does not depend on the layout.
+
+    Args:
+        logits: [T, Vp], any float dtype, compared and summed in fp32; contiguous in its columns.
+        k: At most the real vocabulary.
+        implementation: Of the normaliser, which is one read of the logits by kernel. The columns
+            are found by ``torch.topk``.
+
+    Collectives: one all-gather of int64 [T, min(k, Vp) + 1].
+
+    Raises:
+        LossError: ``k`` is not between 1 and the vocabulary, or the implementation cannot run.
+    """
+    check_implementation("top_log_probs", implementation)
+    if not 1 <= k <= shard.vocab_size:
+        raise LossError(
+            "no such number of most probable tokens",
+            got=k,
+            expected=f"1 to {shard.vocab_size}, the vocabulary",
+        )
+    logits = logits.detach()
+    statistics = row_statistics(logits, shard, with_column=False, implementation=implementation)
+    width = min(k, shard.width)
+    packed = pack_pair(statistics.peak[0].float(), statistics.total[0].float())
+    local = torch.cat([_local_keys(logits, k, shard), packed[:, None]], dim=-1)
+    everywhere = gather_columns(local, shard.group)
+    everywhere = everywhere.unflatten(-1, (group_size(shard.group), width + 1))
+    keys = everywhere[..., :width].flatten(1).topk(k, dim=-1).values
+    peak, total = unpack_pair(everywhere[..., width])
+    return TopLogProbs(key_columns(keys), key_values(keys), _merged(peak, total))
+
+
+def _local_keys(
+    logits: torch.Tensor, k: int, shard: VocabShard, allowed: torch.Tensor | None = None
+) -> torch.Tensor:
+    """int64 [T, min(k, Vp)]: this rank's largest keys, ``NO_KEY`` where fewer columns are left."""
+    excluded = shard.excluded_columns(logits.device, allowed)
+    ids = torch.arange(shard.start, shard.stop, device=logits.device)
+    width = min(k, shard.width)
+    local = torch.empty(len(logits), width, dtype=torch.int64, device=logits.device)
+    for rows in row_slices(*logits.shape, device=logits.device):
+        keys = sort_keys(logits[rows], ids)
+        if excluded is not None:
+            keys.masked_fill_(excluded, NO_KEY)
+        local[rows] = keys.topk(width, dim=-1).values
+    return local
+
+
+def _merged(peak: torch.Tensor, total: torch.Tensor) -> LogSumExp:
+    """Log-sum-exp [T] from every shard's [T, ranks], the same sums on every rank."""
+    # A shard of padding alone has total 0; its peak must not win over negative logits.
+    peak = peak.masked_fill(total == 0, -torch.inf)
+    top = peak.amax(dim=-1)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    return LogSumExp(top, (total * torch.exp(peak - top[:, None])).sum(dim=-1).log_())
+
+
+def top_log_probs_reference(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns [T, k] of the largest logits, of equals the first, and their log-probabilities."""
+    columns = torch.argsort(logits, dim=-1, descending=True, stable=True)[:, :k]
+    return columns, torch.log_softmax(logits, dim=-1).gather(-1, columns)

@@ -1,0 +1,159 @@
+"""Gradients that a forward writes: kept until the backward, and scaled to what arrives there.
+
+The operations of this package write the gradient of a loss in their forward, where logits and
+statistics are at hand, as if each chunk's or row's loss were to get the gradient 1 or a scale that
+the caller names. The backward multiplies each row by what it really gets over that scale. A row at
+1 costs nothing; another is read and written again, ``2 b Vp`` bytes of b each, as much as half of
+the loss. T rows, Vp local columns, C chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_ext.distributed.vocab_parallel import row_slices
+from megatron_ext.ops.implementation import Implementation, uses_triton
+
+_BLOCK: Final = 8192
+
+Evaluate = Callable[[torch.Tensor, torch.Tensor | None], Sequence[torch.Tensor | None]]
+"""From logits [T, Vp] without a graph, and room [T, Vp] for their gradient or None, to values. The
+first has a graph: a scalar, or one number for each row or chunk."""
+
+
+def kept_gradient(
+    logits: torch.Tensor,
+    evaluate: Evaluate,
+    *,
+    grad_scale: torch.Tensor | float | None = None,
+    slots: torch.Tensor | None = None,
+    in_place: bool = False,
+    implementation: Implementation = "auto",
+) -> tuple[Any, ...]:
+    """What ``evaluate`` returns, with a graph from the first of it to the logits.
+
+    Args:
+        logits: [..., Vp], any float dtype, of T rows.
+        evaluate: Called once. It may write the gradient over the logits that it is given.
+        grad_scale: The upstream gradient for which ``evaluate`` writes, of the shape of the first
+            value or a scalar; None: 1. Another one costs a pass over the gradient. What has the
+            scale 0 gets no gradient.
+        slots: int64 [T]: the chunk of each row, C for none, where the first value is [C].
+        in_place: Overwrite the logits, which nobody reads afterwards, with their gradient. Whoever
+            has saved them for a backward of its own gets an error of autograd.
+
+    Keeps the gradient, in the logits' dtype, and no logits; nothing without grad mode. Collectives:
+    those of ``evaluate``, none in the backward.
+    """
+    needed = logits.requires_grad and torch.is_grad_enabled()
+    values: tuple[Any, ...] = _KeptGradient.apply(
+        logits, evaluate, grad_scale, slots, needed, in_place, implementation
+    )
+    return values
+
+
+class _KeptGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        evaluate: Evaluate,
+        grad_scale: torch.Tensor | float | None,
+        slots: torch.Tensor | None,
+        needed: bool,
+        in_place: bool,
+        implementation: Implementation,
+    ) -> tuple[torch.Tensor | None, ...]:
+        given = logits.detach()
+        whole = given if given.ndim == 2 else given.contiguous()
+        rows, is_copy = whole.flatten(0, -2), whole is not given
+        gradient = None
+        if needed:
+            gradient = rows if in_place or is_copy else torch.empty_like(rows)
+        values = tuple(evaluate(rows, gradient))
+        if needed and in_place and not is_copy and logits.numel():
+            # A reader of the logits that comes later is an error of autograd, not a wrong number.
+            torch.autograd.graph.increment_version(logits)
+        ctx.save_for_backward(gradient, slots)
+        ctx.grad_scale, ctx.shape, ctx.implementation = grad_scale, logits.shape, implementation
+        ctx.mark_non_differentiable(*(value for value in values[1:] if value is not None))
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        gradient, slots = ctx.saved_tensors
+        out = transfer(
+            gradient, grad, ctx.grad_scale, slots=slots, implementation=ctx.implementation
+        )
+        return out.view(ctx.shape), *[None] * 6
+
+
+def transfer(
+    gradient: torch.Tensor,
+    grad: torch.Tensor,
+    grad_scale: torch.Tensor | float | None,
+    *,
+    slots: torch.Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> torch.Tensor:
+    """``gradient`` [T, Vp], scaled from the upstream gradient it was written for to ``grad``.
+
+    In place, but for a backward that retains its graph: that one gets a copy, since the next needs
+    what the forward wrote. A row of scale 0 holds 0 and stays as it is, unread.
+
+    Args:
+        grad: [T], or a scalar for all rows, or [C] with ``slots``.
+        grad_scale: The same shape, or a scalar; None: 1.
+        slots: int64 [T], the chunk of each row, C for none. Rows of none hold 0, unread as well.
+    """
+    scale = grad
+    if grad_scale is not None:
+        scale = grad / grad_scale
+    if isinstance(grad_scale, torch.Tensor):
+        scale = scale.masked_fill_(grad_scale == 0, 1.0)
+    if slots is not None:
+        scale = torch.cat([scale, scale.new_ones(1)])[slots]
+    scale = scale.expand(len(gradient))
+    if graph_is_retained():
+        return scale_rows_(gradient.clone(), scale, implementation)
+    scale_rows_(gradient, scale, implementation)
+    # Kernels write behind autograd's back; a reader of what it was before has to be told.
+    torch.autograd.graph.increment_version(gradient)
+    return gradient
+
+
+def graph_is_retained() -> bool:
+    """Whether the backward that is running keeps its graph; True where torch does not tell."""
+    tell = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if tell is None else bool(tell())
+
+
+def scale_rows_(
+    gradient: torch.Tensor, scale: torch.Tensor, implementation: Implementation = "auto"
+) -> torch.Tensor:
+    """``gradient`` [T, Vp] times ``scale`` [T], in place and rounded once. No collectives.
+
+    By kernel, a row at 1 is neither read nor written, so that a forward which knew its scale
+    pays for nothing here. A row at 0 becomes 0 whatever it holds, NaN included.
+    """
+    rows, width = gradient.shape
+    if uses_triton(implementation, gradient):
+        from megatron_ext.ops.unit_gradient_kernels import scale_rows_kernel
+
+        if rows and width:
+            grid = (rows, -(-width // _BLOCK))
+            factors = scale.float().contiguous()
+            scale_rows_kernel[grid](gradient, factors, gradient.stride(0), width, BLOCK=_BLOCK)
+        return gradient
+    for part in row_slices(rows, width, device=gradient.device):
+        factors = scale[part, None]
+        # Only the host knows without waiting whether there is anything to do.
+        if factors.device.type == "cpu" and bool((factors == 1).all()):
+            continue
+        gradient[part] = (gradient[part] * factors).masked_fill_(factors == 0, 0.0)
+    return gradient
