@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ PYPROJECT = str(Path(__file__).parents[1] / "pyproject.toml")
 CONTRACTS = [contract["id"] for contract in read_configuration(PYPROJECT)["contracts_options"]]
 SECONDS = 0.3
 """Of processor time: whatever else the machine does."""
+
+PARAMETERS = 10
+"""Most of a function, in the packages that keep to it; options belong into a frozen class."""
 
 HEAVY = ("torch", "megatron", "transformers", "triton", "numpy", "yaml", "tokenizers", "tiktoken")
 """Everything that is not the standard library and takes time to load."""
@@ -70,6 +74,23 @@ def test_every_flag_has_a_name_of_its_own() -> None:
 
 def test_every_configuration_key_says_what_it_is() -> None:
     assert [flag.name for flag in config_flags() if not flag.help.endswith(".")] == []
+
+
+@pytest.mark.parametrize("package", ["losses", "ops"])
+def test_no_function_but_a_kernel_has_more_than_ten_parameters(package: str) -> None:
+    long = []
+    for path in sorted((Path(PYPROJECT).parent / "megatron_ext" / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and not _is_kernel(node):
+                own = node.args
+                count = len([*own.posonlyargs, *own.args, *own.kwonlyargs])
+                if count + bool(own.vararg) + bool(own.kwarg) > PARAMETERS:
+                    long.append(f"{path.name}: {node.name}")
+    assert long == []
+
+
+def _is_kernel(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
 
 
 def _fresh_interpreter(code: str) -> tuple[float, set[str]]:

@@ -1,6 +1,8 @@
 """A vocabulary match, cut to one rank's columns. Vp local columns, N common tokens.
 
-Chunk ids with the chunks that do not count taken out. T rows, C chunks.
+Chunk ids with the chunks that do not count taken out, and both models' rows by them.
+
+T rows, C chunks.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
 from megatron_ext.losses.targets import TeacherTargets
+from megatron_ext.ops.chunk_rows import ChunkedLogits
 
 
 class MatchedColumns(NamedTuple):
@@ -107,4 +110,18 @@ def counted_ids(inputs: DistillationInputs) -> tuple[torch.Tensor, torch.Tensor]
     return (
         torch.where(counts[student], student, NO_CHUNK),
         torch.where(counts[teacher], teacher, NO_CHUNK),
+    )
+
+
+def chunked_pair(
+    inputs: DistillationInputs,
+    teacher: TeacherTargets,
+    ids: tuple[torch.Tensor, torch.Tensor],
+    count: int,
+) -> tuple[ChunkedLogits, ChunkedLogits]:
+    """The student's and the teacher's logits by chunk; ``ids`` [B Ts] and [B Tt] of C chunks."""
+    student, rows = inputs.student_logits.flatten(0, 1), teacher.to_logits().flatten(0, 1)
+    return (
+        ChunkedLogits.of(student, ids[0], count, inputs.student_shard),
+        ChunkedLogits.of(rows, ids[1], count, teacher.shard),
     )

@@ -29,7 +29,7 @@ from megatron_ext.losses.teacher_scores import TeacherMeasure
 from megatron_ext.losses.weighting import FixedWeighting, LossWeighting, MatchedWeighting
 
 NEMO_VOCAB_TOPK: Final = 8192
-"""Columns of a microbatch in the original's projected KL, unless it is told otherwise."""
+"""Columns of a microbatch in the original's projected KL, unless the call names another number."""
 
 _MEASURES: Final[Mapping[str | None, TeacherMeasure | None]] = {
     None: None,

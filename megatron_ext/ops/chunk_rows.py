@@ -1,10 +1,15 @@
-"""Which rows a chunk has, as lists that a kernel can walk. T rows, C chunks."""
+"""Rows of chunks as lists that a kernel can walk, and the logits in them.
+
+T rows, Vp local columns, C chunks.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
 
 
 def chunk_slots(chunk_id: torch.Tensor, chunk_count: int) -> torch.Tensor:
@@ -43,3 +48,20 @@ class ChunkRows(NamedTuple):
     def sizes(self) -> torch.Tensor:
         """int32 [C]: rows of each chunk."""
         return self.offsets.diff()
+
+
+class ChunkedLogits(NamedTuple):
+    """One model's logits, the rows of each chunk, and which columns these are."""
+
+    logits: torch.Tensor
+    """[T, Vp], any float dtype; rows may be strided."""
+
+    rows: ChunkRows
+    shard: VocabShard
+
+    @classmethod
+    def of(
+        cls, logits: torch.Tensor, chunk_id: torch.Tensor, chunk_count: int, shard: VocabShard
+    ) -> ChunkedLogits:
+        """From the chunk of each row, int64 [T], negative for none."""
+        return cls(logits, ChunkRows.of(chunk_id, chunk_count), shard)

@@ -19,7 +19,7 @@ class LaunchConfig(NamedTuple):
     num_warps: int
 
 
-SWEEP_CONFIGS: Final = (
+ROW_CONFIGS: Final = (
     LaunchConfig(4096, 8),
     LaunchConfig(4096, 16),
     LaunchConfig(8192, 8),

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, fitting_config
+from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, fitting_config
 
 _TIMED_ROWS: Final = 512
 
@@ -29,4 +29,4 @@ def launch_rows(
     def time(config: LaunchConfig) -> None:
         launch(fitting_config(config, width), torch.empty_like(output[:_TIMED_ROWS]))
 
-    launch(fitting_config(chosen_config((key, width), SWEEP_CONFIGS, time), width), output)
+    launch(fitting_config(chosen_config((key, width), ROW_CONFIGS, time), width), output)

@@ -122,7 +122,7 @@ def transfer(
     if graph_is_retained():
         return scale_rows_(gradient.clone(), scale, implementation)
     scale_rows_(gradient, scale, implementation)
-    # Kernels write behind autograd's back; a reader of what it was before has to be told.
+    # Kernels write behind autograd's back; a reader of what it was before has to know.
     torch.autograd.graph.increment_version(gradient)
     return gradient
 

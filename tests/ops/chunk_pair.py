@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.chunk_rows import ChunkedLogits
 from tests.ops.kernel_case import DEVICE
 
 FEW = ((1, 1), (3, 2), (1, 1))
@@ -59,13 +60,18 @@ class ChunkPair(NamedTuple):
         weights[-1:] = 0.0
         return weights
 
-    def shards(self) -> dict[str, Any]:
-        """Of one rank."""
-        names = ("student_shard", "teacher_shard")
-        return {
-            name: VocabShard(start=0, stop=side.shape[1], vocab_size=vocab)
-            for name, side, vocab in zip(names, self.logits, self.vocabs, strict=True)
-        }
+    def sides(self, student: torch.Tensor | None = None) -> list[ChunkedLogits]:
+        """Both models' of one rank, with other logits of the student where they are given."""
+        logits = (self.logits[0] if student is None else student, self.logits[1])
+        return [
+            ChunkedLogits.of(
+                own,
+                ids,
+                self.chunk_count,
+                VocabShard(start=0, stop=own.shape[1], vocab_size=vocab),
+            )
+            for own, ids, vocab in zip(logits, self.chunk_ids, self.vocabs, strict=True)
+        ]
 
     def run(self, op: Callable[..., Any], **options: Any) -> tuple[Any, torch.Tensor]:
         """The op's outputs, and the gradient of the weighted sum of its first."""
@@ -73,15 +79,7 @@ class ChunkPair(NamedTuple):
         # Rows stay strided, and may be written in place.
         student = torch.cat([base, base[:, :3]], dim=1)[:, : base.shape[1]]
         student.data.copy_(self.logits[0])
-        outputs = op(
-            student,
-            self.logits[1],
-            student_chunk_id=self.chunk_ids[0],
-            teacher_chunk_id=self.chunk_ids[1],
-            chunk_count=self.chunk_count,
-            **self.shards(),
-            **options,
-        )
+        outputs = op(*self.sides(student), **options)
         (grad,) = torch.autograd.grad((outputs[0] * self.weights).sum(), base)
         return outputs, grad
 

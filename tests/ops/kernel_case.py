@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import product
 from math import lcm
 from typing import Any
 
 import pytest
 import torch
+
+from megatron_ext.ops.divergence import DivergenceOptions
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,6 +36,14 @@ def combinations(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 def sampled(values: Sequence[Any]) -> Sequence[Any]:
     """All values where every combination is run, else the first."""
     return values if EVERY_COMBINATION else values[:1]
+
+
+def packed(options: Mapping[str, Any], kind: type[Any] = DivergenceOptions) -> dict[str, Any]:
+    """The options of a divergence as one ``kind`` of them, by the name ``options``; and others."""
+    names = {field.name for field in fields(kind)}
+    own = {name: value for name, value in options.items() if name in names}
+    others = {name: value for name, value in options.items() if name not in names}
+    return {"options": kind(**own), **others}
 
 
 def rounding(dtype: torch.dtype) -> float:

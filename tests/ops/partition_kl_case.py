@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron_ext.ops.divergence import DivergenceOptions
 from megatron_ext.ops.partition_kl import (
     ChainRows,
     Chains,
@@ -22,6 +21,7 @@ from megatron_ext.ops.partition_kl import (
 from megatron_ext.ops.partition_kl.reference import ReferenceChunk
 from megatron_ext.ops.unit_gradient import kept_gradient
 from tests.losses.microbatch import columns, vocab_shard
+from tests.ops.kernel_case import packed
 
 Sizes = Sequence[tuple[int, int]]
 """Student and teacher tokens of each chunk."""
@@ -144,7 +144,7 @@ class Case:
         rows = torch.tensor(first, dtype=torch.int64, device=device).reshape(-1, 2)
         if counted is None:
             counted = torch.ones(len(self.chains), dtype=torch.bool)
-        names = ("temperature", "direction", "mixture")
+        options = packed({"grad_scale": self.weights()} | options)
         plan = PartitionPlan(
             SingleRows(*rows.t().contiguous()),
             shared_columns(common[:, 0], common[:, 1], student, teacher),
@@ -152,11 +152,11 @@ class Case:
             counted.to(device),
             student,
             teacher,
-            DivergenceOptions(**{name: options.pop(name) for name in names if name in options}),
+            options.pop("options"),
         )
         options = {
             name: value.to(device) if torch.is_tensor(value) else value
-            for name, value in ({"announced": self.weights()} | options).items()
+            for name, value in options.items()
         }
         found: list[PartitionValues] = []
 

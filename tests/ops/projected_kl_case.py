@@ -10,12 +10,16 @@ import numpy as np
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.projected_kl import (
     ColumnPlan,
     ProjectedKL,
+    ProjectedKLOptions,
+    ShardedProjection,
     projected_kl,
     projected_kl_reference,
 )
+from tests.ops.kernel_case import packed
 
 
 @lru_cache(maxsize=16)
@@ -146,7 +150,7 @@ class Case:
             chunk_count=self.chunk_count,
             projection=self.projection,
             **options,
-        )
+        ).sum()
         (grad,) = torch.autograd.grad(value, logits)
         return value.detach(), grad
 
@@ -174,20 +178,18 @@ class Case:
         rows = _columns(self.projection.t(), student, 0.0).t()
         reachable = (self.projection > 0).any(dim=0).double()[None]
         weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        teacher_logits = _columns(self.teacher_logits, teacher, pad_value).to(dtype)
         out = projected_kl(
-            logits,
-            _columns(self.teacher_logits, teacher, pad_value).to(dtype),
-            student_chunk_id=self.student_chunk_id,
-            teacher_chunk_id=self.teacher_chunk_id,
-            chunk_count=self.chunk_count,
-            weight=rows.to(weight_dtype).to_sparse_csr(),
-            weight_transposed=rows.t().contiguous().to(weight_dtype).to_sparse_csr(),
-            row_mass=rows.sum(dim=-1).to(weight_dtype),
-            reachable=_columns(reachable, teacher, 0.0)[0] > 0,
-            student_shard=student,
-            teacher_shard=teacher,
-            plan=column_plan(self.projection, student, teacher) if planned else None,
-            **options,
+            ChunkedLogits.of(logits, self.student_chunk_id, self.chunk_count, student),
+            ChunkedLogits.of(teacher_logits, self.teacher_chunk_id, self.chunk_count, teacher),
+            ShardedProjection(
+                rows.to(weight_dtype).to_sparse_csr(),
+                rows.t().contiguous().to(weight_dtype).to_sparse_csr(),
+                rows.sum(dim=-1).to(weight_dtype),
+                _columns(reachable, teacher, 0.0)[0] > 0,
+                column_plan(self.projection, student, teacher) if planned else None,
+            ),
+            **packed(options, ProjectedKLOptions),
         )
         weights = torch.ones_like(out.chunk_loss) if weights is None else weights
         (grad,) = torch.autograd.grad(out.chunk_loss, logits, weights)

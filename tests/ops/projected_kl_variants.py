@@ -32,7 +32,7 @@ POINTERS = {
     "row_mass_ptr": "*fp32",
     "partial_ptr": "*fp32",
     "dots_ptr": "*fp32",
-    "announced_ptr": "*fp32",
+    "grad_scale_ptr": "*fp32",
     "label_weight_ptr": "*fp32",
     "label_ptr": "*i64",
     "row_ptr": "*i64",

@@ -16,7 +16,6 @@ from megatron_ext.ops.chunk_distributions import (
     row_scale,
     write_row_gradients,
 )
-from megatron_ext.ops.chunk_rows import ChunkRows
 from tests.ops.chunk_pair import MANY, ChunkPair
 from tests.ops.kernel_case import DEVICE, DTYPES, nan_filled, rounding
 
@@ -28,16 +27,7 @@ SIZES = (*MANY, (0, 1), (1, 0))
 def models_of(
     case: ChunkPair, members: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[ModelRows, ModelRows]:
-    rows = [ChunkRows.of(ids, case.chunk_count) for ids in case.chunk_ids]
-    return pair_of_models(
-        *case.logits,
-        student_rows=rows[0],
-        teacher_rows=rows[1],
-        **case.shards(),
-        temperature=1.3,
-        members=members,
-        implementation="torch",
-    )
+    return pair_of_models(*case.sides(), temperature=1.3, members=members, implementation="torch")
 
 
 def means_of(case: ChunkPair) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.chunk_distributions import pair_of_models
-from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.sorted_l1 import (
     ChunkSortedL1,
@@ -73,9 +73,9 @@ def test_value_and_gradient_are_those_of_the_definition(
 
 @pytest.mark.usefixtures("nan_filled")
 @BY
-def test_chunks_of_every_size_are_told_what_they_will_get(implementation: Implementation) -> None:
+def test_chunks_of_every_size_have_a_scale(implementation: Implementation) -> None:
     case = ChunkPair.random((300, 170), sizes=MANY)
-    check(case, 20, implementation, announced=case.weights.clone())
+    check(case, 20, implementation, grad_scale=case.weights.clone())
 
 
 @pytest.mark.parametrize("top_u", [1, 400, None])
@@ -106,7 +106,7 @@ def test_extreme_rows_stay_finite_and_a_nan_shows_in_its_chunk_alone(
     case.logits[0][case.chunk_ids[0] == 1, 7] = torch.nan
     case.logits[0][case.chunk_ids[0] == 2] = torch.nan
     out, grad = case.run(
-        chunk_sorted_l1, top_u=8, implementation=implementation, announced=case.weights.clone()
+        chunk_sorted_l1, top_u=8, implementation=implementation, grad_scale=case.weights.clone()
     )
     assert out.chunk_loss.isnan().tolist() == [False, True, True]
     assert (grad[case.chunk_ids[0] == 2] == 0).all(), "a chunk that gets nothing"
@@ -115,17 +115,8 @@ def test_extreme_rows_stay_finite_and_a_nan_shows_in_its_chunk_alone(
 def _selected(logits: torch.Tensor, places: int, excluded: torch.Tensor | None) -> Any:
     count = len(logits)
     shard = VocabShard(start=0, stop=logits.shape[1], vocab_size=logits.shape[1])
-    rows = ChunkRows.of(torch.arange(count, device=DEVICE), count)
-    model, _ = pair_of_models(
-        logits,
-        logits,
-        student_rows=rows,
-        teacher_rows=rows,
-        student_shard=shard,
-        teacher_shard=shard,
-        temperature=1.0,
-        implementation="torch",
-    )
+    side = ChunkedLogits.of(logits, torch.arange(count, device=DEVICE), count, shard)
+    model, _ = pair_of_models(side, side, temperature=1.0, implementation="torch")
     everything = torch.arange(count, device=DEVICE)
     probs = model.probabilities(everything)
     return select_by_kernel(model, slice(0, count), places, excluded), probs
@@ -184,16 +175,7 @@ def test_without_a_gradient_none_is_computed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _evaluate(case: ChunkPair, gradient: torch.Tensor | None) -> ChunkSortedL1:
-    rows = [ChunkRows.of(ids, case.chunk_count) for ids in case.chunk_ids]
-    return evaluate_sorted_l1(
-        *case.logits,
-        student_rows=rows[0],
-        teacher_rows=rows[1],
-        **case.shards(),
-        top_u=12,
-        gradient=gradient,
-        implementation="torch",
-    )
+    return evaluate_sorted_l1(*case.sides(), top_u=12, gradient=gradient, implementation="torch")
 
 
 def test_a_stale_reader_of_logits_written_in_place_is_an_error() -> None:
@@ -202,16 +184,6 @@ def test_a_stale_reader_of_logits_written_in_place_is_an_error() -> None:
     student = base + 0.0
     # Its backward reads what it was called with.
     squares = (student * student).sum()
-    chunk_sorted_l1(
-        student,
-        case.logits[1],
-        student_chunk_id=case.chunk_ids[0],
-        teacher_chunk_id=case.chunk_ids[1],
-        chunk_count=case.chunk_count,
-        **case.shards(),
-        top_u=5,
-        in_place=True,
-        implementation="torch",
-    )
+    chunk_sorted_l1(*case.sides(student), top_u=5, in_place=True, implementation="torch")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.backward()

@@ -154,7 +154,7 @@ def test_vocab_kl() -> None:
 
 def test_partition_kl() -> None:
     sizes = dict.fromkeys(("row_stride", "width", "rows"), "i32")
-    split = {"set_ptr": "*i32", "bits_ptr": "*i32", "lanes_ptr": "*fp32", "column_ptr": "*i64"}
+    split = {"set_ptr": "*i32", "bits_ptr": "*i32", "sums_ptr": "*fp32", "column_ptr": "*i64"}
     split |= {
         **sizes,
         "padded_width": "i32",

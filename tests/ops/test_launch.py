@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_ext.ops import launch
-from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, fitting_config
+from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, fitting_config
 
 
 @pytest.mark.parametrize("width", [1, 17, 255, 256, 300, 1000, 4097, 200_000])
-@pytest.mark.parametrize("config", SWEEP_CONFIGS)
+@pytest.mark.parametrize("config", ROW_CONFIGS)
 def test_no_two_warps_hold_one_element(config: LaunchConfig, width: int) -> None:
     fitting = fitting_config(config, width)
     assert fitting.block & (fitting.block - 1) == 0
@@ -24,15 +24,15 @@ def test_nothing_is_timed_where_torch_is_to_be_deterministic(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "interpreted", lambda: False)
-    monkeypatch.setattr(launch, "_CHOSEN", {"kernel": SWEEP_CONFIGS[3]})
+    monkeypatch.setattr(launch, "_CHOSEN", {"kernel": ROW_CONFIGS[3]})
 
     def run(config: LaunchConfig) -> None:
         raise AssertionError
 
-    assert chosen_config("kernel", SWEEP_CONFIGS, run) == SWEEP_CONFIGS[3]
+    assert chosen_config("kernel", ROW_CONFIGS, run) == ROW_CONFIGS[3]
     torch.use_deterministic_algorithms(True)
     try:
-        assert chosen_config("kernel", SWEEP_CONFIGS, run) == SWEEP_CONFIGS[0]
-        assert chosen_config("another", SWEEP_CONFIGS, run) == SWEEP_CONFIGS[0]
+        assert chosen_config("kernel", ROW_CONFIGS, run) == ROW_CONFIGS[0]
+        assert chosen_config("another", ROW_CONFIGS, run) == ROW_CONFIGS[0]
     finally:
         torch.use_deterministic_algorithms(False)

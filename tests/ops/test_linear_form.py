@@ -215,7 +215,7 @@ class TestMainGrad:
         torch.testing.assert_close(added.double(), truth, rtol=0, atol=slack)
         assert model.weight.grad is None
 
-    def test_megatron_cores_hooks_are_told(self) -> None:
+    def test_megatron_cores_hooks_run(self) -> None:
         model = Model.random()
         model.weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         model.weight.zero_out_wgrad = True  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import log
 from typing import Any, get_args
 
@@ -15,7 +15,7 @@ from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.divergence import Divergence
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.matched_divergence import (
-    Comparing,
+    MatchedOptions,
     Matching,
     matched_divergence,
     matched_divergence_reference,
@@ -36,6 +36,14 @@ pytest.importorskip("triton")
 __all__ = ["nan_filled"]
 
 DIRECTIONS = get_args(Divergence)
+
+
+def matched_options(*values: Any) -> MatchedOptions:
+    """In the order of the fields."""
+    names = (field.name for field in fields(MatchedOptions))
+    return MatchedOptions(**dict(zip(names, values, strict=False)))
+
+
 BY = pytest.mark.parametrize("implementation", ["triton", "torch"])
 
 MATCHES = {
@@ -74,28 +82,28 @@ class Case:
         return Matching(column, is_common, len(self.common_student) < min(self.pair.vocabs))
 
     def run(
-        self, comparing: Comparing, implementation: Implementation = "torch", **more: Any
+        self, options: MatchedOptions, implementation: Implementation = "torch", **more: Any
     ) -> tuple[Any, torch.Tensor]:
         return self.pair.run(
             matched_divergence,
             matching=self.matching(),
-            comparing=comparing,
+            options=options,
             implementation=implementation,
             **more,
         )
 
-    def loss(self, q: torch.Tensor, p: torch.Tensor, comparing: Comparing) -> torch.Tensor:
+    def loss(self, q: torch.Tensor, p: torch.Tensor, options: MatchedOptions) -> torch.Tensor:
         common = matched_divergence_reference(
             q,
             p,
             common_student=self.common_student,
             common_teacher=self.common_teacher,
-            direction=comparing.direction,
-            mixture=comparing.mixture,
+            direction=options.direction,
+            mixture=options.mixture,
         )
         q, p = _without(q, self.common_student), _without(p, self.common_teacher)
-        uncommon = sorted_l1_reference(q, p, largest=comparing.top_u)
-        return common + comparing.uncommon_weight * uncommon
+        uncommon = sorted_l1_reference(q, p, largest=options.top_u)
+        return common + options.uncommon_weight * uncommon
 
 
 def _without(probs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -104,15 +112,15 @@ def _without(probs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return probs[:, kept]
 
 
-def check(case: Case, comparing: Comparing, implementation: Implementation, **more: Any) -> None:
+def check(case: Case, options: MatchedOptions, implementation: Implementation, **more: Any) -> None:
     """Values and gradient of a case are those of the definition."""
 
     def loss(q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        return case.loss(q, p, comparing)
+        return case.loss(q, p, options)
 
-    value, grad = case.pair.truth(loss, temperature=comparing.temperature)
-    plain = case.pair.truth(loss, temperature=comparing.temperature, dtype=torch.float32)
-    out, got = case.run(comparing, implementation, **more)
+    value, grad = case.pair.truth(loss, temperature=options.temperature)
+    plain = case.pair.truth(loss, temperature=options.temperature, dtype=torch.float32)
+    out, got = case.run(options, implementation, **more)
     # Logarithms of 16 nats hold 1e-6 in fp32.
     assert_as_exact(out.chunk_loss.detach(), plain[0], value, slack=2e-6)
     # Written as if each chunk got 1, then scaled: half precision is rounded twice.
@@ -130,7 +138,7 @@ def test_value_and_gradient_are_those_of_the_definition(
 ) -> None:
     case = Case.random(2311, 1207, 800, dtype=dtype)
     in_place = direction == "reverse"
-    check(case, Comparing(1.3, direction, 0.3, 0.7, 64), implementation, in_place=in_place)
+    check(case, matched_options(1.3, direction, 0.3, 0.7, 64), implementation, in_place=in_place)
 
 
 @pytest.mark.usefixtures("nan_filled")
@@ -138,32 +146,32 @@ def test_value_and_gradient_are_those_of_the_definition(
 @pytest.mark.parametrize("name", MATCHES)
 def test_matches_of_every_size(implementation: Implementation, name: str) -> None:
     case = Case.random(*MATCHES[name])
-    check(case, Comparing(1.0, "forward", 0.5, 0.7, 9), implementation)
+    check(case, matched_options(1.0, "forward", 0.5, 0.7, 9), implementation)
 
 
 @pytest.mark.usefixtures("nan_filled")
 @BY
-def test_chunks_of_every_size_are_told_what_they_will_get(implementation: Implementation) -> None:
+def test_chunks_of_every_size_have_a_scale(implementation: Implementation) -> None:
     case = Case.random(160, 90, 90, sizes=MANY)
-    announced = case.pair.weights.clone()
-    check(case, Comparing(1.3, "reverse", 0.5, 0.7, 9), implementation, announced=announced)
+    grad_scale = case.pair.weights.clone()
+    check(case, matched_options(1.3, "reverse", 0.5, 0.7, 9), implementation, grad_scale=grad_scale)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", MATCHES)
 def test_exact_tails_in_torch(name: str, direction: Divergence) -> None:
     case = Case.random(*MATCHES[name], sizes=MANY)
-    check(case, Comparing(1.3, direction, 0.3, 0.7, None), "torch")
+    check(case, matched_options(1.3, direction, 0.3, 0.7, None), "torch")
 
 
-def test_a_chunk_of_more_rows_than_a_sweep_serves() -> None:
+def test_a_chunk_of_more_rows_than_a_program_holds() -> None:
     case = Case.random(70, 50, 30, sizes=((19, 2), (1, 1)))
-    check(case, Comparing(1.0, "reverse", 0.5, 0.7, 9), "triton")
+    check(case, matched_options(1.0, "reverse", 0.5, 0.7, 9), "triton")
 
 
 @BY
 def test_no_chunk_at_all(implementation: Implementation) -> None:
-    out, grad = Case.random(30, 20, 9, sizes=()).run(Comparing(top_u=4), implementation)
+    out, grad = Case.random(30, 20, 9, sizes=()).run(MatchedOptions(top_u=4), implementation)
     assert all(part.shape == (0,) for part in out)
     assert not grad.any()
 
@@ -175,7 +183,7 @@ def test_a_chunk_of_no_rows_on_a_side_stays_finite(
 ) -> None:
     sizes = ((0, 2), (2, 0), (0, 0), (1, 1))
     case = Case.random(60, 40, 25, sizes=sizes)
-    out, grad = case.run(Comparing(1.0, direction, 0.5, 1.0, 9), implementation)
+    out, grad = case.run(matched_options(1.0, direction, 0.5, 1.0, 9), implementation)
     assert out.chunk_loss.isfinite().all()
     assert grad.isfinite().all()
     assert out.chunk_loss[2] == 0
@@ -190,7 +198,7 @@ def test_mass_that_the_other_side_rules_out_stays_finite(
     case = Case.random(120, 70, common, sizes=((1, 1), (2, 1)), scale=1e4)
     case.pair.logits[0][:, case.common_student[:20]] = -torch.inf
     case.pair.logits[1][:, case.common_teacher[10:30]] = -torch.inf
-    out, grad = case.run(Comparing(1.0, direction, 0.5, 1.0, 9), implementation)
+    out, grad = case.run(matched_options(1.0, direction, 0.5, 1.0, 9), implementation)
     assert out.chunk_loss.isfinite().all()
     assert (out.chunk_loss < 90).all()
     assert grad.isfinite().all()
@@ -198,7 +206,7 @@ def test_mass_that_the_other_side_rules_out_stays_finite(
 
 @BY
 def test_vocabularies_of_one_token_always_agree(implementation: Implementation) -> None:
-    out, grad = Case.random(1, 1, 1).run(Comparing(top_u=9), implementation)
+    out, grad = Case.random(1, 1, 1).run(MatchedOptions(top_u=9), implementation)
     assert out.chunk_loss.abs().max().item() < 1e-6
     assert grad.abs().max().item() < 1e-6
 
@@ -207,7 +215,7 @@ def test_vocabularies_of_one_token_always_agree(implementation: Implementation) 
 def test_a_nan_shows_in_its_chunk_alone(implementation: Implementation) -> None:
     case = Case.random(60, 40, 25)
     case.pair.logits[0][case.pair.chunk_ids[0] == 1, 7] = torch.nan
-    out, _ = case.run(Comparing(top_u=9), implementation)
+    out, _ = case.run(MatchedOptions(top_u=9), implementation)
     assert out.chunk_loss.isnan().tolist() == [False, True, False]
 
 
@@ -225,7 +233,7 @@ def worked_by_hand(direction: Divergence) -> Any:
         common_student=torch.tensor([0, 1], device=DEVICE),
         common_teacher=torch.tensor([3, 1], device=DEVICE),
     )
-    return case.run(Comparing(direction=direction))[0]
+    return case.run(MatchedOptions(direction=direction))[0]
 
 
 def test_a_case_worked_by_hand() -> None:
@@ -256,7 +264,7 @@ def test_it_is_zero_without_a_slope_where_both_agree_and_never_negative(
     seed: int, common: int, direction: Divergence
 ) -> None:
     case = Case.random(15, 15, common, seed=seed, padding=0, sizes=((1, 1), (2, 2)))
-    out, _ = case.run(Comparing(direction=direction))
+    out, _ = case.run(MatchedOptions(direction=direction))
     assert (out.common >= -1e-6).all()
     pair = case.pair
     same = Case(
@@ -266,7 +274,7 @@ def test_it_is_zero_without_a_slope_where_both_agree_and_never_negative(
         common_student=case.common_student,
         common_teacher=case.common_student,
     )
-    out, grad = same.run(Comparing(direction=direction, uncommon_weight=1.0))
+    out, grad = same.run(MatchedOptions(direction=direction, uncommon_weight=1.0))
     assert out.chunk_loss.abs().max().item() < 1e-6
     assert grad.abs().max().item() < 1e-6
     assert (out.agreement == 1).all()
@@ -275,20 +283,23 @@ def test_it_is_zero_without_a_slope_where_both_agree_and_never_negative(
 def test_the_value_does_not_depend_on_how_chunks_are_sliced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case, comparing = Case.random(20, 30, 11, sizes=MANY), Comparing(1.0, "forward", 0.5, 0.7, 4)
-    whole, whole_grad = case.run(comparing)
+    case, options = (
+        Case.random(20, 30, 11, sizes=MANY),
+        matched_options(1.0, "forward", 0.5, 0.7, 4),
+    )
+    whole, whole_grad = case.run(options)
     monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, DEVICE.type, 60)
-    sliced, sliced_grad = case.run(comparing)
+    sliced, sliced_grad = case.run(options)
     assert all(torch.equal(one, other) for one, other in zip(whole, sliced, strict=True))
     torch.testing.assert_close(whole_grad, sliced_grad)
 
 
 def test_pairs_that_do_not_cross_need_no_exchange() -> None:
-    case, comparing = Case.random(60, 40, 25), Comparing(1.0, "reverse", 0.5, 0.7, 9)
-    out, grad = case.run(comparing)
+    case, options = Case.random(60, 40, 25), matched_options(1.0, "reverse", 0.5, 0.7, 9)
+    out, grad = case.run(options)
     direct = case.matching()._replace(pairs_cross=False)
     again, again_grad = case.pair.run(
-        matched_divergence, matching=direct, comparing=comparing, implementation="torch"
+        matched_divergence, matching=direct, options=options, implementation="torch"
     )
     assert torch.equal(out.chunk_loss, again.chunk_loss)
     assert torch.equal(grad, again_grad)
@@ -302,6 +313,6 @@ def test_the_gradient_is_all_that_is_kept() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        Case.random(200, 300, 90, dtype=torch.bfloat16, padding=0).run(Comparing(top_u=9))
+        Case.random(200, 300, 90, dtype=torch.bfloat16, padding=0).run(MatchedOptions(top_u=9))
     large = [tensor for tensor in kept if tensor.numel() > 200]
     assert [(tensor.dtype, tensor.shape[1]) for tensor in large] == [(torch.bfloat16, 200)]

@@ -103,17 +103,17 @@ def test_kernels_agree_with_torch_on_extreme_logits(direction: str) -> None:
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("implementation", ["triton", "torch"])
-def test_what_is_announced_at_zero_has_no_gradient_whatever_it_holds(implementation: str) -> None:
+def test_what_has_the_scale_0_has_no_gradient_whatever_it_holds(implementation: str) -> None:
     case = Case.random(sizes=((1, 1), (1, 2), (1, 1), (2, 1)))
     # A row of no chunk, a single and a step of a chain.
     rows = [0, case.singles[1].student_rows[0], case.chains[1].student_rows[0]]
-    announced = torch.ones(len(case.singles) + len(case.chains), dtype=torch.float64)
-    announced[[1, len(case.singles) + 1]] = 0.0
-    clean = case.run(device=DEVICE, dtype=torch.float32, announced=announced)[1]
+    grad_scale = torch.ones(len(case.singles) + len(case.chains), dtype=torch.float64)
+    grad_scale[[1, len(case.singles) + 1]] = 0.0
+    clean = case.run(device=DEVICE, dtype=torch.float32, grad_scale=grad_scale)[1]
     case.student_logits[rows] = torch.nan
     case.teacher_logits[case.singles[1].teacher_rows[0]] = torch.nan
     _, grad = case.run(
-        device=DEVICE, dtype=torch.float32, announced=announced, implementation=implementation
+        device=DEVICE, dtype=torch.float32, grad_scale=grad_scale, implementation=implementation
     )
     dead = [*rows, *case.chains[1].student_rows]
     assert (grad[dead] == 0).all()

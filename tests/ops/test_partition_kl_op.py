@@ -196,7 +196,7 @@ def test_bf16_logits_are_summed_in_fp32() -> None:
     rounded = case.to(torch.bfloat16).to(torch.float64)
     truth, true_grad = rounded.truth(temperature=1.3)
     value, grad = divergences(
-        rounded, dtype=torch.bfloat16, temperature=1.3, announced=case.weights()
+        rounded, dtype=torch.bfloat16, temperature=1.3, grad_scale=case.weights()
     )
     assert value.dtype == torch.float32
     assert grad.dtype == torch.bfloat16

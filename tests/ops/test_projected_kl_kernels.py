@@ -11,9 +11,16 @@ import torch
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.ops.projected_kl import LearnedEntries, kernel_evaluation, projected_kl
+from megatron_ext.ops.chunk_rows import ChunkedLogits
+from megatron_ext.ops.projected_kl import (
+    LearnedEntries,
+    ProjectedKLOptions,
+    ShardedProjection,
+    kernel_evaluation,
+    projected_kl,
+)
 from tests.ops.allocation_record import AllocationRecord
-from tests.ops.kernel_case import DTYPES, assert_as_exact, combinations, nan_filled, sampled
+from tests.ops.kernel_case import DTYPES, assert_as_exact, combinations, nan_filled, packed, sampled
 from tests.ops.projected_kl_case import Case, column_plan, paired_projection
 
 pytest.importorskip("triton")
@@ -189,8 +196,8 @@ def test_rows_that_count_for_nothing_may_hold_anything(direction: str) -> None:
     used = torch.isin(case.student_chunk_id, torch.tensor([0, 1, 3]))
     case.student_logits[~used] = torch.nan
     case.teacher_logits[(case.teacher_chunk_id < 0) | (case.teacher_chunk_id == 2)] = torch.nan
-    for announced in (None, weights):
-        out, grad = case.run(implementation="triton", announced=announced, **options)
+    for grad_scale in (None, weights):
+        out, grad = case.run(implementation="triton", grad_scale=grad_scale, **options)
         assert out.chunk_loss.isnan().tolist() == [False, False, True, False]
         assert not grad[~used].any()
         torch.testing.assert_close(grad[used], expected[used], rtol=1e-5, atol=1e-7)
@@ -202,19 +209,16 @@ def call(case: Case, student: torch.Tensor, teacher: torch.Tensor, **options: An
     ]
     dense = case.projection.float()
     return projected_kl(
-        student,
-        teacher,
-        student_chunk_id=case.student_chunk_id,
-        teacher_chunk_id=case.teacher_chunk_id,
-        chunk_count=case.chunk_count,
-        weight=dense.to_sparse_csr(),
-        weight_transposed=dense.t().contiguous().to_sparse_csr(),
-        row_mass=dense.sum(dim=-1),
-        reachable=(dense > 0).any(dim=0),
-        student_shard=shards[0],
-        teacher_shard=shards[1],
-        plan=column_plan(dense, *shards),
-        **options,
+        ChunkedLogits.of(student, case.student_chunk_id, case.chunk_count, shards[0]),
+        ChunkedLogits.of(teacher, case.teacher_chunk_id, case.chunk_count, shards[1]),
+        ShardedProjection(
+            dense.to_sparse_csr(),
+            dense.t().contiguous().to_sparse_csr(),
+            dense.sum(dim=-1),
+            (dense > 0).any(dim=0),
+            column_plan(dense, *shards),
+        ),
+        **packed(options, ProjectedKLOptions),
     )
 
 
@@ -288,10 +292,10 @@ def test_learned_entries_have_the_gradient_that_torch_gives_them(direction: str)
 def test_without_diagnostics_the_loss_is_the_same() -> None:
     case = paired(lengths=(4, 4), chunk_count=2)
     options: dict[str, Any] = {"planned": True, "implementation": "triton", "dtype": torch.float32}
-    told, told_grad = case.run(**options)
+    with_them, grad_with = case.run(**options)
     silent, grad = case.run(diagnostics=False, **options)
-    assert torch.equal(told.chunk_loss, silent.chunk_loss)
-    assert torch.equal(told_grad, grad)
+    assert torch.equal(with_them.chunk_loss, silent.chunk_loss)
+    assert torch.equal(grad_with, grad)
     assert not silent.teacher_entropy.any()
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.projected_kl import (
-    Comparing,
-    CrossEntropy,
     LearnedEntries,
     ProjectedKL,
+    ProjectedKLOptions,
     ShardedProjection,
+    WeightedLabels,
     evaluate_projected_kl,
-    projected_kl_with_ce_reference,
+    projected_kl_reference,
 )
 from megatron_ext.ops.unit_gradient import kept_gradient
 from tests.ops.kernel_case import assert_as_exact, nan_filled
@@ -30,7 +30,7 @@ __all__ = ["nan_filled"]
 IMPLEMENTATIONS = ["triton", "torch"]
 LABELS = torch.tensor([3, 46, 0, -100, 7, 20, 11, -100])
 WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0, 1.0, 0.3, 1.0])
-ANNOUNCED = torch.tensor([1.0, 0.0, 2.5])
+GRAD_SCALE = torch.tensor([1.0, 0.0, 2.5])
 
 
 def paired() -> Case:
@@ -40,25 +40,24 @@ def paired() -> Case:
 
 def reference(case: Case, dtype: torch.dtype, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     logits = case.student_logits.detach().clone().to(dtype).requires_grad_()
-    total = projected_kl_with_ce_reference(
+    chunks = projected_kl_reference(
         logits,
         case.teacher_logits.to(dtype),
         student_chunk_id=case.student_chunk_id,
         teacher_chunk_id=case.teacher_chunk_id,
         chunk_count=3,
         projection=case.projection.to(dtype),
-        label=LABELS,
-        weight=WEIGHTS.to(dtype),
-        announced=ANNOUNCED.to(dtype),
         **options,
     )
+    tokens = torch.nn.functional.cross_entropy(logits, LABELS, reduction="none")
+    total = (GRAD_SCALE.to(dtype) * chunks).sum() + (WEIGHTS.to(dtype) * tokens).sum()
     return total.detach(), torch.autograd.grad(total, logits)[0]
 
 
 def fused(
     case: Case,
     logits: torch.Tensor,
-    comparing: Comparing,
+    chosen: ProjectedKLOptions,
     padding: int = 0,
     in_place: bool = False,
     **options: Any,
@@ -71,28 +70,26 @@ def fused(
 
     def evaluate(whole: torch.Tensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor]:
         values = evaluate_projected_kl(
-            whole,
-            case.teacher_logits.to(logits.dtype),
-            student_rows=ChunkRows.of(case.student_chunk_id, 3),
-            teacher_rows=ChunkRows.of(case.teacher_chunk_id, 3),
-            projection=ShardedProjection(
+            ChunkedLogits.of(whole, case.student_chunk_id, 3, student),
+            ChunkedLogits.of(
+                case.teacher_logits.to(logits.dtype), case.teacher_chunk_id, 3, teacher
+            ),
+            ShardedProjection(
                 rows.to_sparse_csr(),
                 rows.t().contiguous().to_sparse_csr(),
                 rows.sum(dim=-1),
                 (rows > 0).any(dim=0),
                 column_plan(case.projection, student, teacher),
             ),
-            student_shard=student,
-            teacher_shard=teacher,
-            cross_entropy=CrossEntropy(LABELS, WEIGHTS),
-            announced=ANNOUNCED,
-            comparing=comparing,
+            chosen,
+            cross_entropy=WeightedLabels(LABELS, WEIGHTS),
+            grad_scale=GRAD_SCALE,
             gradient=gradient,
             **options,
         )
         found.append(values)
         assert values.token_loss is not None
-        chunks = torch.where(ANNOUNCED == 0, 0.0, values.chunk_loss * ANNOUNCED)
+        chunks = torch.where(GRAD_SCALE == 0, 0.0, values.chunk_loss * GRAD_SCALE)
         tokens = torch.where(WEIGHTS == 0, 0.0, values.token_loss * WEIGHTS)
         return (chunks.sum() + tokens.sum(),)
 
@@ -135,7 +132,7 @@ def test_value_and_gradient_are_the_references(
     total, values = fused(
         case,
         logits,
-        Comparing(temperature, direction),
+        ProjectedKLOptions(temperature=temperature, direction=direction),
         padding=5,
         implementation=implementation,
         in_place=in_place,
@@ -166,7 +163,9 @@ def test_cross_entropy_is_over_all_tokens_where_mapped_ones_are_far_below(
     case = paired().to(torch.float32).dominated(120.0)
     truth, true_grad = reference(case, torch.float64, direction=direction)
     logits = case.student_logits.float().requires_grad_()
-    total, _ = fused(case, logits, Comparing(direction=direction), implementation=implementation)
+    total, _ = fused(
+        case, logits, ProjectedKLOptions(direction=direction), implementation=implementation
+    )
     (grad,) = torch.autograd.grad(total, logits)
     # What weighs one row against another is a difference of 100 nats, which fp32 holds to 4e-6.
     assert_as_exact(total.detach(), truth, truth, slack=2e-5)
@@ -184,7 +183,7 @@ def test_rows_that_count_for_nothing_may_hold_anything(implementation: Implement
     _, expected = reference(case, torch.float64)
     case.student_logits[nothing] = torch.nan
     logits = case.student_logits.float().requires_grad_()
-    total, values = fused(case, logits, Comparing(), implementation=implementation)
+    total, values = fused(case, logits, ProjectedKLOptions(), implementation=implementation)
     (grad,) = torch.autograd.grad(total, logits)
     assert values.token_loss is not None
     assert not grad[nothing].any()
@@ -199,7 +198,10 @@ def test_a_label_beyond_the_vocabulary_shows_in_the_sum(
     beyond[0] = 47
     monkeypatch.setitem(globals(), "LABELS", beyond)
     total, values = fused(
-        paired(), paired().student_logits.float(), Comparing(), implementation=implementation
+        paired(),
+        paired().student_logits.float(),
+        ProjectedKLOptions(),
+        implementation=implementation,
     )
     assert total.isnan()
     assert values.token_loss is not None
@@ -219,7 +221,7 @@ def test_learned_entries_get_theirs_by_kernel_as_by_torch(direction: Any) -> Non
         total, _ = fused(
             case,
             logits,
-            Comparing(1.3, direction),
+            ProjectedKLOptions(temperature=1.3, direction=direction),
             learned=LearnedEntries(value, rows, columns),
             entry_gradient=entry_gradient,
             implementation=implementation,
@@ -235,6 +237,6 @@ def test_nothing_is_written_where_no_gradient_is_wanted() -> None:
     case = paired()
     logits = case.student_logits.float()
     before = logits.clone()
-    total, _ = fused(case, logits, Comparing(), in_place=True)
+    total, _ = fused(case, logits, ProjectedKLOptions(), in_place=True)
     assert not total.requires_grad
     assert torch.equal(logits, before)

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.token_likelihood import (
-    ModelRows,
+    TokenRows,
     evaluate_token_likelihood,
     token_likelihood,
     write_likelihood_gradient,
@@ -76,7 +76,7 @@ def test_cross_entropy_and_its_gradient_are_as_exact_as_torch(
         token_id,
         shard,
         temperature=temperature,
-        announced=weights,
+        grad_scale=weights,
         gradient=gradient,
         implementation=implementation,
     )
@@ -96,9 +96,9 @@ def test_the_gradient_of_cross_entropy_can_take_the_place_of_the_logits(
 ) -> None:
     logits, token_id, shard = _case(4, 4133, torch.bfloat16)
     apart = torch.empty_like(logits)
-    announced = torch.tensor([1.0, 1.0, 0.0, 2.0], device=DEVICE)
+    grad_scale = torch.tensor([1.0, 1.0, 0.0, 2.0], device=DEVICE)
     logits[1:3] = torch.nan
-    options: dict[str, Any] = {"announced": announced, "implementation": implementation}
+    options: dict[str, Any] = {"grad_scale": grad_scale, "implementation": implementation}
     out = evaluate_cross_entropy(logits, token_id, shard, gradient=apart, **options)
     evaluate_cross_entropy(logits, token_id, shard, gradient=logits, **options)
     assert torch.equal(logits, apart)
@@ -110,28 +110,28 @@ def test_the_gradient_of_cross_entropy_can_take_the_place_of_the_logits(
 
 @BOTH
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_a_token_gets_may_differ_from_what_was_announced(
+def test_what_a_token_gets_may_differ_from_the_scale(
     implementation: Implementation, in_place: bool
 ) -> None:
     logits, token_id, shard = _case(4, 40, torch.float32)
     leaf = logits.clone().requires_grad_()
-    announced = torch.tensor([-1.0, 1.0, 0.0, 0.5], device=DEVICE)
+    grad_scale = torch.tensor([-1.0, 1.0, 0.0, 0.5], device=DEVICE)
     got = torch.tensor([-1.0, 1.0, 1.0, 2.0], device=DEVICE)
     out = token_prediction(
         leaf * 1.0,
         token_id,
         shard,
-        announced=announced,
+        grad_scale=grad_scale,
         in_place=in_place,
         implementation=implementation,
     )
     (grad,) = torch.autograd.grad((out.log_prob * got).sum(), leaf)
     given = logits[:, :40].double().requires_grad_()
     truth = token_log_prob_reference(given, token_id)
-    (true_grad,) = torch.autograd.grad((truth * got * (announced != 0)).sum(), given)
+    (true_grad,) = torch.autograd.grad((truth * got * (grad_scale != 0)).sum(), given)
     torch.testing.assert_close(grad[:, :40].double(), true_grad, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
-        out.log_prob.double(), truth.detach() * (announced != 0), rtol=1e-5, atol=1e-6
+        out.log_prob.double(), truth.detach() * (grad_scale != 0), rtol=1e-5, atol=1e-6
     )
 
 
@@ -164,7 +164,7 @@ def test_likelihoods_and_their_gradient_are_as_exact_as_torch(
     leaf = logits.clone().requires_grad_()
 
     out, _ = token_likelihood(
-        ModelRows(leaf * 1.0, token_id, members, shard),
+        TokenRows(leaf * 1.0, token_id, members, shard),
         in_place=in_place,
         implementation=implementation,
     )
@@ -188,7 +188,7 @@ def test_rows_of_a_chunk_that_gets_nothing_give_exactly_nothing(
     members = torch.arange(65, device=DEVICE) < 9
     logits[2, :9] = -torch.inf
     logits[3] = torch.nan
-    rows = ModelRows(logits, token_id, members, shard)
+    rows = TokenRows(logits, token_id, members, shard)
     out = evaluate_token_likelihood(rows, implementation=implementation)
     assert out.student.log_mass[2] == -torch.inf
     gradient = torch.empty_like(logits)
@@ -211,7 +211,7 @@ def test_a_shard_writes_its_columns_of_the_gradient(implementation: Implementati
     logits, token_id, shard = _case(4, 95, torch.float32)
     members = torch.arange(100, device=DEVICE) % 4 == 0
     whole = torch.empty_like(logits)
-    rows = ModelRows(logits, token_id, members, shard)
+    rows = TokenRows(logits, token_id, members, shard)
     out = evaluate_token_likelihood(rows, implementation=implementation)
     weights = torch.rand(2, 4, device=DEVICE)
     known = (LogSumExp(*out.whole), LogSumExp(*out.members))
@@ -219,7 +219,7 @@ def test_a_shard_writes_its_columns_of_the_gradient(implementation: Implementati
     for start in (0, 50):
         cut = slice(start, start + 50)
         part = VocabShard(start=start, stop=start + 50, vocab_size=95)
-        own = ModelRows(logits[:, cut], token_id, members[cut], part)
+        own = TokenRows(logits[:, cut], token_id, members[cut], part)
         gradient = torch.empty_like(logits[:, cut])
         write_likelihood_gradient(own, *known, *weights, gradient, implementation=implementation)
         assert torch.equal(gradient, whole[:, cut])

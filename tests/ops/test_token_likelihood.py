@@ -5,11 +5,11 @@ import torch
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.token_likelihood import ModelRows, token_likelihood
+from megatron_ext.ops.token_likelihood import TokenRows, token_likelihood
 from megatron_ext.ops.token_likelihood.reference import token_likelihood_reference
 
 
-def rows_of(rows: int, vocab: int, padding: int, *, dtype: torch.dtype) -> ModelRows:
+def rows_of(rows: int, vocab: int, padding: int, *, dtype: torch.dtype) -> TokenRows:
     generator = torch.Generator().manual_seed(rows)
     logits = 4 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
     logits = torch.nn.functional.pad(logits, (0, padding), value=99.0).to(dtype)
@@ -19,10 +19,10 @@ def rows_of(rows: int, vocab: int, padding: int, *, dtype: torch.dtype) -> Model
     members = torch.arange(vocab + padding) % 3 == 1
     members[vocab:] = True
     shard = VocabShard(start=0, stop=vocab + padding, vocab_size=vocab)
-    return ModelRows(logits.requires_grad_(), token_id, members, shard)
+    return TokenRows(logits.requires_grad_(), token_id, members, shard)
 
 
-def reference_of(rows: ModelRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def reference_of(rows: TokenRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Both numbers, and the fp64 logits that they have a graph to."""
     assert rows.members is not None
     vocab = rows.shard.vocab_size
@@ -75,7 +75,7 @@ def test_a_mass_that_underflows_keeps_its_logarithm_and_a_bounded_gradient() -> 
     logits = torch.tensor([[0.0, -1e4, -1e4, -torch.inf]], requires_grad=True)
     shard = VocabShard(start=0, stop=4, vocab_size=4)
     members = torch.tensor([False, True, True, True])
-    value, _ = token_likelihood(ModelRows(logits, torch.tensor([0]), members, shard))
+    value, _ = token_likelihood(TokenRows(logits, torch.tensor([0]), members, shard))
     assert value.log_mass.item() == pytest.approx(-1e4 + 0.6931, abs=1e-3)
     (grad,) = torch.autograd.grad(value.log_mass.sum(), logits)
     assert grad.tolist() == [[-1.0, 0.5, 0.5, 0.0]]
@@ -88,7 +88,7 @@ def test_a_set_that_is_masked_has_no_mass_and_rows_without_a_gradient_are_not_lo
     logits.requires_grad_()
     shard = VocabShard(start=0, stop=4, vocab_size=4)
     members = torch.tensor([False, False, True, True])
-    value, _ = token_likelihood(ModelRows(logits, torch.tensor([0, -1, 1]), members, shard))
+    value, _ = token_likelihood(TokenRows(logits, torch.tensor([0, -1, 1]), members, shard))
     assert value.log_mass[0].item() == -torch.inf
     (grad,) = torch.autograd.grad(value.log_mass[2] + value.log_prob.sum(), logits)
     assert grad.isfinite().all()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.divergence import DivergenceOptions
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.vocab_kl import (
     evaluate_vocab_kl,
@@ -20,6 +21,7 @@ from tests.ops.kernel_case import (
     assert_as_exact,
     combinations,
     nan_filled,
+    packed,
     rounding,
 )
 
@@ -95,11 +97,11 @@ def test_values_and_the_gradient_are_as_exact_as_torch(
         student_shard=_shard(vocab + 5, vocab),
         teacher_shard=_shard(vocab + 2, vocab),
         labels=labels,
-        announced=weights,
-        label_announced=0.7 * weights,
+        grad_scale=weights,
+        label_grad_scale=0.7 * weights,
         gradient=gradient,
         implementation=implementation,
-        **options,  # type: ignore[arg-type]
+        **packed(options),  # type: ignore[arg-type]
     )
 
     assert out.cross_entropy is not None
@@ -131,8 +133,8 @@ def test_the_gradient_can_take_the_place_of_the_logits(
         "implementation": implementation,
     }
     apart = torch.empty_like(student)
-    truth = evaluate_vocab_kl(student, teacher, gradient=apart, **options)
-    out = evaluate_vocab_kl(student, teacher, gradient=student, **options)
+    truth = evaluate_vocab_kl(student, teacher, gradient=apart, **packed(options))
+    out = evaluate_vocab_kl(student, teacher, gradient=student, **packed(options))
     assert torch.equal(student, apart)
     assert torch.equal(out.row_loss, truth.row_loss)
 
@@ -140,9 +142,7 @@ def test_the_gradient_can_take_the_place_of_the_logits(
 @pytest.mark.usefixtures("nan_filled")
 @BOTH
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_rows_that_are_announced_nothing_are_not_read(
-    implementation: Implementation, direction: str
-) -> None:
+def test_rows_of_scale_0_are_not_read(implementation: Implementation, direction: str) -> None:
     student, teacher = torch.randn(2, 4, 70, device=DEVICE)
     alone = torch.empty_like(student)
     options: dict[str, Any] = {
@@ -151,12 +151,14 @@ def test_rows_that_are_announced_nothing_are_not_read(
         "direction": direction,
         "implementation": implementation,
     }
-    truth = evaluate_vocab_kl(student, teacher, gradient=alone, **options)
+    truth = evaluate_vocab_kl(student, teacher, gradient=alone, **packed(options))
     student[1], teacher[2] = torch.nan, torch.nan
-    announced = torch.tensor([1.0, 0.0, 0.0, 1.0], device=DEVICE)
+    grad_scale = torch.tensor([1.0, 0.0, 0.0, 1.0], device=DEVICE)
     gradient = torch.empty_like(student)
-    out = evaluate_vocab_kl(student, teacher, gradient=gradient, announced=announced, **options)
-    read = announced != 0
+    out = evaluate_vocab_kl(
+        student, teacher, gradient=gradient, grad_scale=grad_scale, **packed(options)
+    )
+    read = grad_scale != 0
     assert torch.equal(gradient, alone * read[:, None])
     for got, whole in zip(out[:3], truth[:3], strict=True):
         assert isinstance(got, torch.Tensor)
@@ -166,7 +168,7 @@ def test_rows_that_are_announced_nothing_are_not_read(
     # A label alone: the teacher's NaN does not get into the gradient.
     labels = torch.tensor([-1, -1, 5, -1], device=DEVICE)
     out = evaluate_vocab_kl(
-        student, teacher, labels=labels, announced=announced, gradient=gradient, **options
+        student, teacher, labels=labels, grad_scale=grad_scale, gradient=gradient, **packed(options)
     )
     expected = torch.softmax(student[2], dim=-1)
     expected[5] -= 1
@@ -190,9 +192,9 @@ def test_huge_and_masked_logits_are_those_of_torch(direction: str) -> None:
             teacher,
             student_shard=_shard(300, 300),
             teacher_shard=_shard(300, 300),
-            direction=direction,  # type: ignore[arg-type]
             gradient=gradient,
             implementation=implementation,  # type: ignore[arg-type]
+            options=DivergenceOptions(direction=direction),
         )
         found.append((out.row_loss, gradient))
     (loss, gradient), (true_loss, true_gradient) = found
@@ -218,8 +220,8 @@ def test_equal_logits_have_no_loss_and_no_gradient_by_kernel(direction: str) -> 
         logits.detach(),
         student_shard=_shard(5000, 5000),
         teacher_shard=_shard(5000, 5000),
-        direction=direction,  # type: ignore[arg-type]
         implementation="triton",
+        options=DivergenceOptions(direction=direction),
     )
     (grad,) = torch.autograd.grad(out.row_loss.sum(), logits)
     assert out.row_loss.abs().max() < 1e-6
@@ -227,13 +229,13 @@ def test_equal_logits_have_no_loss_and_no_gradient_by_kernel(direction: str) -> 
 
 
 @BOTH
-def test_what_arrives_may_differ_from_what_was_announced(implementation: Implementation) -> None:
+def test_what_arrives_may_differ_from_the_scale(implementation: Implementation) -> None:
     student, teacher = torch.randn(2, 4, 60, device=DEVICE)
-    announced = torch.tensor([0.5, 1.0, 0.0, 2.0], device=DEVICE)
+    grad_scale = torch.tensor([0.5, 1.0, 0.0, 2.0], device=DEVICE)
     got = torch.tensor([0.5, 3.0, 1.0, -1.0], device=DEVICE)
     nothing = torch.full((4,), -1, device=DEVICE)
     truth = _reference(
-        student.double(), teacher.double(), nothing, (got * (announced != 0)).double(), 0.0
+        student.double(), teacher.double(), nothing, (got * (grad_scale != 0)).double(), 0.0
     )
     for in_place in (False, True):
         leaf = student.clone().requires_grad_()
@@ -243,7 +245,7 @@ def test_what_arrives_may_differ_from_what_was_announced(implementation: Impleme
             teacher,
             student_shard=_shard(60, 60),
             teacher_shard=_shard(60, 60),
-            announced=announced,
+            grad_scale=grad_scale,
             in_place=in_place,
             implementation=implementation,
         )
@@ -251,7 +253,7 @@ def test_what_arrives_may_differ_from_what_was_announced(implementation: Impleme
         (grad,) = torch.autograd.grad((out.row_loss * got).sum(), leaf)
         assert torch.equal(kept, grad)
         torch.testing.assert_close(grad.double(), truth[2], rtol=1e-5, atol=1e-6)
-        expected = truth[0] * (announced != 0)
+        expected = truth[0] * (grad_scale != 0)
         torch.testing.assert_close(out.row_loss.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -269,7 +271,7 @@ def test_without_a_gradient_the_logits_stay_as_they_are() -> None:
     assert torch.equal(student, before)
 
 
-def test_a_stale_reader_of_overwritten_logits_is_told() -> None:
+def test_a_stale_reader_of_overwritten_logits_gets_an_error() -> None:
     leaf = torch.randn(2, 30, requires_grad=True)
     logits = leaf * 1.0
     other = logits.square().sum()
@@ -289,8 +291,8 @@ def test_a_stale_reader_of_overwritten_logits_is_told() -> None:
 def test_shards_give_what_one_rank_does(implementation: Implementation, direction: str) -> None:
     """Two ranks in one process: what each sums of its columns, merged by hand."""
     from megatron_ext.distributed.vocab_parallel import LogSumExp
+    from megatron_ext.ops.vocab_kl.pair_evaluation import PairEvaluation
     from megatron_ext.ops.vocab_kl.statistics import pair_statistics
-    from megatron_ext.ops.vocab_kl.sweep import Comparing, PairSweep
 
     student, teacher = 3 * torch.randn(2, 3, 90, device=DEVICE)
     whole = torch.empty_like(student)
@@ -299,10 +301,9 @@ def test_shards_give_what_one_rank_does(implementation: Implementation, directio
         teacher,
         student_shard=_shard(90, 90),
         teacher_shard=_shard(90, 90),
-        temperature=1.3,
-        direction=direction,  # type: ignore[arg-type]
         gradient=whole,
         implementation=implementation,
+        options=DivergenceOptions(temperature=1.3, direction=direction),
     )
     by_kernel = implementation == "triton"
     cuts = [slice(0, 50), slice(50, 90)]
@@ -325,17 +326,17 @@ def test_shards_give_what_one_rank_does(implementation: Implementation, directio
         top = peaks.amax(dim=0)
         return LogSumExp(top, (totals * (peaks - top).exp()).sum(dim=0).log())
 
-    comparing = Comparing(1.3, direction)  # type: ignore[arg-type]
+    options = DivergenceOptions(temperature=1.3, direction=direction)
     weight = torch.ones(3, device=DEVICE)
     sweeps = [
-        PairSweep(
+        PairEvaluation(
             student[:, cut],
             teacher[:, cut],
             merged(0),
             merged(1),
             weight,
             None,
-            comparing,
+            options,
             cut.stop - cut.start,
         )
         for cut in cuts

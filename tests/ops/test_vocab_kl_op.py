@@ -7,7 +7,9 @@ import torch
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.divergence import DivergenceOptions
 from megatron_ext.ops.vocab_kl import VocabKLValues, vocab_kl, vocab_kl_reference
+from tests.ops.kernel_case import packed
 
 DIRECTIONS = ("forward", "reverse", "jensen_shannon")
 
@@ -35,7 +37,9 @@ def _run(
     ]
     shards = [VocabShard(start=0, stop=vocab + extra, vocab_size=vocab) for extra in padding]
     logits = padded[0].requires_grad_()
-    out = vocab_kl(logits, padded[1], student_shard=shards[0], teacher_shard=shards[1], **options)
+    out = vocab_kl(
+        logits, padded[1], student_shard=shards[0], teacher_shard=shards[1], **packed(options)
+    )
     weights = torch.ones_like(out.row_loss) if weights is None else weights
     (grad,) = torch.autograd.grad(out.row_loss, logits, weights)
     assert not grad[:, vocab:].any(), "padding has a gradient"
@@ -94,8 +98,7 @@ def test_the_gradient_is_that_of_finite_differences(direction: str) -> None:
                 teacher,
                 student_shard=shard,
                 teacher_shard=shard,
-                temperature=1.7,
-                direction=direction,  # type: ignore[arg-type]
+                options=DivergenceOptions(temperature=1.7, direction=direction),
             ).row_loss
         ),
         student.requires_grad_(),

@@ -18,7 +18,7 @@ from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.chunk_rows import chunk_slots
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.index_sum import index_sum
-from megatron_ext.ops.token_likelihood import ModelRows, TokenLikelihood, token_likelihood
+from megatron_ext.ops.token_likelihood import TokenLikelihood, TokenRows, token_likelihood
 
 
 class ChunkLikelihoods(NamedTuple):
@@ -73,7 +73,7 @@ def chunk_likelihoods(
         torch.where(ids == NO_CHUNK, -1, own) for ids, own in zip(chunk_ids, labels, strict=True)
     )
     columns = _columns(inputs, teacher, objective) if with_boundary else None
-    own = ModelRows(
+    own = TokenRows(
         inputs.student_logits.flatten(0, 1),
         asked[0],
         None if columns is None else columns.student,
@@ -130,7 +130,7 @@ def _sum_rows(values: torch.Tensor, chunk_id: torch.Tensor, count: int) -> torch
 
 
 def _rows(
-    student: ModelRows,
+    student: TokenRows,
     teacher: TeacherTargets,
     asked: torch.Tensor,
     columns: BoundaryColumns | None,
@@ -141,7 +141,7 @@ def _rows(
     if teacher.kind == "label":
         own, _ = token_likelihood(student, implementation=implementation)
         return own, _given(teacher, asked, own.log_prob.dtype, objective, columns is not None)
-    other = ModelRows(
+    other = TokenRows(
         teacher.to_logits().flatten(0, 1),
         asked,
         None if columns is None else columns.teacher,

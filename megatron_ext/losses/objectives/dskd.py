@@ -26,7 +26,7 @@ from megatron_ext.losses.objectives.dskd_spaces import (
 )
 from megatron_ext.losses.option_check import check_choice
 from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.ops.divergence import Divergence, check_divergence
+from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence
 from megatron_ext.ops.token_log_prob import token_log_prob
 from megatron_ext.ops.vocab_kl import vocab_kl
 
@@ -139,7 +139,7 @@ class DskdLoss(Objective):
             onto_teacher,
             positions,
             partial(self._terms, inputs, teacher, positions.rows, used),
-            announced=torch.where(used, 1.0, 0.0) * inputs.grad_scale,
+            grad_scale=torch.where(used, 1.0, 0.0) * inputs.grad_scale,
         )
         has_target = terms.target >= 0
         return chunk_output(
@@ -202,16 +202,16 @@ class DskdLoss(Objective):
             spaces.student_projected,
             student_shard=shard,
             teacher_shard=shard,
-            temperature=self.temperature,
-            direction=self.direction,
-            mixture=self.mixture,
+            options=DivergenceOptions(
+                temperature=self.temperature, direction=self.direction, mixture=self.mixture
+            ),
         ).row_loss
         kd_teacher = vocab_kl(
             spaces.teacher_projected,
             spaces.teacher,
             student_shard=teacher.shard,
             teacher_shard=teacher.shard,
-            temperature=self.temperature,
+            options=DivergenceOptions(temperature=self.temperature),
         ).row_loss
         hits = vocab_argmax(spaces.student_projected, shard) == target
         gate = hits if self.gate == "target" else torch.ones_like(hits)

@@ -87,17 +87,17 @@ def terms_by_slice(
     positions: Positions,
     terms: SliceTerms,
     *,
-    announced: torch.Tensor,
+    grad_scale: torch.Tensor,
 ) -> Terms:
     """``terms`` of all positions, with the gradient of their loss.
 
-    The gradients are made in the forward, for the upstream gradient that is announced.
+    The gradients are made in the forward, for the upstream gradient ``grad_scale``.
 
     Args:
         student_logits: [T, Vps]
         onto_student: [C, Ds] the teacher's hidden states, carried over; replicated.
         onto_teacher: [C, Dt] the student's.
-        announced: [C], the gradient that each loss will get; a row announced 0 gets none.
+        grad_scale: [C], the gradient that each loss will get; a row of scale 0 gets none.
 
     Collectives: those of ``terms`` in every slice; backward an all-reduce of [C, Ds] and one of
     [C, Dt]. Keeps the gradients.
@@ -108,7 +108,7 @@ def terms_by_slice(
         copy_to_shards(onto_teacher, positions.teacher_shard.group),
         positions,
         terms,
-        announced,
+        grad_scale,
         torch.is_grad_enabled(),
     )
     return Terms(*outputs)
@@ -123,7 +123,7 @@ class _TermsBySlice(torch.autograd.Function):
         onto_teacher: torch.Tensor,
         positions: Positions,
         terms: SliceTerms,
-        announced: torch.Tensor,
+        grad_scale: torch.Tensor,
         is_grad_enabled: bool,
     ) -> tuple[torch.Tensor, ...]:
         inputs = (student_logits, onto_student, onto_teacher)
@@ -154,14 +154,14 @@ class _TermsBySlice(torch.autograd.Function):
             trained = [leaf for leaf in leaves if leaf.requires_grad]
             own = iter(
                 torch.autograd.grad(
-                    out.loss, trained, announced[part].to(out.loss.dtype), materialize_grads=True
+                    out.loss, trained, grad_scale[part].to(out.loss.dtype), materialize_grads=True
                 )
             )
             every: tuple[torch.Tensor | slice, ...] = (rows, part, part)
             for gradient, places in zip(gradients, every, strict=True):
                 if gradient is not None:
                     gradient[places] = next(own)
-        ctx.save_for_backward(*gradients, announced, positions.rows)
+        ctx.save_for_backward(*gradients, grad_scale, positions.rows)
         outputs = [torch.cat(values) for values in zip(*found, strict=True)]
         ctx.mark_non_differentiable(*outputs[1:])
         return tuple(outputs)
@@ -169,12 +169,12 @@ class _TermsBySlice(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        logits, onto_student, onto_teacher, announced, rows = ctx.saved_tensors
-        scale = (grad / announced).masked_fill_(announced == 0, 0.0)[:, None]
+        logits, onto_student, onto_teacher, grad_scale, rows = ctx.saved_tensors
+        scale = (grad / grad_scale).masked_fill_(grad_scale == 0, 0.0)[:, None]
         if logits is not None:
             slots = torch.full_like(logits[:, 0], len(rows), dtype=torch.int64)
             slots[rows] = torch.arange(len(rows), device=rows.device)
-            logits = transfer(logits, grad, announced, slots=slots)
+            logits = transfer(logits, grad, grad_scale, slots=slots)
         others = (
             None if value is None else value * scale for value in (onto_student, onto_teacher)
         )

@@ -15,14 +15,19 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_student
 from megatron_ext.losses.diagnostics import chunk_output
-from megatron_ext.losses.matched_columns import MatchedColumns, counted_ids, matched_columns
+from megatron_ext.losses.matched_columns import (
+    MatchedColumns,
+    chunked_pair,
+    counted_ids,
+    matched_columns,
+)
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
 from megatron_ext.losses.objectives.nemo import nemo_gold
 from megatron_ext.losses.option_check import Numerics, check_choice, check_count, why_nemo
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
-from megatron_ext.ops.matched_divergence import Comparing, Matching, matched_divergence
+from megatron_ext.ops.matched_divergence import MatchedOptions, Matching, matched_divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,22 +128,15 @@ class GoldLoss(Objective):
         self, inputs: DistillationInputs, teacher: TeacherTargets, columns: MatchedColumns
     ) -> LossOutput:
         assert inputs.alignment is not None
-        student_ids, teacher_ids = counted_ids(inputs)
         count, weight = inputs.alignment.chunk_count, self.temperature**2
         found = matched_divergence(
-            inputs.student_logits.flatten(0, 1),
-            teacher.to_logits().flatten(0, 1),
-            student_chunk_id=student_ids,
-            teacher_chunk_id=teacher_ids,
-            chunk_count=count,
-            matching=Matching(
+            *chunked_pair(inputs, teacher, counted_ids(inputs), count),
+            Matching(
                 columns.student_column,
                 columns.student_common,
                 with_rest=min(columns.student_rest, columns.teacher_rest) > 0,
             ),
-            student_shard=inputs.student_shard,
-            teacher_shard=teacher.shard,
-            comparing=Comparing(
+            MatchedOptions(
                 temperature=self.temperature,
                 direction=self.direction,
                 mixture=self.mixture,
@@ -146,7 +144,7 @@ class GoldLoss(Objective):
                 top_u=self.uncommon_topk,
             ),
             # So that the gradient is rounded once.
-            announced=torch.full((count,), weight, device=inputs.student_logits.device)
+            grad_scale=torch.full((count,), weight, device=inputs.student_logits.device)
             * inputs.grad_scale,
             implementation=self.implementation,
         )

@@ -15,7 +15,7 @@ from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
 from megatron_ext.losses.option_check import check_choice
 from megatron_ext.losses.projection_shard import ProjectionShard, Sharing, carried_targets
-from megatron_ext.ops.divergence import Divergence, check_divergence
+from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence
 from megatron_ext.ops.vocab_kl import vocab_kl
 
 
@@ -127,10 +127,10 @@ class MinedLoss(Objective):
             log_probs.mul_(self.temperature),
             student_shard=inputs.student_shard,
             teacher_shard=inputs.student_shard,
-            temperature=self.temperature,
-            direction=self.direction,
-            mixture=self.mixture,
-            announced=torch.ones_like(empty, dtype=torch.float32) * inputs.grad_scale,
+            options=DivergenceOptions(
+                temperature=self.temperature, direction=self.direction, mixture=self.mixture
+            ),
+            grad_scale=torch.ones_like(empty, dtype=torch.float32) * inputs.grad_scale,
         )
         return (
             torch.where(empty, 0.0, out.row_loss),

@@ -56,7 +56,7 @@ class NextTokenLoss(FusedObjective):
             inputs.student_logits.flatten(0, 1),
             inputs.labels.flatten(),
             inputs.student_shard,
-            announced=label_scales(inputs, scale),
+            grad_scale=label_scales(inputs, scale),
             gradient=gradient,
             implementation=self.implementation,
         )

@@ -136,7 +136,7 @@ class PartitionKLLoss(FusedObjective):
             inputs.student_logits.flatten(0, 1),
             events.teacher,
             events.plan,
-            announced=used * weight[events.chunk] * scale,
+            grad_scale=used * weight[events.chunk] * scale,
             labels=labels,
             ce_weight=label_weight,
             gradient=gradient,

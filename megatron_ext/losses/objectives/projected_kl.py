@@ -15,6 +15,7 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_projection, check_student
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
+from megatron_ext.losses.matched_columns import chunked_pair
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -27,13 +28,13 @@ from megatron_ext.losses.objectives.nemo import nemo_projected_kl
 from megatron_ext.losses.option_check import Numerics, check_choice, why_nemo
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.projected_kl import (
-    Comparing,
-    CrossEntropy,
     ProjectedKL,
+    ProjectedKLOptions,
+    WeightedLabels,
     evaluate_projected_kl,
     projected_kl,
 )
@@ -124,19 +125,14 @@ class ProjectedKLLoss(FusedObjective):
         alignment, teacher, projection = self._operands(inputs)
         usable = self._usable(alignment)
         values = evaluate_projected_kl(
-            inputs.student_logits.flatten(0, 1),
-            teacher.to_logits().flatten(0, 1),
-            student_rows=ChunkRows.of(alignment.student_chunk_id.flatten(), alignment.chunk_count),
-            teacher_rows=ChunkRows.of(alignment.teacher_chunk_id.flatten(), alignment.chunk_count),
-            projection=projection.operand(),
-            student_shard=inputs.student_shard,
-            teacher_shard=teacher.shard,
-            comparing=Comparing(self.temperature, self.direction, self.mixture, self.vocab_topk),
-            announced=torch.where(used_chunks(inputs, usable), 1.0, 0.0) * scale,
+            *self._pair(inputs, alignment, teacher),
+            projection.operand(),
+            self._options,
+            grad_scale=torch.where(used_chunks(inputs, usable), 1.0, 0.0) * scale,
             gradient=gradient,
             cross_entropy=None
             if ce_scale is None
-            else CrossEntropy(inputs.labels.flatten(), label_scales(inputs, ce_scale)),
+            else WeightedLabels(inputs.labels.flatten(), label_scales(inputs, ce_scale)),
             implementation=self.implementation,
         )
         return Evaluated(self._output(inputs, values, usable), values.token_loss)
@@ -161,24 +157,11 @@ class ProjectedKLLoss(FusedObjective):
                 usable=usable,
             )
         values = projected_kl(
-            inputs.student_logits.flatten(0, 1),
-            teacher.to_logits().flatten(0, 1),
-            student_chunk_id=alignment.student_chunk_id.flatten(),
-            teacher_chunk_id=alignment.teacher_chunk_id.flatten(),
-            chunk_count=alignment.chunk_count,
-            weight=projection.weight,
-            weight_transposed=projection.weight_transposed,
-            row_mass=projection.row_mass,
-            reachable=projection.reachable,
-            plan=projection.plan,
-            student_shard=inputs.student_shard,
-            teacher_shard=teacher.shard,
-            temperature=self.temperature,
-            direction=self.direction,
-            mixture=self.mixture,
-            vocab_topk=self.vocab_topk,
+            *self._pair(inputs, alignment, teacher),
+            projection.operand(),
+            self._options,
             learned=projection.learned,
-            announced=torch.where(used_chunks(inputs, usable), 1.0, 0.0) * inputs.grad_scale,
+            grad_scale=torch.where(used_chunks(inputs, usable), 1.0, 0.0) * inputs.grad_scale,
             implementation=self.implementation,
         )
         return self._output(inputs, values, usable)
@@ -189,6 +172,21 @@ class ProjectedKLLoss(FusedObjective):
         check_student(inputs)
         alignment, teacher = check_alignment(inputs, objective=self.name, why=_WHY_NOT)
         return alignment, teacher, check_projection(inputs, objective=self.name)
+
+    def _pair(
+        self, inputs: DistillationInputs, alignment: AlignmentBatch, teacher: TeacherTargets
+    ) -> tuple[ChunkedLogits, ChunkedLogits]:
+        ids = alignment.student_chunk_id.flatten(), alignment.teacher_chunk_id.flatten()
+        return chunked_pair(inputs, teacher, ids, alignment.chunk_count)
+
+    @property
+    def _options(self) -> ProjectedKLOptions:
+        return ProjectedKLOptions(
+            temperature=self.temperature,
+            direction=self.direction,
+            mixture=self.mixture,
+            vocab_topk=self.vocab_topk,
+        )
 
     def _usable(self, alignment: AlignmentBatch) -> torch.Tensor | None:
         """bool [C]; None: all."""

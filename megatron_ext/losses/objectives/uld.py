@@ -16,7 +16,7 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput, Over, SumCount
 from megatron_ext.losses.checks import check_alignment, check_student, check_teacher_columns
 from megatron_ext.losses.diagnostics import chunk_output
-from megatron_ext.losses.matched_columns import counted_ids
+from megatron_ext.losses.matched_columns import chunked_pair, counted_ids
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
 from megatron_ext.losses.option_check import check_choice, check_count, check_temperature
 from megatron_ext.losses.targets import TeacherTargets
@@ -117,17 +117,13 @@ class ULDLoss(Objective):
         count: int,
     ) -> ChunkSortedL1:
         return chunk_sorted_l1(
-            inputs.student_logits.flatten(0, 1),
-            teacher.to_logits().flatten(0, 1),
-            student_chunk_id=ids[0],
-            teacher_chunk_id=ids[1],
-            chunk_count=count,
-            student_shard=inputs.student_shard,
-            teacher_shard=teacher.shard,
+            *chunked_pair(inputs, teacher, ids, count),
             temperature=self.temperature,
             top_u=self.top_u,
             # So that the gradient is rounded once.
-            announced=torch.full((count,), self.temperature**2, device=inputs.student_logits.device)
+            grad_scale=torch.full(
+                (count,), self.temperature**2, device=inputs.student_logits.device
+            )
             * inputs.grad_scale,
             implementation=self.implementation,
         )

@@ -6,7 +6,7 @@ B batch, T tokens, Vp local columns, K top-k.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -26,10 +26,10 @@ from megatron_ext.losses.objective import (
     label_scales,
 )
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
-from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
+from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence, divergence
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.selected_log_prob import selected_log_prob
-from megatron_ext.ops.vocab_kl.evaluation import evaluate_vocab_kl
+from megatron_ext.ops.vocab_kl import evaluate_vocab_kl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,24 +90,22 @@ class VocabKLLoss(FusedObjective):
     ) -> Evaluated:
         """``evaluate_vocab_kl``; its collectives."""
         teacher = self._teacher(inputs)
-        wanted: dict[str, Any] = {}
+        labels = label_weight = None
         if ce_scale is not None:
-            wanted = {
-                "labels": inputs.labels.flatten(),
-                "label_announced": label_scales(inputs, ce_scale),
-            }
+            labels, label_weight = inputs.labels.flatten(), label_scales(inputs, ce_scale)
         values = evaluate_vocab_kl(
             inputs.student_logits.flatten(0, 1),
             teacher.to_logits().flatten(0, 1),
             student_shard=inputs.student_shard,
             teacher_shard=teacher.shard,
-            temperature=self.temperature,
-            direction=self.direction,
-            mixture=self.mixture,
-            announced=label_scales(inputs, scale),
+            options=DivergenceOptions(
+                temperature=self.temperature, direction=self.direction, mixture=self.mixture
+            ),
+            labels=labels,
+            grad_scale=label_scales(inputs, scale),
+            label_grad_scale=label_weight,
             gradient=gradient,
             implementation=self.implementation,
-            **wanted,
         )
         means = {"teacher_entropy": values.teacher_entropy, "top1_agreement": values.top1_agreement}
         return Evaluated(self._output(inputs, values.row_loss, means), values.cross_entropy)

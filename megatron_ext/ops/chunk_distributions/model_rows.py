@@ -14,7 +14,7 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
     scaled_logits,
 )
-from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.softmax_statistics import row_statistics
 
@@ -57,13 +57,9 @@ class ModelRows(NamedTuple):
 
 
 def pair_of_models(
-    student_logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
     *,
-    student_rows: ChunkRows,
-    teacher_rows: ChunkRows,
-    student_shard: VocabShard,
-    teacher_shard: VocabShard,
     temperature: float,
     members: tuple[torch.Tensor, torch.Tensor] | None = None,
     implementation: Implementation = "auto",
@@ -71,40 +67,36 @@ def pair_of_models(
     """The student's and the teacher's rows; each model's logits are read once.
 
     Args:
-        members: bool [Vps] and [Vpt], columns whose probability is wanted.
+        members: bool [Vps] and [Vpt], columns whose probability is asked for.
 
     Two all-reduces of [Ts + Tt], twice as long with ``members``.
     """
-    sides = (
-        (student_logits.detach(), student_rows, student_shard),
-        (teacher_logits.detach(), teacher_rows, teacher_shard),
-    )
-    lanes = 1 if members is None else 2
+    pair = (student, teacher)
+    sums = 1 if members is None else 2
     found = [
         row_statistics(
-            logits,
-            shard,
+            model.logits.detach(),
+            model.shard,
             temperature=temperature,
-            members=None if members is None else members[side],
+            members=None if members is None else members[number],
             with_column=False,
             implementation=implementation,
         )
-        for side, (logits, _, shard) in enumerate(sides)
+        for number, model in enumerate(pair)
     ]
     peak, total = (
-        torch.cat([getattr(part, name)[:lanes].flatten() for part in found])
+        torch.cat([getattr(part, name)[:sums].flatten() for part in found])
         for name in ("peak", "total")
     )
-    merged = merge_log_sum_exp(peak, total, student_shard.group)
-    lengths = [lanes * len(logits) for logits, _, _ in sides]
+    merged = merge_log_sum_exp(peak, total, student.shard.group)
+    lengths = [sums * len(model.logits) for model in pair]
     models = []
-    for (logits, rows, shard), *lse in zip(
-        sides, *(part.split(lengths) for part in merged), strict=True
-    ):
-        peaks, log_sums = (part.view(lanes, -1) for part in lse)
+    for model, *lse in zip(pair, *(part.split(lengths) for part in merged), strict=True):
+        peaks, log_sums = (part.view(sums, -1) for part in lse)
         mass = ((peaks[-1] - peaks[0]) + log_sums[-1] - log_sums[0]).exp_()
         whole = LogSumExp(peaks[0].contiguous(), log_sums[0].contiguous())
-        models.append(ModelRows(logits, rows, shard, temperature, whole, mass))
+        logits = model.logits.detach()
+        models.append(ModelRows(logits, model.rows, model.shard, temperature, whole, mass))
     return models[0], models[1]
 
 

@@ -9,10 +9,10 @@ from megatron_ext.ops.chunk_distributions.model_rows import ModelRows, rows_of
 from megatron_ext.ops.unit_gradient import scale_rows_
 
 
-def row_scale(model: ModelRows, announced: torch.Tensor | None) -> torch.Tensor:
-    """``announced_c / (|S_c| tau)`` [C]: what README 3 has before the parentheses."""
+def row_scale(model: ModelRows, grad_scale: torch.Tensor | None) -> torch.Tensor:
+    """``grad_scale_c / (|S_c| tau)`` [C]: what README 3 has before the parentheses."""
     sizes = model.rows.sizes().clamp(min=1).to(model.lse.peak.dtype)
-    return (1.0 if announced is None else announced) / (sizes * model.temperature)
+    return (1.0 if grad_scale is None else grad_scale) / (sizes * model.temperature)
 
 
 def write_row_gradients(

@@ -1,4 +1,5 @@
 from megatron_ext.ops.divergence.function import (
+    FORWARD_KL,
     Divergence,
     DivergenceOptions,
     check_divergence,
@@ -9,6 +10,7 @@ from megatron_ext.ops.divergence.function import (
 from megatron_ext.ops.divergence.reference import divergence_reference
 
 __all__ = [
+    "FORWARD_KL",
     "Divergence",
     "DivergenceOptions",
     "check_divergence",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import torch
 
@@ -30,6 +30,9 @@ class DivergenceOptions:
 
     mixture: float = 0.5
     """Weight of the teacher in the mixture of ``jensen_shannon``."""
+
+
+FORWARD_KL: Final = DivergenceOptions()
 
 
 class DivergenceTerms(NamedTuple):
@@ -87,7 +90,8 @@ def divergence(
             gradient.copy_(slope)
         return (value.sum(dim=-1),)
 
-    (out,) = kept_gradient(torch.atleast_2d(log_q), evaluate)
+    values = kept_gradient(torch.atleast_2d(log_q), evaluate)
+    out: torch.Tensor = values[0]
     return out.view(log_q.shape[:-1])
 
 

@@ -132,7 +132,7 @@ class _LinearLoss(torch.autograd.Function):
             for gradient in ctx.saved_tensors
         )
         if ctx.weight is not None:
-            d_weight = _announce_main_grad(ctx.weight, grad)
+            d_weight = _complete_main_grad(ctx.weight, grad)
         return d_hidden, d_weight, d_bias, None, None, None, None
 
 
@@ -143,7 +143,7 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) ->
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def _announce_main_grad(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor | None:
+def _complete_main_grad(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor | None:
     """Tell megatron-core's hooks that ``weight.main_grad`` is complete.
 
     They run where the parameter gets a gradient, and leave out what it holds if

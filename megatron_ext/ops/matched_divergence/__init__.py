@@ -1,4 +1,4 @@
-from megatron_ext.ops.matched_divergence.comparison import Comparing
+from megatron_ext.ops.matched_divergence.comparison import MatchedOptions
 from megatron_ext.ops.matched_divergence.evaluation import evaluate_matched_divergence
 from megatron_ext.ops.matched_divergence.exchange import onto_student_columns
 from megatron_ext.ops.matched_divergence.function import matched_divergence
@@ -7,8 +7,8 @@ from megatron_ext.ops.matched_divergence.reference import matched_divergence_ref
 from megatron_ext.ops.matched_divergence.values import MatchedDivergence
 
 __all__ = [
-    "Comparing",
     "MatchedDivergence",
+    "MatchedOptions",
     "Matching",
     "evaluate_matched_divergence",
     "matched_divergence",

@@ -11,7 +11,7 @@ from megatron_ext.ops.matched_divergence.kernel_steps import (
     compare_by_kernel,
     write_gradient,
 )
-from megatron_ext.ops.matched_divergence.values import Task, Values
+from megatron_ext.ops.matched_divergence.values import MatchedTask, MatchedValues
 from megatron_ext.ops.sorted_l1.comparison import compare_sorted
 from megatron_ext.ops.sorted_l1.kernel_steps import (
     capacity_of,
@@ -21,12 +21,12 @@ from megatron_ext.ops.sorted_l1.kernel_steps import (
 )
 
 
-def evaluate_by_kernels(task: Task) -> Values:
+def evaluate_by_kernels(task: MatchedTask) -> MatchedValues:
     """Values of all chunks, and their rows of the gradient. Collectives: ``evaluation.py``."""
-    places = task.comparing.top_u
+    places = task.options.top_u
     assert places is not None
-    found, gradient, student = Values.empty(task.scale), task.gradient, task.student
-    group, weight = student.shard.group, task.comparing.uncommon_weight
+    found, gradient, student = MatchedValues.empty(task.scale), task.gradient, task.student
+    group, weight = student.shard.group, task.options.uncommon_weight
     models = (student, task.teacher)
     excluded = task.matching.excluded(student.shard, task.teacher.shard)
     pair = MatchedPair.of(task)
@@ -62,7 +62,7 @@ def evaluate_by_kernels(task: Task) -> Values:
     return found
 
 
-def _widest(task: Task, places: int) -> int:
+def _widest(task: MatchedTask, places: int) -> int:
     """Columns of the largest temporary of a chunk, the same on every rank."""
     widths = [model.shard.width for model in (task.student, task.teacher)]
     ranks = group_size(task.student.shard.group)
@@ -73,7 +73,7 @@ def _widest(task: Task, places: int) -> int:
 
 
 def _centre(
-    task: Task, row_slope: torch.Tensor, chosen: torch.Tensor
+    task: MatchedTask, row_slope: torch.Tensor, chosen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """README 6: what matched columns lose [C], and ``q_i . g_c`` of each row [T].
 

@@ -10,13 +10,17 @@ from megatron_ext.ops.chunk_distributions import chunk_means, host_offsets, writ
 from megatron_ext.ops.matched_divergence.comparison import divergence_slope
 from megatron_ext.ops.matched_divergence.exchange import onto_student_columns
 from megatron_ext.ops.matched_divergence.matching import Matching
-from megatron_ext.ops.matched_divergence.values import Task, Values
+from megatron_ext.ops.matched_divergence.values import MatchedTask, MatchedValues
 from megatron_ext.ops.sorted_l1.comparison import Compared, Largest, compare_sorted, select_largest
 
 
-def evaluate_by_torch(task: Task) -> Values:
+def evaluate_by_torch(task: MatchedTask) -> MatchedValues:
     """Values of all chunks, and their rows of the gradient. Collectives: ``evaluation.py``."""
-    found, gradient, models = Values.empty(task.scale), task.gradient, (task.student, task.teacher)
+    found, gradient, models = (
+        MatchedValues.empty(task.scale),
+        task.gradient,
+        (task.student, task.teacher),
+    )
     shard, ends = task.student.shard, host_offsets(*models)
     for chunks in row_slices(len(task.scale), _widest(task), device=task.scale.device):
         q, p = (
@@ -31,19 +35,21 @@ def evaluate_by_torch(task: Task) -> Values:
         q.masked_fill_(~task.matching.is_common, 0.0).div_(used[0][chunks, None])
         for side, values in enumerate((p, q)):
             found.best[side, chunks], found.column[side, chunks] = local_argmax(values, shard)
-        terms, slope = divergence_slope(p, q, task.comparing)
+        terms, slope = divergence_slope(p, q, task.options)
         sums = torch.stack([terms.sum(dim=-1), (q * slope).sum(dim=-1)])
         found.value[chunks], centre = all_reduce_sum(sums, shard.group)
         if gradient is None:
             continue
         slope = _centred(task, chunks, slope, centre)
-        signs = compared.signs.to(slope.dtype).mul_(task.comparing.uncommon_weight)
+        signs = compared.signs.to(slope.dtype).mul_(task.options.uncommon_weight)
         slope.scatter_add_(1, tops.columns, signs)
         write_row_gradients(task.student, ends[0], chunks, slope, task.scale, gradient)
     return found
 
 
-def _centred(task: Task, chunks: slice, slope: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+def _centred(
+    task: MatchedTask, chunks: slice, slope: torch.Tensor, centre: torch.Tensor
+) -> torch.Tensor:
     """README 6 from ``f_q`` [C', Vps] and its mean [C'].
 
     With a bucket a constant would do no harm, but then rows would be centred by a sum that is
@@ -58,19 +64,19 @@ def _centred(task: Task, chunks: slice, slope: torch.Tensor, centre: torch.Tenso
     return torch.where(is_common, slope, own[:, None]).sub_(centre[:, None])
 
 
-def _widest(task: Task) -> int:
+def _widest(task: MatchedTask) -> int:
     """Columns of the largest temporary of a chunk, the same on every rank."""
     student, teacher = (model.shard.width for model in (task.student, task.teacher))
     ranks = group_size(task.student.shard.group)
     return max(student * ranks, (_kept(task, student) + _kept(task, teacher) + 2) * ranks, teacher)
 
 
-def _kept(task: Task, width: int) -> int:
-    places = task.comparing.top_u
+def _kept(task: MatchedTask, width: int) -> int:
+    places = task.options.top_u
     return width if places is None else min(places, width)
 
 
-def _uncommon(task: Task, q: torch.Tensor, p: torch.Tensor) -> tuple[Largest, Compared]:
+def _uncommon(task: MatchedTask, q: torch.Tensor, p: torch.Tensor) -> tuple[Largest, Compared]:
     """The student's candidates of the sorted L1, and what came out."""
     shards = task.student.shard, task.teacher.shard
     tops = [
@@ -79,7 +85,7 @@ def _uncommon(task: Task, q: torch.Tensor, p: torch.Tensor) -> tuple[Largest, Co
             (q, p), shards, task.matching.excluded(*shards), strict=True
         )
     ]
-    return tops[0], compare_sorted(tops[0], tops[1], task.comparing.top_u, shards[0].group)
+    return tops[0], compare_sorted(tops[0], tops[1], task.options.top_u, shards[0].group)
 
 
 def _onto_student(p: torch.Tensor, matching: Matching, shard: VocabShard) -> torch.Tensor:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
-from megatron_ext.ops.divergence import Divergence, divergence_terms
+from megatron_ext.ops.divergence import DivergenceOptions, divergence_terms
 
 
-class Comparing(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchedOptions(DivergenceOptions):
     """How chunk distributions are compared."""
-
-    temperature: float = 1.0
-
-    direction: Divergence = "forward"
-
-    mixture: float = 0.5
-    """Weight of the teacher in ``jensen_shannon``."""
 
     uncommon_weight: float = 0.0
     """w of the sorted L1 over the other columns."""
@@ -27,12 +21,12 @@ class Comparing(NamedTuple):
 
 
 def divergence_slope(
-    p: torch.Tensor, q: torch.Tensor, comparing: Comparing
+    p: torch.Tensor, q: torch.Tensor, options: DivergenceOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Terms of the divergence of probabilities, and their derivatives by ``q``.
 
     The derivative is taken at a ``q`` of at least 1024 times the smallest normal number: what
     comes before it in the chain is below that too, so that it fades to zero instead of NaN.
     """
-    value, slope = divergence_terms(p.log(), q.log(), comparing.direction, comparing.mixture)
+    value, slope = divergence_terms(p.log(), q.log(), options.direction, options.mixture)
     return value, slope / q.clamp(min=1024 * torch.finfo(q.dtype).tiny)

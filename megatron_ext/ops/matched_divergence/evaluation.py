@@ -7,49 +7,43 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.distributed.vocab_parallel import VocabShard, merge_argmax
+from megatron_ext.distributed.vocab_parallel import merge_argmax
 from megatron_ext.ops.chunk_distributions import (
     ModelRows,
     clear_rows_of_no_chunk_,
     pair_of_models,
     row_scale,
 )
-from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.implementation import Implementation, check_implementation, uses_triton
 from megatron_ext.ops.matched_divergence.by_kernels import evaluate_by_kernels
 from megatron_ext.ops.matched_divergence.by_torch import evaluate_by_torch
-from megatron_ext.ops.matched_divergence.comparison import Comparing, divergence_slope
+from megatron_ext.ops.matched_divergence.comparison import MatchedOptions, divergence_slope
 from megatron_ext.ops.matched_divergence.matching import Matching
-from megatron_ext.ops.matched_divergence.values import MatchedDivergence, Rest, Task
+from megatron_ext.ops.matched_divergence.values import MatchedDivergence, MatchedTask, RestMasses
 
 
 @torch.no_grad()
 def evaluate_matched_divergence(
-    student_logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    *,
-    student_rows: ChunkRows,
-    teacher_rows: ChunkRows,
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
     matching: Matching,
-    student_shard: VocabShard,
-    teacher_shard: VocabShard,
-    comparing: Comparing = Comparing(),  # noqa: B008 - a tuple of constants
-    announced: torch.Tensor | None = None,
+    options: MatchedOptions,
+    *,
+    grad_scale: torch.Tensor | None = None,
     gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> MatchedDivergence:
     """How far the student's chunk distributions are from the teacher's, and what its logits get.
 
     Args:
-        student_logits: [Ts, Vps], any float dtype; rows may be strided.
-        teacher_logits: [Tt, Vpt], any float dtype.
-        announced: [C], the gradient that each chunk's loss will get; None: 1.
+        grad_scale: [C], the gradient that each chunk's loss will get; None: 1.
         gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
-            announced_c chunk_loss_c``, rounded once; it may be ``student_logits`` itself. Rows of
-            no chunk and of chunks announced 0 get exactly 0. None: nothing is computed for it.
+            grad_scale_c chunk_loss_c``, rounded once; it may be the logits themselves. Rows of
+            no chunk and of chunks of scale 0 get exactly 0. None: nothing is computed for it.
 
     Temporaries over a vocabulary are slices of chunks in torch. By kernel there is one only if
-    pairs cross, and [Ts, 5 U / 4] logits where a gradient is wanted. ``top_u=None`` is a sort,
+    pairs cross, and [Ts, 5 U / 4] logits where a gradient is asked for. ``top_u=None`` is a sort,
     in torch whatever ``implementation`` says. In torch the host waits for the device once.
 
     Collectives on the shards' group: two all-reduces of [2 Ts + 2 Tt] and two of [2, C]. A slice of
@@ -61,29 +55,25 @@ def evaluate_matched_divergence(
         LossError: ``triton`` was asked for and cannot run.
     """
     check_implementation("matched_divergence", implementation)
-    fits = uses_triton(implementation, student_logits, teacher_logits)
-    by_kernel = fits and comparing.top_u is not None
-    student, teacher = pair_of_models(
-        student_logits,
-        teacher_logits,
-        student_rows=student_rows,
-        teacher_rows=teacher_rows,
-        student_shard=student_shard,
-        teacher_shard=teacher_shard,
-        temperature=comparing.temperature,
+    fits = uses_triton(implementation, student.logits, teacher.logits)
+    by_kernel = fits and options.top_u is not None
+    own, other = pair_of_models(
+        student,
+        teacher,
+        temperature=options.temperature,
         members=matching.members(),
         implementation="triton" if by_kernel else "torch",
     )
-    rest = _rest(student, teacher, matching, comparing)
-    scale = row_scale(student, announced)
-    task = Task(student, teacher, matching, comparing, rest, scale, gradient)
+    rest = _rest(own, other, matching, options)
+    scale = row_scale(own, grad_scale)
+    task = MatchedTask(own, other, matching, options, rest, scale, gradient)
     found = evaluate_by_kernels(task) if by_kernel else evaluate_by_torch(task)
     if gradient is not None:
-        clear_rows_of_no_chunk_(gradient, student, by_kernel=by_kernel)
-    p_top, q_top = merge_argmax(found.best, found.column, student_shard.group)
+        clear_rows_of_no_chunk_(gradient, own, by_kernel=by_kernel)
+    p_top, q_top = merge_argmax(found.best, found.column, student.shard.group)
     common = found.value + rest.value
     return MatchedDivergence(
-        common + comparing.uncommon_weight * found.uncommon,
+        common + options.uncommon_weight * found.uncommon,
         common,
         found.uncommon,
         found.discarded,
@@ -92,17 +82,19 @@ def evaluate_matched_divergence(
     )
 
 
-def _rest(student: ModelRows, teacher: ModelRows, matching: Matching, comparing: Comparing) -> Rest:
+def _rest(
+    student: ModelRows, teacher: ModelRows, matching: Matching, options: MatchedOptions
+) -> RestMasses:
     models = (student, teacher)
     mass = [model.mean_over_rows(model.member_mass) for model in models]
     if matching.with_rest:
         one = torch.ones_like(mass[0])
-        value, slope = divergence_slope(mass[1], mass[0], comparing)
-        return Rest((one, one), (mass[0], mass[1]), value, slope)
+        value, slope = divergence_slope(mass[1], mass[0], options)
+        return RestMasses((one, one), (mass[0], mass[1]), value, slope)
     outside = [
         ((model.rows.sizes() > 0).to(own.dtype) - own).clamp_(min=0)
         for model, own in zip(models, mass, strict=True)
     ]
     used = [own.clamp(min=1024 * torch.finfo(own.dtype).tiny) for own in mass]
     nothing = torch.zeros_like(mass[0])
-    return Rest((used[0], used[1]), (outside[0], outside[1]), nothing, nothing)
+    return RestMasses((used[0], used[1]), (outside[0], outside[1]), nothing, nothing)

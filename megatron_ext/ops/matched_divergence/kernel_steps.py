@@ -8,10 +8,10 @@ import torch
 
 from megatron_ext.ops.chunk_distributions import ModelRows, chunk_means_by_kernel
 from megatron_ext.ops.launch import LaunchConfig, chosen_config, small_block
-from megatron_ext.ops.matched_divergence.comparison import Comparing
+from megatron_ext.ops.matched_divergence.comparison import MatchedOptions
 from megatron_ext.ops.matched_divergence.exchange import onto_student_columns
 from megatron_ext.ops.matched_divergence.matching import Matching
-from megatron_ext.ops.matched_divergence.values import Task
+from megatron_ext.ops.matched_divergence.values import MatchedTask
 
 _CONFIGS = (
     LaunchConfig(2048, 8),
@@ -36,15 +36,13 @@ class MatchedPair(NamedTuple):
     columns: torch.Tensor
     """int32 [Vps], ``Matching.teacher_columns``."""
 
-    comparing: Comparing
+    options: MatchedOptions
 
     @classmethod
-    def of(cls, task: Task) -> MatchedPair:
+    def of(cls, task: MatchedTask) -> MatchedPair:
         """Without tensors over chunks and columns."""
         columns = task.matching.teacher_columns(task.student.shard)
-        return cls(
-            task.student, task.teacher, task.matching, task.rest.used, columns, task.comparing
-        )
+        return cls(task.student, task.teacher, task.matching, task.rest.used, columns, task.options)
 
     def moved(self, chunks: slice) -> torch.Tensor | None:
         """Teacher's chunk distributions in this rank's student columns [C', Vps], if pairs cross.
@@ -59,7 +57,7 @@ class MatchedPair(NamedTuple):
         return onto_student_columns(means, column, shard.width, shard.group)
 
     def arguments(self, moved: torch.Tensor | None) -> dict[str, Any]:
-        """What both kernels are told by these names."""
+        """Arguments of both kernels by name."""
         sides = {"student": self.student, "teacher": self.teacher}
         named: dict[str, Any] = {}
         for (name, side), used in zip(sides.items(), self.used, strict=True):
@@ -76,15 +74,15 @@ class MatchedPair(NamedTuple):
             "pairs_ptr": self.columns,
             "moved_ptr": moved,
             "moved_stride": 0 if moved is None else moved.stride(0),
-            "temperature": self.comparing.temperature,
-            "mixture": self.comparing.mixture,
-            "DIRECTION": self.comparing.direction,
+            "temperature": self.options.temperature,
+            "mixture": self.options.mixture,
+            "DIRECTION": self.options.direction,
             "MOVED": moved is not None,
-            "HAS_TEMPERATURE": self.comparing.temperature != 1.0,
+            "HAS_TEMPERATURE": self.options.temperature != 1.0,
         }
 
 
-class ChunkValues(NamedTuple):
+class SliceValues(NamedTuple):
     """Of this rank's columns."""
 
     value: torch.Tensor
@@ -100,7 +98,7 @@ class ChunkValues(NamedTuple):
     """int64 [2, C']: their global columns."""
 
 
-def compare_by_kernel(pair: MatchedPair, chunks: slice, moved: torch.Tensor | None) -> ChunkValues:
+def compare_by_kernel(pair: MatchedPair, chunks: slice, moved: torch.Tensor | None) -> SliceValues:
     """One read of both models' rows of these chunks."""
     from megatron_ext.ops.matched_divergence.triton_kernels import compare_kernel
 
@@ -128,11 +126,11 @@ def compare_by_kernel(pair: MatchedPair, chunks: slice, moved: torch.Tensor | No
 
     if count:
         logits = (student.logits.dtype, pair.teacher.logits.dtype)
-        options = (pair.comparing.direction, moved is None, pair.comparing.temperature != 1.0)
-        launch(chosen_config(("matched", logits, width, options), _CONFIGS, launch))
+        flags = (pair.options.direction, moved is None, pair.options.temperature != 1.0)
+        launch(chosen_config(("matched", logits, width, flags), _CONFIGS, launch))
     if not width:
         column.fill_(torch.iinfo(torch.int64).max)
-    return ChunkValues(value, row_slope, best, column)
+    return SliceValues(value, row_slope, best, column)
 
 
 def write_gradient(

@@ -8,7 +8,7 @@ from megatron_ext.ops.chunk_distributions.triton_kernels import (
     row_probabilities,
 )
 
-LANES: tl.constexpr = tl.constexpr(16)
+SUMS: tl.constexpr = tl.constexpr(16)
 """Rows of a chunk that one sweep serves."""
 
 
@@ -152,14 +152,14 @@ def compare_kernel(
     moved_row_ptr = moved_ptr
     if MOVED:
         moved_row_ptr = moved_ptr + program * moved_stride
-    lanes = tl.arange(0, LANES)
+    lanes = tl.arange(0, SUMS)
     # A single row is the mean itself, and needs no look of its own.
     alone = end - begin == 1
-    for first in range(begin, tl.maximum(end, begin + 1), LANES):
-        last = tl.where(alone, first, tl.minimum(first + LANES, end))
+    for first in range(begin, tl.maximum(end, begin + 1), SUMS):
+        last = tl.where(alone, first, tl.minimum(first + SUMS, end))
         value = 0.0
         whole = 0.0
-        slopes = tl.zeros([LANES], tl.float32)
+        slopes = tl.zeros([SUMS], tl.float32)
         p_best = -float("inf")
         q_best = -float("inf")
         p_column = 0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.ops.chunk_distributions import ModelRows
-from megatron_ext.ops.matched_divergence.comparison import Comparing
+from megatron_ext.ops.matched_divergence.comparison import MatchedOptions
 from megatron_ext.ops.matched_divergence.matching import Matching
 
 
@@ -35,7 +35,7 @@ class MatchedDivergence(NamedTuple):
     """1 where both have the same largest matched column, else 0."""
 
 
-class Rest(NamedTuple):
+class RestMasses(NamedTuple):
     """What the bucket and the normalisation come to, [C] each."""
 
     used: tuple[torch.Tensor, torch.Tensor]
@@ -51,7 +51,7 @@ class Rest(NamedTuple):
     """``f_q`` of it, 0 without a bucket."""
 
 
-class Values(NamedTuple):
+class MatchedValues(NamedTuple):
     """[C] as they are found, and [2, C] of the largest columns of teacher and student."""
 
     value: torch.Tensor
@@ -67,14 +67,14 @@ class Values(NamedTuple):
     """int64"""
 
     @classmethod
-    def empty(cls, like: torch.Tensor) -> Values:
+    def empty(cls, like: torch.Tensor) -> MatchedValues:
         """For C as long as ``like``."""
         value, uncommon, discarded = like.new_empty(3, len(like))
         best = like.new_empty(2, len(like))
         return cls(value, uncommon, discarded, best, torch.empty_like(best, dtype=torch.int64))
 
 
-class Task(NamedTuple):
+class MatchedTask(NamedTuple):
     """Everything that is known before the first chunk."""
 
     student: ModelRows
@@ -83,9 +83,9 @@ class Task(NamedTuple):
 
     matching: Matching
 
-    comparing: Comparing
+    options: MatchedOptions
 
-    rest: Rest
+    rest: RestMasses
 
     scale: torch.Tensor
     """[C], of ``row_scale``."""

@@ -53,14 +53,14 @@ def compare_chains(
     student: ChosenLogits,
     teacher: ChosenLogits | RowMasses,
     plan: PartitionPlan,
-    announced: torch.Tensor | None,
+    grad_scale: torch.Tensor | None,
     *,
     with_gradient: bool,
 ) -> tuple[EventComparison, ChosenLogits]:
     """EventComparison of the H chains without a graph, and the gradients of the student's numbers.
 
     Args:
-        announced: [H] gradient of each divergence; a chain at 0 gets none. None: 1.
+        grad_scale: [H] gradient of each divergence; a chain at 0 gets none. None: 1.
         with_gradient: Else there are none, and zeros come back.
     """
     counted = plan.counted
@@ -74,8 +74,8 @@ def compare_chains(
         none = ChosenLogits(torch.zeros_like(chosen), torch.zeros_like(rest))
         return compared._replace(divergence=compared.divergence.detach()), none
     weight = torch.ones_like(compared.divergence)
-    if announced is not None:
-        weight = announced.to(weight.dtype)
+    if grad_scale is not None:
+        weight = grad_scale.to(weight.dtype)
     grads = torch.autograd.grad(compared.divergence, (chosen, rest), weight)
     unused = (weight == 0) | ~counted
     of_step = unused[plan.chains.student.step_chain]
@@ -106,7 +106,7 @@ def _compare(student: RowMasses, teacher: RowMasses, plan: PartitionPlan) -> Eve
         for masses, rows in ((student, chains.student), (teacher, chains.teacher))
     ]
     segment, count = event_chains(chains), chains.chain_count
-    divergence, log_q, log_p = event_divergence(*sides, segment, count, plan.options)
+    divergence, log_q, log_p = event_divergence(sides[0], sides[1], segment, count, plan.options)
     completions = len(chains.completion_chain)
     return EventComparison(
         torch.where(plan.counted, divergence, 0.0),

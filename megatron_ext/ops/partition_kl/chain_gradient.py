@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, scaled_logits
-from megatron_ext.ops.launch import SWEEP_CONFIGS, fitting_config
+from megatron_ext.ops.launch import ROW_CONFIGS, fitting_config
 from megatron_ext.ops.partition_kl.chain_chunks import ChosenLogits
 from megatron_ext.ops.partition_kl.plan import TokenTerm
-from megatron_ext.ops.partition_kl.single_sweeps import token_numbers
+from megatron_ext.ops.partition_kl.single_kernels import token_numbers
 from megatron_ext.ops.partition_kl.split_statistics import RowGroup, RowSplit
 
 
@@ -93,10 +93,10 @@ def _scaled(
     return scaled if hidden is None else scaled.masked_fill_(hidden, -torch.inf)
 
 
-def sweep_other_rows_(
+def write_other_rows_by_kernel_(
     gradient: torch.Tensor, logits: torch.Tensor, chains: ChainGradient, shard: VocabShard
 ) -> None:
-    """``write_other_rows_`` by kernels: rows in one sweep, then their chosen columns."""
+    """``write_other_rows_`` by kernels: rows in one pass, then their chosen columns."""
     from megatron_ext.ops.partition_kl.triton_kernels import (
         other_rows_kernel,
         store_entries_kernel,
@@ -107,7 +107,7 @@ def sweep_other_rows_(
         return
     parts = torch.stack([*chains.finite_rest(), chains.grads.rest]).float()
     rests = parts.new_zeros(3, rows).index_copy_(1, chosen.row, parts)
-    config = fitting_config(SWEEP_CONFIGS[0], shard.width)
+    config = fitting_config(ROW_CONFIGS[0], shard.width)
     other_rows_kernel[(rows,)](
         logits,
         chains.split.of_row,

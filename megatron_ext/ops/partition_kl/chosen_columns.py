@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.partition_kl.chains import ChainRows, Chains
-from megatron_ext.ops.row_lanes import local_column
+from megatron_ext.ops.row_sums import local_column
 
 
 class ChosenColumns(NamedTuple):

@@ -16,8 +16,8 @@ from megatron_ext.ops.implementation import Implementation, uses_triton
 from megatron_ext.ops.partition_kl.chain_chunks import ChosenLogits, compare_chains
 from megatron_ext.ops.partition_kl.chain_gradient import (
     ChainGradient,
-    sweep_other_rows_,
     write_other_rows_,
+    write_other_rows_by_kernel_,
 )
 from megatron_ext.ops.partition_kl.chain_masses import RowMasses
 from megatron_ext.ops.partition_kl.chosen_columns import ChosenColumns
@@ -28,19 +28,19 @@ from megatron_ext.ops.partition_kl.single_chunks import (
     partition_norm,
     single_divergences,
 )
-from megatron_ext.ops.partition_kl.single_sweeps import swept_divergences
+from megatron_ext.ops.partition_kl.single_kernels import single_divergences_by_kernel
 from megatron_ext.ops.partition_kl.split_statistics import (
     RowSplit,
     SplitStatistics,
     split_statistics,
 )
 from megatron_ext.ops.partition_kl.values import EventComparison, PartitionValues
-from megatron_ext.ops.row_lanes import (
-    Lane,
+from megatron_ext.ops.row_sums import (
+    ExpSums,
     local_column,
-    merge_lanes,
+    merge_exp_sums,
     merge_top_columns,
-    token_lane,
+    token_exp_sums,
     token_log_probs,
 )
 
@@ -51,19 +51,19 @@ def evaluate_partition_kl(
     teacher: torch.Tensor | RowMasses,
     plan: PartitionPlan,
     *,
-    announced: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | None = None,
     labels: torch.Tensor | None = None,
     ce_weight: torch.Tensor | None = None,
     gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> PartitionValues:
-    """D(P_c || Q_c) of each chunk, and d(sum announced * D + sum ce_weight * CE)/d student_logits.
+    """D(P_c || Q_c) of each chunk, and d(sum grad_scale * D + sum ce_weight * CE)/d student_logits.
 
     Args:
         student_logits: [Ts, Vps], any float dtype, contiguous in its columns.
         teacher: Logits [Tt, Vpt], any float dtype, contiguous in its columns. Or what the teacher
             gives the rows of the chains, the same on every rank; then there are no singles.
-        announced: [C + H] gradient of each divergence, of the singles and then of the chains; a
+        grad_scale: [C + H] gradient of each divergence, of the singles and then of the chains; a
             chunk at 0 gets none, whatever its rows hold. None: 1.
         labels: int64 [Ts]: cross-entropy of these tokens is evaluated too, at temperature 1;
             negative for none. One beyond the vocabulary gives NaN.
@@ -98,8 +98,8 @@ def evaluate_partition_kl(
 
     count = len(singles.student)
     first = second = None
-    if announced is not None:
-        first, second = announced[:count], announced[count:]
+    if grad_scale is not None:
+        first, second = grad_scale[:count], grad_scale[count:]
     if len(models) == 2:
         pair = SingleChunks(
             given[0],
@@ -111,7 +111,7 @@ def evaluate_partition_kl(
             tokens,
         )
         agreement = _agreement(models, merged, pair)
-        divergences = swept_divergences if by_kernel else single_divergences
+        divergences = single_divergences_by_kernel if by_kernel else single_divergences
         single = EventComparison(
             divergences(pair, first, gradient),
             pair.student.log_rest.exp(),
@@ -123,8 +123,8 @@ def evaluate_partition_kl(
         single = EventComparison(none, none, none, none.bool())
 
     chosen = [
-        ChosenLogits.of(lanes.picked, lanes.at_chains(model), model.split.chosen)
-        for lanes, model in zip(merged, models, strict=True)
+        ChosenLogits.of(sums.picked, sums.at_chains(model), model.split.chosen)
+        for sums, model in zip(merged, models, strict=True)
     ]
     chain, grads = compare_chains(
         chosen[0],
@@ -137,7 +137,7 @@ def evaluate_partition_kl(
         rows = ChainGradient(
             models[0].split, merged[0].at_chains(models[0]), grads, merged[0].picked, tokens
         )
-        write = sweep_other_rows_ if by_kernel else write_other_rows_
+        write = write_other_rows_by_kernel_ if by_kernel else write_other_rows_
         write(gradient, given[0], rows, plan.student_shard)
     return PartitionValues(single, chain, token_loss)
 
@@ -158,12 +158,12 @@ class _Model(NamedTuple):
 
     split: RowSplit
     statistics: SplitStatistics
-    picked: Lane
+    picked: ExpSums
     """[N]"""
-    label: Lane | None
+    label: ExpSums | None
     """[T] the logit of the label; of the student, if there are labels."""
     label_column: torch.Tensor | None
-    unscaled: Lane | None
+    unscaled: ExpSums | None
     """[T] where the temperature is not 1 and all columns are needed."""
 
     @classmethod
@@ -197,11 +197,11 @@ class _Model(NamedTuple):
         if has_labels:
             assert labels is not None
             column = local_column(labels, shard)
-            label = token_lane(logits, column)
+            label = token_exp_sums(logits, column)
         return cls(
             split,
             statistics,
-            Lane(torch.where(here, picked, 0.0), here.to(picked.dtype)),
+            ExpSums(torch.where(here, picked, 0.0), here.to(picked.dtype)),
             label,
             column,
             statistics.unscaled if has_labels and plan.options.temperature != 1.0 else None,
@@ -229,8 +229,8 @@ class _Merged(NamedTuple):
         """[T] over all columns at temperature 1."""
         members = self.unscaled or self.members
         first, second = (
-            lane.peak.masked_fill(lane.log_sum == -torch.inf, -torch.inf)
-            for lane in (members, self.others)
+            part.peak.masked_fill(part.log_sum == -torch.inf, -torch.inf)
+            for part in (members, self.others)
         )
         top = torch.maximum(first, second)
         top = top.masked_fill(top == -torch.inf, 0.0)
@@ -240,7 +240,7 @@ class _Merged(NamedTuple):
 
 def _merge(models: list[_Model], plan: PartitionPlan) -> list[_Merged]:
     """Two all-reduces for everything."""
-    lanes = [
+    sums = [
         (
             model.statistics.members,
             model.statistics.others,
@@ -251,17 +251,17 @@ def _merge(models: list[_Model], plan: PartitionPlan) -> list[_Merged]:
         for model in models
     ]
     dtype = models[0].picked.peak.dtype
-    given = [Lane(*(part.to(dtype) for part in lane)) for own in lanes for lane in own if lane]
-    found = iter(merge_lanes(given, plan.student_shard))
+    given = [ExpSums(*(x.to(dtype) for x in part)) for own in sums for part in own if part]
+    found = iter(merge_exp_sums(given, plan.student_shard))
     return [
-        _Merged(next(found), next(found), next(found), *(lane and next(found) for lane in own[3:]))
-        for own in lanes
+        _Merged(next(found), next(found), next(found), *(part and next(found) for part in own[3:]))
+        for own in sums
     ]
 
 
 def _norm(merged: _Merged, rows: torch.Tensor, temperature: float) -> PartitionNorm:
     members, others = (
-        LogSumExp(lane.peak[rows], lane.log_sum[rows]) for lane in (merged.members, merged.others)
+        LogSumExp(part.peak[rows], part.log_sum[rows]) for part in (merged.members, merged.others)
     )
     return partition_norm(members, others, temperature)
 
@@ -269,14 +269,14 @@ def _norm(merged: _Merged, rows: torch.Tensor, temperature: float) -> PartitionN
 def _agreement(models: list[_Model], merged: list[_Merged], pair: SingleChunks) -> torch.Tensor:
     """bool [C]: both models have the same most probable event. One all-reduce."""
     plan = pair.plan
-    lanes, wholes, columns = [], [], []
-    for model, lane, rows in zip(models, merged, plan.singles, strict=True):
+    sums, wholes, columns = [], [], []
+    for model, part, rows in zip(models, merged, plan.singles, strict=True):
         own = model.statistics
-        lanes.append(Lane(own.members.peak[rows].to(lane.members.peak), own.members.total[rows]))
-        wholes.append(LogSumExp(lane.members.peak[rows], lane.members.log_sum[rows]))
+        sums.append(ExpSums(own.members.peak[rows].to(part.members.peak), own.members.total[rows]))
+        wholes.append(LogSumExp(part.members.peak[rows], part.members.log_sum[rows]))
         columns.append(own.column[rows])
     shards = [plan.student_shard, plan.teacher_shard]
-    student, teacher = merge_top_columns(columns, lanes, wholes, shards)
+    student, teacher = merge_top_columns(columns, sums, wholes, shards)
     # Without a shared token that has any mass, no column of the vocabulary comes back.
     tokens = plan.shared.student_token
     teacher = tokens[teacher.clamp(max=len(tokens) - 1)]

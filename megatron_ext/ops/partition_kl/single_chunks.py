@@ -78,7 +78,7 @@ class SingleChunks(NamedTuple):
 
 
 def single_divergences(
-    chunks: SingleChunks, announced: torch.Tensor | None, gradient: torch.Tensor | None
+    chunks: SingleChunks, grad_scale: torch.Tensor | None, gradient: torch.Tensor | None
 ) -> torch.Tensor:
     """D [C], and the student's gradient in the rows of these chunks. No graph.
 
@@ -86,7 +86,7 @@ def single_divergences(
     does, and an all-reduce of [2, C'].
 
     Args:
-        announced: [C] gradient of each D; a chunk at 0 gets none. None: 1.
+        grad_scale: [C] gradient of each D; a chunk at 0 gets none. None: 1.
         gradient: [Ts, Vps], or None for the value alone.
     """
     values = torch.empty_like(chunks.student.log_rest)
@@ -96,7 +96,7 @@ def single_divergences(
         terms = divergence_terms(log_p, log_q, plan.options.direction, plan.options.mixture)
         sums = torch.stack([terms.value.sum(dim=-1), terms.slope.sum(dim=-1)])
         sums = all_reduce_sum(sums, plan.student_shard.group)
-        rest_value, factors = rest_terms(chunks, part, sums[1], announced)
+        rest_value, factors = rest_terms(chunks, part, sums[1], grad_scale)
         values[part] = sums[0] + rest_value
         if gradient is not None:
             grad = _gradient(chunks, part, terms.slope, log_q.exp_(), factors)
@@ -105,11 +105,11 @@ def single_divergences(
 
 
 def rest_terms(
-    chunks: SingleChunks, part: slice, slope_sum: torch.Tensor, announced: torch.Tensor | None
+    chunks: SingleChunks, part: slice, slope_sum: torch.Tensor, grad_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rest's part of the value [C'], and the gradient's factors [3, C'].
 
-    These are the sum of all slopes, dD / d of the rest's logit at tau, and ``announced`` over tau.
+    These are the sum of all slopes, dD / d of the rest's logit at tau, and ``grad_scale`` over tau.
 
     Args:
         slope_sum: [C'] sum of the slopes of the shared tokens.
@@ -119,7 +119,7 @@ def rest_terms(
     log_p = chunks.teacher.log_rest[part].to(log_q.dtype)
     rest = divergence_terms(log_p, log_q, plan.options.direction, plan.options.mixture)
     total = slope_sum + rest.slope
-    weight = torch.ones_like(total) if announced is None else announced[part].to(total.dtype)
+    weight = torch.ones_like(total) if grad_scale is None else grad_scale[part].to(total.dtype)
     factors = torch.stack(
         [total, rest.slope - log_q.exp() * total, weight / plan.options.temperature]
     )

@@ -16,9 +16,9 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
     scaled_logits,
 )
-from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, small_block
 from megatron_ext.ops.partition_kl.chosen_columns import ChosenColumns
-from megatron_ext.ops.row_lanes import Lane
+from megatron_ext.ops.row_sums import ExpSums
 
 
 class RowGroup(NamedTuple):
@@ -92,13 +92,13 @@ class RowSplit(NamedTuple):
 class SplitStatistics(NamedTuple):
     """Of this rank's real columns, not merged over shards."""
 
-    members: Lane
+    members: ExpSums
     """[T] at the temperature."""
 
-    others: Lane
+    others: ExpSums
     """[T] at temperature 1."""
 
-    unscaled: Lane
+    unscaled: ExpSums
     """[T] members at temperature 1."""
 
     column: torch.Tensor
@@ -135,7 +135,7 @@ def _by_torch(
 ) -> SplitStatistics:
     rows = len(logits)
     dtype = accumulation_dtype(logits.dtype)
-    lanes = torch.zeros(3, 2, rows, dtype=dtype, device=logits.device)
+    sums = torch.zeros(3, 2, rows, dtype=dtype, device=logits.device)
     column = torch.zeros(rows, dtype=torch.int64, device=logits.device)
     is_masked = torch.zeros(rows, dtype=torch.bool, device=logits.device)
     padding = torch.arange(shard.width, device=logits.device) >= shard.valid_width
@@ -147,19 +147,21 @@ def _by_torch(
             inside = scaled_logits(own, temperature, ~members | padding)
             column[row] = inside.argmax(dim=-1)
             is_masked[row] = ((own == -torch.inf) & members & ~padding).any(dim=-1)
-            _store(lanes[0], row, inside)
-            _store(lanes[1], row, scaled_logits(own, 1.0, members | padding))
+            _store(sums[0], row, inside)
+            _store(sums[1], row, scaled_logits(own, 1.0, members | padding))
             if temperature != 1.0:
-                _store(lanes[2], row, scaled_logits(own, 1.0, ~members | padding))
-    unscaled = lanes[0] if temperature == 1.0 else lanes[2]
-    return SplitStatistics(Lane(*lanes[0]), Lane(*lanes[1]), Lane(*unscaled), column, is_masked)
+                _store(sums[2], row, scaled_logits(own, 1.0, ~members | padding))
+    unscaled = sums[0] if temperature == 1.0 else sums[2]
+    return SplitStatistics(
+        ExpSums(*sums[0]), ExpSums(*sums[1]), ExpSums(*unscaled), column, is_masked
+    )
 
 
-def _store(lane: torch.Tensor, rows: torch.Tensor, scaled: torch.Tensor) -> None:
+def _store(part: torch.Tensor, rows: torch.Tensor, scaled: torch.Tensor) -> None:
     top = scaled.amax(dim=-1)
     top.masked_fill_(top == -torch.inf, 0.0)
-    lane[0, rows] = top
-    lane[1, rows] = scaled.sub_(top[:, None]).exp_().sum(dim=-1)
+    part[0, rows] = top
+    part[1, rows] = scaled.sub_(top[:, None]).exp_().sum(dim=-1)
 
 
 def _by_kernel(
@@ -168,7 +170,7 @@ def _by_kernel(
     from megatron_ext.ops.partition_kl.triton_kernels import split_statistics_kernel
 
     rows, width = len(logits), shard.valid_width
-    lanes = torch.empty(3, 2, rows, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(3, 2, rows, dtype=torch.float32, device=logits.device)
     column = torch.empty(rows, dtype=torch.int64, device=logits.device)
     is_masked = torch.empty(rows, dtype=torch.bool, device=logits.device)
     bits = split.bits()
@@ -179,7 +181,7 @@ def _by_kernel(
             logits,
             split.of_row,
             bits,
-            lanes,
+            sums,
             column,
             is_masked,
             logits.stride(0),
@@ -197,6 +199,8 @@ def _by_kernel(
 
     if rows:
         key = ("split_statistics", logits.dtype, width, temperature != 1.0, has_unscaled)
-        launch(chosen_config(key, SWEEP_CONFIGS, launch))
-    unscaled = lanes[2] if has_unscaled else lanes[0]
-    return SplitStatistics(Lane(*lanes[0]), Lane(*lanes[1]), Lane(*unscaled), column, is_masked)
+        launch(chosen_config(key, ROW_CONFIGS, launch))
+    unscaled = sums[2] if has_unscaled else sums[0]
+    return SplitStatistics(
+        ExpSums(*sums[0]), ExpSums(*sums[1]), ExpSums(*unscaled), column, is_masked
+    )

@@ -21,7 +21,7 @@ def split_statistics_kernel(
     logits_ptr,
     set_ptr,
     bits_ptr,
-    lanes_ptr,
+    sums_ptr,
     column_ptr,
     masked_ptr,
     row_stride,
@@ -35,7 +35,7 @@ def split_statistics_kernel(
     EVERY_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Peaks and sums of members and others; ``lanes`` is [3, 2, T], see ``split_statistics``."""
+    """Peaks and sums of members and others; ``sums`` is [3, 2, T], see ``split_statistics``."""
     row = tl.program_id(0).to(tl.int64)
     own_set = tl.load(set_ptr + row)
     start_of_row = logits_ptr + row * row_stride
@@ -86,7 +86,7 @@ def split_statistics_kernel(
                 tl.exp(raw - raw_reference), axis=0
             )
             raw_peak = raw_top
-    lane = lanes_ptr + row
+    lane = sums_ptr + row
     tl.store(lane, finite_peak(peak))
     tl.store(lane + rows, total)
     tl.store(lane + 2 * rows, finite_peak(other_peak))

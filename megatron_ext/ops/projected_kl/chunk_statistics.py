@@ -16,9 +16,9 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
     scaled_logits,
 )
+from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.implementation import Implementation
 from megatron_ext.ops.projected_kl.carried_rows import CarriedRows, carried_rows, log_ratio
-from megatron_ext.ops.projected_kl.evaluation_parts import Side
 from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
 from megatron_ext.ops.softmax_statistics import row_statistics
 
@@ -46,8 +46,8 @@ class ChunkStatistics(NamedTuple):
 
 
 def chunk_statistics(
-    student: Side,
-    teacher: Side,
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
     projection: ShardedProjection,
     *,
     temperature: float,
@@ -91,7 +91,7 @@ def chunk_statistics(
 
 
 def _mapped_mass(
-    student: Side, lse: LogSumExp, projection: ShardedProjection, temperature: float
+    student: ChunkedLogits, lse: LogSumExp, projection: ShardedProjection, temperature: float
 ) -> torch.Tensor:
     """``sum_s q_i[s] row_mass[s]`` of rows of any sum, [Ts]. One all-reduce."""
     logits, shard = student.logits, student.shard

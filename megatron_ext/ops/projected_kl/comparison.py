@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Comparison(NamedTuple):
+class ColumnTerms(NamedTuple):
     """What a few chunks contribute, column by column."""
 
     slope: torch.Tensor
@@ -32,24 +32,24 @@ def compare(
     mass: torch.Tensor,
     divergence: Divergence,
     mixture: float,
-) -> Comparison:
+) -> ColumnTerms:
     """Terms of D(P || Q) with Q = projected / mass (README, equations 5 and 7 to 9)."""
     floor = probability_floor(p)
     log_p = p.clamp(min=floor).log_()
     if divergence == "forward":
         held = projected.clamp(min=floor)
         value = log_p.sub_(torch.log(held).sub_(mass.log())).mul_(p)
-        return Comparison(torch.div(p, held).mul_(-mass), value, value)
+        return ColumnTerms(torch.div(p, held).mul_(-mass), value, value)
     q = projected / mass
     log_q = projected.clamp(min=floor).log_().sub_(mass.log())
     if divergence == "reverse":
         log_ratio = log_q.sub_(log_p)
         value = q * log_ratio
-        return Comparison(log_ratio, value, value)
+        return ColumnTerms(log_ratio, value, value)
     log_mix = (mixture * p + (1 - mixture) * q).clamp_(min=floor).log_()
     slope = log_q.sub_(log_mix).mul_(1 - mixture)
     centre = q * slope
-    return Comparison(slope, (p * log_p.sub_(log_mix)).mul_(mixture).add_(centre), centre)
+    return ColumnTerms(slope, (p * log_p.sub_(log_mix)).mul_(mixture).add_(centre), centre)
 
 
 def probability_floor(like: torch.Tensor) -> float:

@@ -6,7 +6,7 @@ import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, scaled_logits
-from megatron_ext.ops.projected_kl.values import CrossEntropy
+from megatron_ext.ops.projected_kl.values import WeightedLabels
 
 
 def label_columns(label: torch.Tensor, shard: VocabShard) -> torch.Tensor:
@@ -37,7 +37,7 @@ def add_label_gradient_(
     logits: torch.Tensor,
     lse: LogSumExp,
     column: torch.Tensor,
-    term: CrossEntropy,
+    term: WeightedLabels,
     rows: torch.Tensor,
     excluded: torch.Tensor | None,
 ) -> None:

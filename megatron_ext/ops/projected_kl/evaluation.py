@@ -7,34 +7,29 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.implementation import Implementation, check_implementation, uses_triton
 from megatron_ext.ops.projected_kl.chunk_statistics import chunk_statistics
 from megatron_ext.ops.projected_kl.cross_entropy import label_columns, token_losses
-from megatron_ext.ops.projected_kl.evaluation_parts import Side, Wanted
+from megatron_ext.ops.projected_kl.evaluation_parts import RequestedOutputs
 from megatron_ext.ops.projected_kl.kernel_evaluation import KernelEvaluation, sum_over_rows
 from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries
 from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
 from megatron_ext.ops.projected_kl.torch_evaluation import TorchEvaluation
-from megatron_ext.ops.projected_kl.values import Comparing, CrossEntropy, ProjectedKL
+from megatron_ext.ops.projected_kl.values import ProjectedKL, ProjectedKLOptions, WeightedLabels
 
 
 @torch.no_grad()
 def evaluate_projected_kl(
-    student_logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    *,
-    student_rows: ChunkRows,
-    teacher_rows: ChunkRows,
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
     projection: ShardedProjection,
-    student_shard: VocabShard,
-    teacher_shard: VocabShard,
-    comparing: Comparing = Comparing(),  # noqa: B008 - a tuple of constants
-    announced: torch.Tensor | None = None,
+    options: ProjectedKLOptions,
+    *,
+    grad_scale: torch.Tensor | None = None,
     gradient: torch.Tensor | None = None,
-    cross_entropy: CrossEntropy | None = None,
+    cross_entropy: WeightedLabels | None = None,
     learned: LearnedEntries | None = None,
     entry_gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
@@ -42,12 +37,10 @@ def evaluate_projected_kl(
     """``tau^2 D(P_c || Q_c)`` of each chunk, and what the student's logits get from them.
 
     Args:
-        student_logits: [Ts, Vps], any float dtype; rows may be strided.
-        teacher_logits: [Tt, Vpt], any float dtype.
-        announced: fp32 [C], the gradient that each chunk's loss will get; None: 1.
+        grad_scale: fp32 [C], the gradient that each chunk's loss will get; None: 1.
         gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
-            announced_c chunk_loss_c + sum_i weight_i token_loss_i``, rounded once; it may be
-            ``student_logits`` itself. Rows of no chunk and of chunks announced 0 get exactly 0 from
+            grad_scale_c chunk_loss_c + sum_i weight_i token_loss_i``, rounded once; it may be
+            the logits themselves. Rows of no chunk and of chunks of scale 0 get exactly 0 from
             the chunks whatever they hold, and so do those of a chunk in which a teacher row masks
             every reachable column, or every student row all that the projection carries over: its
             loss is 0. None: nothing is computed for it.
@@ -68,34 +61,32 @@ def evaluate_projected_kl(
         LossError: ``triton`` was asked for and cannot run.
     """
     check_implementation("projected_kl", implementation)
-    by_kernels = _runs_kernels(
-        implementation, comparing, projection, student_logits, teacher_logits
-    )
-    student = Side(student_logits.detach(), student_rows, student_shard)
-    teacher = Side(teacher_logits.detach(), teacher_rows, teacher_shard)
+    student = student._replace(logits=student.logits.detach())
+    teacher = teacher._replace(logits=teacher.logits.detach())
+    by_kernels = _runs_kernels(implementation, options, projection, student.logits, teacher.logits)
     statistics = chunk_statistics(
         student,
         teacher,
         projection,
-        temperature=comparing.temperature,
+        temperature=options.temperature,
         untempered=cross_entropy is not None,
         implementation=implementation if by_kernels else "torch",
     )
     token_loss = None
     if cross_entropy is not None:
         assert statistics.untempered is not None
-        column = label_columns(cross_entropy.label, student_shard)
+        column = label_columns(cross_entropy.label, student.shard)
         token_loss = token_losses(
-            student.logits, column, cross_entropy.label, statistics.untempered, student_shard
+            student.logits, column, cross_entropy.label, statistics.untempered, student.shard
         )
-    compared = (student_rows.sizes() > 0) & (teacher_rows.sizes() > 0)
+    compared = (student.rows.sizes() > 0) & (teacher.rows.sizes() > 0)
     # A teacher that masks all that the projection reaches says nothing about it.
     says_nothing = (statistics.teacher.log_sum == -torch.inf) & (statistics.left_out == 1)
-    compared &= _by_chunk(says_nothing.to(statistics.left_out.dtype), teacher_rows) == 0
+    compared &= _by_chunk(says_nothing.to(statistics.left_out.dtype), teacher.rows) == 0
     # Nor does a student that masks all that it maps.
     compared &= ~statistics.carried.is_empty
-    weights = statistics.mapped.new_ones(len(compared)) if announced is None else announced
-    wanted = Wanted(
+    weights = statistics.mapped.new_ones(len(compared)) if grad_scale is None else grad_scale
+    requested = RequestedOutputs(
         gradient,
         torch.where(compared, weights.to(statistics.mapped.dtype), 0.0),
         cross_entropy,
@@ -103,13 +94,13 @@ def evaluate_projected_kl(
         entry_gradient,
     )
     by = KernelEvaluation if by_kernels else TorchEvaluation
-    values = by(student, teacher, projection, statistics, comparing, wanted).run()
+    values = by(student, teacher, projection, statistics, options, requested).run()
     return ProjectedKL(
-        torch.where(compared, comparing.temperature**2 * values.value, 0.0),
+        torch.where(compared, options.temperature**2 * values.value, 0.0),
         torch.where(compared, values.entropy, 0.0),
         values.agreement & compared,
-        (sum_over_rows if by_kernels else _by_chunk)(statistics.left_out, teacher_rows),
-        teacher_rows.sizes().long(),
+        (sum_over_rows if by_kernels else _by_chunk)(statistics.left_out, teacher.rows),
+        teacher.rows.sizes().long(),
         values.rest_mass,
         token_loss,
     )
@@ -117,17 +108,17 @@ def evaluate_projected_kl(
 
 def _runs_kernels(
     implementation: Implementation,
-    comparing: Comparing,
+    options: ProjectedKLOptions,
     projection: ShardedProjection,
     *logits: torch.Tensor,
 ) -> bool:
     """Raise LossError where ``triton`` was asked for and cannot be had."""
     asked = implementation == "triton"
-    if comparing.vocab_topk is not None:
+    if options.vocab_topk is not None:
         if asked:
             raise LossError(
                 "the kernels of projected_kl compare on every column",
-                got=f"vocab_topk {comparing.vocab_topk}",
+                got=f"vocab_topk {options.vocab_topk}",
                 fix="leave out vocab_topk, or take implementation 'auto' or 'torch'",
             )
         return False

@@ -6,13 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries
-from megatron_ext.ops.projected_kl.values import CrossEntropy
+from megatron_ext.ops.projected_kl.values import WeightedLabels
 
 
-class ChunkValues(NamedTuple):
+class ProjectedValues(NamedTuple):
     """[C] each, over all shards."""
 
     value: torch.Tensor
@@ -23,21 +21,13 @@ class ChunkValues(NamedTuple):
     rest_mass: torch.Tensor
 
 
-class Side(NamedTuple):
-    """One model's logits, its rows by chunk, and its columns."""
-
-    logits: torch.Tensor
-    rows: ChunkRows
-    shard: VocabShard
-
-
-class Wanted(NamedTuple):
+class RequestedOutputs(NamedTuple):
     """Where gradients go."""
 
     gradient: torch.Tensor | None
-    announced: torch.Tensor
+    grad_scale: torch.Tensor
     """[C] fp32 or fp64."""
 
-    cross_entropy: CrossEntropy | None
+    cross_entropy: WeightedLabels | None
     learned: LearnedEntries | None
     entry_gradient: torch.Tensor | None

@@ -12,15 +12,15 @@ import torch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp, merge_argmax
 from megatron_ext.errors import LossError
-from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.launch import LaunchConfig, chosen_config, fitting_config, small_block
 from megatron_ext.ops.projected_kl.chunk_statistics import ChunkStatistics
 from megatron_ext.ops.projected_kl.comparison import probability_floor
 from megatron_ext.ops.projected_kl.cross_entropy import label_columns
-from megatron_ext.ops.projected_kl.evaluation_parts import ChunkValues, Side, Wanted
+from megatron_ext.ops.projected_kl.evaluation_parts import ProjectedValues, RequestedOutputs
 from megatron_ext.ops.projected_kl.segments import ENTRIES
 from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
-from megatron_ext.ops.projected_kl.values import Comparing
+from megatron_ext.ops.projected_kl.values import ProjectedKLOptions
 
 _SCRATCH_BYTES: Final = 1 << 27
 _SLOT_BLOCK: Final = 1024
@@ -34,7 +34,7 @@ _CONFIGS: Final = (
 )
 
 
-class _Tile(NamedTuple):
+class _ChunkTile(NamedTuple):
     """Chunks ``[first, first + chunks)`` and the scratch they share."""
 
     first: int
@@ -57,12 +57,12 @@ class KernelEvaluation:
 
     def __init__(
         self,
-        student: Side,
-        teacher: Side,
+        student: ChunkedLogits,
+        teacher: ChunkedLogits,
         projection: ShardedProjection,
         statistics: ChunkStatistics,
-        comparing: Comparing,
-        wanted: Wanted,
+        options: ProjectedKLOptions,
+        requested: RequestedOutputs,
     ) -> None:
         if projection.plan is None:
             raise LossError("the kernels of projected_kl need a plan", fix="pass plan")
@@ -70,7 +70,7 @@ class KernelEvaluation:
         self.plan = projection.plan
         self.weight = projection.weight.values()
         self.row_mass = projection.row_mass
-        self.comparing, self.wanted = comparing, wanted
+        self.options, self.requested = options, requested
         self.student_lse = torch.stack(list(statistics.student))
         self.carried_lse = torch.stack(list(statistics.carried.lse))
         self.is_scaled = statistics.carried.is_scaled
@@ -78,18 +78,18 @@ class KernelEvaluation:
         self.plain_lse = _stacked(statistics.untempered)
         self.mass = mean_over_rows(statistics.mapped, student.rows)
         self.mass.clamp_(min=probability_floor(self.mass))
-        self.announced = wanted.announced.float().contiguous()
+        self.grad_scale = requested.grad_scale.float().contiguous()
         self.label = self.label_weight = None
-        if wanted.cross_entropy is not None:
-            label, weight = wanted.cross_entropy
+        if requested.cross_entropy is not None:
+            label, weight = requested.cross_entropy
             self.label = label_columns(label, student.shard)
             self.label_weight = weight.float().masked_fill(label < 0, 0.0)
-        self.tempered = comparing.temperature != 1.0
+        self.tempered = options.temperature != 1.0
         self.slot_blocks = -(-len(self.plan.home) // _SLOT_BLOCK)
         self.config = fitting_config(self._config(), student.shard.width)
         self.column_blocks = -(-student.shard.width // self.config.block)
 
-    def run(self) -> ChunkValues:
+    def run(self) -> ProjectedValues:
         """See ``evaluate_projected_kl`` for the collectives."""
         count, group = self.student.rows.chunk_count, self.student.shard.group
         sums = self.mass.new_empty(2, count)
@@ -99,29 +99,29 @@ class KernelEvaluation:
         for first in range(0, count, step):
             tile = self._tile(first, min(step, count - first), self.slot_blocks)
             self._summed_columns(tile)
-            self._sweeps(tile)
+            self._evaluate(tile)
             part = slice(first, first + tile.chunks)
             sums[:, part] = tile.partial[:2].sum(dim=-1)
             best[:, part], column[:, part] = self._largest(tile)
         self._outside_chunks()
         sums = all_reduce_sum(sums, group)
         agreement = torch.zeros(count, dtype=torch.bool, device=best.device)
-        if self.comparing.diagnostics:
+        if self.options.diagnostics:
             p_top, q_top = merge_argmax(best, column, group)
             agreement = p_top == q_top
-        return ChunkValues(sums[0], sums[1], agreement, torch.zeros_like(sums[0]))
+        return ProjectedValues(sums[0], sums[1], agreement, torch.zeros_like(sums[0]))
 
     def _tile_chunks(self) -> int:
         """C', the same on every rank."""
         wide = self.plan.scratch_width + 6 * self.plan.crossing
         return max(1, _SCRATCH_BYTES // (4 * max(wide, 1)))
 
-    def _tile(self, first: int, count: int, slot_blocks: int) -> _Tile:
+    def _tile(self, first: int, count: int, slot_blocks: int) -> _ChunkTile:
         device, blocks = self.mass.device, slot_blocks + self.column_blocks
         partial = torch.empty(4, count, blocks, dtype=torch.float32, device=device)
-        if not self.comparing.diagnostics:
+        if not self.options.diagnostics:
             partial[1:].zero_()
-        return _Tile(
+        return _ChunkTile(
             first,
             count,
             torch.empty(count, len(self.plan.home), dtype=torch.float32, device=device),
@@ -130,7 +130,7 @@ class KernelEvaluation:
             torch.zeros(2, count, blocks, dtype=torch.int32, device=device),
         )
 
-    def _largest(self, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    def _largest(self, tile: _ChunkTile) -> tuple[torch.Tensor, torch.Tensor]:
         """Largest P and Q~ [2, C'] of this rank's columns, and which of all shards these are."""
         values = tile.partial[2:]
         best = values.amax(dim=-1)
@@ -138,7 +138,7 @@ class KernelEvaluation:
         column = tile.best.masked_fill(beaten, torch.iinfo(torch.int32).max).amin(dim=-1)
         return best, column.long() + self.teacher.shard.start
 
-    def _summed_columns(self, tile: _Tile) -> None:
+    def _summed_columns(self, tile: _ChunkTile) -> None:
         """Q~, P and slopes of summed columns, and what residual rows get from these."""
         if not len(self.plan.home):
             return
@@ -172,14 +172,14 @@ class KernelEvaluation:
             tile.scratch,
             tile.scratch.stride(0),
             self.mass,
-            self.comparing.mixture,
+            self.options.mixture,
             tile.partial,
             tile.best,
             tile.partial.shape[-1],
             self.slot_blocks,
-            DIRECTION=self.comparing.direction,
+            DIRECTION=self.options.direction,
             HAS_CROSSING=crossed is not None,
-            HAS_DIAGNOSTICS=self.comparing.diagnostics,
+            HAS_DIAGNOSTICS=self.options.diagnostics,
             HAS_TEMPERATURE=self.tempered,
             BLOCK=_SLOT_BLOCK,
         )
@@ -198,7 +198,7 @@ class KernelEvaluation:
                 ENTRIES=ENTRIES,
             )
 
-    def _cross(self, tile: _Tile) -> torch.Tensor | None:
+    def _cross(self, tile: _ChunkTile) -> torch.Tensor | None:
         """Q~ and P of the crossing columns over all ranks, [2, C', X]. One all-reduce."""
         crossing = self.plan.crossing
         if not crossing:
@@ -220,27 +220,27 @@ class KernelEvaluation:
         )
         return all_reduce_sum(both, self.student.shard.group)
 
-    def _sweeps(self, tile: _Tile) -> None:
+    def _evaluate(self, tile: _ChunkTile) -> None:
         """Direct pairs, and the gradient of every student column."""
         rows = len(self.student.logits)
         if not self._wants_gradient():
-            self._sweep(tile, self.slot_blocks, "values", None, self.config)
+            self._pass(tile, self.slot_blocks, "values", None, self.config)
             return
         shape = (2, rows, self.column_blocks)
         dots = torch.zeros(shape, dtype=torch.float32, device=self.mass.device)
-        is_forward = self.comparing.direction == "forward"
+        is_forward = self.options.direction == "forward"
         if is_forward:
             self._entries(tile, dots)
-        self._sweep(tile, self.slot_blocks, "values", dots, self.config)
+        self._pass(tile, self.slot_blocks, "values", dots, self.config)
         dots = all_reduce_sum(dots.sum(dim=-1), self.student.shard.group)
         if not is_forward:
             self._entries(tile, dots)
-        if self.wanted.gradient is not None:
-            self._sweep(tile, self.slot_blocks, "gradient", dots, self.config)
+        if self.requested.gradient is not None:
+            self._pass(tile, self.slot_blocks, "gradient", dots, self.config)
 
-    def _sweep(
+    def _pass(
         self,
-        tile: _Tile,
+        tile: _ChunkTile,
         first_block: int,
         which: str,
         dots: torch.Tensor | None,
@@ -248,7 +248,7 @@ class KernelEvaluation:
     ) -> None:
         from megatron_ext.ops.projected_kl.triton_kernels import sweep_kernel
 
-        shard, gradient = self.student.shard, self.wanted.gradient
+        shard, gradient = self.student.shard, self.requested.gradient
         blocks = -(-shard.width // config.block)
         sweep_kernel[(tile.chunks * blocks,)](
             *self._read(self.student, self.student_lse)[:-1],
@@ -264,25 +264,25 @@ class KernelEvaluation:
             tile.residual,
             tile.residual.stride(0),
             self.mass,
-            self.comparing.mixture,
+            self.options.mixture,
             tile.partial,
             tile.best,
             tile.partial.shape[-1],
             first_block,
             dots,
             len(self.student.logits) * blocks,
-            self.announced,
+            self.grad_scale,
             gradient,
             0 if gradient is None else gradient.stride(0),
             self.plain_lse,
             self.label,
             self.label_weight,
             blocks,
-            DIRECTION=self.comparing.direction,
+            DIRECTION=self.options.direction,
             PASS=which,
             HAS_DOTS=dots is not None,
             HAS_GRADIENT=gradient is not None and dots is not None,
-            HAS_DIAGNOSTICS=self.comparing.diagnostics,
+            HAS_DIAGNOSTICS=self.options.diagnostics,
             HAS_LABELS=self.label is not None,
             HAS_TEMPERATURE=self.tempered,
             BLOCK=config.block,
@@ -290,13 +290,13 @@ class KernelEvaluation:
         )
 
     def _config(self) -> LaunchConfig:
-        """Of the sweep; timed without its gradient, which may overwrite the logits."""
+        """Of the pass over columns; timed without its gradient, which may overwrite the logits."""
         count = min(self.student.rows.chunk_count, self._tile_chunks(), 1024)
 
         def run(config: LaunchConfig) -> None:
             config = fitting_config(config, self.student.shard.width)
             self.column_blocks = -(-self.student.shard.width // config.block)
-            self._sweep(self._tile(0, count, 0), 0, "values", None, config)
+            self._pass(self._tile(0, count, 0), 0, "values", None, config)
 
         if not count:
             return _CONFIGS[0]
@@ -304,9 +304,9 @@ class KernelEvaluation:
         dtypes = self.student.logits.dtype, self.teacher.logits.dtype
         return chosen_config(("projected_kl", dtypes, widths, self.tempered), _CONFIGS, run)
 
-    def _entries(self, tile: _Tile, dots: torch.Tensor) -> None:
+    def _entries(self, tile: _ChunkTile, dots: torch.Tensor) -> None:
         """Add what learned entries get from the tile."""
-        learned, total = self.wanted.learned, self.wanted.entry_gradient
+        learned, total = self.requested.learned, self.requested.entry_gradient
         if learned is None or total is None or not len(total):
             return
         from megatron_ext.ops.projected_kl.triton_kernels import entry_gradient_kernel
@@ -326,18 +326,18 @@ class KernelEvaluation:
             tile.scratch.stride(0),
             dots,
             self.mass,
-            self.announced,
+            self.grad_scale,
             -(-tile.chunks // _ENTRY_SHARES),
             blocks,
             out,
-            DIRECTION=self.comparing.direction,
+            DIRECTION=self.options.direction,
             HAS_TEMPERATURE=self.tempered,
             BLOCK=_SLOT_BLOCK,
         )
-        total += self.comparing.temperature**2 * out.sum(dim=0)
+        total += self.options.temperature**2 * out.sum(dim=0)
 
     def _outside_chunks(self) -> None:
-        gradient, logits = self.wanted.gradient, self.student.logits
+        gradient, logits = self.requested.gradient, self.student.logits
         if gradient is None or not len(logits):
             return
         from megatron_ext.ops.projected_kl.triton_kernels import outside_kernel
@@ -364,16 +364,16 @@ class KernelEvaluation:
         )
 
     def _wants_gradient(self) -> bool:
-        return self.wanted.gradient is not None or self.wanted.entry_gradient is not None
+        return self.requested.gradient is not None or self.requested.entry_gradient is not None
 
     def _read(
-        self, side: Side, lse: torch.Tensor
+        self, side: ChunkedLogits, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, int, float]:
-        """How kernels are told of one model's logits."""
+        """Arguments of kernels for one model's logits."""
         order, offsets, _ = side.rows
         logits = side.logits
         stride, rows = logits.stride(0), len(logits)
-        return logits, order, offsets, stride, lse, rows, self.comparing.temperature
+        return logits, order, offsets, stride, lse, rows, self.options.temperature
 
 
 def mean_over_rows(values: torch.Tensor, rows: ChunkRows) -> torch.Tensor:

@@ -5,8 +5,6 @@ The truth that ``function.py`` is tested against; differentiable by autograd, in
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from megatron_ext.ops.chunk_distributions.reference import chunk_mean_softmax_reference
@@ -25,9 +23,8 @@ def projected_kl_reference(
     direction: str = "forward",
     mixture: float = 0.5,
     vocab_topk: int | None = None,
-    announced: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``tau^2 * sum_c announced_c D_c`` (README, equations 1 to 5).
+    """``tau^2 D_c`` of each chunk [C] (README, equations 1 to 5).
 
     Args:
         student_logits: [Ts, Vs]
@@ -35,10 +32,6 @@ def projected_kl_reference(
         student_chunk_id: int64 [Ts], negative for rows of no chunk.
         teacher_chunk_id: int64 [Tt]
         projection: dense [Vs, Vt].
-        announced: [C], weights of the chunks; None: 1.
-
-    Returns:
-        Scalar in the logits' dtype.
     """
     reachable = (projection > 0).any(dim=0)
     student = _scaled_means(student_logits / temperature, student_chunk_id, chunk_count, projection)
@@ -50,22 +43,7 @@ def projected_kl_reference(
     if vocab_topk is not None and vocab_topk < p.shape[-1] and len(p):
         p, q = _pooled(p, q, vocab_topk)
     loss = divergence_reference(p, q, direction=direction, mixture=mixture)
-    return temperature**2 * (loss if announced is None else announced * loss).sum()
-
-
-def projected_kl_with_ce_reference(
-    student_logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    *,
-    label: torch.Tensor,
-    weight: torch.Tensor,
-    **options: Any,
-) -> torch.Tensor:
-    """``projected_kl_reference`` and ``sum_i weight_i CE_i``; int64 labels [Ts], -100 for none."""
-    losses = torch.nn.functional.cross_entropy(student_logits, label, reduction="none")
-    return (
-        projected_kl_reference(student_logits, teacher_logits, **options) + (weight * losses).sum()
-    )
+    return temperature**2 * loss
 
 
 def _scaled_means(

@@ -19,21 +19,21 @@ from megatron_ext.distributed.vocab_parallel import (
     merge_argmax,
     row_slices,
 )
-from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.projected_kl.chunk_slices import ChunkSlice, HostChunks, chunk_slices
 from megatron_ext.ops.projected_kl.chunk_statistics import ChunkStatistics
 from megatron_ext.ops.projected_kl.comparison import (
-    Comparison,
+    ColumnTerms,
     compare,
     kept_threshold,
     pool_rest,
     probability_floor,
 )
 from megatron_ext.ops.projected_kl.cross_entropy import add_label_gradient_, label_columns
-from megatron_ext.ops.projected_kl.evaluation_parts import ChunkValues, Side, Wanted
+from megatron_ext.ops.projected_kl.evaluation_parts import ProjectedValues, RequestedOutputs
 from megatron_ext.ops.projected_kl.learned_entries import entry_gradient
 from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
-from megatron_ext.ops.projected_kl.values import Comparing
+from megatron_ext.ops.projected_kl.values import ProjectedKLOptions
 
 
 class TorchEvaluation:
@@ -41,15 +41,15 @@ class TorchEvaluation:
 
     def __init__(
         self,
-        student: Side,
-        teacher: Side,
+        student: ChunkedLogits,
+        teacher: ChunkedLogits,
         projection: ShardedProjection,
         statistics: ChunkStatistics,
-        comparing: Comparing,
-        wanted: Wanted,
+        options: ProjectedKLOptions,
+        requested: RequestedOutputs,
     ) -> None:
         self.student, self.teacher = student, teacher
-        self.statistics, self.comparing, self.wanted = statistics, comparing, wanted
+        self.statistics, self.options, self.requested = statistics, options, requested
         dtype = statistics.mapped.dtype
         # The projection follows the logits: fp64 in a gradient check, else fp32.
         self.onto_teacher = projection.weight_transposed.to(dtype).t()
@@ -61,10 +61,10 @@ class TorchEvaluation:
         self.sizes = student.rows.sizes().clamp(min=1).to(dtype)
         self.mass = mean_mapped_mass(statistics, student.rows)
         self.labels = None
-        if wanted.cross_entropy is not None:
-            self.labels = label_columns(wanted.cross_entropy.label, student.shard)
+        if requested.cross_entropy is not None:
+            self.labels = label_columns(requested.cross_entropy.label, student.shard)
 
-    def run(self) -> ChunkValues:
+    def run(self) -> ProjectedValues:
         """See ``evaluate_projected_kl`` for the collectives."""
         group = self.student.shard.group
         floats = self.mass.new_zeros(3, len(self.mass))
@@ -77,11 +77,11 @@ class TorchEvaluation:
         for part in chunk_slices(ends, widths, self.mass.device):
             floats[:, part.chunks], agreement[part.chunks] = self._slice(part)
         self._write_outside_chunks(ends.student[-1])
-        return ChunkValues(floats[0], floats[1], agreement, floats[2])
+        return ProjectedValues(floats[0], floats[1], agreement, floats[2])
 
     def _slice(self, part: ChunkSlice) -> tuple[torch.Tensor, torch.Tensor]:
         """Value, entropy and rest [3, C'], agreement [C']; writes the gradient of the slice."""
-        group, comparing = self.student.shard.group, self.comparing
+        group, options = self.student.shard.group, self.options
         rows = self.student.rows.order[part.student].long()
         slot = self.student.rows.slots[rows] - part.chunks.start
         probs = self._student_probs(part, rows)
@@ -92,7 +92,7 @@ class TorchEvaluation:
 
         agreement = torch.zeros(len(p), dtype=torch.bool, device=p.device)
         entropy = p.new_zeros(len(p))
-        if comparing.diagnostics:
+        if options.diagnostics:
             entropy = -(p * p.clamp(min=probability_floor(p)).log_()).sum(dim=-1)
             best = [local_argmax(side, self.teacher.shard) for side in (p, q)]
             tops, columns = (torch.stack(x) for x in zip(*best, strict=True))
@@ -102,10 +102,10 @@ class TorchEvaluation:
         sums = torch.stack([terms.value.sum(dim=-1), terms.centre.sum(dim=-1), entropy])
         value, centre, entropy = all_reduce_sum(sums, group)
         value, centre = value + pooled[0], centre + pooled[1]
-        if comparing.direction == "forward":
+        if options.direction == "forward":
             # What it is but for rounding and for columns below the floor.
             centre = torch.full_like(centre, -1.0)
-        if self.wanted.gradient is not None or self.wanted.entry_gradient is not None:
+        if self.requested.gradient is not None or self.requested.entry_gradient is not None:
             slope = (terms.slope - centre[:, None]).div_(mass)
             slope = gather_columns(slope, group)[:, : self.onto_teacher.shape[1]]
             self._write(part, rows, slot, probs, slope)
@@ -121,12 +121,12 @@ class TorchEvaluation:
         return torch.where(self.mapped, carried, probs)
 
     def _probs(
-        self, side: Side, lse: LogSumExp, rows: torch.Tensor, excluded: torch.Tensor | None
+        self, side: ChunkedLogits, lse: LogSumExp, rows: torch.Tensor, excluded: torch.Tensor | None
     ) -> torch.Tensor:
         # Rows picked by index are a copy already.
         scaled = side.logits[rows].to(lse.peak.dtype)
-        if self.comparing.temperature != 1.0:
-            scaled.div_(self.comparing.temperature)
+        if self.options.temperature != 1.0:
+            scaled.div_(self.options.temperature)
         if excluded is not None:
             scaled.masked_fill_(excluded, -torch.inf)
         return scaled.sub_(lse.peak[rows, None]).sub_(lse.log_sum[rows, None]).exp_()
@@ -141,9 +141,10 @@ class TorchEvaluation:
 
     def _compare(
         self, p: torch.Tensor, q: torch.Tensor, mass: torch.Tensor
-    ) -> tuple[Comparison, torch.Tensor, torch.Tensor]:
+    ) -> tuple[ColumnTerms, torch.Tensor, torch.Tensor]:
         """Terms of this rank's columns; those [2, C'] of what counts as one; and its mass [C']."""
-        _, direction, mixture, vocab_topk, _ = self.comparing
+        direction, mixture = self.options.direction, self.options.mixture
+        vocab_topk = self.options.vocab_topk
         shard = self.teacher.shard
         threshold = None
         if vocab_topk is not None:
@@ -157,7 +158,7 @@ class TorchEvaluation:
         terms = compare(p, q, mass, direction, mixture)
         kept = (part.masked_fill(rest, 0.0) for part in (terms.value, terms.centre))
         pooled = torch.stack([at_rest.value[:, 0], at_rest.centre[:, 0]])
-        return Comparison(terms.slope, *kept), pooled, masses[0]
+        return ColumnTerms(terms.slope, *kept), pooled, masses[0]
 
     def _write(
         self,
@@ -168,7 +169,7 @@ class TorchEvaluation:
         slope: torch.Tensor,
     ) -> None:
         """Equation 10 of the slice's rows, for ``slope`` [C', Vt]; ``probs`` is overwritten."""
-        if self.wanted.gradient is None:
+        if self.requested.gradient is None:
             return
         carried = (slope @ self.onto_student)[slot]
         dots = (probs * carried).sum(dim=-1, keepdim=True)
@@ -178,14 +179,14 @@ class TorchEvaluation:
             is_scaled = self.statistics.carried.is_scaled[part.chunks][slot, None]
             dots = torch.where(is_scaled & self.mapped, 0.0, dots)
         carried.sub_(dots)
-        announced = self.wanted.announced[part.chunks]
-        scale = (self.comparing.temperature * announced / self.sizes[part.chunks])[slot, None]
+        grad_scale = self.requested.grad_scale[part.chunks]
+        scale = (self.options.temperature * grad_scale / self.sizes[part.chunks])[slot, None]
         out = probs.mul_(carried).mul_(scale)
         self._store(rows, out.masked_fill_(scale == 0, 0.0))
 
     def _write_outside_chunks(self, start: int) -> None:
         """Cross-entropy, or 0, of the rows from place ``start`` of ``ChunkRows.order`` on."""
-        if self.wanted.gradient is None:
+        if self.requested.gradient is None:
             return
         logits = self.student.logits
         outside = self.student.rows.order[start:].long()
@@ -195,7 +196,7 @@ class TorchEvaluation:
 
     def _store(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Add the cross-entropy's gradient to ``out`` [T', Vps], and round it once."""
-        gradient, term = self.wanted.gradient, self.wanted.cross_entropy
+        gradient, term = self.requested.gradient, self.requested.cross_entropy
         assert gradient is not None
         if term is not None:
             assert self.labels is not None
@@ -212,10 +213,10 @@ class TorchEvaluation:
         gradient[rows] = out.to(gradient.dtype)
 
     def _add_entries(self, part: ChunkSlice, means: torch.Tensor, slope: torch.Tensor) -> None:
-        learned, total = self.wanted.learned, self.wanted.entry_gradient
+        learned, total = self.requested.learned, self.requested.entry_gradient
         if learned is None or total is None:
             return
-        scale = self.comparing.temperature**2 * self.wanted.announced[part.chunks]
+        scale = self.options.temperature**2 * self.requested.grad_scale[part.chunks]
         total += entry_gradient(means, slope, scale, learned.row, learned.column)
 
 

@@ -533,7 +533,7 @@ def sweep_kernel(
     first_block,
     dots_ptr,
     dots_plane,
-    announced_ptr,
+    grad_scale_ptr,
     gradient_ptr,
     gradient_stride,
     plain_lse_ptr,
@@ -632,8 +632,8 @@ def sweep_kernel(
             residual = residual_ptr + chunk.to(tl.int64) * residual_stride - 2 - partner
             carried = tl.where(is_direct, slope, tl.load(residual, mask=is_residual, other=0.0))
             row_mass = tl.load(row_mass_ptr + columns, mask=held, other=0.0)
-            announced = tl.load(announced_ptr + first_chunk + chunk)
-            scale = temperature * announced / (tl.maximum(end - begin, 1) * mass)
+            grad_scale = tl.load(grad_scale_ptr + first_chunk + chunk)
+            scale = temperature * grad_scale / (tl.maximum(end - begin, 1) * mass)
             centre = -1.0
             if (PASS == "gradient") & (DIRECTION != "forward"):
                 centre = chunk_centre(dots_ptr, student_order_ptr, begin, end, mass)
@@ -665,7 +665,7 @@ def sweep_kernel(
                     writes = True
                 if writes:
                     out = row_q * off_centre * scale
-                    out = tl.where(announced == 0.0, 0.0, out)
+                    out = tl.where(grad_scale == 0.0, 0.0, out)
                     if HAS_LABELS:
                         out = with_labels(
                             out,
@@ -754,7 +754,7 @@ def entry_gradient_kernel(
     slope_stride,
     dots_ptr,
     mass_ptr,
-    announced_ptr,
+    grad_scale_ptr,
     share,
     block_count,
     out_ptr,
@@ -776,10 +776,10 @@ def entry_gradient_kernel(
     has_slot = exists & (slot >= 0)
     total = tl.zeros((BLOCK,), tl.float32)
     for chunk in range(part * share, tl.minimum((part + 1) * share, chunks)):
-        announced = tl.load(announced_ptr + first_chunk + chunk)
+        grad_scale = tl.load(grad_scale_ptr + first_chunk + chunk)
         begin = tl.load(chunk_ptr + first_chunk + chunk)
         end = tl.load(chunk_ptr + first_chunk + chunk + 1)
-        if announced != 0.0:
+        if grad_scale != 0.0:
             wide_chunk = tl.full((), 0, tl.int64) + chunk
             place = slope_ptr + wide_chunk * slope_stride + slot
             slope = tl.load(place, mask=has_slot, other=float("nan"))
@@ -787,7 +787,7 @@ def entry_gradient_kernel(
             centre = -1.0
             if DIRECTION != "forward":
                 centre = chunk_centre(dots_ptr, order_ptr, begin, end, mass)
-            factor = (slope - centre) * (announced / (tl.maximum(end - begin, 1) * mass))
+            factor = (slope - centre) * (grad_scale / (tl.maximum(end - begin, 1) * mass))
             for place_of_row in range(begin, end):
                 row = tl.load(order_ptr + place_of_row)
                 log_q = probabilities(

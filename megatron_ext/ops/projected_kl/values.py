@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from megatron_ext.ops.divergence import Divergence
+from megatron_ext.ops.divergence import DivergenceOptions
 
 
 class ProjectedKL(NamedTuple):
@@ -34,16 +35,9 @@ class ProjectedKL(NamedTuple):
     """[Ts] cross-entropy of each label, 0 where there is none; None without the term."""
 
 
-class Comparing(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectedKLOptions(DivergenceOptions):
     """How P_c and Q_c are compared."""
-
-    temperature: float = 1.0
-    """tau of both models."""
-
-    direction: Divergence = "forward"
-
-    mixture: float = 0.5
-    """Weight of P_c in the mixture of ``jensen_shannon``."""
 
     vocab_topk: int | None = None
     """Compare on so many columns a chunk, those of the largest teacher mass, and on the rest as
@@ -53,7 +47,7 @@ class Comparing(NamedTuple):
     """Whether to say ``teacher_entropy`` and ``top1_agreement``."""
 
 
-class CrossEntropy(NamedTuple):
+class WeightedLabels(NamedTuple):
     """The term ``sum_i weight_i CE_i``, at temperature 1, of the student's labels."""
 
     label: torch.Tensor

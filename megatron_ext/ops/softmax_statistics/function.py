@@ -15,7 +15,7 @@ from megatron_ext.distributed.vocab_parallel import (
     scaled_logits,
 )
 from megatron_ext.ops.implementation import Implementation, uses_triton
-from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, small_block
 
 _SAFE_DISTANCE: Final = 40.0
 """Nats from the peak at which fp32 exponentials have all their digits, those around them too."""
@@ -130,7 +130,7 @@ def _by_kernel(
     if rows:
         flags = (members is not None, read is not None, temperature != 1.0)
         key = ("row_statistics", logits.dtype, width, held_width, *flags)
-        launch(chosen_config(key, SWEEP_CONFIGS, launch))
+        launch(chosen_config(key, ROW_CONFIGS, launch))
     if members is None:
         peak[1], total[1] = peak[0], total[0]
     return RowStatistics(peak, total, column)

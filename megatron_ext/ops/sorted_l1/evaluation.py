@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
-from megatron_ext.distributed.vocab_parallel import VocabShard, row_slices
+from megatron_ext.distributed.vocab_parallel import row_slices
 from megatron_ext.ops.chunk_distributions import (
     ModelRows,
     chunk_means,
@@ -20,7 +20,7 @@ from megatron_ext.ops.chunk_distributions import (
     row_scale,
     write_row_gradients,
 )
-from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.implementation import Implementation, check_implementation, uses_triton
 from megatron_ext.ops.sorted_l1.comparison import compare_sorted, select_largest
 from megatron_ext.ops.sorted_l1.kernel_steps import (
@@ -44,33 +44,27 @@ class ChunkSortedL1(NamedTuple):
 
 @torch.no_grad()
 def evaluate_sorted_l1(
-    student_logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
     *,
-    student_rows: ChunkRows,
-    teacher_rows: ChunkRows,
-    student_shard: VocabShard,
-    teacher_shard: VocabShard,
     temperature: float = 1.0,
     top_u: int | None = None,
-    announced: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | None = None,
     gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> ChunkSortedL1:
     """Sorted L1 of both models' chunk distributions, and what the student's logits get from it.
 
     Args:
-        student_logits: [Ts, Vps], any float dtype; rows may be strided.
-        teacher_logits: [Tt, Vpt], any float dtype.
         top_u: U, places compared, of the largest probabilities; None: all, which is exact. That is
             a sort of slices of chunks, in torch whatever ``implementation`` says.
-        announced: [C], the gradient that each chunk's loss will get; None: 1.
+        grad_scale: [C], the gradient that each chunk's loss will get; None: 1.
         gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
-            announced_c chunk_loss_c``, rounded once; it may be ``student_logits`` itself. Rows of
-            no chunk and of chunks announced 0 get exactly 0. None: nothing is computed for it.
+            grad_scale_c chunk_loss_c``, rounded once; it may be the logits themselves. Rows of
+            no chunk and of chunks of scale 0 get exactly 0. None: nothing is computed for it.
 
     Temporaries over a vocabulary are slices of chunks in torch; by kernel there are none, but
-    [Ts, 5 U / 4] logits where a gradient is wanted. In torch the host waits for the device once.
+    [Ts, 5 U / 4] logits where a gradient is asked for. In torch the host waits for the device once.
 
     Collectives on the shards' group: two all-reduces of [Ts + Tt]; a slice of C' chunks adds an
     all-gather of [C', U_s + U_t + 2] (a quarter more by kernel), and for the gradient an all-reduce
@@ -80,25 +74,17 @@ def evaluate_sorted_l1(
         LossError: ``triton`` was asked for and cannot run.
     """
     check_implementation("sorted_l1", implementation)
-    by_kernel = uses_triton(implementation, student_logits, teacher_logits) and top_u is not None
-    student, teacher = pair_of_models(
-        student_logits,
-        teacher_logits,
-        student_rows=student_rows,
-        teacher_rows=teacher_rows,
-        student_shard=student_shard,
-        teacher_shard=teacher_shard,
-        temperature=temperature,
-        implementation="triton" if by_kernel else "torch",
-    )
-    scale = row_scale(student, announced)
+    by_kernel = uses_triton(implementation, student.logits, teacher.logits) and top_u is not None
+    by: Implementation = "triton" if by_kernel else "torch"
+    own, other = pair_of_models(student, teacher, temperature=temperature, implementation=by)
+    scale = row_scale(own, grad_scale)
     if by_kernel:
         assert top_u is not None
-        out = _by_kernel(student, teacher, top_u, scale, gradient)
+        out = _by_kernel(own, other, top_u, scale, gradient)
     else:
-        out = _by_torch(student, teacher, top_u, scale, gradient)
+        out = _by_torch(own, other, top_u, scale, gradient)
     if gradient is not None:
-        clear_rows_of_no_chunk_(gradient, student, by_kernel=by_kernel)
+        clear_rows_of_no_chunk_(gradient, own, by_kernel=by_kernel)
     return out
 
 

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from megatron_ext.ops.chunk_distributions.model_rows import ModelRows
-from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, small_block
 from megatron_ext.ops.sorted_l1.comparison import Largest
 
 WRITING: Final = LaunchConfig(4096, 8)
@@ -67,7 +67,7 @@ def select_by_kernel(
     if count:
         dtype, has_temperature = model.logits.dtype, model.temperature != 1.0
         key = ("select", dtype, width, capacity, excluded is not None, has_temperature)
-        launch(chosen_config(key, SWEEP_CONFIGS, launch))
+        launch(chosen_config(key, ROW_CONFIGS, launch))
     return Largest(values, columns, rest)
 
 

@@ -1,7 +1,7 @@
 from megatron_ext.ops.token_likelihood.evaluation import (
     EvaluatedLikelihood,
-    ModelRows,
     TokenLikelihood,
+    TokenRows,
     evaluate_token_likelihood,
     write_likelihood_gradient,
 )
@@ -10,9 +10,9 @@ from megatron_ext.ops.token_likelihood.token_gradient import RowGradient, write_
 
 __all__ = [
     "EvaluatedLikelihood",
-    "ModelRows",
     "RowGradient",
     "TokenLikelihood",
+    "TokenRows",
     "evaluate_token_likelihood",
     "token_likelihood",
     "write_likelihood_gradient",

@@ -11,18 +11,18 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.ops.implementation import Implementation
-from megatron_ext.ops.row_lanes import (
-    Lane,
+from megatron_ext.ops.row_sums import (
+    ExpSums,
     local_column,
-    merge_lanes,
-    token_lane,
+    merge_exp_sums,
+    token_exp_sums,
     token_log_probs,
 )
 from megatron_ext.ops.softmax_statistics import row_statistics
 from megatron_ext.ops.token_likelihood.token_gradient import RowGradient, write_token_gradient
 
 
-class ModelRows(NamedTuple):
+class TokenRows(NamedTuple):
     """One model's rows and what is asked of them."""
 
     logits: torch.Tensor
@@ -61,8 +61,8 @@ class EvaluatedLikelihood(NamedTuple):
 
 
 def evaluate_token_likelihood(
-    student: ModelRows,
-    teacher: ModelRows | None = None,
+    student: TokenRows,
+    teacher: TokenRows | None = None,
     *,
     implementation: Implementation = "auto",
 ) -> EvaluatedLikelihood:
@@ -71,8 +71,8 @@ def evaluate_token_likelihood(
     Collectives: two all-reduces of at most [3 (Ts + Tt)], 24 (Ts + Tt) bytes in fp32.
     """
     sides = [student] if teacher is None else [student, teacher]
-    lanes = [lane for side in sides for lane in _lanes(side, implementation)]
-    merged = merge_lanes(lanes, student.shard)
+    sums = [part for side in sides for part in _exp_sums(side, implementation)]
+    merged = merge_exp_sums(sums, student.shard)
     found, known = [], []
     for side in sides:
         whole, token = merged.pop(0), merged.pop(0)
@@ -86,7 +86,7 @@ def evaluate_token_likelihood(
 
 
 def write_likelihood_gradient(
-    student: ModelRows,
+    student: TokenRows,
     whole: LogSumExp,
     members: LogSumExp,
     on_token: torch.Tensor,
@@ -122,7 +122,7 @@ def write_likelihood_gradient(
     )
 
 
-def _lanes(side: ModelRows, implementation: Implementation) -> list[Lane]:
+def _exp_sums(side: TokenRows, implementation: Implementation) -> list[ExpSums]:
     """Of all columns, of the token, and of the set if it is asked."""
     statistics = row_statistics(
         side.logits,
@@ -131,6 +131,6 @@ def _lanes(side: ModelRows, implementation: Implementation) -> list[Lane]:
         with_column=False,
         implementation=implementation,
     )
-    whole, members = map(Lane, statistics.peak, statistics.total)
-    token = token_lane(side.logits, local_column(side.token_id, side.shard))
+    whole, members = map(ExpSums, statistics.peak, statistics.total)
+    token = token_exp_sums(side.logits, local_column(side.token_id, side.shard))
     return [whole, token] if side.members is None else [whole, token, members]

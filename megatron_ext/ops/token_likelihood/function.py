@@ -13,16 +13,16 @@ from torch.autograd.function import once_differentiable
 from megatron_ext.distributed.vocab_parallel import LogSumExp
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.token_likelihood.evaluation import (
-    ModelRows,
     TokenLikelihood,
+    TokenRows,
     evaluate_token_likelihood,
     write_likelihood_gradient,
 )
 
 
 def token_likelihood(
-    student: ModelRows,
-    teacher: ModelRows | None = None,
+    student: TokenRows,
+    teacher: TokenRows | None = None,
     *,
     in_place: bool = False,
     implementation: Implementation = "auto",
@@ -59,8 +59,8 @@ class _TokenLikelihood(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: torch.Tensor,
-        student: ModelRows,
-        teacher: ModelRows | None,
+        student: TokenRows,
+        teacher: TokenRows | None,
         in_place: bool,
         implementation: Implementation,
     ) -> tuple[torch.Tensor, ...]:
@@ -78,7 +78,7 @@ class _TokenLikelihood(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None, None, None]:
         logits, token_id, members, *vectors = ctx.saved_tensors
         gradient = logits.detach() if ctx.in_place else torch.empty_like(logits)
-        student = ModelRows(logits, token_id, members, ctx.shard)
+        student = TokenRows(logits, token_id, members, ctx.shard)
         write_likelihood_gradient(
             student,
             LogSumExp(*vectors[:2]),

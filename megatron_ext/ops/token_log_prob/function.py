@@ -29,7 +29,7 @@ def token_log_prob(
     shard: VocabShard,
     *,
     temperature: float = 1.0,
-    announced: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | None = None,
     in_place: bool = False,
     implementation: Implementation = "auto",
 ) -> torch.Tensor:
@@ -42,7 +42,7 @@ def token_log_prob(
         token_id,
         shard,
         temperature=temperature,
-        announced=announced,
+        grad_scale=grad_scale,
         in_place=in_place,
         implementation=implementation,
     ).log_prob
@@ -54,7 +54,7 @@ def token_prediction(
     shard: VocabShard,
     *,
     temperature: float = 1.0,
-    announced: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | None = None,
     in_place: bool = False,
     implementation: Implementation = "auto",
 ) -> TokenPrediction:
@@ -65,8 +65,8 @@ def token_prediction(
         token_id: int64 [T]. A negative id gives 0 without a gradient; an id at or beyond the
             vocabulary gives NaN, since to raise the host would have to wait for the device. A row
             that gets no gradient gives none, whatever it holds.
-        announced: [T], the gradient that each log-probability will get; None: 1. Any other is right
-            as well, at the price of a pass over the gradient; but a row announced 0 has the
+        grad_scale: [T], the gradient that each log-probability will get; None: 1. Any other is
+            right as well, at the price of a pass over the gradient; but a row of scale 0 has the
             log-probability 0, and no gradient whatever it gets.
         in_place: Overwrite the logits with their gradient, if they need one.
 
@@ -87,13 +87,13 @@ def token_prediction(
             shard,
             temperature=temperature,
             # The loss is the negative of what is asked for.
-            announced=-(torch.ones_like(token_id) if announced is None else announced),
+            grad_scale=-(torch.ones_like(token_id) if grad_scale is None else grad_scale),
             gradient=gradient,
             implementation=implementation,
         )
         return -out.row_loss, out.top_column
 
     values = kept_gradient(
-        logits, evaluate, grad_scale=announced, in_place=in_place, implementation=implementation
+        logits, evaluate, grad_scale=grad_scale, in_place=in_place, implementation=implementation
     )
     return TokenPrediction(*values)

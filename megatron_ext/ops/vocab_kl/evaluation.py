@@ -11,17 +11,17 @@ import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import VocabShard, accumulation_dtype
-from megatron_ext.ops.divergence import Divergence
+from megatron_ext.ops.divergence import FORWARD_KL, DivergenceOptions
 from megatron_ext.ops.implementation import Implementation, uses_triton
-from megatron_ext.ops.row_lanes import (
+from megatron_ext.ops.row_sums import (
     local_column,
-    merge_lanes,
+    merge_exp_sums,
     merge_top_columns,
-    token_lane,
+    token_exp_sums,
     token_log_probs,
 )
+from megatron_ext.ops.vocab_kl.pair_evaluation import LabelTerm, PairEvaluation
 from megatron_ext.ops.vocab_kl.statistics import pair_statistics
-from megatron_ext.ops.vocab_kl.sweep import Comparing, LabelTerm, PairSweep
 
 
 class VocabKLValues(NamedTuple):
@@ -46,12 +46,10 @@ def evaluate_vocab_kl(
     *,
     student_shard: VocabShard,
     teacher_shard: VocabShard,
-    temperature: float = 1.0,
-    direction: Divergence = "forward",
-    mixture: float = 0.5,
+    options: DivergenceOptions = FORWARD_KL,
     labels: torch.Tensor | None = None,
-    announced: torch.Tensor | None = None,
-    label_announced: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | None = None,
+    label_grad_scale: torch.Tensor | None = None,
     gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> VocabKLValues:
@@ -62,25 +60,26 @@ def evaluate_vocab_kl(
         teacher_logits: [T, Vpt], likewise.
         teacher_shard: The student's real columns; padding can differ.
         labels: int64 [T] global, negative for none: say the cross-entropy as well.
-        announced: [T], what each ``row_loss`` will get; None: 1.
-        label_announced: [T], what each ``cross_entropy`` will get; None: 1. A row at 0 in both, or
+        grad_scale: [T], what each ``row_loss`` will get; None: 1.
+        label_grad_scale: [T], what each ``cross_entropy`` will get; None: 1. A row at 0 in both, or
             at 0 and without a label, is not read.
-        gradient: [T, Vp] of the student's dtype, or the student's logits themselves; the
-            gradient of ``announced . row_loss + label_announced . cross_entropy`` is written to it,
-            with exactly 0 in rows that are not read and in padding.
+        gradient: [T, Vp] of the student's dtype, or the student's logits themselves; receives the
+            gradient of ``grad_scale . row_loss + label_grad_scale . cross_entropy``, and exactly 0
+            in rows that are not read and in padding.
 
     Collectives: two all-reduces of [3 T] ([5 T] with labels, or [4 T] at temperature 1), one of
     [2 T] int64, one of [3 T]. Bytes of a row by kernel, of V logits of b bytes: 2 b V for the
-    statistics, 2 b V for the values and b V for a gradient written in the same sweep; the reverse
+    statistics, 2 b V for the values and b V for a gradient written in the same pass; the reverse
     KL and the Jensen-Shannon divergence need a sum over the row first, and 2 b V more for it.
     """
+    temperature = options.temperature
     by_kernel = uses_triton(implementation, student_logits, teacher_logits)
     width = student_shard.valid_width
     student, teacher = student_logits.detach()[:, :width], teacher_logits.detach()[:, :width]
     held_width = min(student_logits.shape[1], teacher_logits.shape[1])
-    weight, label_weight = _weights(student_logits, labels, announced, label_announced)
+    weight, label_weight = _weights(student_logits, labels, grad_scale, label_grad_scale)
     read = None
-    if announced is not None:
+    if grad_scale is not None:
         read = weight != 0 if labels is None else (weight != 0) | (label_weight != 0)
 
     with_plain = labels is not None and temperature != 1.0
@@ -93,13 +92,13 @@ def evaluate_vocab_kl(
         held_width=held_width,
         by_kernel=by_kernel,
     )
-    lanes = [local.student, local.teacher, local.shared]
+    sums = [local.student, local.teacher, local.shared]
     if labels is not None:
         column = local_column(labels, student_shard)
-        lanes.append(token_lane(student_logits, column))
-        lanes += [] if local.plain is None else [local.plain]
-    own, other, shared, *labelled = merge_lanes(lanes, student_shard)
-    tops = merge_top_columns(local.columns, lanes[:2], [own, other], [student_shard, teacher_shard])
+        sums.append(token_exp_sums(student_logits, column))
+        sums += [] if local.plain is None else [local.plain]
+    own, other, shared, *labelled = merge_exp_sums(sums, student_shard)
+    tops = merge_top_columns(local.columns, sums[:2], [own, other], [student_shard, teacher_shard])
     agreement = tops[0] == tops[1]
 
     term = cross_entropy = None
@@ -108,15 +107,14 @@ def evaluate_vocab_kl(
         cross_entropy = -token_log_probs(labelled[0], plain, labels, student_shard)
         cross_entropy = cross_entropy.masked_fill(label_weight == 0, 0.0)
         term = LabelTerm(column, label_weight, plain)
-    comparing = Comparing(temperature, direction, mixture)
-    sweep = PairSweep(student, teacher, own, other, weight, term, comparing, held_width)
+    pair = PairEvaluation(student, teacher, own, other, weight, term, options, held_width)
     # The teacher's mass where the student has some: minus the sum of the forward KL's slopes.
     centre = -torch.exp((shared.peak - other.peak) + (shared.log_sum - other.log_sum))
-    at_once = gradient if direction == "forward" else None
-    sums = sweep.run(centre=centre, gradient=at_once, by_kernel=by_kernel)
-    value, slope, entropy = all_reduce_sum(sums, student_shard.group)
+    at_once = gradient if options.direction == "forward" else None
+    terms = pair.run(centre=centre, gradient=at_once, by_kernel=by_kernel)
+    value, slope, entropy = all_reduce_sum(terms, student_shard.group)
     if gradient is not None and at_once is None:
-        sweep.run(centre=slope, gradient=gradient, with_sums=False, by_kernel=by_kernel)
+        pair.run(centre=slope, gradient=gradient, with_sums=False, by_kernel=by_kernel)
     values = VocabKLValues(temperature**2 * value, entropy, agreement, cross_entropy)
     return values if read is None else _where_read(values, read)
 
@@ -129,13 +127,13 @@ def _where_read(values: VocabKLValues, read: torch.Tensor) -> VocabKLValues:
 def _weights(
     logits: torch.Tensor,
     labels: torch.Tensor | None,
-    announced: torch.Tensor | None,
-    label_announced: torch.Tensor | None,
+    grad_scale: torch.Tensor | None,
+    label_grad_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What D and the cross-entropy of each row get [T], 0 for the latter without a label."""
     ones = torch.ones(logits.shape[0], dtype=accumulation_dtype(logits.dtype), device=logits.device)
-    weight = ones if announced is None else announced.to(ones.dtype)
-    label_weight = ones if label_announced is None else label_announced.to(ones.dtype)
+    weight = ones if grad_scale is None else grad_scale.to(ones.dtype)
+    label_weight = ones if label_grad_scale is None else label_grad_scale.to(ones.dtype)
     if labels is not None:
         label_weight = label_weight.masked_fill(labels < 0, 0.0)
     return weight, label_weight

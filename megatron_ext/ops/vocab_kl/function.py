@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.divergence import Divergence
+from megatron_ext.ops.divergence import FORWARD_KL, DivergenceOptions
 from megatron_ext.ops.implementation import Implementation, check_implementation
 from megatron_ext.ops.unit_gradient import kept_gradient
 from megatron_ext.ops.vocab_kl.evaluation import VocabKLValues, evaluate_vocab_kl
@@ -21,10 +21,8 @@ def vocab_kl(
     *,
     student_shard: VocabShard,
     teacher_shard: VocabShard,
-    temperature: float = 1.0,
-    direction: Divergence = "forward",
-    mixture: float = 0.5,
-    announced: torch.Tensor | None = None,
+    options: DivergenceOptions = FORWARD_KL,
+    grad_scale: torch.Tensor | None = None,
     in_place: bool = False,
     implementation: Implementation = "auto",
 ) -> VocabKLValues:
@@ -35,8 +33,8 @@ def vocab_kl(
         teacher_logits: [T, Vpt] y, any float dtype.
         student_shard: This rank's columns.
         teacher_shard: The same real columns; padding can differ.
-        announced: [T], the gradient that each ``row_loss`` will get; None: 1. Any other is right as
-            well, at the price of a pass over the gradient. But a row announced 0 is not read: it
+        grad_scale: [T], the gradient that each ``row_loss`` will get; None: 1. Any other is right
+            as well, at the price of a pass over the gradient. But a row of scale 0 is not read: it
             has 0 in all its numbers, and no gradient whatever it gets.
         in_place: Overwrite the student's logits with their gradient, if they need one.
 
@@ -55,10 +53,8 @@ def vocab_kl(
             teacher_logits,
             student_shard=student_shard,
             teacher_shard=teacher_shard,
-            temperature=temperature,
-            direction=direction,
-            mixture=mixture,
-            announced=announced,
+            options=options,
+            grad_scale=grad_scale,
             gradient=gradient,
             implementation=implementation,
         )
@@ -66,7 +62,7 @@ def vocab_kl(
     values = kept_gradient(
         student_logits,
         evaluate,
-        grad_scale=announced,
+        grad_scale=grad_scale,
         in_place=in_place,
         implementation=implementation,
     )

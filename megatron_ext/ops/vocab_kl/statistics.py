@@ -7,22 +7,22 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.distributed.vocab_parallel import accumulation_dtype, row_slices, scaled_logits
-from megatron_ext.ops.launch import SWEEP_CONFIGS, LaunchConfig, chosen_config, small_block
-from megatron_ext.ops.row_lanes import Lane
+from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.row_sums import ExpSums
 
 
 class PairStatistics(NamedTuple):
     """Of this rank's real columns, not merged over shards."""
 
-    student: Lane
+    student: ExpSums
     """At the temperature, as are the next two."""
 
-    teacher: Lane
+    teacher: ExpSums
 
-    shared: Lane
+    shared: ExpSums
     """The teacher's columns in which the student has mass."""
 
-    plain: Lane | None
+    plain: ExpSums | None
     """The student at temperature 1, where that is another."""
 
     columns: tuple[torch.Tensor, torch.Tensor]
@@ -53,9 +53,9 @@ def pair_statistics(
     else:
         found = _by_torch(student, teacher, temperature, with_plain, read)
     peak, total, column = found
-    lanes = [Lane(*lane) for lane in zip(peak, total, strict=True)]
+    sums = [ExpSums(*part) for part in zip(peak, total, strict=True)]
     return PairStatistics(
-        lanes[0], lanes[1], lanes[2], lanes[3] if with_plain else None, (column[0], column[1])
+        sums[0], sums[1], sums[2], sums[3] if with_plain else None, (column[0], column[1])
     )
 
 
@@ -110,8 +110,8 @@ def _by_kernel(
     from megatron_ext.ops.vocab_kl.triton_kernels import pair_statistics_kernel
 
     rows, width = student.shape
-    lanes = 4 if with_plain else 3
-    peak, total = torch.empty(2, lanes, rows, dtype=torch.float32, device=student.device)
+    sums = 4 if with_plain else 3
+    peak, total = torch.empty(2, sums, rows, dtype=torch.float32, device=student.device)
     column = torch.empty(2, rows, dtype=torch.int64, device=student.device)
 
     def launch(config: LaunchConfig) -> None:
@@ -137,5 +137,5 @@ def _by_kernel(
 
     flags = (with_plain, read is not None, temperature != 1.0)
     key = ("vocab_kl_statistics", student.dtype, teacher.dtype, width, held_width, *flags)
-    launch(chosen_config(key, SWEEP_CONFIGS, launch))
+    launch(chosen_config(key, ROW_CONFIGS, launch))
     return peak, total, column

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.losses.targets import topk_targets
-from megatron_ext.ops.token_likelihood import ModelRows, token_likelihood
+from megatron_ext.ops.token_likelihood import TokenRows, token_likelihood
 from megatron_ext.teachers.targets.form import TargetForm
 
 
@@ -69,7 +69,7 @@ class FormedTargets:
         self, logits: torch.Tensor, labels: torch.Tensor, targets: TeacherTargets
     ) -> dict[str, torch.Tensor]:
         shard = targets.shard
-        said, _ = token_likelihood(ModelRows(logits, labels, self.boundary, shard))
+        said, _ = token_likelihood(TokenRows(logits, labels, self.boundary, shard))
         if self.form.kind == "label":
             assert self.boundary is not None
             return {"label_log_probs": said.log_prob, "boundary_log_probs": said.log_mass}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,18 @@ from megatron_ext.distributed import vocab_parallel
 from megatron_ext.errors import ProjectionError
 from megatron_ext.losses import ProjectedKLLoss
 from megatron_ext.losses.learned_projection import LearnedProjection
-from megatron_ext.ops.projected_kl import LearnedEntries, projected_kl, projected_kl_reference
+from megatron_ext.ops.chunk_rows import ChunkedLogits
+from megatron_ext.ops.projected_kl import (
+    LearnedEntries,
+    ProjectedKL,
+    ProjectedKLOptions,
+    ShardedProjection,
+    projected_kl,
+    projected_kl_reference,
+)
 from megatron_ext.projection import SparseProjection
 from tests.losses.microbatch import Microbatch, csr_arrays, vocab_shard
+from tests.ops.kernel_case import packed
 from tests.ops.projected_kl_case import Case, random_projection
 
 DIRECTIONS = ("forward", "reverse", "jensen_shannon")
@@ -31,25 +41,31 @@ def learned(dense: torch.Tensor, padding: tuple[int, int] = (0, 0)) -> LearnedPr
     return LearnedProjection(sparse(dense), student_shard=shards[0], teacher_shard=shards[1])
 
 
+def of_entries(
+    case: Case, dense: torch.Tensor, entries: LearnedEntries, **options: Any
+) -> ProjectedKL:
+    """The op with a dense projection [Vs, Vt], some of whose entries are learned."""
+    shards = [vocab_shard(size, 0, 0, 1, None) for size in dense.shape]
+    count = case.chunk_count
+    return projected_kl(
+        ChunkedLogits.of(case.student_logits, case.student_chunk_id, count, shards[0]),
+        ChunkedLogits.of(case.teacher_logits, case.teacher_chunk_id, count, shards[1]),
+        ShardedProjection(
+            dense.to_sparse_csr(),
+            dense.t().contiguous().to_sparse_csr(),
+            dense.sum(dim=-1),
+            (case.projection > 0).any(dim=0),
+        ),
+        learned=entries,
+        **packed(options, ProjectedKLOptions),
+    )
+
+
 def loss_of_entries(case: Case, values: torch.Tensor, **options: object) -> torch.Tensor:
     """The op's weighted loss as a function of the entries of its projection."""
     row, column = case.projection.nonzero(as_tuple=True)
     dense = torch.zeros_like(case.projection).index_put((row, column), values.detach())
-    out = projected_kl(
-        case.student_logits,
-        case.teacher_logits,
-        student_chunk_id=case.student_chunk_id,
-        teacher_chunk_id=case.teacher_chunk_id,
-        chunk_count=case.chunk_count,
-        weight=dense.to_sparse_csr(),
-        weight_transposed=dense.t().contiguous().to_sparse_csr(),
-        row_mass=dense.sum(dim=-1),
-        reachable=(case.projection > 0).any(dim=0),
-        student_shard=vocab_shard(dense.shape[0], 0, 0, 1, None),
-        teacher_shard=vocab_shard(dense.shape[1], 0, 0, 1, None),
-        learned=LearnedEntries(values, row, column),
-        **options,  # type: ignore[arg-type]
-    )
+    out = of_entries(case, dense, LearnedEntries(values, row, column), **options)
     return (out.chunk_loss * torch.arange(1, case.chunk_count + 1)).sum()
 
 
@@ -77,17 +93,16 @@ def test_the_gradient_of_free_entries_is_that_of_the_dense_reference(
     values = entries(case)
     row, column = case.projection.nonzero(as_tuple=True)
     dense = torch.zeros_like(case.projection).index_put((row, column), values)
-    weighted = torch.zeros((), dtype=torch.float64)
-    for chunk in range(4):
-        weighted = weighted + (chunk + 1) * projected_kl_reference(
-            case.student_logits,
-            case.teacher_logits,
-            student_chunk_id=torch.where(case.student_chunk_id == chunk, 0, -1),
-            teacher_chunk_id=torch.where(case.teacher_chunk_id == chunk, 0, -1),
-            chunk_count=1,
-            projection=dense,
-            direction=direction,
-        )
+    losses = projected_kl_reference(
+        case.student_logits,
+        case.teacher_logits,
+        student_chunk_id=case.student_chunk_id,
+        teacher_chunk_id=case.teacher_chunk_id,
+        chunk_count=4,
+        projection=dense,
+        direction=direction,
+    )
+    weighted = (losses * torch.arange(1, 5)).sum()
     (truth,) = torch.autograd.grad(weighted, values)
     (grad,) = torch.autograd.grad(loss_of_entries(case, values, direction=direction), values)
     torch.testing.assert_close(grad, truth, rtol=0, atol=1e-13 * truth.abs().max().item())
@@ -201,21 +216,7 @@ def test_an_uncounted_chunk_gives_the_entries_nothing_whatever_it_holds() -> Non
     row, column = case.projection.nonzero(as_tuple=True)
     out, _ = case.run(weights=torch.tensor([0.0, 1, 1], dtype=torch.float64))
     assert out.chunk_loss.isnan().tolist() == [True, False, False]
-    dense = case.projection
-    compared = projected_kl(
-        case.student_logits,
-        case.teacher_logits,
-        student_chunk_id=case.student_chunk_id,
-        teacher_chunk_id=case.teacher_chunk_id,
-        chunk_count=3,
-        weight=dense.to_sparse_csr(),
-        weight_transposed=dense.t().contiguous().to_sparse_csr(),
-        row_mass=dense.sum(dim=-1),
-        reachable=(dense > 0).any(dim=0),
-        student_shard=vocab_shard(9, 0, 0, 1, None),
-        teacher_shard=vocab_shard(7, 0, 0, 1, None),
-        learned=LearnedEntries(values, row, column),
-    )
+    compared = of_entries(case, case.projection, LearnedEntries(values, row, column))
     (grad,) = torch.autograd.grad(compared.chunk_loss[1:].sum(), values)
     assert grad.isfinite().all()
     assert grad.any()

@@ -41,7 +41,7 @@ def test_the_registered_objective_is_the_reference_over_the_flattened_batch(dire
         projection=batch.projection.double(),
         temperature=1.5,
         direction=direction,
-    )
+    ).sum()
     assert output.loss_sum.dtype == torch.float32
     assert output.loss_sum.item() == pytest.approx(truth.item(), rel=1e-6)
     assert output.count.dtype == torch.int64

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp
 from megatron_ext.ops.launch import (
-    SWEEP_CONFIGS,
+    ROW_CONFIGS,
     LaunchConfig,
     chosen_config,
     fitting_config,
@@ -25,36 +25,36 @@ _TIMED_ROWS: Final = 256
 """Rows that block sizes are timed on: more than a GPU runs at once, and a small copy."""
 
 
-def swept_divergences(
-    chunks: SingleChunks, announced: torch.Tensor | None, gradient: torch.Tensor | None
+def single_divergences_by_kernel(
+    chunks: SingleChunks, grad_scale: torch.Tensor | None, gradient: torch.Tensor | None
 ) -> torch.Tensor:
     """``single_divergences`` by kernels.
 
-    Forward, the sum of slopes is -1 but for what the student rules out, so that one sweep does with
-    both; its all-reduces are one of [C'] for that and one of [2, C'] a slice. The others sweep for
-    the sums, reduce them, and sweep once more for the gradient.
+    Forward, the sum of slopes is -1 but for what the student rules out, so that one pass does with
+    both; its all-reduces are one of [C'] for that and one of [2, C'] a slice. The others pass over
+    the rows for the sums, reduce them, and once more for the gradient.
     """
     plan = chunks.plan
     group = plan.student_shard.group
     values = torch.empty_like(chunks.student.log_rest)
     for part in chunks.slices():
-        sweep = _Sweep(chunks, part)
+        evaluation = _SingleEvaluation(chunks, part)
         if plan.options.direction == "forward" and gradient is not None:
-            lost = all_reduce_sum(sweep.lost_mass(), group)
+            lost = all_reduce_sum(evaluation.lost_mass(), group)
             shared_mass = -torch.expm1(chunks.teacher.log_rest[part]) - lost
-            rest_value, factors = rest_terms(chunks, part, -shared_mass, announced)
-            sums = all_reduce_sum(sweep(factors=factors, gradient=gradient, sums=True), group)
+            rest_value, factors = rest_terms(chunks, part, -shared_mass, grad_scale)
+            sums = all_reduce_sum(evaluation(factors=factors, gradient=gradient, sums=True), group)
         else:
-            sums = all_reduce_sum(sweep(sums=True), group)
-            rest_value, factors = rest_terms(chunks, part, sums[1], announced)
+            sums = all_reduce_sum(evaluation(sums=True), group)
+            rest_value, factors = rest_terms(chunks, part, sums[1], grad_scale)
             if gradient is not None:
-                sweep(factors=factors, gradient=gradient)
+                evaluation(factors=factors, gradient=gradient)
         values[part] = sums[0] + rest_value
     return values
 
 
-class _Sweep:
-    """The arguments that the sweeps over a slice of chunks share."""
+class _SingleEvaluation:
+    """The arguments that the passes over a slice of chunks share."""
 
     def __init__(self, chunks: SingleChunks, part: slice) -> None:
         plan = chunks.plan
@@ -92,8 +92,8 @@ class _Sweep:
             plan.options.temperature,
             HAS_TEMPERATURE=plan.options.temperature != 1.0,
             HAS_ARRIVED=self._arrived.shape[1] > 0,
-            BLOCK=small_block(width, SWEEP_CONFIGS[0].block),
-            num_warps=SWEEP_CONFIGS[0].num_warps,
+            BLOCK=small_block(width, ROW_CONFIGS[0].block),
+            num_warps=ROW_CONFIGS[0].num_warps,
         )
         return lost
 
@@ -146,7 +146,7 @@ class _Sweep:
 
         return chosen_config(
             key,
-            SWEEP_CONFIGS,
+            ROW_CONFIGS,
             lambda config: self._launch(config, first, factors, scratch(), out),
         )
 

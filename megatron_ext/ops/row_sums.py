@@ -1,7 +1,7 @@
-"""Numbers of rows that vocabulary shards merge in one exchange. T rows, Vp local columns.
+"""Sums of exponentials that vocabulary shards merge in one exchange. T rows, Vp local columns.
 
-A lane is a peak and a sum of ``exp(logit - peak)`` for each row, over whatever columns. The
-logit of a single column is a lane as well, whose sum is 1 on the rank that has it and 0 elsewhere.
+They are a peak and a sum of ``exp(logit - peak)`` for each row, over whatever columns. The logit of
+a single column is such a sum as well, which is 1 on the rank that has it and 0 elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ext.distributed.vocab_parallel import (
 )
 
 
-class Lane(NamedTuple):
+class ExpSums(NamedTuple):
     """Of this rank's columns, one dtype, [T] each."""
 
     peak: torch.Tensor
@@ -29,14 +29,14 @@ class Lane(NamedTuple):
     total: torch.Tensor
 
 
-def merge_lanes(lanes: Sequence[Lane], shard: VocabShard) -> list[LogSumExp]:
-    """Each lane over all shards, in the first one's dtype. Two all-reduces.
+def merge_exp_sums(sums: Sequence[ExpSums], shard: VocabShard) -> list[LogSumExp]:
+    """Each of the sums over all shards, in the first one's dtype. Two all-reduces.
 
     Lanes may have different numbers of rows.
     """
-    dtype = lanes[0].peak.dtype
-    peak, total = (torch.cat(parts).to(dtype) for parts in zip(*lanes, strict=True))
-    lengths = [len(lane.peak) for lane in lanes]
+    dtype = sums[0].peak.dtype
+    peak, total = (torch.cat(parts).to(dtype) for parts in zip(*sums, strict=True))
+    lengths = [len(part.peak) for part in sums]
     merged = merge_log_sum_exp(peak, total, shard.group)
     split = (part.split(lengths) for part in merged)
     return [LogSumExp(*parts) for parts in zip(*split, strict=True)]
@@ -49,18 +49,18 @@ def local_column(token_id: torch.Tensor, shard: VocabShard) -> torch.Tensor:
     return torch.where(here, column, -1)
 
 
-def token_lane(logits: torch.Tensor, column: torch.Tensor, temperature: float = 1.0) -> Lane:
+def token_exp_sums(logits: torch.Tensor, column: torch.Tensor, temperature: float = 1.0) -> ExpSums:
     """The logits, over the temperature, at ``column`` int64 [T]; -1: not on this rank."""
     here = column >= 0
     picked = logits.detach().gather(-1, column.clamp(min=0)[:, None])[:, 0]
     picked = picked.to(accumulation_dtype(logits.dtype)) / temperature
-    return Lane(torch.where(here, picked, 0.0), here.to(picked.dtype))
+    return ExpSums(torch.where(here, picked, 0.0), here.to(picked.dtype))
 
 
 def token_log_probs(
     token: LogSumExp, whole: LogSumExp, token_id: torch.Tensor, shard: VocabShard
 ) -> torch.Tensor:
-    """[T] of merged lanes: NaN beyond the vocabulary, 0 for a negative ``token_id``."""
+    """[T] of merged sums: NaN beyond the vocabulary, 0 for a negative ``token_id``."""
     # Peaks first: the difference of two large numbers is exact, their sums are not.
     log_prob = (token.peak - whole.peak).add_(token.log_sum).sub_(whole.log_sum)
     log_prob.masked_fill_(token_id >= shard.vocab_size, torch.nan)
@@ -69,7 +69,7 @@ def token_log_probs(
 
 def merge_top_columns(
     columns: Sequence[torch.Tensor],
-    local: Sequence[Lane],
+    local: Sequence[ExpSums],
     merged: Sequence[LogSumExp],
     shards: Sequence[VocabShard],
 ) -> list[torch.Tensor]:
@@ -81,10 +81,10 @@ def merge_top_columns(
         merged: The same over all shards.
     """
     found = []
-    for column, lane, whole, shard in zip(columns, local, merged, shards, strict=True):
+    for column, part, whole, shard in zip(columns, local, merged, shards, strict=True):
         own = column + shard.start
         if shard.group is not None:
-            beaten = (lane.peak != whole.peak) | (lane.total == 0)
+            beaten = (part.peak != whole.peak) | (part.total == 0)
             own = own.masked_fill(beaten, torch.iinfo(torch.int64).max)
         found.append(own)
     first = all_reduce_min(torch.cat(found), shards[0].group)

@@ -12,24 +12,12 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
     scaled_logits,
 )
-from megatron_ext.ops.divergence import Divergence, divergence_terms
+from megatron_ext.ops.divergence import Divergence, DivergenceOptions, divergence_terms
 from megatron_ext.ops.launch import LaunchConfig
 from megatron_ext.ops.row_launch import launch_rows
 
 DIRECTIONS: Final[tuple[Divergence, ...]] = ("forward", "reverse", "jensen_shannon")
 """By their number in the kernels."""
-
-
-class Comparing(NamedTuple):
-    """How rows are compared."""
-
-    temperature: float = 1.0
-    """tau of both models."""
-
-    direction: Divergence = "forward"
-
-    mixture: float = 0.5
-    """Weight of the teacher in the mixture of ``jensen_shannon``."""
 
 
 class LabelTerm(NamedTuple):
@@ -45,8 +33,8 @@ class LabelTerm(NamedTuple):
     """The student's at temperature 1."""
 
 
-class PairSweep(NamedTuple):
-    """Two models' rows and all that is known of them before the sweep, over all shards."""
+class PairEvaluation(NamedTuple):
+    """Two models' rows and all that is known of them before they are compared, over all shards."""
 
     student: torch.Tensor
     """[T, V], without padding."""
@@ -64,7 +52,7 @@ class PairSweep(NamedTuple):
     """[T]: what D of the row gets."""
 
     label: LabelTerm | None
-    comparing: Comparing
+    options: DivergenceOptions
 
     held_width: int
     """Columns that rows of both have in memory, padding included; at least V."""
@@ -104,14 +92,14 @@ class PairSweep(NamedTuple):
         for rows in row_slices(*self.student.shape, device=self.student.device):
             log_q = self.own.normalise_(self._scaled(self.student, rows), rows)
             log_p = self.other.normalise_(self._scaled(self.teacher, rows), rows)
-            value, slope = _terms(log_p, log_q, self.comparing)
+            value, slope = _terms(log_p, log_q, self.options)
             sums[0, rows], sums[1, rows] = value.sum(dim=-1), slope.sum(dim=-1)
             p = log_p.exp()
             sums[2, rows] = -(p * log_p.masked_fill_(p == 0, 0.0)).sum(dim=-1)
             if gradient is None or centre is None:
                 continue
             # tau^2 of the loss over the tau that divides the logits.
-            scale = self.weight[rows, None] * self.comparing.temperature
+            scale = self.weight[rows, None] * self.options.temperature
             part = slope.sub_(log_q.exp_().mul_(centre[rows, None])).mul_(scale)
             part.masked_fill_(scale == 0, 0.0)
             if self.label is not None:
@@ -120,7 +108,7 @@ class PairSweep(NamedTuple):
             gradient[rows, width:] = 0.0
 
     def _scaled(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
-        scaled = scaled_logits(logits[rows], self.comparing.temperature, None)
+        scaled = scaled_logits(logits[rows], self.options.temperature, None)
         return scaled.to(self.own.peak.dtype)
 
     def _add_label_gradient(self, out: torch.Tensor, rows: slice, label: LabelTerm) -> None:
@@ -139,7 +127,7 @@ class PairSweep(NamedTuple):
         from megatron_ext.ops.vocab_kl.triton_kernels import vocab_kl_kernel
 
         rows, width = self.student.shape
-        temperature, direction, mixture = self.comparing
+        temperature, direction = self.options.temperature, self.options.direction
         label = self.label if gradient is not None else None
         vectors = [*self.own, *self.other, self.weight if centre is None else centre]
         vectors.append(self.weight * temperature)
@@ -163,7 +151,7 @@ class PairSweep(NamedTuple):
                 out.shape[1],
                 rows,
                 temperature,
-                mixture,
+                self.options.mixture,
                 DIRECTION=DIRECTIONS.index(direction),
                 HAS_SUMS=with_sums,
                 HAS_GRADIENT=gradient is not None,
@@ -179,9 +167,9 @@ class PairSweep(NamedTuple):
 
 
 def _terms(
-    log_p: torch.Tensor, log_q: torch.Tensor, comparing: Comparing
+    log_p: torch.Tensor, log_q: torch.Tensor, options: DivergenceOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Terms of the value and of the slope, up to a multiple of Q, which (3) takes out again."""
-    value, slope = divergence_terms(log_p, log_q, comparing.direction, comparing.mixture)
+    value, slope = divergence_terms(log_p, log_q, options.direction, options.mixture)
     # What is left out is Q itself: its cancelling would cost digits.
-    return value, value.clone() if comparing.direction == "reverse" else slope
+    return value, value.clone() if options.direction == "reverse" else slope
