@@ -55,13 +55,12 @@ from megatron_ext.training.config import (
     TrainingConfig,
 )
 from megatron_ext.training.distill import build_trainer
+from megatron_ext.training.first_weights import model_shard
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.model_chunks import sharded_weights
 from megatron_ext.training.models import build_model_chunks
-from megatron_ext.training.run_models import model_shard
+from megatron_ext.training.step_clock import StepWatch, peak_memory_bytes
 from megatron_ext.training.trainer import Trainer
-from megatron_ext.training.watching.memory_use import peak_memory_bytes
-from megatron_ext.training.watching.step_watch import StepWatch
 
 TARGETS = {"cpu": 1.15, "cuda": 1.05}
 WAITING_TARGET = 0.02

@@ -28,10 +28,8 @@ from megatron_ext.training.config import (
     TrainingConfig,
 )
 from megatron_ext.training.dry_run.memory import rank_memory
-from megatron_ext.training.dry_run.pair_cost import pair_cost
-from megatron_ext.training.dry_run.plan import Plan
-from megatron_ext.training.dry_run.step_time import H100, step_seconds
-from megatron_ext.training.dry_run.wire import wire_bytes
+from megatron_ext.training.dry_run.plan import Plan, pair_cost
+from megatron_ext.training.dry_run.step_time import H100, step_seconds, wire_bytes
 
 PAGE = Path(__file__).with_name("scaling.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

@@ -6,6 +6,7 @@ Names load on first use, so that ``import megatron_ext`` stays instant.
 from importlib import import_module
 
 from megatron_ext.extras import needed_packages
+from megatron_ext.moved import find_moved_modules
 from megatron_ext.version import __version__
 
 _HOME_OF = {
@@ -38,6 +39,8 @@ _HOME_OF = {
 }
 
 __all__ = ["__version__", *_HOME_OF]
+
+find_moved_modules()
 
 
 def __getattr__(name: str) -> object:

@@ -15,7 +15,7 @@ import sys
 from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain, training
 
-from megatron_ext.training.megatron_lm.pretrain import PretrainDistillation
+from megatron_ext.megatron_lm.pretrain import PretrainDistillation
 
 
 def main() -> None:

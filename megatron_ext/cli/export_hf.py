@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    from megatron_ext.training.huggingface.export_checkpoint import DTYPES, export_huggingface
+    from megatron_ext.training.export_checkpoint import DTYPES, export_huggingface
 
     export_huggingface(
         arguments.checkpoint,

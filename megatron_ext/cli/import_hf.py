@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Import and say what can be done with the checkpoint."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    from megatron_ext.training.huggingface.import_checkpoint import import_huggingface
+    from megatron_ext.training.import_checkpoint import import_huggingface
 
     checkpoint = import_huggingface(arguments.folder, arguments.output)
     sys.stdout.write(f"{checkpoint}\n")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_ext.training.megatron_lm import run_script
+from megatron_ext.megatron_lm.script import run_script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

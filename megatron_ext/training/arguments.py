@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.config_file import build_config, read_config_file
 from megatron_ext.training.flag import Flag, argparse_type, flags_of
-from megatron_ext.training.huggingface.model_section import with_huggingface_models
+from megatron_ext.training.model_section import with_huggingface_models
 
 _SEPARATOR = "."
 

@@ -21,7 +21,7 @@ from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_chec
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.global_batches import Replica
 from megatron_ext.training.evaluator import Evaluator, evaluated
-from megatron_ext.training.first_weights import load_first_weights
+from megatron_ext.training.first_weights import load_first_weights, model_part
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.learning_step import learning_step
@@ -31,7 +31,6 @@ from megatron_ext.training.run_folder import (
     config_values,
     record_run,
 )
-from megatron_ext.training.run_models import model_part
 from megatron_ext.training.run_teachers.run_teachers import make_run_teachers
 from megatron_ext.training.run_teachers.teacher_parts import StudentParts
 from megatron_ext.training.start_agreement import check_same_start

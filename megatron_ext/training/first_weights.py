@@ -1,14 +1,91 @@
-"""The weights that a model starts with: of a checkpoint of ours, or of a HuggingFace folder."""
+"""The weights that a model starts with: of a checkpoint of ours, or of a HuggingFace folder.
+
+Weights of a HuggingFace checkpoint into a model under any layout.
+
+What a rank has of a model, rectangle by rectangle, by the keys of megatron-core checkpoints.
+
+The models of a run on one rank: built, cut, and for teachers loaded and frozen.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.models.gpt import GPTModel
+
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.huggingface.checkpoint_files import CheckpointFiles, is_checkpoint_folder
+from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
+from megatron_ext.huggingface.tensor_reader import TensorReader
+from megatron_ext.losses.checks import check_shards_agree
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training.checkpoint import load_weights
-from megatron_ext.training.config import ModelConfig
-from megatron_ext.training.huggingface.weights import load_huggingface
+from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.config import TEACHER, DistillConfig, ModelConfig, ParallelConfig
+from megatron_ext.training.model_check import checked
 from megatron_ext.training.model_chunks import ModelChunks
+from megatron_ext.training.models import build_model_chunks, freeze
+
+
+def sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
+    """Every tensor of a chunk's sharded state, gated matrices cut into their halves.
+
+    Args:
+        state: As ``GPTModel.sharded_state_dict`` makes it; changed.
+    """
+    apply_factories(state)
+    for value in state.values():
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, ShardedTensor):
+                yield item
+
+
+def tensor_of(shard: ShardedTensor, tensors: TensorMap) -> MegatronTensor:
+    """The tensor, of one layer where it is in layers, that a shard is a rectangle of."""
+    layer = shard.global_offset[0] if shard.prepend_axis_num else None
+    return tensors.tensor(shard.key, layer)
+
+
+def corner_of(shard: ShardedTensor) -> tuple[int, int]:
+    """Row and column of that tensor at which the shard begins."""
+    row, *column = shard.global_offset[shard.prepend_axis_num :]
+    return row, column[0] if column else 0
+
+
+def load_huggingface(folder: Path, chunks: ModelChunks, model: ModelConfig) -> None:
+    """Fill this rank's part of a model; no collectives.
+
+    Of every file the rows and columns that this rank has are read, and no others. What is on the
+    host at a time is one tensor's share of a rank. Rows of a vocabulary beyond the checkpoint's are
+    zero.
+
+    Args:
+        folder: The checkpoint.
+        chunks: Under any layout, in any precision, to which weights are converted.
+        model: What the chunks were built from.
+
+    Raises:
+        CheckpointError: It is of another model, or not whole.
+    """
+    files = CheckpointFiles(folder)
+    _, tensors = checked(files, model)
+    with TensorReader(files) as reader:
+        for chunk in chunks:
+            _fill(chunk, tensors, reader)
+
+
+@torch.no_grad()
+def _fill(chunk: GPTModel, tensors: TensorMap, reader: TensorReader) -> None:
+    for shard in sharded_tensors(chunk.sharded_state_dict()):
+        row, column = corner_of(shard)
+        assert shard.data is not None, "a model's own weights"
+        reader.fill(shard.data, tensor_of(shard, tensors), row=row, column=column)
 
 
 def load_first_weights(checkpoint: Path, chunks: ModelChunks, model: ModelConfig) -> None:
@@ -28,3 +105,90 @@ def load_first_weights(checkpoint: Path, chunks: ModelChunks, model: ModelConfig
         load_huggingface(checkpoint, chunks, model)
     else:
         load_weights(checkpoint, chunks)
+
+
+def frozen_teacher(
+    config: DistillConfig,
+    name: str,
+    tokenizer: MegatronTokenizerText,
+    groups: ProcessGroups,
+    *,
+    parallel: ParallelConfig | None = None,
+) -> tuple[list[GPTModel], VocabShard]:
+    """A loaded teacher, frozen, and this rank's columns of its vocabulary.
+
+    Args:
+        tokenizer: The teacher's.
+        parallel: The layout of ``groups``; that of the run when not given.
+    """
+    teacher = config.named_teachers[name]
+    chunks, shard = model_part(
+        _side(name), teacher.model, tokenizer, config, groups, parallel=parallel
+    )
+    where = f"{config.section_of(name)}.checkpoint"
+    checkpoint = find_checkpoint(teacher.checkpoint, where=where)
+    load_first_weights(checkpoint, chunks, teacher.model)
+    return freeze(chunks), shard
+
+
+def teacher_vocab_shard(
+    config: DistillConfig,
+    name: str,
+    tokenizer: MegatronTokenizerText,
+    groups: ProcessGroups,
+    *,
+    parallel: ParallelConfig | None = None,
+) -> VocabShard:
+    """This rank's columns of a teacher's vocabulary, without its model."""
+    model = config.named_teachers[name].model
+    return model_shard(_side(name), model, tokenizer, config, groups, parallel=parallel)
+
+
+def model_part(
+    side: str,
+    model: ModelConfig,
+    tokenizer: MegatronTokenizerText,
+    config: DistillConfig,
+    groups: ProcessGroups,
+    *,
+    parallel: ParallelConfig | None = None,
+) -> tuple[list[GPTModel], VocabShard]:
+    """This rank's part with its first weights, and its columns of the vocabulary."""
+    parallel = parallel or config.parallel
+    shard = model_shard(side, model, tokenizer, config, groups, parallel=parallel)
+    chunks = build_model_chunks(
+        model,
+        padded_vocab_size=shard.width * parallel.tensor_model_parallel_size,
+        parallel=parallel,
+        training=config.training,
+        groups=groups,
+    )
+    return chunks, shard
+
+
+def model_shard(
+    side: str,
+    model: ModelConfig,
+    tokenizer: MegatronTokenizerText,
+    config: DistillConfig,
+    groups: ProcessGroups,
+    *,
+    parallel: ParallelConfig | None = None,
+) -> VocabShard:
+    """This rank's columns of a model's vocabulary.
+
+    Collectives: those of ``check_shards_agree``.
+    """
+    parallel = parallel or config.parallel
+    padded_size = padded_vocab_size(
+        model.padded_ids(tokenizer.vocab_size),
+        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+    )
+    shard = groups.vocab_shard(vocab_size=tokenizer.vocab_size, padded_vocab_size=padded_size)
+    check_shards_agree(shard, side=side, device=groups.device)
+    return shard
+
+
+def _side(name: str) -> str:
+    return name if name == TEACHER else f"teacher {name}"

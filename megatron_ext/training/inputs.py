@@ -23,12 +23,11 @@ from megatron_ext.training.checkpoint_tokenizer import (
 from megatron_ext.training.config import TEACHER as TEACHER
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.blend import read_blend
-from megatron_ext.training.huggingface.model_check import check_if_huggingface
-from megatron_ext.training.huggingface.teacher_check import check_huggingface_teacher
+from megatron_ext.training.metrics_writers import check_writers
+from megatron_ext.training.model_check import check_huggingface_teacher, check_if_huggingface
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
 from megatron_ext.training.run_tokenizer import read_tokenizer
 from megatron_ext.training.start_warnings import write_warnings
-from megatron_ext.training.watching.writers import check_writers
 
 if TYPE_CHECKING:
     from megatron_ext.training.data.run_data import RunData

@@ -20,8 +20,8 @@ from megatron_ext.teachers.offloaded_teacher import HostWeights, OffloadedTeache
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig, ParallelConfig
+from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.run_models import frozen_teacher, teacher_vocab_shard
 
 
 class LiveTeacher(NamedTuple):

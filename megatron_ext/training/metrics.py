@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_ext.atomic_file import write_bytes, write_text
-from megatron_ext.training.watching.writers import MetricsWriter
+from megatron_ext.training.metrics_writers import MetricsWriter
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss_curve.png"

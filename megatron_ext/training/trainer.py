@@ -35,18 +35,17 @@ from megatron_ext.training.metrics import (
     progress_bar,
     result_lines,
 )
+from megatron_ext.training.metrics_writers import open_writers
 from megatron_ext.training.non_finite import DivergedError, NonFinitePolicy, finite_only
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.serving.elsewhere_teacher import elsewhere, leave
+from megatron_ext.training.step_clock import StepClock, StepWatch
 from megatron_ext.training.student import Student
 from megatron_ext.training.teacher_cache.cached_teacher import CachedTeacher
 from megatron_ext.training.term_weighting import layer_gradients, observe
 from megatron_ext.training.validation import HeldOutScores, measure_held_out
 from megatron_ext.training.vocabulary_layout import BatchPlaces
-from megatron_ext.training.watching.step_clock import StepClock
-from megatron_ext.training.watching.step_watch import StepWatch
 from megatron_ext.training.watching.teacher_watch import TeacherWatch
-from megatron_ext.training.watching.writers import open_writers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

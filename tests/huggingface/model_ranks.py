@@ -22,7 +22,7 @@ from megatron_ext.huggingface.tensor_reader import TensorReader
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.huggingface.weights import load_huggingface
+from megatron_ext.training.first_weights import load_huggingface
 from megatron_ext.training.models import build_model_chunks
 from tests.huggingface.tiny_models import VOCAB_SIZE, some_tokens
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_ext.cli.main import main
-from megatron_ext.training.huggingface.export_checkpoint import export_huggingface
-from megatron_ext.training.huggingface.import_checkpoint import import_huggingface
+from megatron_ext.training.export_checkpoint import export_huggingface
+from megatron_ext.training.import_checkpoint import import_huggingface
 
 
 def round_trips(rank: int, folders: dict[str, Path], root: Path) -> None:

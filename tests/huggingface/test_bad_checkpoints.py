@@ -19,8 +19,8 @@ from megatron_ext.huggingface.model_settings import model_config, model_settings
 from megatron_ext.huggingface.rotary import LLAMA3
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import ModelConfig
-from megatron_ext.training.huggingface.model_check import checked, full_settings
-from megatron_ext.training.huggingface.model_section import with_huggingface_models
+from megatron_ext.training.model_check import checked, full_settings
+from megatron_ext.training.model_section import with_huggingface_models
 from tests.huggingface.tiny_models import MODELS, VOCAB_SIZE, save_model
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError, TokenizerError
+from megatron_ext.megatron_lm.arguments import with_our_tokenizers
 from megatron_ext.tokenizers import (
     MegatronTokenizer,
     MegatronTokenizerText,
@@ -25,7 +26,6 @@ from megatron_ext.tokenizers import (
     TokenizerConfig,
     build_tokenizer,
 )
-from megatron_ext.training.megatron_lm.megatron_builder import with_our_tokenizers
 
 BY_METADATA, GIVEN, OWN = "{{ 'metadata' }}", "{{ 'given' }}", "{{ 'own' }}"
 MODEL_FLAGS = {"make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 2, "rank": 0}

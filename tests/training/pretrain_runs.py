@@ -12,14 +12,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.megatron_lm.loop_arguments import loop_flags
+from megatron_ext.megatron_lm.pretrain import PretrainDistillation, TrainingStream
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import DistillConfig, ParallelConfig
 from megatron_ext.training.data.global_batches import GlobalBatches
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
-from megatron_ext.training.megatron_lm.loop_arguments import loop_flags
-from megatron_ext.training.megatron_lm.microbatch_streams import TrainingStream
-from megatron_ext.training.megatron_lm.pretrain import PretrainDistillation
 from megatron_ext.training.metrics import read_metrics
 from tests.training import pretrain_stand_in
 from tests.training.release_parser import release_parser

@@ -24,7 +24,7 @@ from megatron_ext.training.config import (
     TrainingConfig,
 )
 from megatron_ext.training.dry_run import dry_run
-from megatron_ext.training.huggingface.model_section import with_huggingface_models
+from megatron_ext.training.model_section import with_huggingface_models
 from tests.examples.published_models import write_hollow_weights
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

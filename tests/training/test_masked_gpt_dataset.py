@@ -13,9 +13,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.megatron_lm.masked_gpt_dataset import MaskedGPTDataset
 from megatron_ext.preprocessing import preprocess as preprocess_module
 from megatron_ext.tokenizers import TokenizerConfig
-from megatron_ext.training.masked_gpt_dataset import MaskedGPTDataset
 from tests.preprocessing.chat_of_bytes import BEGIN, EOD, TRAINED, ChatOfBytes, conversation
 from tests.preprocessing.runs import run, write_json_lines
 

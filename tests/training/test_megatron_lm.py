@@ -152,7 +152,7 @@ import json, sys
 from {builder} import build_tokenizer as under_another_name
 import megatron.training.arguments
 from megatron.training import global_vars
-from megatron_ext.training.megatron_lm import install
+from megatron_ext.megatron_lm import install
 {installs}
 args = megatron.training.arguments.parse_args()
 global_vars.set_global_variables(args)
@@ -200,7 +200,7 @@ def test_the_builder_of_the_installed_megatron_core_is_replaced(tmp_path: Path) 
         "from argparse import Namespace\n"
         "from megatron.core.tokenizers.text.utils import build_tokenizer as module\n"
         "early = module.build_tokenizer\n"
-        "from megatron_ext.training.megatron_lm import install\n"
+        "from megatron_ext.megatron_lm import install\n"
         "own = early\n"
         "install()\n"
         "args = Namespace(tokenizer_library='null', vocab_size=7)\n"

@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError, TokenizerError
+from megatron_ext.megatron_lm import script
+from megatron_ext.megatron_lm.arguments import (
+    with_our_flags,
+    with_our_tokenizers,
+    with_tokenizer_of_checkpoint,
+    with_whole_tokenizers,
+)
+from megatron_ext.megatron_lm.patched_modules import Patch, PatchedModules
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.namespace import config_from_namespace
-from megatron_ext.training.megatron_lm import script
-from megatron_ext.training.megatron_lm.checkpoint_arguments import with_tokenizer_of_checkpoint
-from megatron_ext.training.megatron_lm.checkpoint_assets import with_whole_tokenizers
-from megatron_ext.training.megatron_lm.megatron_builder import with_our_tokenizers
-from megatron_ext.training.megatron_lm.megatron_parser import with_our_flags
-from megatron_ext.training.megatron_lm.patched_modules import Patch, PatchedModules
 from tests.training.megatron_stand_in import make_checkout
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.config import LossConfig
-from megatron_ext.training.evaluation_config import EvaluationConfig, EvaluationTaskConfig
-from megatron_ext.training.megatron_lm.loop_arguments import (
+from megatron_ext.megatron_lm.loop_arguments import (
     check_arguments,
     check_padded_vocab_size,
     loop_flags,
 )
-from megatron_ext.training.megatron_lm.pretrain import PretrainDistillation
+from megatron_ext.megatron_lm.pretrain import PretrainDistillation
+from megatron_ext.training.config import LossConfig
+from megatron_ext.training.evaluation_config import EvaluationConfig, EvaluationTaskConfig
 from tests.process_group import run_ranks
 from tests.training.pretrain_runs import (
     STEPS,

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import ConfigError
+from megatron_ext.megatron_lm.arguments import with_our_flags
 from megatron_ext.tokenizers import (
     MegatronTokenizer,
     TokenizerConfig,
@@ -27,7 +28,6 @@ from megatron_ext.tokenizers import (
 )
 from megatron_ext.tokenizers.namespace import config_from_namespace
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
-from megatron_ext.training.megatron_lm.megatron_parser import with_our_flags
 from megatron_ext.training.tokenizer_arguments import (
     add_tokenizer_arguments,
     tokenizer_config_from_arguments,

@@ -134,7 +134,7 @@ def test_an_objective_that_needs_more_than_is_sent(
 
 
 def test_megatron_lms_loop_has_teachers_on_its_own_ranks_alone() -> None:
-    from megatron_ext.training.megatron_lm.pretrain import PretrainDistillation
+    from megatron_ext.megatron_lm.pretrain import PretrainDistillation
 
     config = distill_config(teacher=teacher(placement="process"))
     with pytest.raises(ConfigError, match=r"not Megatron-LM's loop; got process.*student_ranks"):

@@ -229,7 +229,6 @@ class TrackedText(str):
     # Formatting.
 
     def __mod__(self, values: Any, /) -> TrackedText:
-
         return format_percent(self, values)
 
 

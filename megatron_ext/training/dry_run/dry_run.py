@@ -2,6 +2,8 @@
 
 No process group is joined, megatron-core is not imported, no model is built and no file is left:
 the index of the text goes to a temporary folder.
+
+Whether a checkpoint is of the model that the configuration describes, without loading it.
 """
 
 from __future__ import annotations
@@ -10,18 +12,67 @@ import dataclasses
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 from megatron_ext.distributed.layout import student_processes
+from megatron_ext.errors import CheckpointError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.dry_run.checkpoint_check import check_checkpoint
-from megatron_ext.training.dry_run.pair_cost import pair_cost
-from megatron_ext.training.dry_run.plan import Plan
+from megatron_ext.training.checkpoint_record import checkpoint_record
+from megatron_ext.training.config import DistillConfig, ModelConfig
+from megatron_ext.training.dry_run.plan import Plan, pair_cost
 from megatron_ext.training.dry_run.report import report
 from megatron_ext.training.inputs import Inputs, read_inputs
+from megatron_ext.training.model_check import check_if_huggingface
 from megatron_ext.training.run_folder import CHECKPOINTS
+
+_SHAPES: Final = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "position_embedding_type",
+    "normalization",
+    "layernorm_zero_centered_gamma",
+    "qk_layernorm",
+    "add_qkv_bias",
+    "swiglu",
+    "gate_activation",
+    "scale_embeddings",
+    "post_layernorms",
+    "untie_embeddings_and_output_weights",
+)
+"""Keys of a model without which its weights do not fit."""
+
+
+def check_checkpoint(checkpoint: Path, model: ModelConfig, *, where: str) -> bool:
+    """Compare what a checkpoint says of its run with a model.
+
+    Args:
+        checkpoint: One iteration's folder.
+        where: The model's section of the configuration, for errors.
+
+    Returns:
+        Whether it says anything that could be compared.
+
+    Raises:
+        CheckpointError: It is of another model.
+    """
+    if check_if_huggingface(checkpoint, model):
+        return True
+    trained = checkpoint_record(checkpoint).get("config", {}).get("student", {})
+    for name in _SHAPES:
+        if name in trained and trained[name] != getattr(model, name):
+            raise CheckpointError(
+                f"the checkpoint is of a model with another {name}",
+                where=f"{where}.{name}",
+                got=getattr(model, name),
+                expected=f"{trained[name]}, as {checkpoint} was trained with",
+                fix="configure the model of the checkpoint",
+            )
+    return bool(trained)
 
 
 def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = None) -> str:

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from megatron_ext.training.dry_run.arithmetic import step_arithmetic
 from megatron_ext.training.dry_run.memory import RankMemory, rank_memory
-from megatron_ext.training.dry_run.model_shape import ModelShape
-from megatron_ext.training.dry_run.plan import Plan
-from megatron_ext.training.dry_run.step_time import H100, step_seconds
-from megatron_ext.training.dry_run.wire import WireBytes, wire_bytes
+from megatron_ext.training.dry_run.plan import ModelShape, Plan
+from megatron_ext.training.dry_run.step_time import (
+    H100,
+    WireBytes,
+    step_arithmetic,
+    step_seconds,
+    wire_bytes,
+)
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 

@@ -13,10 +13,10 @@ from megatron.core import parallel_state
 from megatron_ext.errors import DistributedError, MegatronExtError
 from megatron_ext.teachers.serving import RemoteTeacher, TeacherClient, connect, own_addresses
 from megatron_ext.teachers.targets.form import TargetForm
+from megatron_ext.training.first_weights import teacher_vocab_shard
 from megatron_ext.training.learning_step import TaughtBy, run_projection
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.rank_report import first_line
-from megatron_ext.training.run_models import teacher_vocab_shard
 from megatron_ext.training.run_teachers.teacher_parts import StudentParts, TeacherParts
 from megatron_ext.training.serving.elsewhere_teacher import ElsewhereTeacher
 from megatron_ext.training.serving.role_store import RoleStore

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_ext.training.first_weights import teacher_vocab_shard
 from megatron_ext.training.learning_step import TaughtBy, run_projection
-from megatron_ext.training.run_models import teacher_vocab_shard
 from megatron_ext.training.run_teachers.teacher_parts import StudentParts, TeacherParts
 from megatron_ext.training.teacher_cache.opening import open_cached_teacher
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megatron_ext.training.first_weights import frozen_teacher
 from megatron_ext.training.learning_step import TaughtBy, run_projection
 from megatron_ext.training.live_teacher import live_megatron_teacher
-from megatron_ext.training.run_models import frozen_teacher
 from megatron_ext.training.run_teachers.teacher_parts import StudentParts, TeacherParts
 from megatron_ext.training.vocabulary_layout import lay_out
 

@@ -15,7 +15,7 @@ from megatron_ext.training.run_teachers.from_huggingface import teacher_from_hug
 from megatron_ext.training.run_teachers.on_student_ranks import teacher_on_student_ranks
 from megatron_ext.training.run_teachers.teacher_parts import StudentParts, TeacherParts
 from megatron_ext.training.teacher_cache.cached_teacher import CachedTeacher
-from megatron_ext.training.vocabulary_layout.run_layout import RunLayout
+from megatron_ext.training.vocabulary_layout import RunLayout
 
 _MAKERS: Final[Mapping[str, Callable[[str, StudentParts], TeacherParts]]] = {
     "cache": teacher_from_cache,

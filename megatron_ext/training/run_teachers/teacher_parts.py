@@ -15,7 +15,7 @@ from megatron_ext.training.config import DistillConfig, TeacherConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.learning_step import TaughtBy
 from megatron_ext.training.teacher_cache.cached_teacher import CachedTeacher
-from megatron_ext.training.vocabulary_layout.run_layout import RunLayout
+from megatron_ext.training.vocabulary_layout import RunLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

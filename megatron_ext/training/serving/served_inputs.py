@@ -6,8 +6,7 @@ from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.checkpoint_tokenizer import teacher_doubts
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.huggingface.model_check import check_if_huggingface
-from megatron_ext.training.huggingface.teacher_check import check_huggingface_teacher
+from megatron_ext.training.model_check import check_huggingface_teacher, check_if_huggingface
 from megatron_ext.training.run_tokenizer import read_tokenizer
 from megatron_ext.training.start_warnings import write_warnings
 

@@ -9,13 +9,20 @@ import pytest
 
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.training.config import LossConfig
-from megatron_ext.training.dry_run.activations import kept_activations, stage_activations
-from megatron_ext.training.dry_run.arithmetic import step_arithmetic
-from megatron_ext.training.dry_run.memory import RankMemory, rank_memory
+from megatron_ext.training.dry_run.memory import (
+    RankMemory,
+    kept_activations,
+    rank_memory,
+    stage_activations,
+)
 from megatron_ext.training.dry_run.plan import PairCost, Plan
 from megatron_ext.training.dry_run.report import report
-from megatron_ext.training.dry_run.step_time import step_seconds
-from megatron_ext.training.dry_run.wire import all_reduced, wire_bytes
+from megatron_ext.training.dry_run.step_time import (
+    all_reduced,
+    step_arithmetic,
+    step_seconds,
+    wire_bytes,
+)
 from tests.training.dry_run.planned_runs import BATCH, MODELS, plan_of, planned_run
 
 TP2 = {"tensor_model_parallel_size": 2}

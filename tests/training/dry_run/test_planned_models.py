@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.training.dry_run.activations import stage_activations
-from megatron_ext.training.dry_run.memory import rank_memory
-from megatron_ext.training.dry_run.model_shape import ModelShape
+from megatron_ext.training.dry_run.memory import rank_memory, stage_activations
+from megatron_ext.training.dry_run.plan import ModelShape
 from tests.process_group import run_ranks
 from tests.training.dry_run.planned_ranks import Measured, measure_models, measure_optimizer
 from tests.training.dry_run.planned_runs import MODELS, PADDED_VOCABULARY, plan_of, planned_run

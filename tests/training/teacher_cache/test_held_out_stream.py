@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.megatron_lm.microbatch_streams import HeldOutStream
+from megatron_ext.megatron_lm.pretrain import HeldOutStream
 
 
 def test_held_out_text_beside_a_cache_is_refused_before_the_first_step() -> None:

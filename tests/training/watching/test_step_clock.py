@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.training.watching.step_clock import StepClock
-from megatron_ext.training.watching.step_watch import StepWatch
+from megatron_ext.training.step_clock import StepClock, StepWatch
 
 
 class Device:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import MissingDependencyError
+from megatron_ext.training import metrics_writers
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.metrics import MetricsLog, without_measurements
-from megatron_ext.training.watching import writers
-from megatron_ext.training.watching.writers import check_writers, open_writers
+from megatron_ext.training.metrics_writers import check_writers, open_writers
 from tests.training.dry_run.planned_runs import planned_run
 
 ROW = {"iteration": 4, "loss": 1.5, "kd/kl": 0.25, "teacher_bits_per_byte": None, "tokens": 7}
@@ -32,7 +31,7 @@ class Recorder:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Recorder]]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     """Both packages, and what was opened of them."""
     found: dict[str, Recorder] = {}
 
@@ -47,13 +46,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Recorder]]:
         sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=opens("tensorboard"))
     )
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=opens("wandb")))
-    # What imports the packages, is imported anew, and not kept.
-    modules = [f"megatron_ext.training.watching.{name}_writer" for name in ("tensorboard", "wandb")]
-    for module in modules:
-        sys.modules.pop(module, None)
-    yield found
-    for module in modules:
-        sys.modules.pop(module, None)
+    return found
 
 
 def watched(tmp_path: Path, **keys: str) -> DistillConfig:
@@ -115,7 +108,7 @@ def test_the_log_passes_every_row_on_and_closes_what_it_was_given(tmp_path: Path
 def test_a_package_that_is_missing_is_told_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writers, "find_spec", lambda name: None)
+    monkeypatch.setattr(metrics_writers, "find_spec", lambda name: None)
     check_writers(watched(tmp_path))
     with pytest.raises(MissingDependencyError, match=r"wandb_project needs the package wandb"):
         check_writers(watched(tmp_path, wandb_project="distillation"))

@@ -1,4 +1,7 @@
-"""A HuggingFace checkpoint as one of ours: the same numbers, in the same dtypes, bit for bit."""
+"""A HuggingFace checkpoint as one of ours: the same numbers, in the same dtypes, bit for bit.
+
+megatron-core's checkpoints in one process on the CPU, whether there is a GPU or not.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.gpt import GPTModel
 
+from megatron_ext.distributed import process_groups
+from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.errors import CheckpointError
+from megatron_ext.errors import CheckpointError, DistributedError
 from megatron_ext.huggingface.checkpoint_files import (
     SIDE_FOLDER,
     TOKENIZER_FILES,
@@ -28,13 +35,42 @@ from megatron_ext.huggingface.model_settings import model_settings
 from megatron_ext.huggingface.tensor_map import TensorMap
 from megatron_ext.huggingface.tensor_reader import TensorReader
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.huggingface.lone_process import lone_process
-from megatron_ext.training.huggingface.model_check import checked
-from megatron_ext.training.huggingface.regions import corner_of, tensor_of
+from megatron_ext.training.first_weights import corner_of, tensor_of
+from megatron_ext.training.model_check import checked
 from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.run_folder import TOKENIZER_FOLDER
+
+
+@contextmanager
+def lone_process() -> Iterator[ProcessGroups]:
+    """Process groups of this process alone, over gloo, left again at the end.
+
+    A group of one process that is there already is used.
+
+    Raises:
+        DistributedError: The process is one of several.
+        RuntimeError: It uses CUDA.
+    """
+    if launched_processes() > 1:
+        raise DistributedError(
+            "one process does this alone", got=launched_processes(), fix="start it without torchrun"
+        )
+    cpu_megatron.install()
+    is_new = not dist.is_initialized()
+    if is_new:
+        store = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        groups = process_groups.initialize(Layout())
+        yield replace(groups, device=torch.device("cpu"))
+    finally:
+        parallel_state.destroy_model_parallel()
+        if is_new:
+            dist.destroy_process_group()
+
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -1,17 +1,72 @@
-"""A script of Megatron-LM's, run in this process as Python would run it."""
+"""A script of Megatron-LM's, run in this process as Python would run it.
+
+The main module of a process that a script spawned: the script's, under the patches.
+
+``multiprocessing`` runs it under the name ``__mp_main__`` and takes its names for the script's, so
+it has none of its own but those that start with an underscore.
+
+What of Megatron-LM is replaced, in the layouts of its releases.
+"""
 
 from __future__ import annotations
 
 import multiprocessing.spawn
 import os
+import os as _os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from pathlib import Path as _Path
 from typing import Any, Final
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.megatron_lm.install import install
+from megatron_ext.megatron_lm.arguments import (
+    with_our_flags,
+    with_our_tokenizers,
+    with_tokenizer_of_checkpoint,
+    with_whole_tokenizers,
+)
+from megatron_ext.megatron_lm.patched_modules import Patch, PatchedModules
+
+PATCHES: Final = (
+    Patch("megatron.training.arguments", "_add_tokenizer_args", with_our_flags),
+    # Up to 0.16.
+    Patch("megatron.training.tokenizer.tokenizer", "build_tokenizer", with_our_tokenizers),
+    Patch(
+        "megatron.core.tokenizers.text.utils.build_tokenizer",
+        "build_tokenizer",
+        with_our_tokenizers,
+    ),
+    # From 0.17.
+    Patch("megatron.core.tokenizers.utils.build_tokenizer", "build_tokenizer", with_our_tokenizers),
+    Patch(
+        "megatron.training.checkpointing",
+        "load_args_from_checkpoint",
+        with_tokenizer_of_checkpoint,
+    ),
+    # After 0.19.
+    Patch(
+        "megatron.training.checkpointing",
+        "save_tokenizer_assets",
+        with_whole_tokenizers,
+        optional=True,
+    ),
+)
+
+
+def install() -> None:
+    """Put our flags and tokenizers under Megatron-LM, in this process and those it forks.
+
+    It may be called before or after Megatron-LM is imported, and more than once. Nothing is
+    imported by it, and no file is touched.
+    """
+    if any(isinstance(finder, PatchedModules) for finder in sys.meta_path):
+        return
+    modules = PatchedModules(PATCHES)
+    sys.meta_path.insert(0, modules)
+    modules.patch_imported()
+
 
 SCRIPT_VARIABLE: Final = "MEGATRON_EXT_SCRIPT"
 """Environment variable that tells the processes a script starts which script that is."""
@@ -70,3 +125,9 @@ def _prepare_processes(file: Path) -> None:
         return data
 
     multiprocessing.spawn.get_preparation_data = prepare_with_patches
+
+
+if __name__ == "__mp_main__":
+    install()
+    __file__ = _os.environ[SCRIPT_VARIABLE]
+    exec(compile(_Path(__file__).read_bytes(), __file__, "exec", dont_inherit=True), globals())

@@ -1,14 +1,20 @@
-"""Where rows of the log go besides ``metrics.jsonl``: each writer a package that is optional."""
+"""Writers of a run's rows besides ``metrics.jsonl``, each by a package that is optional.
+
+A package is imported by the writer that is opened. ``WANDB_MODE=offline`` keeps a run of Weights &
+Biases on this machine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from megatron_ext.extras import missing_package
 from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.run_folder import config_values
 
 
 class MetricsWriter(Protocol):
@@ -58,15 +64,11 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _open_tensorboard(config: DistillConfig, last_iteration: int) -> MetricsWriter:
-    from megatron_ext.training.watching.tensorboard_writer import TensorBoardWriter
-
     assert config.training.tensorboard_dir is not None
     return TensorBoardWriter(Path(config.training.tensorboard_dir), last_iteration=last_iteration)
 
 
 def _open_wandb(config: DistillConfig, last_iteration: int) -> MetricsWriter:
-    from megatron_ext.training.watching.wandb_writer import WandbWriter
-
     return WandbWriter(config)
 
 
@@ -84,3 +86,59 @@ _WRITERS: Final = (
         _open_wandb,
     ),
 )
+
+
+class TensorBoardWriter:
+    """A ``MetricsWriter``.
+
+    Args:
+        folder: Of the event files; made when it is missing.
+        last_iteration: TensorBoard hides what it was told of later ones before.
+    """
+
+    def __init__(self, folder: Path, *, last_iteration: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purged = last_iteration + 1 if last_iteration else None
+        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purged)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Each number of a row under its name."""
+        for name, value in numbers(row).items():
+            self._writer.add_scalar(name, value, row["iteration"])
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """A ``MetricsWriter``; a run that goes on is the same one there.
+
+    Args:
+        config: The run; its folder gives the name and the id.
+    """
+
+    def __init__(self, config: DistillConfig) -> None:
+        import wandb
+
+        folder = Path(config.run_dir).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=config.training.wandb_project,
+            name=folder.name,
+            id=sha256(str(folder).encode()).hexdigest()[:16],
+            resume="allow",
+            dir=str(folder),
+            config=config_values(config),
+        )
+        # Its own steps only go up: a run that was taken back logs some iterations again.
+        self._run.define_metric("*", step_metric="iteration")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """The numbers of a row."""
+        self._run.log({"iteration": row["iteration"], **numbers(row)})
+
+    def close(self) -> None:
+        """End the run there."""
+        self._run.finish()

@@ -14,6 +14,10 @@ and the batch sizes are in both, and must be the same.
         distillation.forward_step,
         extra_args_provider=distillation.add_arguments,
     )
+
+A model's output in the precision that it was computed in.
+
+A run's microbatches one after the other, as Megatron-LM's external data loaders give them.
 """
 
 from __future__ import annotations
@@ -26,34 +30,157 @@ from typing import Any, Final
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
+from megatron_ext.megatron_lm.loop_arguments import (
+    check_arguments,
+    check_padded_vocab_size,
+    loop_flags,
+)
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.config_file import build_config, read_config_file
+from megatron_ext.training.data.held_out import HeldOut
+from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.device import announce_device
 from megatron_ext.training.distill import teach
-from megatron_ext.training.first_weights import load_first_weights
+from megatron_ext.training.first_weights import load_first_weights, model_shard
 from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.lesson import Lesson
-from megatron_ext.training.megatron_lm.loop_arguments import (
-    check_arguments,
-    check_padded_vocab_size,
-    loop_flags,
-)
-from megatron_ext.training.megatron_lm.microbatch_streams import HeldOutStream, TrainingStream
-from megatron_ext.training.megatron_lm.own_precision import InItsPrecision
 from megatron_ext.training.models import build_gpt_model
-from megatron_ext.training.run_models import model_shard
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.start_warnings import write_warnings
 from megatron_ext.training.student import Student
 from megatron_ext.training.trainer import Trainer
+
+
+class InItsPrecision:
+    """A model whose output is not made fp32, which ``Float16Module`` does with all logits.
+
+    Our losses add up in fp32 whatever they read.
+
+    Args:
+        model: A chunk as Megatron-LM has wrapped it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.module = model
+
+    def __call__(self, *inputs: Any) -> Any:
+        model = self.module
+        while not isinstance(model, (GPTModel, Float16Module)):
+            model = model.module
+        options = {"fp32_output": False} if isinstance(model, Float16Module) else {}
+        return self.module(*inputs, **options)
+
+
+_FILES = "*/train_dataloader_dprank*.pt"
+"""What Megatron-LM writes under ``--dataloader-save``, in the folder of an iteration."""
+
+_STATE = "dataloader_state_dict"
+_POSITIONS = "positions"
+_REPLICAS = "replicas"
+
+
+class TrainingStream:
+    """This replica's microbatches, without end.
+
+    Args:
+        done: Global batches that the run is through.
+        folder: ``--dataloader-save``, where checkpoints say what comes next; any layout can go on
+            from them. Without a state there, what the run is through is read again and left out.
+    """
+
+    def __init__(self, trainer: Trainer, *, done: int, folder: str | None = None) -> None:
+        self._trainer = trainer
+        self._done = done
+        self._folder = Path(folder) if folder else None
+        self._microbatches: Iterator[Microbatch] | None = None
+
+    def __iter__(self) -> TrainingStream:
+        return self
+
+    def __next__(self) -> Microbatch:
+        # Not before: of the streams of an interleaved pipeline's chunks only one is read.
+        if self._microbatches is None:
+            self._go_on()
+            self._microbatches = self._endless()
+        return next(self._microbatches)
+
+    def save_state(self) -> dict[str, Any]:
+        """What Megatron-LM keeps of this replica beside a checkpoint; plain values."""
+        batches = self._trainer.batches
+        own = batches.positions()
+        replicas = self._trainer.groups.dp_size
+        return {**batches.state([own]), _POSITIONS: own, _REPLICAS: replicas}
+
+    def _endless(self) -> Iterator[Microbatch]:
+        while True:
+            yield from self._trainer.microbatches()
+
+    def _go_on(self) -> None:
+        batches = self._trainer.batches
+        saved = self._saved()
+        if saved:
+            everywhere = [state.pop(_POSITIONS) for state in saved]
+            batches.load_state(batches.state(everywhere) | saved[0])
+            return
+        if self._done and self._trainer.groups.is_main:
+            print(f"reading {self._done} global batches again, to go on behind them", flush=True)
+        for _ in range(self._done):
+            batches.take()
+
+    def _saved(self) -> list[dict[str, Any]]:
+        """Of every replica that saved; none where one is missing."""
+        if self._folder is None or not self._done:
+            return []
+        files = sorted(self._folder.glob(f"iter_{self._done:07d}/{_FILES}"))
+        saved = [torch.load(file, weights_only=True)[_STATE] for file in files]
+        return saved if saved and len(saved) == saved[0][_REPLICAS] else []
+
+
+class HeldOutStream:
+    """This replica's held-out microbatches, from the first again behind the last.
+
+    Raises:
+        ConfigError: A teacher's targets come from a cache, which has none of held-out text.
+    """
+
+    def __init__(self, trainer: Trainer, held_out: HeldOut) -> None:
+        for name in trainer.cached_teachers:
+            raise ConfigError(
+                "Megatron-LM measures the whole loss on held-out text, of which a cache has no "
+                "targets",
+                where="data.validation",
+                got=f"{trainer.config.section_of(name)}.cache",
+                fix="leave one of them out",
+            )
+        self._trainer = trainer
+        self._held_out = held_out
+        self._microbatches = self._endless()
+
+    def __iter__(self) -> HeldOutStream:
+        return self
+
+    def __next__(self) -> Microbatch:
+        return next(self._microbatches)
+
+    def __len__(self) -> int:
+        """Global batches, which Megatron-LM asks for under ``--full-validation``."""
+        return sum(1 for _ in self._held_out.global_batches(self._trainer.replica))
+
+    def _endless(self) -> Iterator[Microbatch]:
+        while True:
+            for rows in self._held_out.global_batches(self._trainer.replica):
+                for samples in rows:
+                    yield self._trainer.collate(samples, held_out=self._held_out)
+
 
 _REPORTED: Final = ("loss", "ce", "kd")
 """Terms that Megatron-LM logs."""

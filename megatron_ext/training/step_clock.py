@@ -1,15 +1,24 @@
-"""Seconds that phases of a step take, on the device that does the work, without waiting for it."""
+"""Seconds that phases of a step take, on the device that does the work, without waiting for it.
+
+What a row of the log says about time and memory.
+
+How much memory this process uses.
+"""
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from megatron_ext.training.data.global_batches import GlobalBatches
 
 
 class Mark(Protocol):
@@ -112,3 +121,50 @@ def _device_mark() -> Mark:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def peak_memory_bytes() -> int:
+    """Most that torch has had allocated on the GPU since the last call; without one, most that the
+    process has had in memory since it began.
+    """
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # In KiB everywhere but on macOS.
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class StepWatch:
+    """Reads a clock once a step.
+
+    Args:
+        clock: What the trainer's phases are counted by.
+        batches: Whose waiting is told.
+    """
+
+    def __init__(self, clock: StepClock, batches: GlobalBatches) -> None:
+        self._clock = clock
+        self._batches = batches
+        self._waited = batches.waited
+
+    def row(self, metrics: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
+        """``seconds/PHASE`` since the row before, trained tokens a second, and peak memory.
+
+        ``seconds/waiting`` is the part of ``seconds/data`` in which no sample was at hand.
+
+        Args:
+            metrics: The row's others, with the ``tokens`` of the step over all replicas.
+            seconds: The step's.
+        """
+        # A stream that was opened again counts from 0.
+        waited = self._batches.waited
+        waiting = waited - self._waited if waited >= self._waited else waited
+        self._waited = waited
+        phases = {"waiting": waiting, **self._clock.read()}
+        return {
+            "tokens_per_second": metrics["tokens"] / seconds,
+            "memory_bytes": peak_memory_bytes(),
+            **{f"seconds/{name}": value for name, value in phases.items()},
+        }

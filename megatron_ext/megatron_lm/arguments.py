@@ -1,16 +1,28 @@
-"""Megatron-LM's argument parser with our flags."""
+"""Megatron-LM's argument parser with our flags.
+
+The tokenizer's flags from the arguments that a checkpoint holds.
+
+The tokenizer that Megatron-LM saves inside a checkpoint.
+
+Megatron-LM's ``build_tokenizer`` with our tokenizers.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, Final, get_args
 
-from megatron_ext.tokenizers.build import tokenizer_library
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers.build import build_tokenizer, padded_vocab_size, tokenizer_library
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES, OLD_FORMAT, UNSPOKEN
 from megatron_ext.tokenizers.namespace import config_from_namespace
+from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.tokenizer_files import FileLibrary, require_library
 from megatron_ext.training.spoken_flags import check_spoken, parse_noting_spoken, spoken_of
 from megatron_ext.training.tokenizer_arguments import add_missing_flags
@@ -119,3 +131,98 @@ def _type_of(library: str, mode: str, model: str | None) -> str:
         if mode != "text" and (legacy.library, legacy.mode) == (library, mode):
             return name
     return _TYPES[library]
+
+
+RESTORED: Final = (
+    "tokenizer_library",
+    "tokenizer_mode",
+    "tokenizer_prompt_format",
+    "tokenizer_parse_special_tokens",
+    "tokenizer_train_on",
+    "tokenizer_train_thinking",
+    "tokenizer_train_tool_calls",
+    "tokenizer_exclude_unknown",
+    "tokenizer_allow_control_tokens_in_content",
+    "tokenizer_template_variables",
+    "tokenizer_type_implied",
+)
+"""Attributes that say with ``tokenizer_type`` and ``tokenizer_model`` which tokenizer it was."""
+
+
+def with_tokenizer_of_checkpoint(load_args: Callable[..., Any]) -> Callable[..., Any]:
+    """``load_args_from_checkpoint`` that restores our flags where it restores the old type."""
+
+    @wraps(load_args)
+    def load(args: Any, *positional: Any, **options: Any) -> Any:
+        loaded = load_args(args, *positional, **options)
+        # Without a checkpoint it returns the arguments alone.
+        if isinstance(loaded, tuple) and getattr(
+            args, "use_tokenizer_model_from_checkpoint_args", False
+        ):
+            _restore(args, loaded[1])
+        return loaded
+
+    return load
+
+
+def _restore(args: Any, saved: Any) -> None:
+    for name in RESTORED:
+        if hasattr(saved, name):
+            setattr(args, name, getattr(saved, name))
+        elif hasattr(args, name):
+            delattr(args, name)
+
+
+def with_whole_tokenizers(save_assets: Callable[..., Any]) -> Callable[..., Any]:
+    """``save_tokenizer_assets`` that saves all that rebuilds one of our tokenizers.
+
+    The original goes by ``tokenizer_type`` and knows the files of some types. It stays for
+    checkpoints in an object store, which are no folders here.
+    """
+
+    @wraps(save_assets)
+    def save(tokenizer: Any, config: Any, checkpoint_path: Any) -> Any:
+        if not isinstance(tokenizer, MegatronTokenizerText) or "://" in str(checkpoint_path):
+            return save_assets(tokenizer, config, checkpoint_path)
+        if os.environ.get("RANK", "0") != "0":
+            return None
+        try:
+            tokenizer.save_pretrained(Path(checkpoint_path) / "tokenizer", overwrite=True)
+        except TokenizerError as error:
+            # The checkpoint itself is complete: a run does not end for its tokenizer.
+            warnings.warn(f"the checkpoint has no tokenizer: {error}", stacklevel=2)
+        return None
+
+    return save
+
+
+def with_our_tokenizers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A builder that takes the place of ``original``, which stays for ``--legacy-tokenizer``."""
+
+    @wraps(original)
+    def build(args: Any, **overrides: Any) -> Any:
+        if getattr(args, "legacy_tokenizer", False):
+            return original(args, **overrides)
+        tokenizer = build_tokenizer(args, **overrides)
+        _set_padded_vocab_size(args, tokenizer.vocab_size)
+        return tokenizer
+
+    return build
+
+
+def _set_padded_vocab_size(args: Any, vocab_size: int) -> None:
+    """Set ``args.padded_vocab_size``, which Megatron-LM's models read, unless it is settled.
+
+    A bare tokenizer configuration knows nothing of the model and is left as it is.
+    """
+    if getattr(args, "padded_vocab_size", None) is not None:
+        return
+    divisor = getattr(args, "make_vocab_size_divisible_by", None)
+    tensor_parallel = getattr(args, "tensor_model_parallel_size", None)
+    if divisor is None or tensor_parallel is None or not getattr(args, "pad_vocab_size", True):
+        return
+    args.padded_vocab_size = padded_vocab_size(
+        vocab_size,
+        make_vocab_size_divisible_by=divisor,
+        tensor_model_parallel_size=tensor_parallel,
+    )

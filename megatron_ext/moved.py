@@ -1,0 +1,60 @@
+"""Modules under the names that they had before they moved."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Final
+
+MOVED: Final = {
+    "megatron_ext.training.megatron_lm": "megatron_ext.megatron_lm",
+    "megatron_ext.training.masked_gpt_dataset": "megatron_ext.megatron_lm.masked_gpt_dataset",
+}
+"""Modules that programs of users import: name of before -> name of now. What lies in a package that
+moved is found in the package of now, unless it has a row of its own."""
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """Finder and loader of ``MOVED``. A module is one object under both names."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return None if _home(name) is None else ModuleSpec(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        home = _home(spec.name)
+        assert home is not None
+        warnings.warn(f"{spec.name} is {home} now", DeprecationWarning, stacklevel=2)
+        module = import_module(home)
+        # The import system writes the spec of the old name into the module that it is given.
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def find_moved_modules() -> None:
+    """Let ``import`` find moved modules, with a ``DeprecationWarning``; once for a process."""
+    if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
+        # First: a package of now would else load its modules a second time under old names.
+        sys.meta_path.insert(0, _MovedModules())
+
+
+def _home(name: str) -> str | None:
+    if not name.startswith("megatron_ext."):
+        return None
+    head, rest = name, ""
+    while head:
+        if head in MOVED:
+            return MOVED[head] + rest
+        head, _, last = head.rpartition(".")
+        rest = f".{last}{rest}"
+    return None

@@ -1,1 +1,0 @@
-"""HuggingFace checkpoints in runs: read into a model, imported to a checkpoint, exported again."""

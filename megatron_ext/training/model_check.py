@@ -1,0 +1,139 @@
+"""Whether a HuggingFace checkpoint is of the model that a run builds; no tensor is read.
+
+Whether a HuggingFace folder can be the teacher that a run asks for; no tensor is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.huggingface.checkpoint_files import (
+    CONFIG_FILE,
+    CheckpointFiles,
+    is_checkpoint_folder,
+)
+from megatron_ext.huggingface.families import Family
+from megatron_ext.huggingface.model_settings import (
+    any_model_settings,
+    check_tensors,
+    family_of,
+    longest_sequence,
+    model_settings,
+    tensor_map,
+)
+from megatron_ext.huggingface.tensor_map import TensorMap
+from megatron_ext.training.config import DistillConfig, ModelConfig
+
+_FREE: Final = ("window_size", "vocab_size", "init_method_std")
+"""Settings that do not change what the model computes on the sequences of a run."""
+
+
+def check_if_huggingface(checkpoint: Path, model: ModelConfig) -> bool:
+    """Check a checkpoint that is of HuggingFace against the model that it is to fill.
+
+    Returns:
+        Whether it is of HuggingFace; nothing is checked otherwise.
+
+    Raises:
+        CheckpointError: It is of another model, or not whole.
+    """
+    if not is_checkpoint_folder(checkpoint):
+        return False
+    checked(CheckpointFiles(checkpoint), model)
+    return True
+
+
+def checked(files: CheckpointFiles, model: ModelConfig) -> tuple[Family, TensorMap]:
+    """The family and the tensors of a checkpoint that was found to be of a model.
+
+    Raises:
+        CheckpointError: It is not, or it is not whole.
+    """
+    family, settings = family_of(files), model_settings(files)
+    check_same_model(settings, model, where=files.folder / CONFIG_FILE)
+    tensors = tensor_map(family, settings)
+    check_tensors(files, tensors, family)
+    return family, tensors
+
+
+def check_same_model(settings: Mapping[str, Any], model: ModelConfig, *, where: Path) -> None:
+    """Compare what a ``config.json`` says with a model.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    configured = full_settings(model)
+    for name, value in settings.items():
+        if name not in _FREE and configured[name] != value:
+            raise CheckpointError(
+                f"the checkpoint is of a model with another {name}",
+                where=where,
+                got=configured[name],
+                expected=value,
+                fix="leave the keys of the model out: they are taken from the checkpoint",
+            )
+
+
+def full_settings(model: ModelConfig) -> dict[str, Any]:
+    """The fields of a model, with what follows from others where they are not given."""
+    return dataclasses.asdict(model) | {
+        "num_query_groups": model.num_query_groups or model.num_attention_heads,
+        "kv_channels": model.head_width,
+        "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
+    }
+
+
+def check_huggingface_teacher(config: DistillConfig, name: str, folder: Path) -> None:
+    """Check the files of a teacher with ``library`` huggingface, and what a run wants of it.
+
+    Raises:
+        ConfigError: transformers is missing, or the run has an order of heads that needs weights of
+            megatron-core.
+        CheckpointError: The folder is not of HuggingFace or not whole, or the model is another.
+    """
+    section, teacher = config.section_of(name), config.named_teachers[name]
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            "library huggingface needs transformers, which is not installed",
+            where=f"{section}.library",
+            fix='install it: pip install "transformers>=4.56"',
+        )
+    if config.training.vocabulary_layout != "original":
+        raise ConfigError(
+            "a model of transformers has its head in the order of the ids",
+            where=f"{section}.library",
+            got=f"training.vocabulary_layout {config.training.vocabulary_layout}",
+            expected="original",
+        )
+    if not is_checkpoint_folder(folder):
+        raise CheckpointError(
+            "library huggingface reads folders of HuggingFace",
+            where=folder,
+            got=f"no {CONFIG_FILE} of a model",
+            fix="name such a folder, or set library to megatron",
+        )
+    files = CheckpointFiles(folder)
+    _ = files.tensors
+    for key, value in any_model_settings(files).items():
+        given = getattr(teacher.model, key)
+        if key in ("hidden_size", "num_layers") and given != value:
+            raise CheckpointError(
+                f"the checkpoint is of a model with another {key}",
+                where=folder / CONFIG_FILE,
+                got=given,
+                expected=value,
+                fix="leave the keys of the model out: they are taken from the checkpoint",
+            )
+    longest = longest_sequence(files)
+    if longest is not None and teacher.model.seq_length > longest:
+        raise ConfigError(
+            "the teacher was not made for sequences as long",
+            where=f"{section}.model.seq_length",
+            got=teacher.model.seq_length,
+            expected=f"at most {longest}, as {folder / CONFIG_FILE} says",
+        )
