@@ -43,8 +43,8 @@ from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.checkpoint_model import checkpoint_model
 from megatron_ext.training.checkpoint_tokenizer import tokenizer_doubts
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.export_checkpoint import KeptTokenizer
 from megatron_ext.training.first_weights import load_first_weights
+from megatron_ext.training.kept_tokenizer import KeptTokenizer
 from megatron_ext.training.models import DTYPES, build_gpt_model, freeze
 from megatron_ext.training.run_folder import CHECKPOINTS
 from megatron_ext.training.start_warnings import write_warnings

@@ -20,7 +20,7 @@ from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, buil
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training.checkpoint_record import checkpoint_record
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.export_checkpoint import KeptTokenizer
+from megatron_ext.training.kept_tokenizer import KeptTokenizer
 
 _ADDED: Final = 64
 """Ids without a row that tokens added to a tokenizer explain: Gemma 3 has one."""

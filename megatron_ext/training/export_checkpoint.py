@@ -1,18 +1,14 @@
-"""One of our checkpoints as a HuggingFace folder, one file of tensors at a time.
-
-The tokenizer of a checkpoint, as files that transformers reads.
-"""
+"""One of our checkpoints as a HuggingFace folder, one file of tensors at a time."""
 
 from __future__ import annotations
 
 import shutil
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from megatron_ext.errors import CheckpointError, TokenizerError
+from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import (
     CONFIG_FILE,
     TOKENIZER_FILES,
@@ -29,74 +25,13 @@ from megatron_ext.huggingface.checkpoint_writer import (
 from megatron_ext.huggingface.families import FAMILIES, Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
-from megatron_ext.tokenizers import (
-    MegatronTokenizer,
-    MegatronTokenizerText,
-    TokenizerConfig,
-    build_tokenizer,
-)
-from megatron_ext.tokenizers.assets import file_names
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.checkpoint_model import checkpoint_model
 from megatron_ext.training.checkpoint_slices import CheckpointSlices
 from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.kept_tokenizer import KeptTokenizer
 from megatron_ext.training.model_check import check_same_model, full_settings
-from megatron_ext.training.run_folder import CHECKPOINTS, TOKENIZER_FOLDER
-
-_TEMPLATE: Final = "chat_template.jinja"
-
-
-class KeptTokenizer:
-    """What a checkpoint keeps of its tokenizer, twice where it came from HuggingFace.
-
-    Args:
-        checkpoint: One iteration's folder.
-    """
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
-
-    @cached_property
-    def tokenizer(self) -> MegatronTokenizerText | None:
-        """It; None where the checkpoint keeps none.
-
-        Raises:
-            TokenizerError: What is kept is not whole.
-        """
-        folder = self._checkpoint / TOKENIZER_FOLDER
-        return MegatronTokenizer.from_pretrained(folder) if folder.is_dir() else None
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Its ids."""
-        return None if self.tokenizer is None else self.tokenizer.vocab_size
-
-    @cached_property
-    def is_of_huggingface(self) -> bool:
-        """Whether the files of the HuggingFace folder that is kept are of this tokenizer."""
-        kept = kept_folder(self._checkpoint)
-        if kept is None or not any((kept / name).is_file() for name in TOKENIZER_FILES):
-            return False
-        if self.tokenizer is None:
-            return True
-        try:
-            theirs = build_tokenizer(TokenizerConfig(model=str(kept)))
-        except TokenizerError:
-            return False
-        is_same_template = theirs.chat_template == self.tokenizer.chat_template
-        return is_same_template and theirs.fingerprint() == self.tokenizer.fingerprint()
-
-    def files(self) -> dict[str, bytes]:
-        """Its own files by the names that transformers knows, with its chat template."""
-        if self.tokenizer is None:
-            return {}
-        names = file_names(self.tokenizer)
-        files = {name: file.read_bytes() for file, name in names.items() if name in TOKENIZER_FILES}
-        template = self.tokenizer.chat_template
-        if template is not None:
-            files[_TEMPLATE] = template.encode()
-        return files
-
+from megatron_ext.training.run_folder import CHECKPOINTS
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES: Final = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
