@@ -22,7 +22,7 @@ from megatron_ext.version import __version__
 VERBS = {
     "inspect": "show how a tokenizer cuts a text or a conversation",
     "align": "show how the tokens of a student and a teacher meet on a text",
-    "projection": "build, inspect, convert and repair a projection between two vocabularies",
+    "projection": "build, inspect and convert a projection between two vocabularies",
     "distill": "train a student from a teacher with another tokenizer",
     "cache-teacher": "record what a teacher predicts, for runs without its model",
     "serve-teacher": "serve a teacher to runs on other machines",

@@ -1,9 +1,8 @@
-"""Build, inspect, convert and repair the projection between two vocabularies.
+"""Build, inspect and convert the projection between two vocabularies.
 
     megatron-ext projection build --student llama3_2/ --teacher qwen3/ -o pair.safetensors
     megatron-ext projection inspect map.pt --student llama3_2/ --teacher qwen3/
     megatron-ext projection convert map.pt -o pair.safetensors --student DIR --teacher DIR
-    megatron-ext projection repair map.pt -o mended.pt --student DIR --teacher DIR
     megatron-ext projection embed models/Qwen3-0.6B models/with-llama --tokenizer llama3_2/
 
 A file that ends in .pt is one of the x-token tools of NeMo RL, read without running any code in it;

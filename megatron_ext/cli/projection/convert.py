@@ -3,7 +3,7 @@
 megatron-ext projection convert map.pt -o pair.safetensors --student DIR --teacher DIR
 
 With the tokenizers the vocabulary sizes are checked, and the file says which pair it is for. A file
-with mass in wrong places is refused: repair it instead.
+with mass in wrong places is refused: build a projection from the tokenizers instead.
 """
 
 from __future__ import annotations

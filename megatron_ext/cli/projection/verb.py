@@ -10,7 +10,6 @@ ACTIONS: Final = (
     "build",
     "inspect",
     "convert",
-    "repair",
     "embed",
     "minimal-projection-via-multitoken",
     "reapply-exact-map",

@@ -1,1 +1,1 @@
-"""Projection files of other tools: reading them, what is wrong with them, and mending it."""
+"""Projection files of other tools: reading them, judging them, writing them."""

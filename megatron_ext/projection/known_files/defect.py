@@ -8,8 +8,6 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.projection.known_files.loose_entries import Mask
-
 DefectKind = Literal[
     "padding_rows",
     "missing_rows",
@@ -53,9 +51,6 @@ class Defect:
 
     mass: float = 0.0
     """Mass concerned, in rows: a row that is wrong as a whole has 1."""
-
-    entries: Mask | None = None
-    """[n] of the entries that are wrong; None where none of them is by itself."""
 
     detail: str = ""
     """What else there is to say, as a clause."""

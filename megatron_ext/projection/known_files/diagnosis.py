@@ -22,7 +22,7 @@ _ROUNDINGS = 3
 
 
 def diagnose(entries: LooseEntries, pair: TokenizerPair | None = None) -> list[Defect]:
-    """The defects of ``entries``, in the order in which they are mended.
+    """The defects of ``entries``, those of its size first.
 
     Args:
         entries: What the file holds.
@@ -76,7 +76,6 @@ def _of_entries(
         kind=kind,
         rows=np.unique(entries.rows[mask]),
         mass=float(entries.shares[mask].sum()),
-        entries=mask,
         detail=detail,
     )
 

@@ -89,9 +89,7 @@ def _of_table(content: Mapping[str, Any]) -> LooseEntries:
             got=int(columns[row].min()),
             expected="an id, or -1 for an empty slot",
         )
-    is_absent = columns == NO_COLUMN
-    is_zero = ~is_absent & (weights == 0)
-    rows, slots = np.nonzero(~is_absent & ~is_zero)
+    rows, slots = np.nonzero((columns != NO_COLUMN) & (weights != 0))
     shape = _sizes(content, "shape", len(columns))
     return LooseEntries(
         rows=rows,
@@ -102,8 +100,6 @@ def _of_table(content: Mapping[str, Any]) -> LooseEntries:
         width=None if shape is None else shape[1],
         vocab_sizes=_vocab_sizes(content, len(columns), shape),
         slot_count=columns.shape[1],
-        absent_slots=int(is_absent.sum()),
-        zero_slots=int(is_zero.sum()),
         rounding=_rounding(likelihoods),
         strict_rows=_strict_rows(columns, weights),
         is_exact_row=_exact_rows(content, columns.shape[0]),
@@ -234,8 +230,7 @@ def _of_list(
     rounding: float = FLOAT32_ROUNDING,
     metadata: Mapping[str, str] | None = None,
 ) -> LooseEntries:
-    is_absent = columns == NO_COLUMN
-    kept = ~is_absent & (weights != 0)
+    kept = (columns != NO_COLUMN) & (weights != 0)
     order = np.argsort(rows[kept], kind="stable")
     rows = rows[kept][order]
     return LooseEntries(
@@ -245,8 +240,6 @@ def _of_list(
         slots=np.arange(len(rows)) - np.searchsorted(rows, rows),
         height=height,
         width=width,
-        absent_slots=int(is_absent.sum()),
-        zero_slots=int((~is_absent & (weights == 0)).sum()),
         rounding=rounding,
         metadata=metadata or {},
     )

@@ -1,7 +1,6 @@
 """The entries of a projection as a file holds them, right or wrong. Vs rows, K slots a row.
 
-What is diagnosed and repaired may repeat a column or miss a sum, so it cannot be a
-``SparseProjection``.
+A file may repeat a column or miss a sum, so what it holds cannot be a ``SparseProjection`` yet.
 """
 
 from __future__ import annotations
@@ -56,12 +55,6 @@ class LooseEntries:
 
     slot_count: int = 0
     """K of a table; 0 where the file is a list of pairs."""
-
-    absent_slots: int = 0
-    """Slots that say they are empty: column -1."""
-
-    zero_slots: int = 0
-    """Slots with a column and a weight of 0."""
 
     rounding: float = FLOAT32_ROUNDING
     """Largest relative error of a stored weight; 2**-8 for bfloat16."""

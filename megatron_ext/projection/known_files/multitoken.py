@@ -94,7 +94,7 @@ def _added(built: SparseProjection, initial: LooseEntries, top_k: int) -> Sparse
                 f"the initial map is of a larger {role} vocabulary",
                 got=f"id {ids.max()}",
                 expected=f"0 to {size - 1}",
-                fix="repair it with both tokenizers first",
+                fix="build one from the two tokenizers: megatron-ext projection build",
             )
     initial = initial.kept(~built.is_exact_row[initial.rows])
     together = sorted_entries(

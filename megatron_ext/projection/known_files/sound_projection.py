@@ -24,7 +24,7 @@ Tell = Callable[[str], None]
 """What is called with a line that a user should read and that stops nothing."""
 
 _HARMLESS: Final = ("no_strict_rows", "lost_exact_rows", "off_support", "lost_rows")
-"""What a builder may have meant, and what our own form mends."""
+"""Kinds of defect that a builder may have meant, or that our own form does not have."""
 
 
 def load_legacy_projection(
@@ -36,7 +36,7 @@ def load_legacy_projection(
     say is told.
 
     Raises:
-        ProjectionError: No such file, one for another pair, or one to be repaired first.
+        ProjectionError: No such file, one for another pair, or one with mass in wrong places.
         MissingDependencyError: torch is not installed.
     """
     entries = read_legacy_entries(path, student, teacher)
@@ -103,7 +103,7 @@ def sound_projection(
                 "the file holds no sound projection",
                 where=where,
                 got=defect,
-                fix="repair it: megatron-ext projection repair",
+                fix="build one from the two tokenizers: megatron-ext projection build",
             )
         if defect.kind != "no_strict_rows":
             tell(str(defect))

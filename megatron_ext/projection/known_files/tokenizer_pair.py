@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_ext.projection.known_files.loose_entries import LooseEntries, Mask
 from megatron_ext.projection.sparse_projection import SparseProjection
@@ -94,13 +93,6 @@ class TokenizerPair:
         names = (self.student.id_to_token(student_id), self.teacher.id_to_token(teacher_id))
         return all(name.startswith("<") and name.endswith(">") for name in names)
 
-    def columns_of_names(self) -> dict[str, int]:
-        """Teacher id of each display string; of two that show alike the lowest."""
-        names: dict[str, int] = {}
-        for token_id in range(self.shape[1]):
-            names.setdefault(self.teacher.id_to_token(token_id), token_id)
-        return names
-
 
 def _is_related(student: bytes | None, teacher: bytes | None) -> bool:
     if not student or not teacher:
@@ -116,8 +108,3 @@ def _is_related(student: bytes | None, teacher: bytes | None) -> bool:
 
 def _folded(text: str) -> str:
     return unicodedata.normalize("NFKC", text).casefold().strip()
-
-
-def ordinary_ids(pair: TokenizerPair) -> NDArray[np.int64]:
-    """Student ids with bytes, ascending."""
-    return np.flatnonzero(pair.is_ordinary).astype(np.int64)

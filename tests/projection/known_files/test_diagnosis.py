@@ -10,7 +10,6 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.known_files.diagnosis import diagnose
 from megatron_ext.projection.known_files.legacy_file import read_legacy_file
 from megatron_ext.projection.known_files.loose_entries import LooseEntries
-from megatron_ext.projection.known_files.repair import repair
 from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.projection.greedy_tokenizer import GreedyTokenizer
@@ -237,6 +236,3 @@ def test_what_a_file_says_of_its_own_padding_is_held_against_it():
         ("padding_rows", [2], 1.0),
         ("padding_columns", [1], 1.0),
     ]
-    mended = repair(replace(entries, width=5)).projection
-    assert mended.vocab_sizes == (2, 3)
-    assert mended.indices.tolist() == [0]

@@ -45,7 +45,6 @@ def test_a_table_is_read_entry_by_entry(path):
     assert triples(entries) == [(0, 3, 1.0), (1, 1, 0.75), (1, 4, 0.25), (2, 0, 0.5), (2, 0, 0.5)]
     assert entries.slots.tolist() == [0, 0, 1, 0, 1]
     assert (entries.height, entries.width, entries.slot_count) == (3, None, 3)
-    assert (entries.absent_slots, entries.zero_slots) == (3, 1)
     assert entries.strict_rows.tolist() == [True, False, False]
     assert entries.metadata == {
         "student_model_id": "student",
