@@ -1,6 +1,6 @@
 """Which teacher tokens stand for each student token, and in what shares."""
 
-from megatron_ext.projection.building.builder import PROJECTION_METHODS, build_projection
+from megatron_ext.projection.building.builder import PROJECTION_METHODS
 from megatron_ext.projection.building.combination import compose, drop_padding, fill_empty_rows
 from megatron_ext.projection.building.embedding_builder import build_embedding_projection
 from megatron_ext.projection.building.embedding_matrix import EmbeddingMatrix
@@ -18,7 +18,6 @@ __all__ = [
     "SparseProjection",
     "VocabularyPartition",
     "build_embedding_projection",
-    "build_projection",
     "compose",
     "drop_padding",
     "fill_empty_rows",

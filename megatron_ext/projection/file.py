@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from megatron_ext.atomic_file import write_bytes
 from megatron_ext.errors import ProjectionError
 from megatron_ext.extras import needed_packages
-from megatron_ext.projection.sparse_projection import ARRAYS, SparseProjection
+from megatron_ext.projection.known_files.sound_projection import load_legacy_matrix
+from megatron_ext.projection.projection_matrix import ARRAYS, ProjectionMatrix
+from megatron_ext.projection.validation import check_built_for
 from megatron_ext.version import __version__
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ FILE_ENTRIES: Final = (
 """Metadata of the file, as opposed to that of the projection."""
 
 
-def save_projection(projection: SparseProjection, path: Path) -> None:
+def save_matrix(projection: ProjectionMatrix, path: Path) -> None:
     """Replace ``path`` by ``projection`` in one step.
 
     Raises:
@@ -76,17 +78,15 @@ def save_projection(projection: SparseProjection, path: Path) -> None:
         ) from error
 
 
-def load_projection(
+def load_matrix(
     path: Path,
     student: ByteTokenizer | None,
     teacher: ByteTokenizer | None,
     tell: Callable[[str], None],
-) -> SparseProjection:
+) -> ProjectionMatrix:
     """Read the file at ``path``; see ``SparseProjection.load``."""
     if is_legacy_file(path):
-        from megatron_ext.projection.known_files.sound_projection import load_legacy_projection
-
-        return load_legacy_projection(path, student, teacher, tell)
+        return load_legacy_matrix(path, student, teacher, tell)
     metadata, arrays = _read(path)
     _check_whole(path, metadata, arrays)
     for role, tokenizer in (("student", student), ("teacher", teacher)):
@@ -98,7 +98,7 @@ def load_projection(
         vocab_sizes = _sizes(path, metadata, "vocab_sizes")
     own = {name: text for name, text in metadata.items() if name not in FILE_ENTRIES}
     try:
-        return SparseProjection(
+        return ProjectionMatrix(
             shape=shape,
             metadata=own,
             vocab_sizes=vocab_sizes,
@@ -195,31 +195,6 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
             expected="a file that SparseProjection.save wrote, or a .pt file of NeMo RL's tools",
             fix="copy it again, or build it again from the two tokenizers",
         ) from error
-
-
-def check_built_for(
-    path: Path, metadata: Mapping[str, str], role: str, tokenizer: ByteTokenizer
-) -> None:
-    """Refuse a file whose metadata does not name the vocabulary of ``tokenizer``.
-
-    Raises:
-        ProjectionError: It names another, or none.
-    """
-    built_for, given = metadata.get(f"{role}_fingerprint"), tokenizer.fingerprint()
-    if built_for != given:
-        raise ProjectionError(
-            f"this projection was built for another {role}",
-            where=path,
-            got=_vocabulary(metadata.get(f"{role}_vocab_size"), built_for),
-            expected=f"{_vocabulary(tokenizer.vocab_size, given)}, the {role} given",
-            fix="build it for this pair: SparseProjection.from_tokenizers(student, teacher)",
-        )
-
-
-def _vocabulary(size: object, fingerprint: str | None) -> str:
-    if fingerprint is None:
-        return "a vocabulary without a fingerprint"
-    return f"a vocabulary of {size} ids with fingerprint {fingerprint[:12]}"
 
 
 def _import_safetensors() -> Any:

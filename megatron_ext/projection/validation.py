@@ -1,13 +1,18 @@
-"""What makes four arrays a projection. V vocabularies Vs and Vt."""
+"""Checks of a projection: its arrays, and the pair that it was built for. Vocabularies Vs, Vt."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
+
+if TYPE_CHECKING:
+    from megatron_ext.tokenizers.base import ByteTokenizer
 
 ROW_SUM_TOLERANCE = 1e-6
 """Rounding to float32 moves a share by at most 2**-24 of itself, and so the sum of a row by at most
@@ -59,6 +64,31 @@ def check_projection(
     overclaimed = is_exact_row & (row_sizes != 1)
     if (at := _first(overclaimed)) is not None:
         _refuse(at, "is marked exact", f"{row_sizes[at]} entries", "1 entry")
+
+
+def check_built_for(
+    path: Path, metadata: Mapping[str, str], role: str, tokenizer: ByteTokenizer
+) -> None:
+    """Refuse a file whose metadata does not name the vocabulary of ``tokenizer``.
+
+    Raises:
+        ProjectionError: It names another, or none.
+    """
+    built_for, given = metadata.get(f"{role}_fingerprint"), tokenizer.fingerprint()
+    if built_for != given:
+        raise ProjectionError(
+            f"this projection was built for another {role}",
+            where=path,
+            got=_vocabulary(metadata.get(f"{role}_vocab_size"), built_for),
+            expected=f"{_vocabulary(tokenizer.vocab_size, given)}, the {role} given",
+            fix="build it for this pair: SparseProjection.from_tokenizers(student, teacher)",
+        )
+
+
+def _vocabulary(size: object, fingerprint: str | None) -> str:
+    if fingerprint is None:
+        return "a vocabulary without a fingerprint"
+    return f"a vocabulary of {size} ids with fingerprint {fingerprint[:12]}"
 
 
 def _check_sizes(shape: tuple[int, int], vocab_sizes: tuple[int, int]) -> None:

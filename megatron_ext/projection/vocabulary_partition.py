@@ -12,7 +12,7 @@ from megatron_ext.errors import ProjectionError
 
 if TYPE_CHECKING:
     from megatron_ext.projection.layout import VocabularyLayout
-    from megatron_ext.projection.sparse_projection import SparseProjection
+    from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 Ids = NDArray[np.int64]
 
@@ -38,7 +38,7 @@ class VocabularyPartition:
 
     @classmethod
     def of(
-        cls, projection: SparseProjection, min_share: float | None = None
+        cls, projection: ProjectionMatrix, min_share: float | None = None
     ) -> VocabularyPartition:
         """The partition that a projection implies.
 
@@ -83,12 +83,22 @@ class VocabularyPartition:
         Raises:
             ProjectionError: ``layout`` is of vocabularies of other sizes.
         """
-        from megatron_ext.projection.layout.permutation import permuted_partition
+        layout.check_sizes(
+            len(self.common_student) + len(self.uncommon_student),
+            len(self.common_teacher) + len(self.uncommon_teacher),
+        )
+        student, teacher = layout.student.places, layout.teacher.places
+        common = student[self.common_student]
+        order = np.argsort(common)
+        return VocabularyPartition(
+            common_student=common[order],
+            common_teacher=teacher[self.common_teacher][order],
+            uncommon_student=np.sort(student[self.uncommon_student]),
+            uncommon_teacher=np.sort(teacher[self.uncommon_teacher]),
+        )
 
-        return permuted_partition(self, layout)
 
-
-def _largest_shares(projection: SparseProjection) -> tuple[Ids, Ids, NDArray[np.float32]]:
+def _largest_shares(projection: ProjectionMatrix) -> tuple[Ids, Ids, NDArray[np.float32]]:
     """Every row that is not empty, with the column of its largest share and the share."""
     one_each = projection.top_k(1)
     rows = np.flatnonzero(np.diff(projection.indptr)).astype(np.int64)

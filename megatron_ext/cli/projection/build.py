@@ -14,8 +14,9 @@ from megatron_ext.cli.projection.files import (
     with_model_names,
     write_projection,
 )
-from megatron_ext.projection.building.builder import PROJECTION_METHODS, build_projection
-from megatron_ext.projection.building.options import PIECE_DECAY, ProjectionOptions
+from megatron_ext.projection.building.builder import PROJECTION_METHODS
+from megatron_ext.projection.building.options import PIECE_DECAY
+from megatron_ext.projection.sparse_projection import SparseProjection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,13 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Build it and write it."""
-    options = ProjectionOptions(
+    pair = required_pair(arguments)
+    projection = SparseProjection.from_tokenizers(
+        pair.student,
+        pair.teacher,
         method=arguments.method,
         top_k=arguments.top_k,
         decay=arguments.decay,
         reverse_pass=arguments.reverse_pass,
         control_similarity=arguments.control_similarity,
     )
-    pair = required_pair(arguments)
-    projection = build_projection(pair.student, pair.teacher, options)
     write_projection(with_model_names(projection, arguments), arguments.output)

@@ -17,8 +17,6 @@ from typing import Final
 
 from megatron_ext.cli.projection.files import note
 from megatron_ext.errors import ConfigError
-from megatron_ext.projection.building.builder import build_projection
-from megatron_ext.projection.building.options import ProjectionOptions
 from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 
@@ -58,8 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.projection is not None:
         projection = SparseProjection.load(arguments.projection, new, old, tell=note)
     else:
-        options = ProjectionOptions(top_k=_MOST_PIECES, decay=1.0)
-        projection = build_projection(new, old, options)
+        projection = SparseProjection.from_tokenizers(new, old, top_k=_MOST_PIECES, decay=1.0)
     # torch takes seconds to load.
     from megatron_ext.huggingface.new_vocabulary import write_with_vocabulary
 

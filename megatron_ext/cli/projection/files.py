@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Final
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.projection.file import is_legacy_file
+from megatron_ext.projection.file import is_legacy_file, load_matrix, save_matrix
 from megatron_ext.projection.known_files.defect import Defect
 from megatron_ext.projection.known_files.legacy_file import LegacyDtype, write_legacy_file
 from megatron_ext.projection.known_files.loose_entries import LooseEntries
 from megatron_ext.projection.known_files.sound_projection import read_legacy_entries
 from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 
 LEGACY_SUFFIXES: Final = (".pt", ".pth")
@@ -69,14 +69,14 @@ def read_entries(path: Path, pair: TokenizerPair | None = None) -> LooseEntries:
     Raises:
         ProjectionError: It is none, or one of ours that is for other tokenizers.
     """
-    tokenizers = (None, None) if pair is None else (pair.student, pair.teacher)
+    student, teacher = (None, None) if pair is None else (pair.student, pair.teacher)
     if is_legacy_file(path):
-        return read_legacy_entries(path, *tokenizers)
-    return LooseEntries.of(SparseProjection.load(path, *tokenizers))
+        return read_legacy_entries(path, student, teacher)
+    return LooseEntries.of(load_matrix(path, student, teacher, note))
 
 
 def write_projection(
-    projection: SparseProjection,
+    projection: ProjectionMatrix,
     path: Path,
     *,
     dtype: LegacyDtype = "float32",
@@ -91,7 +91,7 @@ def write_projection(
     if path.suffix in LEGACY_SUFFIXES:
         write_legacy_file(projection, path, dtype=dtype, slot_count=slot_count)
     else:
-        projection.save(path)
+        save_matrix(projection, path)
     if quiet:
         return
     empty = projection.empty_rows
@@ -103,8 +103,8 @@ def write_projection(
 
 
 def with_model_names(
-    projection: SparseProjection, arguments: argparse.Namespace
-) -> SparseProjection:
+    projection: ProjectionMatrix, arguments: argparse.Namespace
+) -> ProjectionMatrix:
     """``projection`` with the names of the two models, where it has none, as the known tools do."""
     names = {"student_model_id": arguments.student, "teacher_model_id": arguments.teacher}
     metadata = {**{k: v for k, v in names.items() if v is not None}, **projection.metadata}

@@ -34,7 +34,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.projection.building.embedding_builder import build_embedding_projection
 from megatron_ext.projection.building.embedding_space import EmbeddingSpace
 from megatron_ext.projection.known_files.loose_entries import LooseEntries
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 _INERT = {"--keep_top_tokens": -1, "--force_recompute": False, "--use_canonicalization": False}
 
@@ -108,15 +108,15 @@ def run(arguments: argparse.Namespace) -> None:
         space=arguments.space,
         top_k=arguments.top_k,
     )
-    projection = _above(projection, arguments.weight_threshold)
     student, teacher = (clean_model_name(m) for m in (arguments.student, arguments.teacher))
     name = f"temp_projection_map_{student}_to_{teacher}_top_{arguments.top_k}.pt"
     write_projection(
-        with_model_names(projection, arguments), made_folder(arguments.data_dir) / name
+        with_model_names(_above(projection, arguments.weight_threshold), arguments),
+        made_folder(arguments.data_dir) / name,
     )
 
 
-def _above(projection: SparseProjection, threshold: float) -> SparseProjection:
+def _above(projection: ProjectionMatrix, threshold: float) -> ProjectionMatrix:
     """``projection`` without shares up to ``threshold``."""
     entries = LooseEntries.of(projection)
     return entries.kept(entries.weights > threshold).projection(

@@ -28,7 +28,7 @@ from megatron_ext.cli.projection.multitoken_flags import add_multitoken_flags, o
 from megatron_ext.cli.projection.tool_files import made_folder, prepared_name
 from megatron_ext.projection.known_files.multitoken import multitoken_projection
 from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def build(arguments: argparse.Namespace) -> Path:
     return path
 
 
-def _examples(projection: SparseProjection, pair: TokenizerPair, count: int) -> list[str]:
+def _examples(projection: ProjectionMatrix, pair: TokenizerPair, count: int) -> list[str]:
     """The first rows of several entries, a line each."""
     lines = []
     for row in np.flatnonzero(np.diff(projection.indptr) > 1)[:count].tolist():

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_ext.alignment.control_pairs import match_control_tokens
 from megatron_ext.projection.building.control_names import most_similar
 from megatron_ext.projection.building.nearest_tokens import nearest_tokens
-from megatron_ext.projection.building.options import ProjectionMethod, ProjectionOptions
+from megatron_ext.projection.building.options import ProjectionOptions
 from megatron_ext.projection.building.speller import Speller
 from megatron_ext.projection.building.token_match import (
     NO_MATCH,
@@ -27,12 +27,10 @@ from megatron_ext.projection.building.token_match import (
     match_ordinary_tokens,
 )
 from megatron_ext.projection.entries import Entries, concatenated
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.registry import Registry
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.version import __version__
-
-__all__ = ["PROJECTION_METHODS", "ProjectionMethod", "build_projection"]
 
 Spellings = list[list[int]]
 
@@ -49,9 +47,9 @@ PROJECTION_METHODS.register(
 PROJECTION_METHODS.register("mined", nearest_tokens)
 
 
-def build_projection(
+def build_matrix(
     student: ByteTokenizer, teacher: ByteTokenizer, options: ProjectionOptions | None = None
-) -> SparseProjection:
+) -> ProjectionMatrix:
     """The projection of a pair.
 
     Control tokens are matched by role, then by name, then, where options say so, by how alike their
@@ -80,7 +78,7 @@ def build_projection(
         parts.append(_reverse_spelled(students, teachers, matches, options))
     if options.control_similarity is not None:
         parts.append(_similar_controls(student, teacher, students, teachers, matches, options))
-    projection = SparseProjection.from_entries(
+    projection = ProjectionMatrix.from_entries(
         *concatenated(parts),
         (student.vocab_size, teacher.vocab_size),
         is_exact_row=is_emitted & (matches != NO_MATCH),

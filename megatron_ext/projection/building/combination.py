@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +21,15 @@ from megatron_ext.projection.entries import (
     largest_of_each_row,
 )
 from megatron_ext.projection.history import with_step
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
+
+Matrix = TypeVar("Matrix", bound=ProjectionMatrix)
 
 PRODUCTS_AT_ONCE = 2**22
 """Products of two shares that are held at once, about 100 MiB."""
 
 
-def compose(
-    first: SparseProjection, second: SparseProjection, *, top_k: int | None = None
-) -> SparseProjection:
+def compose(first: Matrix, second: ProjectionMatrix, *, top_k: int | None = None) -> Matrix:
     """``first @ second``: student to pivot to teacher, each row made to sum to 1.
 
     A share of a pivot token that nothing of the teacher stands for is lost, and its row normalised
@@ -55,7 +56,8 @@ def compose(
     is_exact_row = first.is_exact_row.copy()
     pivots = first.indices[first.indptr[:-1][is_exact_row]]
     is_exact_row[is_exact_row] = second.is_exact_row[pivots]
-    return SparseProjection(
+    return replace(
+        first,
         indptr=row_pointers(rows, first.shape[0]),
         indices=columns,
         values=values,
@@ -66,7 +68,7 @@ def compose(
     )
 
 
-def fill_empty_rows(projection: SparseProjection, other: SparseProjection) -> SparseProjection:
+def fill_empty_rows(projection: Matrix, other: ProjectionMatrix) -> Matrix:
     """``projection`` with its empty rows taken from ``other``, a projection of the same pair.
 
     Raises:
@@ -77,7 +79,7 @@ def fill_empty_rows(projection: SparseProjection, other: SparseProjection) -> Sp
     other = other.padded(*projection.shape)
     is_empty = ~projection.reachable_rows
     added = is_empty[other.entry_rows]
-    filled = SparseProjection.from_entries(
+    filled = projection.from_entries(
         np.concatenate([projection.entry_rows, other.entry_rows[added]]),
         np.concatenate([projection.indices, other.indices[added]]),
         np.concatenate([projection.values, other.values[added]]),
@@ -94,7 +96,7 @@ def fill_empty_rows(projection: SparseProjection, other: SparseProjection) -> Sp
     )
 
 
-def drop_padding(projection: SparseProjection, vocab_sizes: tuple[int, int]) -> SparseProjection:
+def drop_padding(projection: Matrix, vocab_sizes: tuple[int, int]) -> Matrix:
     """``projection`` without what it says of ids from ``vocab_sizes`` on, rows normalised anew.
 
     For a projection that took the sizes of the models' heads for those of the tokenizers.
@@ -115,7 +117,7 @@ def drop_padding(projection: SparseProjection, vocab_sizes: tuple[int, int]) -> 
             )
     is_token = projection.entry_rows < vocab_sizes[0]
     is_token &= projection.indices < vocab_sizes[1]
-    kept = SparseProjection.from_entries(
+    kept = projection.from_entries(
         projection.entry_rows[is_token],
         projection.indices[is_token],
         projection.values[is_token],
@@ -143,7 +145,7 @@ def _row_ranges(products_before: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def _product(
-    first: SparseProjection, second: SparseProjection, start: int, stop: int, top_k: int | None
+    first: ProjectionMatrix, second: ProjectionMatrix, start: int, stop: int, top_k: int | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
     """Rows, columns and shares of the entries of rows ``[start, stop)`` of the product."""
     block = first.row_block(start, stop)
@@ -168,7 +170,7 @@ def _product(
 
 
 def _composed_metadata(
-    first: SparseProjection, second: SparseProjection, top_k: int | None
+    first: ProjectionMatrix, second: ProjectionMatrix, top_k: int | None
 ) -> dict[str, str]:
     methods = [projection.metadata.get("method", "unknown") for projection in (first, second)]
     pivot = first.metadata.get("teacher_fingerprint")
@@ -186,9 +188,9 @@ def _composed_metadata(
 
 
 def _check_same_vocabulary(
-    first: SparseProjection,
+    first: ProjectionMatrix,
     first_role: str,
-    second: SparseProjection,
+    second: ProjectionMatrix,
     second_role: str,
 ) -> None:
     """Refuse two projections that should share a vocabulary and do not."""

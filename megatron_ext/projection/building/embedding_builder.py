@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.building.builder import build_projection, identity
+from megatron_ext.projection.building.builder import identity
 from megatron_ext.projection.building.embedding_matrix import EmbeddingMatrix
 from megatron_ext.projection.building.embedding_space import (
     AnchoredSpace,
     EmbeddingSpace,
     SharedSpace,
 )
-from megatron_ext.projection.building.options import ProjectionOptions
 from megatron_ext.projection.building.speller import Speller
 from megatron_ext.projection.building.token_match import emitted_tokens
 from megatron_ext.projection.entries import Entries, check_top_k, concatenated
@@ -73,7 +72,7 @@ def build_embedding_projection(
     students, teachers = _matrix(student_embeddings), _matrix(teacher_embeddings)
     students.check_height(student.vocab_size, "student")
     teachers.check_height(teacher.vocab_size, "teacher")
-    exact = build_projection(student, teacher, ProjectionOptions(method="exact"))
+    exact = SparseProjection.from_tokenizers(student, teacher, "exact")
     comparable = _space(space, exact, student, students, teachers)
     empty = exact.empty_rows
     lacking = empty[[bool(student.token_bytes(token_id)) for token_id in empty.tolist()]]

@@ -19,7 +19,7 @@ PIECE_DECAY = 0.1
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class ProjectionOptions:
-    """What ``build_projection`` makes of a pair.
+    """How the projection of a pair is built.
 
     Raises:
         ProjectionError: A number that means nothing, or options that exclude each other.

@@ -22,7 +22,7 @@ from megatron_ext.projection.known_files.legacy_schema import (
     legacy_entries,
 )
 from megatron_ext.projection.known_files.loose_entries import LooseEntries
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 LegacyDtype = Literal["float32", "bfloat16"]
 
@@ -43,7 +43,7 @@ def read_legacy_file(path: Path) -> LooseEntries:
 
 
 def write_legacy_file(
-    projection: SparseProjection,
+    projection: ProjectionMatrix,
     path: Path,
     *,
     slot_count: int | None = None,
@@ -147,7 +147,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _table(
-    projection: SparseProjection, slot_count: int | None
+    projection: ProjectionMatrix, slot_count: int | None
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Indices and likelihoods [Vs, K], the largest share of a row first."""
     entries = LooseEntries.of(projection).merged()

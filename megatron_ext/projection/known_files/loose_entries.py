@@ -1,6 +1,6 @@
 """The entries of a projection as a file holds them, right or wrong. Vs rows, K slots a row.
 
-A file may repeat a column or miss a sum, so what it holds cannot be a ``SparseProjection`` yet.
+A file may repeat a column or miss a sum, so what it holds cannot be a projection yet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.projection.validation import ROW_SUM_TOLERANCE
 
 Mask = NDArray[np.bool_]
@@ -144,7 +144,7 @@ class LooseEntries:
         )
 
     @classmethod
-    def of(cls, projection: SparseProjection) -> LooseEntries:
+    def of(cls, projection: ProjectionMatrix) -> LooseEntries:
         """The entries of a sound projection, in the order of their columns."""
         rows = np.repeat(np.arange(projection.shape[0]), np.diff(projection.indptr))
         return cls(
@@ -166,7 +166,7 @@ class LooseEntries:
         vocab_sizes: tuple[int, int] | None = None,
         is_exact_row: Mask | None = None,
         metadata: Mapping[str, str] | None = None,
-    ) -> SparseProjection:
+    ) -> ProjectionMatrix:
         """The entries as a projection: repeated columns added up, each row summing to 1.
 
         Rows that sum to 1 already keep every bit.
@@ -182,7 +182,7 @@ class LooseEntries:
         """
         sums = self.row_sums
         divisors = np.where(np.abs(sums - 1) <= ROW_SUM_TOLERANCE, 1, sums)
-        return SparseProjection.from_entries(
+        return ProjectionMatrix.from_entries(
             self.rows,
             self.columns,
             self.weights / divisors[self.rows],

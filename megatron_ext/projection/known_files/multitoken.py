@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.building.builder import build_projection
+from megatron_ext.projection.building.builder import build_matrix
 from megatron_ext.projection.building.options import ProjectionOptions
 from megatron_ext.projection.history import with_step
 from megatron_ext.projection.known_files.loose_entries import LooseEntries, sorted_entries
 from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -49,7 +49,7 @@ class MultitokenOptions:
 
 def multitoken_projection(
     pair: TokenizerPair, options: MultitokenOptions, initial: LooseEntries | None = None
-) -> SparseProjection:
+) -> ProjectionMatrix:
     """Exact rows, spellings of the others, and what an initial map adds to these.
 
     Args:
@@ -61,7 +61,7 @@ def multitoken_projection(
         ProjectionError: A number that means nothing, or an initial map of other vocabularies.
     """
     similarity = options.special_token_similarity_threshold
-    built = build_projection(
+    built = build_matrix(
         pair.student,
         pair.teacher,
         ProjectionOptions(
@@ -77,14 +77,14 @@ def multitoken_projection(
 
 
 def _with_short_control_rows(
-    built: SparseProjection, pair: TokenizerPair, most: int
-) -> SparseProjection:
+    built: ProjectionMatrix, pair: TokenizerPair, most: int
+) -> ProjectionMatrix:
     entries = LooseEntries.of(built).merged()
     is_kept = pair.is_ordinary[entries.rows] | (entries.slots < most)
     return entries.kept(is_kept).projection(built.shape, is_exact_row=built.is_exact_row)
 
 
-def _added(built: SparseProjection, initial: LooseEntries, top_k: int) -> SparseProjection:
+def _added(built: ProjectionMatrix, initial: LooseEntries, top_k: int) -> ProjectionMatrix:
     entries = LooseEntries.of(built)
     for ids, size, role in zip(
         (initial.rows, initial.columns), built.shape, ("student", "teacher"), strict=True

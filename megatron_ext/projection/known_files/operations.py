@@ -13,14 +13,14 @@ from megatron_ext.projection.history import with_step
 from megatron_ext.projection.known_files.filler import find_filler
 from megatron_ext.projection.known_files.loose_entries import LooseEntries, Mask, sorted_entries
 from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 
 @dataclass(kw_only=True, frozen=True, slots=True, eq=False)
 class Cut:
     """A projection of fewer slots, and what was left out."""
 
-    projection: SparseProjection
+    projection: ProjectionMatrix
 
     cut_mass: float
     """Mass of entries that had no slot left, in rows."""
@@ -70,7 +70,7 @@ def sort_and_cut(entries: LooseEntries, top_k: int, *, preserve_last: bool = Fal
     )
 
 
-def reapply_exact_map(entries: LooseEntries, pair: TokenizerPair) -> SparseProjection:
+def reapply_exact_map(entries: LooseEntries, pair: TokenizerPair) -> ProjectionMatrix:
     """``entries`` with every token that both vocabularies have mapped to itself alone.
 
     Raises:

@@ -11,13 +11,13 @@ import numpy as np
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection.building.builder import identity
-from megatron_ext.projection.file import check_built_for
 from megatron_ext.projection.known_files.diagnosis import diagnose
 from megatron_ext.projection.known_files.legacy_file import read_legacy_file
 from megatron_ext.projection.known_files.loose_entries import LooseEntries
 from megatron_ext.projection.known_files.operations import width_of
 from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
+from megatron_ext.projection.validation import check_built_for
 from megatron_ext.tokenizers.base import ByteTokenizer
 
 Tell = Callable[[str], None]
@@ -27,9 +27,9 @@ _HARMLESS: Final = ("no_strict_rows", "lost_exact_rows", "off_support", "lost_ro
 """Kinds of defect that a builder may have meant, or that our own form does not have."""
 
 
-def load_legacy_projection(
+def load_legacy_matrix(
     path: Path, student: ByteTokenizer | None, teacher: ByteTokenizer | None, tell: Tell
-) -> SparseProjection:
+) -> ProjectionMatrix:
     """A ``.pt`` file as ``SparseProjection.load`` gives it.
 
     A file that does not name its vocabularies is judged by the tokenizers, and what that cannot
@@ -81,7 +81,7 @@ def sound_projection(
     where: Path,
     tell: Tell,
     metadata: Mapping[str, str] | None = None,
-) -> SparseProjection:
+) -> ProjectionMatrix:
     """The entries as a projection, of ``pair`` where it is given.
 
     Args:

@@ -8,8 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_ext.projection.building.builder import build_matrix
+from megatron_ext.projection.building.options import ProjectionOptions
 from megatron_ext.projection.known_files.loose_entries import LooseEntries, Mask
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
@@ -40,9 +42,9 @@ class TokenizerPair:
         return TokenBytes.of(self.teacher).tokens()
 
     @cached_property
-    def retokenized(self) -> SparseProjection:
+    def retokenized(self) -> ProjectionMatrix:
         """The projection that we build for the pair, of at most ``PIECES`` pieces a row."""
-        return SparseProjection.from_tokenizers(self.student, self.teacher, top_k=PIECES)
+        return build_matrix(self.student, self.teacher, ProjectionOptions(top_k=PIECES))
 
     @cached_property
     def is_ordinary(self) -> Mask:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +12,12 @@ from numpy.typing import NDArray
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection.layout.packing import NOWHERE, Packing, filled
 from megatron_ext.projection.layout.residual_graph import ResidualGraph
-from megatron_ext.projection.layout.vocabulary_layout import VocabularyLayout
 from megatron_ext.projection.layout.vocabulary_order import VocabularyOrder, capacities
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.projection.vocabulary_partition import VocabularyPartition
+
+if TYPE_CHECKING:
+    from megatron_ext.projection.layout.vocabulary_layout import VocabularyLayout
 
 Ids = NDArray[np.int64]
 
@@ -32,7 +35,8 @@ has; other common pairs; tokens with entries; tokens without."""
 
 
 def build_layouts(
-    projections: Sequence[SparseProjection],
+    layout_class: type[VocabularyLayout],
+    projections: Sequence[ProjectionMatrix],
     *,
     rank_count: int,
     student_size: int,
@@ -60,7 +64,7 @@ def build_layouts(
     for pair, size in zip(pairs, teacher_sizes, strict=True):
         if pair is not first:
             teacher_rank = pair.following(student_rank, capacities(pair.teachers, size, rank_count))
-        layouts.append(pair.layout(student, teacher_rank, size))
+        layouts.append(pair.layout(layout_class, student, teacher_rank, size))
     return tuple(layouts)
 
 
@@ -68,7 +72,7 @@ def build_layouts(
 class _Pair:
     """One projection without padding, and what follows from it."""
 
-    projection: SparseProjection
+    projection: ProjectionMatrix
 
     partition: VocabularyPartition
 
@@ -78,7 +82,7 @@ class _Pair:
     """[Vs] the teacher token of each common student token, -1 for others."""
 
     @classmethod
-    def of(cls, projection: SparseProjection) -> _Pair:
+    def of(cls, projection: ProjectionMatrix) -> _Pair:
         partition = projection.partition()
         partner = np.full(projection.shape[0], -1, dtype=np.int64)
         partner[partition.common_student] = partition.common_teacher
@@ -133,7 +137,11 @@ class _Pair:
         return self._filled_teacher(rank, capacity)
 
     def layout(
-        self, student: VocabularyOrder, teacher_rank: Ids, teacher_size: int
+        self,
+        layout_class: type[VocabularyLayout],
+        student: VocabularyOrder,
+        teacher_rank: Ids,
+        teacher_size: int,
     ) -> VocabularyLayout:
         common, partners = self.partition.common_student, self.partition.common_teacher
         together = student.rank_of(common) == teacher_rank[partners]
@@ -143,7 +151,7 @@ class _Pair:
         teacher = VocabularyOrder.by_rank(
             teacher_rank, key, padded_size=teacher_size, rank_count=student.rank_count
         )
-        return VocabularyLayout(
+        return layout_class(
             student=student,
             teacher=teacher,
             common_counts=_side_by_side(student, teacher, self.partner),
@@ -178,12 +186,12 @@ def _side_by_side(
     return tuple(ends.tolist())
 
 
-def _unpadded(projection: SparseProjection) -> SparseProjection:
+def _unpadded(projection: ProjectionMatrix) -> ProjectionMatrix:
     return projection.padded(*projection.vocab_sizes)
 
 
 def _check(
-    projections: Sequence[SparseProjection],
+    projections: Sequence[ProjectionMatrix],
     rank_count: int,
     student_size: int,
     teacher_sizes: Sequence[int],

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.layout.vocabulary_layout import VocabularyLayout
 from megatron_ext.projection.layout.vocabulary_order import VocabularyOrder
 
 if TYPE_CHECKING:
+    from megatron_ext.projection.layout.vocabulary_layout import VocabularyLayout
     from megatron_ext.tokenizers.base import ByteTokenizer
 
 FORMAT: Final = "megatron-ext-vocabulary-layout"
@@ -46,7 +46,10 @@ def save_layout(layout: VocabularyLayout, path: Path) -> None:
 
 
 def load_layout(
-    path: Path, student: ByteTokenizer | None, teacher: ByteTokenizer | None
+    layout_class: type[VocabularyLayout],
+    path: Path,
+    student: ByteTokenizer | None,
+    teacher: ByteTokenizer | None,
 ) -> VocabularyLayout:
     """Read the file at ``path``; see ``VocabularyLayout.load``."""
     content = _read(path)
@@ -63,7 +66,7 @@ def load_layout(
             )
             for side in ("student", "teacher")
         )
-        return VocabularyLayout(
+        return layout_class(
             student=student_order,
             teacher=teacher_order,
             common_counts=counts,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.projection.layout.vocabulary_layout import VocabularyLayout
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class LayoutStatistics:
     """Most entries of a rank that are in no common pair of its own, over the mean."""
 
     @classmethod
-    def of(cls, projection: SparseProjection, layout: VocabularyLayout) -> LayoutStatistics:
+    def of(cls, projection: ProjectionMatrix, layout: VocabularyLayout) -> LayoutStatistics:
         """Statistics of ``projection``, in the tokenizers' order, under ``layout``."""
         ranks = layout.rank_count
         projection = projection.padded(*projection.vocab_sizes)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.projection.vocabulary_partition import VocabularyPartition
 
 Ids = NDArray[np.int64]
@@ -38,7 +38,7 @@ class ResidualGraph:
     """[Vs + Vt] 1 for an item with a teacher token, else 0."""
 
     @classmethod
-    def of(cls, projection: SparseProjection, partition: VocabularyPartition) -> ResidualGraph:
+    def of(cls, projection: ProjectionMatrix, partition: VocabularyPartition) -> ResidualGraph:
         """The graph of a projection without padding."""
         students, teachers = projection.vocab_sizes
         partner = np.full(students, -1, dtype=np.int64)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ProjectionError
+from megatron_ext.projection.layout.layout_builder import build_layouts
+from megatron_ext.projection.layout.layout_file import load_layout, save_layout
 from megatron_ext.projection.layout.vocabulary_order import VocabularyOrder
 
 if TYPE_CHECKING:
-    from megatron_ext.projection.sparse_projection import SparseProjection
+    from megatron_ext.projection.projection_matrix import ProjectionMatrix
     from megatron_ext.tokenizers.base import ByteTokenizer
 
 
@@ -70,7 +72,7 @@ class VocabularyLayout:
     @classmethod
     def of(
         cls,
-        projection: SparseProjection,
+        projection: ProjectionMatrix,
         *,
         rank_count: int,
         student_size: int,
@@ -97,7 +99,7 @@ class VocabularyLayout:
     @classmethod
     def of_several(
         cls,
-        projections: Sequence[SparseProjection],
+        projections: Sequence[ProjectionMatrix],
         *,
         rank_count: int,
         student_size: int,
@@ -113,14 +115,28 @@ class VocabularyLayout:
         Raises:
             ProjectionError: As ``of``; no projection, or projections of several students.
         """
-        from megatron_ext.projection.layout.layout_builder import build_layouts
-
         return build_layouts(
+            cls,
             projections,
             rank_count=rank_count,
             student_size=student_size,
             teacher_sizes=teacher_sizes,
         )
+
+    def check_sizes(self, student_count: int, teacher_count: int) -> None:
+        """Refuse what is of vocabularies of other sizes than this layout.
+
+        Raises:
+            ProjectionError: A number of tokens that is not that of the layout.
+        """
+        expected = (self.student.vocab_size, self.teacher.vocab_size)
+        if (student_count, teacher_count) != expected:
+            raise ProjectionError(
+                "the vocabulary layout is of another pair",
+                got=f"{student_count} student and {teacher_count} teacher tokens",
+                expected=f"{expected[0]} and {expected[1]}",
+                fix="make the layout of this projection: VocabularyLayout.of(projection, ...)",
+            )
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file; it appears under ``path`` whole or not at all.
@@ -128,8 +144,6 @@ class VocabularyLayout:
         Raises:
             ProjectionError: The place cannot be written to.
         """
-        from megatron_ext.projection.layout.layout_file import save_layout
-
         save_layout(self, Path(path))
 
     @classmethod
@@ -148,6 +162,4 @@ class VocabularyLayout:
         Raises:
             ProjectionError: Missing, broken or foreign file, or one for another pair.
         """
-        from megatron_ext.projection.layout.layout_file import load_layout
-
-        return load_layout(Path(path), student, teacher)
+        return load_layout(cls, Path(path), student, teacher)

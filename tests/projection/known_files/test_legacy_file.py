@@ -11,7 +11,7 @@ import torch
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.known_files.legacy_file import read_legacy_file, write_legacy_file
-from megatron_ext.projection.sparse_projection import ARRAYS
+from megatron_ext.projection.projection_matrix import ARRAYS
 from tests.projection.greedy_tokenizer import GreedyTokenizer
 
 STUDENT = GreedyTokenizer(["<s>", b"aa", b"ab", b"b", "<mine>"], bos="<s>")
