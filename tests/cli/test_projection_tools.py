@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ import torch
 from safetensors.numpy import save_file
 
 from megatron_ext.cli.main import main
-from megatron_ext.cli.projection.tool_files import clean_model_name, prepared_name
+from megatron_ext.cli.projection.nemo_tools import clean_model_name, prepared_name
 from tests.projection.trained_pair import trained_pair
 
 DIGITS = [0.9009, 0.0901, 0.0090]
@@ -201,26 +199,3 @@ def test_a_model_without_weights_asks_for_embeddings(pair, models, capsys, tmp_p
     with pytest.raises(SystemExit):
         tool("minimal-projection-generator", "--student-model", "s", "--teacher-model", "s")
     assert "student and teacher are one model" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "minimal_projection_via_multitoken",
-        "reapply_exact_map",
-        "sort_and_cut_projection_matrix",
-        "minimal_projection_generator",
-        "build_projection_matrix",
-    ],
-)
-def test_each_tool_is_a_module_of_its_name(name):
-    finished = subprocess.run(
-        [sys.executable, "-m", f"megatron_ext.cli.projection.{name}", "--help"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert f"usage: megatron-ext projection {name.replace('_', '-')}" in finished.stdout
-    assert finished.stderr == ""

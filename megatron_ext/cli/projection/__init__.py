@@ -8,8 +8,7 @@
 A file that ends in .pt is one of the x-token tools of NeMo RL, read without running any code in it;
 any other is a safetensors file of ours. The tools themselves are here under their names and with
 their flags: minimal-projection-via-multitoken, reapply-exact-map, sort-and-cut-projection-matrix,
-minimal-projection-generator and build-projection-matrix, each also as a module:
-python -m megatron_ext.cli.projection.sort_and_cut_projection_matrix.
+minimal-projection-generator and build-projection-matrix.
 """
 
 from megatron_ext.cli.projection.verb import add_arguments, run

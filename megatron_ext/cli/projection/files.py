@@ -12,7 +12,6 @@ from typing import Final
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.projection.file import is_legacy_file, load_matrix, save_matrix
-from megatron_ext.projection.known_files.defect import Defect
 from megatron_ext.projection.known_files.legacy_file import LegacyDtype, write_legacy_file
 from megatron_ext.projection.known_files.loose_entries import LooseEntries
 from megatron_ext.projection.known_files.sound_projection import read_legacy_entries
@@ -78,6 +77,7 @@ def read_entries(path: Path, pair: TokenizerPair | None = None) -> LooseEntries:
 def write_projection(
     projection: ProjectionMatrix,
     path: Path,
+    arguments: argparse.Namespace,
     *,
     dtype: LegacyDtype = "float32",
     slot_count: int | None = None,
@@ -85,9 +85,14 @@ def write_projection(
 ) -> None:
     """Write a file of the kind that the suffix says, and say so on standard error unless ``quiet``.
 
+    The file names the models as the command line does, unless the projection names others.
+
     Raises:
         ProjectionError: The place cannot be written to.
     """
+    names = {f"{role}_model_id": vars(arguments).get(role) for role in ("student", "teacher")}
+    given = {key: name for key, name in names.items() if name is not None}
+    projection = replace(projection, metadata={**given, **projection.metadata})
     if path.suffix in LEGACY_SUFFIXES:
         write_legacy_file(projection, path, dtype=dtype, slot_count=slot_count)
     else:
@@ -102,15 +107,6 @@ def write_projection(
     )
 
 
-def with_model_names(
-    projection: ProjectionMatrix, arguments: argparse.Namespace
-) -> ProjectionMatrix:
-    """``projection`` with the names of the two models, where it has none, as the known tools do."""
-    names = {"student_model_id": arguments.student, "teacher_model_id": arguments.teacher}
-    metadata = {**{k: v for k, v in names.items() if v is not None}, **projection.metadata}
-    return replace(projection, metadata=metadata)
-
-
 def some_of(items: Iterable[str], *, before: str, after: str = "") -> str:
     """The first items in a row, and whether there are more; nothing where there is none."""
     shown = list(islice(items, _SHOWN + 1))
@@ -118,11 +114,6 @@ def some_of(items: Iterable[str], *, before: str, after: str = "") -> str:
         return ""
     more = ", ..." if len(shown) > _SHOWN else ""
     return f"{before}{', '.join(shown[:_SHOWN])}{more}{after}"
-
-
-def defect_lines(defects: Iterable[Defect]) -> list[str]:
-    """A line for each defect."""
-    return [f"  - {defect}\n" for defect in defects]
 
 
 def note(text: str) -> None:

@@ -1,32 +1,43 @@
-"""Which action of ``megatron-ext projection`` is meant."""
+"""The actions of ``megatron-ext projection``."""
 
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
-from typing import Any, Final
+from collections.abc import Callable
+from functools import partial
+from inspect import cleandoc
+from typing import Final, NamedTuple
 
-ACTIONS: Final = (
-    "build",
-    "inspect",
-    "convert",
-    "embed",
-    "minimal-projection-via-multitoken",
-    "reapply-exact-map",
-    "sort-and-cut-projection-matrix",
-    "minimal-projection-generator",
-    "build-projection-matrix",
-)
-"""Each is the module of its name, with ``add_arguments`` and ``run``."""
+from megatron_ext.cli.projection import build, convert, nemo_tools
+
+
+class Action(NamedTuple):
+    """What one word behind ``megatron-ext projection`` does."""
+
+    add_flags: Callable[[argparse.ArgumentParser], None]
+
+    run: Callable[[argparse.Namespace], object]
+    """Its docstring is the help of the action."""
+
+
+ACTIONS: Final = {
+    "build": Action(build.add_build_flags, build.build),
+    "inspect": Action(convert.add_inspect_flags, convert.inspect),
+    "convert": Action(convert.add_convert_flags, convert.convert),
+    "embed": Action(build.add_embed_flags, build.embed),
+    **{
+        name: Action(partial(nemo_tools.add_flags, name), tool)
+        for name, tool in nemo_tools.TOOLS.items()
+    },
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A parser for each action."""
+    """Add a parser for each action."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name in ACTIONS:
-        action = _module(name)
-        words = (action.__doc__ or "").strip()
-        action.add_arguments(
+    for name, action in ACTIONS.items():
+        words = cleandoc(action.run.__doc__ or "")
+        action.add_flags(
             actions.add_parser(
                 name,
                 help=words.splitlines()[0],
@@ -39,8 +50,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the action."""
-    _module(arguments.action).run(arguments)
-
-
-def _module(action: str) -> Any:
-    return import_module(f"megatron_ext.cli.projection.{action.replace('-', '_')}")
+    ACTIONS[arguments.action].run(arguments)
