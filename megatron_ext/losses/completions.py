@@ -24,7 +24,7 @@ from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import LossError
 from megatron_ext.losses.vocabulary_match import IdTable
 from megatron_ext.ops.partition_kl import ChainRows, Chains, SingleRows
-from megatron_ext.projection.building.speller import Speller
+from megatron_ext.projection.speller import Speller
 from megatron_ext.tokenizers.base import ByteTokenizer
 
 Ids = NDArray[np.int64]

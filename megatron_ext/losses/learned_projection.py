@@ -18,7 +18,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ProjectionError
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.ops.projected_kl import LearnedEntries
-from megatron_ext.projection.history import with_step
+from megatron_ext.projection.compressed_rows import with_step
 from megatron_ext.projection.sparse_projection import SparseProjection
 
 

@@ -1,11 +1,11 @@
-"""Which teacher tokens stand for each student token, and in what shares."""
+"""The projection between two vocabularies: the teacher tokens that stand for a student token."""
 
-from megatron_ext.projection.building.builder import PROJECTION_METHODS
-from megatron_ext.projection.building.combination import compose, drop_padding, fill_empty_rows
-from megatron_ext.projection.building.embedding_builder import build_embedding_projection
-from megatron_ext.projection.building.embedding_matrix import EmbeddingMatrix
-from megatron_ext.projection.building.options import ProjectionMethod, ProjectionOptions
+from megatron_ext.projection.builder import PROJECTION_METHODS
+from megatron_ext.projection.combination import compose, drop_padding, fill_empty_rows
 from megatron_ext.projection.compressed_rows import CompressedRows
+from megatron_ext.projection.embedding_builder import build_embedding_projection
+from megatron_ext.projection.embeddings import EmbeddingMatrix
+from megatron_ext.projection.options import ProjectionMethod, ProjectionOptions
 from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.projection.vocabulary_partition import VocabularyPartition
 

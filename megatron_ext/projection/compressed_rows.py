@@ -1,11 +1,18 @@
-"""A sparse matrix in compressed rows, with nothing promised about its sums. R rows, N columns."""
+"""A sparse matrix in compressed rows, made of weighted entries, and the history of its making.
+
+R rows and N columns, with nothing promised about sums; nnz entries of a matrix. Weighted entries
+that are not compressed yet: N of them, in a matrix Vs x Vt.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from megatron_ext.errors import ProjectionError
 
@@ -83,3 +90,134 @@ def check_block(noun: str, start: int, stop: int) -> None:
         raise ProjectionError(
             f"a {noun} block runs backwards", got=(start, stop), expected="0 <= start <= stop"
         )
+
+
+class Entries(NamedTuple):
+    """Weights of pairs of tokens, in any order; a pair may come several times."""
+
+    rows: NDArray[np.int64]
+    """[N] student ids."""
+
+    columns: NDArray[np.int64]
+    """[N] teacher ids."""
+
+    weights: NDArray[np.float64]
+    """[N] none below 0."""
+
+
+def concatenated(parts: Sequence[Entries]) -> Entries:
+    """The entries of all parts, one part after another."""
+    return Entries(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def checked_entries(
+    rows: ArrayLike, columns: ArrayLike, weights: ArrayLike, shape: tuple[int, int]
+) -> Entries:
+    """Arrays of one length whose entries lie inside ``shape``.
+
+    Raises:
+        ProjectionError: They differ in length, ids are no integers or outside ``shape``, or a
+            weight is no finite number or below 0. The text names the first such entry.
+    """
+    row_ids, column_ids = np.asarray(rows), np.asarray(columns)
+    try:
+        numbers = np.asarray(weights, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ProjectionError(
+            "the weights of a projection are no numbers", got=type(weights).__name__
+        ) from None
+    if not (row_ids.ndim == 1 and row_ids.shape == column_ids.shape == numbers.shape):
+        raise ProjectionError(
+            "rows, columns and weights of a projection differ in length",
+            got=f"{row_ids.shape}, {column_ids.shape} and {numbers.shape}",
+            expected="three arrays of one length",
+        )
+    for noun, ids, size in (("row", row_ids, shape[0]), ("column", column_ids, shape[1])):
+        if len(ids) and not np.issubdtype(ids.dtype, np.integer):
+            raise ProjectionError(
+                f"the {noun}s of a projection are no ids", got=ids.dtype, expected="integers"
+            )
+        outside = (ids < 0) | (ids >= size)
+        _refuse_first(outside, f"has a {noun} outside the vocabulary", ids, f"0 to {size - 1}")
+    unusable = ~(np.isfinite(numbers) & (numbers >= 0))
+    _refuse_first(unusable, "has an unusable weight", numbers, "a finite number, at least 0")
+    return Entries(row_ids.astype(np.int64), column_ids.astype(np.int64), numbers)
+
+
+def compress(
+    entries: Entries, shape: tuple[int, int], *, normalise: bool = True
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
+    """Compressed rows of weighted entries, weights of a repeated pair added up.
+
+    A share that float32 cannot tell from 0, as of a fortieth piece, has no entry.
+
+    Args:
+        entries: [N]
+        shape: (Vs, Vt)
+        normalise: Divide each row by its sum; else weights stay as they are.
+
+    Returns:
+        indptr [Vs + 1], indices [nnz] ascending within a row, values [nnz].
+    """
+    weights = entries.weights
+    if normalise:
+        # Weights of the size of 1e308 have no sum; those of a row relative to its largest have.
+        largest = np.zeros(shape[0])
+        np.maximum.at(largest, entries.rows, weights)
+        weights = weights / np.where(largest > 0, largest, 1.0)[entries.rows]
+    pairs, place = np.unique(entries.rows * shape[1] + entries.columns, return_inverse=True)
+    totals = np.bincount(place, weights=weights, minlength=len(pairs))
+    rows, columns = np.divmod(pairs, max(shape[1], 1))
+    if normalise:
+        row_totals = np.bincount(rows, weights=totals, minlength=shape[0])
+        totals = totals / np.where(row_totals > 0, row_totals, 1.0)[rows]
+    values = totals.astype(np.float32)
+    kept = values > 0
+    return row_pointers(rows[kept], shape[0]), columns[kept].astype(np.int32), values[kept]
+
+
+def largest_of_each_row(
+    indptr: NDArray[np.int64], values: NDArray[np.float32], k: int
+) -> NDArray[np.bool_]:
+    """Whether each entry [nnz] is among the ``k`` largest of its row; of equals, the first are.
+
+    Raises:
+        ProjectionError: ``k`` below 1.
+    """
+    check_top_k(k)
+    counts = np.diff(indptr)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    order = np.lexsort((-values, rows))
+    rank = np.empty(len(values), dtype=np.int64)
+    rank[order] = np.arange(len(values)) - indptr[:-1][rows]
+    return rank < k
+
+
+def check_top_k(top_k: int) -> None:
+    """Refuse a number of entries that leaves none in a row.
+
+    Raises:
+        ProjectionError: ``top_k`` is no integer or below 1.
+    """
+    if isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1:
+        raise ProjectionError(
+            "top_k leaves no entry in a row", got=top_k, expected="at least 1", where="top_k"
+        )
+
+
+def _refuse_first(bad: NDArray[np.bool_], what: str, found: NDArray[Any], expected: str) -> None:
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise ProjectionError(
+            f"entry {at} of a projection {what}", got=found[at], expected=expected
+        )
+
+
+HISTORY = "history"
+"""Metadata key: a JSON list of what was done to a projection since it was built, oldest first."""
+
+
+def with_step(metadata: Mapping[str, str], step: str, **options: object) -> dict[str, str]:
+    """``metadata`` with one more step in its history."""
+    steps = [*json.loads(metadata.get(HISTORY, "[]")), {"step": step, **options}]
+    return {**metadata, HISTORY: json.dumps(steps)}

@@ -1,4 +1,4 @@
-"""The map from one vocabulary to another, as a sparse matrix. V vocabularies Vs and Vt.
+"""The map from one vocabulary to another, as a sparse matrix. Vocabularies Vs and Vt.
 
 Row ``s`` says which teacher tokens stand for student token ``s``, and in what shares. A row sums to
 1 or is empty, which says that nothing stands for the token. No dense Vs x Vt exists at any time.
@@ -14,14 +14,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.compressed_rows import CompressedRows, check_block, row_pointers
-from megatron_ext.projection.entries import (
+from megatron_ext.projection.compressed_rows import (
+    CompressedRows,
     Entries,
+    check_block,
     checked_entries,
     compress,
     largest_of_each_row,
+    row_pointers,
+    with_step,
 )
-from megatron_ext.projection.history import with_step
 from megatron_ext.projection.validation import check_projection
 from megatron_ext.projection.vocabulary_partition import VocabularyPartition
 

@@ -8,14 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext.projection.building.builder import build_matrix
-from megatron_ext.projection.building.combination import compose
-from megatron_ext.projection.building.options import (
-    PIECE_DECAY,
-    ProjectionMethod,
-    ProjectionOptions,
-)
+from megatron_ext.projection.builder import build_matrix
+from megatron_ext.projection.combination import compose
 from megatron_ext.projection.file import load_matrix, save_matrix
+from megatron_ext.projection.options import PIECE_DECAY, ProjectionMethod, ProjectionOptions
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 if TYPE_CHECKING:
@@ -26,7 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseProjection(ProjectionMatrix):
-    """Which teacher tokens stand for each student token, and in what shares."""
+    """A projection as it is built from tokenizers, chained, saved and loaded.
+
+    Data, checks and algebra are those of ``ProjectionMatrix``, which functions below this module
+    take and return.
+    """
 
     @classmethod
     def of(cls, matrix: ProjectionMatrix) -> Self:

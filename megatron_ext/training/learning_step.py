@@ -15,8 +15,8 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import DskdProjectors, LearnedProjection, Needs, Objective
 from megatron_ext.projection import SparseProjection
-from megatron_ext.projection.building.options import ProjectionMethod
 from megatron_ext.projection.layout import VocabularyLayout
+from megatron_ext.projection.options import ProjectionMethod
 from megatron_ext.teachers.megatron_teacher import head_weight
 from megatron_ext.training.agreement import same_tokens
 from megatron_ext.training.checkpoint_folder import latest_checkpoint

@@ -14,7 +14,7 @@ import torch
 from megatron_ext.cli.main import main
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.projection import SparseProjection
-from megatron_ext.projection.known_files.legacy_file import write_legacy_file
+from megatron_ext.projection.nemo.legacy_file import write_legacy_file
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.dry_run import dry_run

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_ext.projection import SparseProjection
-from megatron_ext.projection.known_files.inspection import Inspection
-from megatron_ext.projection.known_files.loose_entries import LooseEntries
-from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
+from megatron_ext.projection.nemo.inspection import Inspection
+from megatron_ext.projection.nemo.loose_entries import LooseEntries
+from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.data.global_batches import Replica
 from megatron_ext.training.data.run_data import RunData

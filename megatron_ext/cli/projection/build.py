@@ -9,8 +9,8 @@ from typing import Final
 
 from megatron_ext.cli.projection.files import add_pair, note, required_pair, write_projection
 from megatron_ext.errors import ConfigError
-from megatron_ext.projection.building.builder import PROJECTION_METHODS
-from megatron_ext.projection.building.options import PIECE_DECAY
+from megatron_ext.projection.builder import PROJECTION_METHODS
+from megatron_ext.projection.options import PIECE_DECAY
 from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 

@@ -17,11 +17,10 @@ from megatron_ext.cli.projection.files import (
     some_of,
     write_projection,
 )
-from megatron_ext.projection.history import with_step
-from megatron_ext.projection.known_files.inspection import Inspection
-from megatron_ext.projection.known_files.legacy_file import LegacyDtype
-from megatron_ext.projection.known_files.sound_projection import sound_projection
-from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
+from megatron_ext.projection.compressed_rows import with_step
+from megatron_ext.projection.nemo.inspection import Inspection, sound_projection
+from megatron_ext.projection.nemo.legacy_file import LegacyDtype
+from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
 
 _ROW_SIZES_SHOWN: Final = 8
 

@@ -12,10 +12,10 @@ from typing import Final
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.projection.file import is_legacy_file, load_matrix, save_matrix
-from megatron_ext.projection.known_files.legacy_file import LegacyDtype, write_legacy_file
-from megatron_ext.projection.known_files.loose_entries import LooseEntries
-from megatron_ext.projection.known_files.sound_projection import read_legacy_entries
-from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
+from megatron_ext.projection.nemo.inspection import read_legacy_entries
+from megatron_ext.projection.nemo.legacy_file import LegacyDtype, write_legacy_file
+from megatron_ext.projection.nemo.loose_entries import LooseEntries
+from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 

@@ -20,13 +20,16 @@ from megatron_ext.cli.projection.files import (
 )
 from megatron_ext.errors import ConfigError, ProjectionError
 from megatron_ext.extras import needed_packages
-from megatron_ext.projection.building.embedding_builder import build_embedding_projection
-from megatron_ext.projection.building.embedding_matrix import EmbeddingMatrix
-from megatron_ext.projection.building.embedding_space import EmbeddingSpace
-from megatron_ext.projection.known_files.loose_entries import LooseEntries
-from megatron_ext.projection.known_files.multitoken import MultitokenOptions, multitoken_projection
-from megatron_ext.projection.known_files.operations import reapply_exact_map, sort_and_cut
-from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
+from megatron_ext.projection.embedding_builder import build_embedding_projection
+from megatron_ext.projection.embeddings import EmbeddingMatrix, EmbeddingSpace
+from megatron_ext.projection.nemo.loose_entries import LooseEntries
+from megatron_ext.projection.nemo.operations import (
+    MultitokenOptions,
+    multitoken_projection,
+    reapply_exact_map,
+    sort_and_cut,
+)
+from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 Flags = Mapping[str, Mapping[str, Any]]

@@ -8,8 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection import build_embedding_projection
-from megatron_ext.projection.building import embedding_builder
+from megatron_ext.projection import build_embedding_projection, embedding_builder
 from tests.projection.greedy_tokenizer import GreedyTokenizer
 from tests.projection.projection_rows import rows_of
 

@@ -5,9 +5,13 @@ import json
 import pytest
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.known_files.multitoken import MultitokenOptions, multitoken_projection
-from megatron_ext.projection.known_files.operations import reapply_exact_map, sort_and_cut
-from tests.projection.known_files.test_diagnosis import OWN_SHARES, PAIR, entries_of
+from megatron_ext.projection.nemo.operations import (
+    MultitokenOptions,
+    multitoken_projection,
+    reapply_exact_map,
+    sort_and_cut,
+)
+from tests.projection.nemo.test_diagnosis import OWN_SHARES, PAIR, entries_of
 from tests.projection.projection_rows import rows_of
 
 TABLE = [{0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}, [(1, 0.3), (2, 0.4), (1, 0.3)], {3: 1.0}, {}]

@@ -1,4 +1,7 @@
-"""What the known tools do to a projection that is there already. Vs rows, K slots a row."""
+"""Steps of NeMo RL's tools: the multi-token map, exact rows, sorting and cutting.
+
+Vs rows, K slots a row.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.projection.building.builder import identity
-from megatron_ext.projection.entries import check_top_k
-from megatron_ext.projection.history import with_step
-from megatron_ext.projection.known_files.filler import find_filler
-from megatron_ext.projection.known_files.loose_entries import LooseEntries, Mask, sorted_entries
-from megatron_ext.projection.known_files.tokenizer_pair import TokenizerPair
+from megatron_ext.errors import ProjectionError
+from megatron_ext.projection.builder import build_matrix, identity
+from megatron_ext.projection.compressed_rows import check_top_k, with_step
+from megatron_ext.projection.nemo.filler import find_filler
+from megatron_ext.projection.nemo.loose_entries import LooseEntries, Mask, sorted_entries
+from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
+from megatron_ext.projection.options import ProjectionOptions
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 
@@ -54,7 +58,7 @@ def sort_and_cut(entries: LooseEntries, top_k: int, *, preserve_last: bool = Fal
     kept = merged.slots < top_k
     if is_last is not None:
         kept = _with_last(merged, np.isin(merged.keys, entries.keys[is_last]), top_k)
-    shape = (entries.height, width_of(entries))
+    shape = (entries.height, entries.least_width)
     metadata = with_step(entries.metadata, "sort_and_cut", top_k=top_k, preserve_last=preserve_last)
     metadata.pop("enable_scale_trick", None)
     return Cut(
@@ -100,11 +104,6 @@ def reapply_exact_map(entries: LooseEntries, pair: TokenizerPair) -> ProjectionM
     )
 
 
-def width_of(entries: LooseEntries) -> int:
-    """Vt of the entries: what the file says, else one past the largest column."""
-    return entries.width or int(entries.columns.max(initial=0)) + 1
-
-
 def _with_last(merged: LooseEntries, is_last: Mask, top_k: int) -> Mask:
     """[n] the last slots, and as many of the largest others as there is room for."""
     others_before = merged.slots - _before(merged, is_last)
@@ -125,3 +124,98 @@ def _still_exact(entries: LooseEntries, merged: LooseEntries) -> Mask:
     was = entries.row_sizes == 1 if entries.is_exact_row is None else entries.is_exact_row
     still: Mask = was & (merged.row_sizes == 1)
     return still
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class MultitokenOptions:
+    """What the tool is told; names and defaults are those of its flags."""
+
+    reverse_pass: bool = True
+    """Also spell the teacher's tokens with the student's."""
+
+    special_token_mapping: bool = True
+    """Relate control tokens without a match by how alike their names are."""
+
+    tokens_to_cut: int = 4
+    """Most pieces of a spelling."""
+
+    top_k: int = 32
+    """Most entries of a row."""
+
+    special_token_similarity_threshold: float = 0.3
+    """Least similarity of two names."""
+
+    special_token_top_k: int | None = None
+    """Most entries of a control token; ``top_k`` where None."""
+
+    def __post_init__(self) -> None:
+        if self.special_token_top_k is not None and self.special_token_top_k < 1:
+            raise ProjectionError(
+                "no entry of a control token counts",
+                got=self.special_token_top_k,
+                expected="at least 1",
+                where="special_token_top_k",
+            )
+
+
+def multitoken_projection(
+    pair: TokenizerPair, options: MultitokenOptions, initial: LooseEntries | None = None
+) -> ProjectionMatrix:
+    """Exact rows, spellings of the others, and what an initial map adds to these.
+
+    Args:
+        pair: The tokenizers.
+        options: What the flags say.
+        initial: Entries whose weights are added to the shares of rows that are not exact.
+
+    Raises:
+        ProjectionError: A number that means nothing, or an initial map of other vocabularies.
+    """
+    similarity = options.special_token_similarity_threshold
+    built = build_matrix(
+        pair.student,
+        pair.teacher,
+        ProjectionOptions(
+            top_k=options.top_k,
+            pieces=options.tokens_to_cut,
+            reverse_pass=options.reverse_pass,
+            control_similarity=similarity if options.special_token_mapping else None,
+        ),
+    )
+    if options.special_token_top_k is not None:
+        built = _with_short_control_rows(built, pair, options.special_token_top_k)
+    return built if initial is None else _added(built, initial, options.top_k)
+
+
+def _with_short_control_rows(
+    built: ProjectionMatrix, pair: TokenizerPair, most: int
+) -> ProjectionMatrix:
+    entries = LooseEntries.of(built).merged()
+    is_kept = pair.is_ordinary[entries.rows] | (entries.slots < most)
+    return entries.kept(is_kept).projection(built.shape, is_exact_row=built.is_exact_row)
+
+
+def _added(built: ProjectionMatrix, initial: LooseEntries, top_k: int) -> ProjectionMatrix:
+    entries = LooseEntries.of(built)
+    for ids, size, role in zip(
+        (initial.rows, initial.columns), built.shape, ("student", "teacher"), strict=True
+    ):
+        if ids.max(initial=-1) >= size:
+            raise ProjectionError(
+                f"the initial map is of a larger {role} vocabulary",
+                got=f"id {ids.max()}",
+                expected=f"0 to {size - 1}",
+                fix="build one from the two tokenizers: megatron-ext projection build",
+            )
+    initial = initial.kept(~built.is_exact_row[initial.rows])
+    together = sorted_entries(
+        np.concatenate((entries.rows, initial.rows)),
+        np.concatenate((entries.columns, initial.columns)),
+        np.concatenate((entries.weights, initial.weights)),
+        like=replace(entries, slot_count=0),
+    ).merged()
+    return together.kept(together.slots < top_k).projection(
+        built.shape,
+        is_exact_row=built.is_exact_row,
+        metadata=with_step(built.metadata, "initial_projection"),
+    )

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection import SparseProjection
-from megatron_ext.projection.building.nearest_tokens import NearestTokens
+from megatron_ext.projection.nearest_tokens import NearestTokens
 from tests.projection.greedy_tokenizer import GreedyTokenizer
 
 

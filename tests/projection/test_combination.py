@@ -8,9 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection import SparseProjection, compose, drop_padding
+from megatron_ext.projection import SparseProjection, combination, compose, drop_padding
 from megatron_ext.projection import fill_empty_rows as fill
-from megatron_ext.projection.building import combination
 from tests.projection.greedy_tokenizer import GreedyTokenizer
 from tests.projection.projection_rows import dense, projection_of, random_projections, rows_of
 

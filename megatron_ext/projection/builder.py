@@ -12,25 +12,40 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.control_pairs import match_control_tokens
-from megatron_ext.projection.building.control_names import most_similar
-from megatron_ext.projection.building.nearest_tokens import nearest_tokens
-from megatron_ext.projection.building.options import ProjectionOptions
-from megatron_ext.projection.building.speller import Speller
-from megatron_ext.projection.building.token_match import (
-    NO_MATCH,
-    emitted_tokens,
-    match_ordinary_tokens,
-)
-from megatron_ext.projection.entries import Entries, concatenated
+from megatron_ext.projection.compressed_rows import Entries, concatenated
+from megatron_ext.projection.nearest_tokens import most_similar, nearest_tokens
+from megatron_ext.projection.options import ProjectionOptions
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
+from megatron_ext.projection.speller import Speller
 from megatron_ext.registry import Registry
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.version import __version__
+
+NO_MATCH: Final = -1
+
+
+def match_ordinary_tokens(student: Speller, teacher: Speller) -> NDArray[np.int64]:
+    """Teacher id [Vs] with the same bytes as each student id, ``NO_MATCH`` where it has none."""
+    ids = (teacher.id_of(token) if token else None for token in student.tokens)
+    return np.fromiter(
+        (NO_MATCH if token_id is None else token_id for token_id in ids),
+        dtype=np.int64,
+        count=len(student.tokens),
+    )
+
+
+def emitted_tokens(speller: Speller) -> NDArray[np.bool_]:
+    """[V] ids that have bytes, and of several ids with the same bytes only the emitted one."""
+    emitted = np.zeros(len(speller.tokens), dtype=np.bool_)
+    emitted[list(speller.emitted_ids)] = True
+    return emitted
+
 
 Spellings = list[list[int]]
 

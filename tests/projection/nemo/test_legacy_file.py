@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection import SparseProjection
-from megatron_ext.projection.known_files.legacy_file import read_legacy_file, write_legacy_file
+from megatron_ext.projection.nemo.legacy_file import read_legacy_file, write_legacy_file
 from megatron_ext.projection.projection_matrix import ARRAYS
 from tests.projection.greedy_tokenizer import GreedyTokenizer
 

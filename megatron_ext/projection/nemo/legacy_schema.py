@@ -1,4 +1,4 @@
-"""What the ``.pt`` files of the x-token tools of NeMo RL hold. Vs rows, K slots a row.
+"""Contents of the ``.pt`` files of the x-token tools of NeMo RL. Vs rows, K slots a row.
 
 One of these:
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.extras import needed_packages
-from megatron_ext.projection.known_files.loose_entries import FLOAT32_ROUNDING, LooseEntries
+from megatron_ext.projection.nemo.loose_entries import FLOAT32_ROUNDING, LooseEntries
 
 NO_COLUMN: Final = -1
 """Index of an empty slot."""

@@ -123,6 +123,11 @@ class LooseEntries:
         stop = int(self.columns.max(initial=0)) + 1 if self.width is None else self.width
         return self.rows * stop + self.columns
 
+    @property
+    def least_width(self) -> int:
+        """Vt: what the file says, else one past the largest column."""
+        return self.width or int(self.columns.max(initial=0)) + 1
+
     def kept(self, mask: Mask) -> LooseEntries:
         """The entries where ``mask`` [n] is set."""
         return replace(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.projection.known_files.loose_entries import LooseEntries, Mask
+from megatron_ext.projection.nemo.loose_entries import LooseEntries, Mask
 
 _SORTED_SHARE = 0.99
 """Of the rows of a table that somebody sorted, with room for a few mended by hand."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ext.projection.building.control_names import most_similar
+from megatron_ext.projection.nearest_tokens import most_similar
 
 
 def test_similarity_counts_matching_characters_and_common_words():

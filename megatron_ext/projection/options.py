@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.entries import check_top_k
+from megatron_ext.projection.compressed_rows import check_top_k
 
 ProjectionMethod = Literal["exact", "retokenized", "first_piece", "mined"]
 

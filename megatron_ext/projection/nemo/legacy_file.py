@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from megatron_ext.atomic_file import write_bytes
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.known_files.legacy_schema import (
+from megatron_ext.projection.nemo.legacy_schema import (
     LEGACY_CONTENT,
     NO_COLUMN,
     import_torch,
     legacy_entries,
 )
-from megatron_ext.projection.known_files.loose_entries import LooseEntries
+from megatron_ext.projection.nemo.loose_entries import LooseEntries
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 LegacyDtype = Literal["float32", "bfloat16"]

@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.compressed_rows import row_pointers
-from megatron_ext.projection.entries import (
+from megatron_ext.projection.compressed_rows import (
     Entries,
     check_top_k,
     compress,
     largest_of_each_row,
+    row_pointers,
+    with_step,
 )
-from megatron_ext.projection.history import with_step
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 Matrix = TypeVar("Matrix", bound=ProjectionMatrix)

@@ -13,17 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.building.builder import identity
-from megatron_ext.projection.building.embedding_matrix import EmbeddingMatrix
-from megatron_ext.projection.building.embedding_space import (
+from megatron_ext.projection.builder import emitted_tokens, identity
+from megatron_ext.projection.compressed_rows import Entries, check_top_k, concatenated
+from megatron_ext.projection.embeddings import (
     AnchoredSpace,
+    EmbeddingMatrix,
     EmbeddingSpace,
     SharedSpace,
 )
-from megatron_ext.projection.building.speller import Speller
-from megatron_ext.projection.building.token_match import emitted_tokens
-from megatron_ext.projection.entries import Entries, check_top_k, concatenated
 from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.speller import Speller
 from megatron_ext.tokenizers.base import ByteTokenizer
 
 ROWS_AT_ONCE = 1024

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_ext.projection.building.builder import build_matrix
-from megatron_ext.projection.building.options import ProjectionOptions
-from megatron_ext.projection.known_files.loose_entries import LooseEntries, Mask
+from megatron_ext.projection.builder import build_matrix
+from megatron_ext.projection.nemo.loose_entries import LooseEntries, Mask
+from megatron_ext.projection.options import ProjectionOptions
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes

@@ -1,1 +1,0 @@
-"""Building a projection: from two tokenizers, from embeddings, from other projections."""

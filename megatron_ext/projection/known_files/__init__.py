@@ -1,1 +1,0 @@
-"""Projection files of other tools: reading them, judging them, writing them."""

@@ -1,0 +1,1 @@
+"""Projection files and tools of NeMo RL: reading, judging and writing the files."""
