@@ -160,12 +160,7 @@ def _product(
     shape = (stop - start, second.shape[1])
     indptr, indices, values = compress(products, shape)
     if top_k is not None:
-        kept = largest_of_each_row(indptr, values, top_k)
-        rows = np.repeat(np.arange(shape[0]), np.diff(indptr))
-        largest = Entries(
-            rows[kept], indices[kept].astype(np.int64), values[kept].astype(np.float64)
-        )
-        indptr, indices, values = compress(largest, shape)
+        indptr, indices, values = largest_of_each_row(indptr, indices, values, shape, top_k)
     return np.repeat(np.arange(start, stop), np.diff(indptr)), indices, values
 
 

@@ -177,20 +177,28 @@ def compress(
 
 
 def largest_of_each_row(
-    indptr: NDArray[np.int64], values: NDArray[np.float32], k: int
-) -> NDArray[np.bool_]:
-    """Whether each entry [nnz] is among the ``k`` largest of its row; of equals, the first are.
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    values: NDArray[np.float32],
+    shape: tuple[int, int],
+    k: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
+    """Compressed rows of the ``k`` largest values of each row, made to sum to 1.
+
+    Of equal values the first ones stay.
 
     Raises:
         ProjectionError: ``k`` below 1.
     """
     check_top_k(k)
-    counts = np.diff(indptr)
-    rows = np.repeat(np.arange(len(counts)), counts)
+    rows = np.repeat(np.arange(shape[0]), np.diff(indptr))
     order = np.lexsort((-values, rows))
     rank = np.empty(len(values), dtype=np.int64)
     rank[order] = np.arange(len(values)) - indptr[:-1][rows]
-    return rank < k
+    kept = rank < k
+    return compress(
+        Entries(rows[kept], indices[kept].astype(np.int64), values[kept].astype(np.float64)), shape
+    )
 
 
 def check_top_k(top_k: int) -> None:

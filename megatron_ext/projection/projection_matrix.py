@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection.compressed_rows import (
     CompressedRows,
-    Entries,
     check_block,
     checked_entries,
     compress,
@@ -176,13 +175,9 @@ class ProjectionMatrix(CompressedRows):
         Raises:
             ProjectionError: ``k`` below 1.
         """
-        kept = largest_of_each_row(self.indptr, self.values, k)
-        entries = Entries(
-            self.entry_rows[kept],
-            self.indices[kept].astype(np.int64),
-            self.values[kept].astype(np.float64),
+        indptr, indices, values = largest_of_each_row(
+            self.indptr, self.indices, self.values, self.shape, k
         )
-        indptr, indices, values = compress(entries, self.shape)
         return replace(
             self,
             indptr=indptr,

@@ -9,6 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ProjectionError
+from megatron_ext.projection import SparseProjection, compose, drop_padding, fill_empty_rows
+from megatron_ext.projection.layout import VocabularyLayout
 from tests.projection.projection_rows import dense, projection_of, random_projections, rows_of
 
 ROWS = [{0: 1.0}, {}, {1: 0.75, 4: 0.25}, {4: 1.0}]
@@ -213,3 +215,19 @@ def test_blocks_of_a_padded_vocabulary_put_together_are_the_projection():
     blocks = [dense(projection.row_block(start, start + 3)) for start in (0, 3, 6)]
     assert np.array_equal(np.concatenate(blocks)[:4], dense(projection))
     assert not np.concatenate(blocks)[4:].any()
+
+
+def test_what_is_made_of_a_projection_can_be_chained_and_saved_as_well():
+    projection = projection_of([{0: 1.0}, {}, {1: 0.75, 2: 0.25}], columns=3)
+    layout = VocabularyLayout.of(projection, rank_count=1, student_size=3, teacher_size=3)
+    for made in (
+        projection.padded(4, 5),
+        projection.row_block(1, 3),
+        projection.top_k(1),
+        projection.permuted(layout),
+        compose(projection, projection, top_k=1),
+        fill_empty_rows(projection, projection),
+        drop_padding(projection, (2, 2)),
+        projection @ projection,
+    ):
+        assert type(made) is SparseProjection

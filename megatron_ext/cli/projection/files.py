@@ -27,7 +27,7 @@ _SHOWN: Final = 3
 
 
 def add_pair(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """``--student`` and ``--teacher``, and the names that the known tools have for them."""
+    """Add ``--student`` and ``--teacher``, and the names that NeMo RL's tools have for them."""
     for role in ("student", "teacher"):
         parser.add_argument(
             f"--{role}",

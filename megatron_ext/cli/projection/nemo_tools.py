@@ -350,7 +350,7 @@ TOOLS: Final = {
 
 
 def clean_model_name(model: str) -> str:
-    """A model's name as the known tools write it in file names.
+    """A model's name as NeMo RL's tools write it in file names.
 
     That is the last part of the path, without sizes (``-1B``) and variants (``-Base``,
     ``-Instruct``, ``-it``), and with ``_mini`` behind one that has "mini" in it.

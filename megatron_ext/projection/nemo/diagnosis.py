@@ -5,7 +5,6 @@ A row is taken to have a mass of 1 whatever its weights sum to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
@@ -103,37 +102,26 @@ def diagnose(entries: LooseEntries, pair: TokenizerPair | None = None) -> list[D
             what a row's token is spelled with, and of the padding only what the file says.
     """
     filler = find_filler(entries)
-    checks: list[Callable[[], Defect | None]] = []
+    found: list[Defect | None] = []
     vocab_sizes = entries.vocab_sizes if pair is None else pair.shape
     if vocab_sizes is not None:
-        checks += [
-            lambda: _padding_rows(entries, vocab_sizes[0]),
-            lambda: _missing_rows(entries, vocab_sizes[0]),
-            lambda: _padding_columns(entries, vocab_sizes[1]),
+        found += [
+            _padding_rows(entries, vocab_sizes[0]),
+            _missing_rows(entries, vocab_sizes[0]),
+            _padding_columns(entries, vocab_sizes[1]),
         ]
-    checks += [
-        lambda: _filler(entries, filler, pair),
-        lambda: _duplicates(entries),
-        lambda: _row_sums(entries),
-    ]
+    found += [_filler(entries, filler, pair), _duplicates(entries), _row_sums(entries)]
     if pair is not None:
-        checks += [
-            lambda: _lost_exact_rows(entries, pair),
-            lambda: _off_support(entries, filler, pair),
-            lambda: _lost_rows(entries, pair),
+        found += [
+            _lost_exact_rows(entries, pair),
+            _off_support(entries, filler, pair),
+            _lost_rows(entries, pair),
         ]
-    checks.append(lambda: _no_strict_rows(entries))
-    return list(_found(checks))
+    found.append(_no_strict_rows(entries))
+    return [defect for defect in found if defect is not None]
 
 
-def _found(checks: list[Callable[[], Defect | None]]) -> Iterator[Defect]:
-    for check in checks:
-        defect = check()
-        if defect is not None:
-            yield defect
-
-
-def inside(entries: LooseEntries, pair: TokenizerPair) -> Mask:
+def _inside(entries: LooseEntries, pair: TokenizerPair) -> Mask:
     """[n] entries between two tokens, not padding."""
     height, width = pair.shape
     mask: Mask = (entries.rows < height) & (entries.columns < width)
@@ -211,7 +199,7 @@ def _row_sums(entries: LooseEntries) -> Defect | None:
 
 def _lost_exact_rows(entries: LooseEntries, pair: TokenizerPair) -> Defect | None:
     exact = pair.retokenized.is_exact_row & pair.is_ordinary
-    sound = entries.kept(inside(entries, pair))
+    sound = entries.kept(_inside(entries, pair))
     own_share = np.zeros(pair.shape[0])
     same = pair.is_same_token(sound)
     np.add.at(own_share, sound.rows[same], sound.shares[same])
@@ -227,7 +215,7 @@ def _lost_exact_rows(entries: LooseEntries, pair: TokenizerPair) -> Defect | Non
 def _off_support(
     entries: LooseEntries, filler: Filler | None, pair: TokenizerPair
 ) -> Defect | None:
-    inner = inside(entries, pair)
+    inner = _inside(entries, pair)
     if filler is not None:
         inner &= ~filler.mask
     off = np.zeros(entries.entry_count, dtype=np.bool_)

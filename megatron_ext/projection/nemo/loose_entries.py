@@ -151,7 +151,7 @@ class LooseEntries:
     @classmethod
     def of(cls, projection: ProjectionMatrix) -> LooseEntries:
         """The entries of a sound projection, in the order of their columns."""
-        rows = np.repeat(np.arange(projection.shape[0]), np.diff(projection.indptr))
+        rows = projection.entry_rows
         return cls(
             rows=rows,
             columns=projection.indices.astype(np.int64),
