@@ -106,7 +106,7 @@ def build_matrix(
 def build_metadata(
     student: ByteTokenizer, teacher: ByteTokenizer, options: ProjectionOptions
 ) -> dict[str, str]:
-    """What a projection says of how it was built."""
+    """Metadata of how a projection was built."""
     given = asdict(options)
     return {
         "method": given.pop("method"),
@@ -116,7 +116,7 @@ def build_metadata(
 
 
 def identity(student: ByteTokenizer, teacher: ByteTokenizer) -> dict[str, str]:
-    """What a projection says of the pair it was built for, and of who built it."""
+    """Metadata of the pair that a projection was built for, and of its builder."""
     return {
         "builder": f"megatron-ext {__version__}",
         "student_fingerprint": student.fingerprint(),

@@ -109,7 +109,7 @@ def load_matrix(
 
 
 def is_legacy_file(path: Path) -> bool:
-    """Whether a file is one of torch's, by its first bytes."""
+    """Tell a file of torch's from others by its first bytes."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)

@@ -120,7 +120,7 @@ def nearest_tokens(speller: Speller, tokens: Sequence[bytes]) -> list[list[int]]
 
 
 def _marks(values: NDArray[np.uint8], starts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Which byte values modulo 64 each token has, as bits; tokens begin at ``starts``."""
+    """The byte values modulo 64 of each token, as bits; tokens begin at ``starts``."""
     bits = np.uint64(1) << (values.astype(np.uint64) % np.uint64(64))
     if not len(starts):
         return np.zeros(0, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""How a projection is built from two tokenizers."""
+"""Options of building a projection from two tokenizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECE_DECAY = 0.1
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class ProjectionOptions:
-    """How the projection of a pair is built.
+    """Options of ``SparseProjection.from_tokenizers``.
 
     Raises:
         ProjectionError: A number that means nothing, or options that exclude each other.

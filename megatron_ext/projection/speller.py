@@ -12,7 +12,7 @@ from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 
 class Speller:
-    """Which ids of a tokenizer spell a given string of bytes.
+    """Spelling of strings of bytes with the ids of a tokenizer.
 
     Args:
         tokenizer: Whose ids to spell with; control tokens are never among them.

@@ -1,4 +1,4 @@
-"""Which tokens of two vocabularies are the same one. C common tokens, Vs and Vt vocabularies."""
+"""Tokens that two vocabularies have in common. C common tokens, Vs and Vt vocabularies."""
 
 from __future__ import annotations
 

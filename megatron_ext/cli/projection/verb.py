@@ -12,7 +12,7 @@ from megatron_ext.cli.projection import build, convert, nemo_tools
 
 
 class Action(NamedTuple):
-    """What one word behind ``megatron-ext projection`` does."""
+    """One word behind ``megatron-ext projection``: its flags, and what it runs."""
 
     add_flags: Callable[[argparse.ArgumentParser], None]
 

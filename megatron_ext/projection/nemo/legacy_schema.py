@@ -125,7 +125,7 @@ def _tensor(content: Mapping[str, Any], name: str) -> Any:
 
 
 def _is_dense(tensor: Any) -> bool:
-    """Whether a tensor has its numbers, one for each place; one on ``meta`` has a shape alone."""
+    """True where a tensor has a number for each place; one on ``meta`` has a shape alone."""
     return bool(tensor.layout == import_torch().strided and not tensor.is_meta)
 
 

@@ -128,7 +128,7 @@ def _still_exact(entries: LooseEntries, merged: LooseEntries) -> Mask:
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class MultitokenOptions:
-    """What the tool is told; names and defaults are those of its flags."""
+    """Options of the tool; names and defaults are those of its flags."""
 
     reverse_pass: bool = True
     """Also spell the teacher's tokens with the student's."""
