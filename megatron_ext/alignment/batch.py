@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.chunk_marks import BEGINS, OUTSIDE, Marks
+from megatron_ext.alignment.chunk_marks import BEGINS, Marks, ids_of_marks
 from megatron_ext.alignment.chunk_places import ChunkPlaces, left_out
 from megatron_ext.alignment.label_positions import (
     ChunkIds,
@@ -118,7 +118,10 @@ class AlignmentBatch:
             ChunkPlaces.of_marks(teacher_marks.reshape(-1), side="teacher"),
         )
         return cls._of_places(
-            (_ids_of(student_marks), _ids_of(teacher_marks)),
+            (
+                torch.from_numpy(ids_of_marks(student_marks, np.int64)),
+                torch.from_numpy(ids_of_marks(teacher_marks, np.int64)),
+            ),
             places,
             (
                 torch.from_numpy(student_marks >= BEGINS),
@@ -325,14 +328,6 @@ def _starts(first: NDArray[np.int64], shape: torch.Size) -> torch.Tensor:
     starts = np.zeros(int(np.prod(shape)), dtype=np.bool_)
     starts[first] = True
     return torch.from_numpy(starts.reshape(tuple(shape)))
-
-
-def _ids_of(marks: Marks) -> torch.Tensor:
-    """Chunk ids [B, T] of marks [B, T], numbered over all rows."""
-    chunk_id = np.cumsum(marks.reshape(-1) >= BEGINS, dtype=np.int64)
-    chunk_id -= 1
-    np.copyto(chunk_id, NO_CHUNK, where=marks.reshape(-1) == OUTSIDE)
-    return torch.from_numpy(chunk_id.reshape(marks.shape))
 
 
 def _sample_ids(

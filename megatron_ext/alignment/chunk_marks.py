@@ -7,7 +7,7 @@ put together. Marks are not: chunk ``c`` is what begins with the ``c``-th mark o
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from megatron_ext.alignment.alignment import Alignment
 from megatron_ext.constants import NO_CHUNK
 
 Marks = NDArray[np.uint8]
+Number = TypeVar("Number", np.int32, np.int64)
 
 OUTSIDE: Final = 0
 """In no chunk."""
@@ -38,6 +39,14 @@ def chunk_marks(alignment: Alignment) -> tuple[Marks, Marks]:
     )
     student, teacher = (_marks(*side, alignment.is_exact) for side in sides)
     return student, teacher
+
+
+def ids_of_marks(marks: Marks, kind: type[Number]) -> NDArray[Number]:
+    """The chunk ids that marks of any shape stand for, counted from 0 in their flat order."""
+    chunk_id = np.cumsum(marks.reshape(-1) >= BEGINS, dtype=kind)
+    chunk_id -= 1
+    np.copyto(chunk_id, NO_CHUNK, where=marks.reshape(-1) == OUTSIDE)
+    return chunk_id.reshape(marks.shape)
 
 
 def without_chunks(marks: Marks, dropped: NDArray[np.bool_]) -> Marks:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.alignment.chunk_marks import BEGINS, INSIDE, OUTSIDE, Marks
+from megatron_ext.alignment.alignment import Alignment
+from megatron_ext.alignment.chunk_marks import BEGINS, INSIDE, OUTSIDE, Marks, ids_of_marks
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 
@@ -80,6 +81,19 @@ class ChunkPlaces:
         """The places of all tokens [P], chunk after chunk, of which ``begin`` [C] begin one."""
         end = np.append(begin[1:], len(position))[: len(begin)]
         return cls(position[begin], position[end - 1] + 1, end - begin > 1)
+
+
+def alignment_of(student_marks: Marks, teacher_marks: Marks) -> Alignment:
+    """The alignment that marks [Ts] and [Tt] stand for."""
+    student = ChunkPlaces.of_marks(student_marks, side="student")
+    teacher = ChunkPlaces.of_marks(teacher_marks, side="teacher")
+    return Alignment(
+        student_spans=student.spans.astype(np.int32),
+        teacher_spans=teacher.spans.astype(np.int32),
+        is_exact=student_marks[student.first] == BEGINS,
+        student_chunk_id=ids_of_marks(student_marks, np.int32),
+        teacher_chunk_id=ids_of_marks(teacher_marks, np.int32),
+    )
 
 
 def left_out(chunk: int, *, side: str) -> AlignmentError:

@@ -69,7 +69,7 @@ class SpelledSide(NamedTuple):
 
     def pieces(self) -> list[int]:
         """Tokens that have bytes and cover none, ascending: parts of the character that follows."""
-        empty = np.flatnonzero(np.diff(self.tokens.ends, prepend=0) == 0)
+        empty = self.tokens.empty
         rows = self.spelling.rows(self.tokens.ids[empty])
         return [
             at for at, row in zip(empty.tolist(), rows, strict=True) if row not in (b"", _SPACE)
@@ -77,13 +77,13 @@ class SpelledSide(NamedTuple):
 
 
 def as_spelled(alignment: AnyAlignment, student: SpelledSide, teacher: SpelledSide) -> AnyAlignment:
-    """The alignment of a text by its byte ends, with all that its tokens spell.
+    """The alignment of one text by its byte ends, with all that its tokens spell.
 
     Parts of a character are in the chunk of the token that covers it; where both sides take it
     apart alike, they are aligned part by part. A chunk is exact where both sides spell the same, as
     control tokens do.
     """
-    found = _aligned_pieces(joined_pieces(alignment, student, teacher), student, teacher)
+    found = _aligned_pieces(_joined_pieces(alignment, student, teacher), student, teacher)
     streams, bounds = [], []
     for side, spans in ((student, found.student_spans), (teacher, found.teacher_spans)):
         stream, ends = side.spelling.stream(side.tokens.ids)
@@ -96,7 +96,7 @@ def as_spelled(alignment: AnyAlignment, student: SpelledSide, teacher: SpelledSi
     return replace(found, is_exact=np.fromiter(same, np.bool_, found.chunk_count))
 
 
-def joined_pieces(
+def _joined_pieces(
     alignment: AnyAlignment, student: SpelledSide, teacher: SpelledSide
 ) -> AnyAlignment:
     """The alignment with the parts of a character in the chunk of the token that covers it.

@@ -1,4 +1,4 @@
-"""The facade: two tokenizers, and a text or two id streams, to an alignment."""
+"""Two tokenizers, and texts or id streams, to chunks. D texts, N and M tokens of all of them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megatron_ext.alignment.alignment import Alignment
 from megatron_ext.alignment.bridging.text_alignment import BridgedAlignment, align_bridged
 from megatron_ext.alignment.byte_alignment import (
     ByteEnds,
     align_byte_ends,
 )
+from megatron_ext.alignment.chunk_marks import OUTSIDE, Marks, chunk_marks
+from megatron_ext.alignment.chunk_places import alignment_of
 from megatron_ext.alignment.control_pairs import ControlClasses
-from megatron_ext.alignment.encoded_texts import encode_text, encode_texts
-from megatron_ext.alignment.spelling import AnyAlignment, SpelledSide, Spelling, as_spelled
+from megatron_ext.alignment.spelling import AnyAlignment, SpelledSide, as_spelled
 from megatron_ext.alignment.stream_bytes import check_same_bytes, stream_bytes
+from megatron_ext.alignment.text_tokens import TextTokenizer, TextTokens
 from megatron_ext.alignment.tokens import AlignedTokens, Ids, Tokens
 from megatron_ext.alignment.truncation import truncate
 from megatron_ext.conversation.chat_output import refuse_foreign
 from megatron_ext.errors import AlignmentError
 from megatron_ext.tokenizers.base import ByteTokenizer
+from megatron_ext.tokenizers.token_bytes import utf8
 
 if TYPE_CHECKING:
     from megatron_ext.alignment.batch import AlignmentBatch
@@ -31,12 +36,23 @@ IdPair = tuple[Ids, Ids]
 class TokenAligner:
     """Aligns what a student and a teacher make of the same text.
 
+    There is no other way from texts to chunks: runs, audits, pages and batches take this one.
+
+    One rule holds for control tokens. Two that cover no byte, stand at the same byte of the same
+    text and stand for the same thing (by role, else by name) are a chunk of their own; any other is
+    in no chunk. Text never becomes a control token unless a tokenizer is told to read them, and
+    then it covers the text that spells it, so that the rule is about ids that a caller gives.
+    Conversations, whose control tokens two templates write, pair the stop tokens behind one answer
+    besides (``align_conversation``).
+
     Args:
         student_tokenizer: The student's, or the adapter of its library.
         teacher_tokenizer: The teacher's.
-        pair_control_tokens: Control tokens that stand for the same thing on both sides (by role,
-            else by name) and stand at the same byte are chunks of their own. Otherwise they are in
-            no chunk, as those that one side alone has.
+        pair_control_tokens: Switches the rule off: all control tokens are in no chunk.
+
+    Attributes:
+        student: Encodes texts with the student's tokenizer.
+        teacher: Encodes texts with the teacher's.
 
     Raises:
         TokenizerError: A tokenizer is none of ours.
@@ -54,13 +70,44 @@ class TokenAligner:
         self.student_tokenizer = student_tokenizer
         self.teacher_tokenizer = teacher_tokenizer
         self.pair_control_tokens = pair_control_tokens
+        self.student = TextTokenizer(student_tokenizer)
+        self.teacher = TextTokenizer(teacher_tokenizer)
 
     def align(self, text: str) -> Alignment:
         """Tokenize ``text`` with both and align the tokens; special tokens in it are text."""
-        return self._aligned(
-            encode_text(self.student_tokenizer, self._student.table, text),
-            encode_text(self.teacher_tokenizer, self._teacher.table, text),
-        )
+        return self._each([text])[0].alignment
+
+    def align_joined(self, student: TextTokens, teacher: TextTokens) -> tuple[Marks, Marks]:
+        """The chunks of texts that both have encoded, as marks of both sides [N], [M].
+
+        All texts are aligned in one go, as one long text whose parts end on both sides. Those that
+        a tokenizer changes are aligned one at a time, with what their tokens spell; where both
+        sides have control tokens, so are all.
+
+        Args:
+            student: D texts, as ``student.encode`` gives them.
+            teacher: The same texts, as ``teacher.encode`` gives them.
+        """
+        # Of white space some tokenizers make no token: then nothing of theirs ends with the text.
+        together = (student.counts > 0) & (teacher.counts > 0)
+        together |= np.diff(student.byte_offsets) == 0
+        apart = {*student.changed, *teacher.changed}
+        together[list(apart)] = False
+        own, other = student.of_texts(together), teacher.of_texts(together)
+        if self._has_pairs(own.joined, other.joined):
+            apart.update(np.flatnonzero(together).tolist())
+        found = chunk_marks(align_byte_ends(own.ends, other.ends))
+        if together.all() and not apart:
+            return found
+        marks = tuple(np.full(len(side.ids), OUTSIDE, np.uint8) for side in (student, teacher))
+        for side, its, row in zip((student, teacher), found, marks, strict=True):
+            row[np.repeat(together, side.counts)] = its
+        slices = student.slices, teacher.slices
+        for index in apart:
+            found = chunk_marks(self._aligned(student.text(index), teacher.text(index)))
+            for side_slices, its, row in zip(slices, found, marks, strict=True):
+                row[side_slices[index]] = its
+        return marks[0], marks[1]
 
     def align_ids(self, student_ids: Ids, teacher_ids: Ids, *, bridge: bool = False) -> Alignment:
         """Align two streams that decode to the same bytes, control tokens aside.
@@ -76,14 +123,10 @@ class TokenAligner:
             AlignmentError: An id is outside its vocabulary, or the streams decode to different
                 bytes and are not to be bridged.
         """
-        student = Tokens.of_stream(student_ids, self.student_tokenizer, side="student")
-        teacher = Tokens.of_stream(teacher_ids, self.teacher_tokenizer, side="teacher")
-        student_bytes = stream_bytes(self._student.table, student.ids, student.ends)
-        teacher_bytes = stream_bytes(self._teacher.table, teacher.ids, teacher.ends)
-        if bridge:
-            return self._bridged(student, teacher, student_bytes, teacher_bytes)
-        check_same_bytes(student_bytes, teacher_bytes)
-        return self._aligned(student, teacher)
+        if not bridge:
+            return self._of_ids(student_ids, teacher_ids).alignment
+        streams = self._streams(student_ids, teacher_ids)
+        return self._bridged(*streams, *self._stream_bytes(*streams))
 
     def align_texts(self, student_text: str, teacher_text: str) -> BridgedAlignment:
         """Align two texts that differ, each tokenized by its side, through what is equal in them.
@@ -92,8 +135,8 @@ class TokenAligner:
             TokenizerError: A text that a tokenizer cannot take.
         """
         return self._bridged(
-            encode_text(self.student_tokenizer, self._student.table, student_text),
-            encode_text(self.teacher_tokenizer, self._teacher.table, teacher_text),
+            self.student.encode([student_text]).text(0),
+            self.teacher.encode([teacher_text]).text(0),
             student_text.encode(),
             teacher_text.encode(),
         )
@@ -131,11 +174,9 @@ class TokenAligner:
             AlignmentError: A length below 1.
             TokenizerError: A text that a tokenizer cannot take.
         """
-        students = encode_texts(self.student_tokenizer, self._student.table, texts)
-        teachers = encode_texts(self.teacher_tokenizer, self._teacher.table, texts)
         return [
-            self._cut(student, teacher, student_length, teacher_length)
-            for student, teacher in zip(students, teachers, strict=True)
+            truncate(aligned, student_length=student_length, teacher_length=teacher_length)
+            for aligned in self._each(texts)
         ]
 
     def align_batch(
@@ -169,53 +210,71 @@ class TokenAligner:
         elif texts:
             raise AlignmentError("texts and ids are mixed in one batch", expected="one kind alone")
         else:
-            pairs = [self._same_bytes(*sample) for sample in samples if not isinstance(sample, str)]
-            aligned = [self._cut(*pair, student_length, teacher_length) for pair in pairs]
+            aligned = [
+                truncate(
+                    self._of_ids(*sample),
+                    student_length=student_length,
+                    teacher_length=teacher_length,
+                )
+                for sample in samples
+                if not isinstance(sample, str)
+            ]
         return pad_alignments(
             [row.alignment for row in aligned],
             student_length=_row_length(student_length, [row.student for row in aligned]),
             teacher_length=_row_length(teacher_length, [row.teacher for row in aligned]),
         )
 
-    def _same_bytes(self, student_ids: Ids, teacher_ids: Ids) -> tuple[Tokens, Tokens]:
-        """Both streams with their byte ends.
+    def _each(self, texts: Sequence[str]) -> list[AlignedTokens]:
+        """All tokens of each of D texts."""
+        raws = [utf8(text) for text in texts]
+        student, teacher = self.student.encode(texts, raws), self.teacher.encode(texts, raws)
+        marks = self.align_joined(student, teacher)
+        return [
+            AlignedTokens(
+                student.text(index), teacher.text(index), alignment_of(marks[0][own], marks[1][its])
+            )
+            for index, (own, its) in enumerate(zip(student.slices, teacher.slices, strict=True))
+        ]
 
-        Raises:
-            AlignmentError: An id is outside its vocabulary, or the bytes differ.
-        """
-        student = Tokens.of_stream(student_ids, self.student_tokenizer, side="student")
-        teacher = Tokens.of_stream(teacher_ids, self.teacher_tokenizer, side="teacher")
-        check_same_bytes(
-            stream_bytes(self._student.table, student.ids, student.ends),
-            stream_bytes(self._teacher.table, teacher.ids, teacher.ends),
+    def _of_ids(self, student_ids: Ids, teacher_ids: Ids) -> AlignedTokens:
+        student, teacher = self._streams(student_ids, teacher_ids)
+        check_same_bytes(*self._stream_bytes(student, teacher))
+        return AlignedTokens(student, teacher, self._aligned(student, teacher))
+
+    def _streams(self, student_ids: Ids, teacher_ids: Ids) -> tuple[Tokens, Tokens]:
+        """Both streams with their byte ends."""
+        return (
+            Tokens.of_stream(student_ids, self.student_tokenizer, side="student"),
+            Tokens.of_stream(teacher_ids, self.teacher_tokenizer, side="teacher"),
         )
-        return student, teacher
 
-    def _cut(
-        self,
-        student: Tokens,
-        teacher: Tokens,
-        student_length: int | None,
-        teacher_length: int | None,
-    ) -> AlignedTokens:
-        aligned = AlignedTokens(student, teacher, self._aligned(student, teacher))
-        return truncate(aligned, student_length=student_length, teacher_length=teacher_length)
+    def _stream_bytes(self, student: Tokens, teacher: Tokens) -> tuple[bytes, bytes]:
+        return (
+            stream_bytes(self.student.spelling.table, student.ids, student.ends),
+            stream_bytes(self.teacher.spelling.table, teacher.ids, teacher.ends),
+        )
 
     def _bridged(
         self, student: Tokens, teacher: Tokens, student_bytes: bytes, teacher_bytes: bytes
     ) -> BridgedAlignment:
-        pairs = self.pair_control_tokens and student.has_empty and teacher.has_empty
-        alignment = align_bridged(
-            student, teacher, student_bytes, teacher_bytes, self._classes if pairs else None
-        )
+        classes = self._classes if self._has_pairs(student, teacher) else None
+        alignment = align_bridged(student, teacher, student_bytes, teacher_bytes, classes)
         return self._as_spelled(alignment, student, teacher)
 
     def _aligned(self, student: Tokens, teacher: Tokens) -> Alignment:
         paired = None
-        if self.pair_control_tokens and student.has_empty and teacher.has_empty:
+        if self._has_pairs(student, teacher):
             paired = self._classes.pair(student.ids, student.ends, teacher.ids, teacher.ends)
         alignment = align_byte_ends(student.ends, teacher.ends, paired=paired)
         return self._as_spelled(alignment, student, teacher)
+
+    def _has_pairs(self, student: Tokens, teacher: Tokens) -> bool:
+        """Whether both sides have control tokens that may be chunks."""
+        return self.pair_control_tokens and all(
+            side.spelling.table.is_control[tokens.ids[tokens.empty]].any()
+            for side, tokens in ((self.student, student), (self.teacher, teacher))
+        )
 
     def _as_spelled(
         self, alignment: AnyAlignment, student: Tokens, teacher: Tokens
@@ -224,23 +283,14 @@ class TokenAligner:
             return alignment
         return as_spelled(
             alignment,
-            SpelledSide(student, self._student),
-            SpelledSide(teacher, self._teacher),
+            SpelledSide(student, self.student.spelling),
+            SpelledSide(teacher, self.teacher.spelling),
         )
-
-    # Built on first use: a text is aligned without them.
 
     @cached_property
     def _classes(self) -> ControlClasses:
+        # Built on first use: a text is aligned without them.
         return ControlClasses.of(self.student_tokenizer, self.teacher_tokenizer)
-
-    @cached_property
-    def _student(self) -> Spelling:
-        return Spelling(self.student_tokenizer)
-
-    @cached_property
-    def _teacher(self) -> Spelling:
-        return Spelling(self.teacher_tokenizer)
 
 
 def _check_samples(samples: Sequence[str] | Sequence[IdPair]) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.byte_alignment import ByteEnds, check_byte_ends
+from megatron_ext.alignment.byte_alignment import ByteEnds, Indices, check_byte_ends
 from megatron_ext.errors import AlignmentError
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_ids import IdArray
@@ -56,9 +56,10 @@ class Tokens(NamedTuple):
         return tokens
 
     @property
-    def has_empty(self) -> bool:
-        """Whether a token covers no byte."""
-        return bool((self.ends[:1] == 0).any() or (self.ends[1:] == self.ends[:-1]).any())
+    def empty(self) -> Indices:
+        """Tokens that cover no byte, ascending."""
+        empty = np.flatnonzero(self.ends[1:] == self.ends[:-1]) + 1
+        return np.append(0, empty) if len(self.ends) and not self.ends[0] else empty
 
     def head(self, count: int) -> Tokens:
         """The first ``count`` tokens."""

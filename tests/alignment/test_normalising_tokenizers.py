@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.alignment import BridgedAlignment, ChunkClass, TokenAligner
+from megatron_ext.alignment import BridgedAlignment, ChunkClass, ChunkCounts, TokenAligner
+from megatron_ext.alignment.audit import AuditDocument, PairAudit
 from megatron_ext.alignment.chunk_marks import BEGINS
 from megatron_ext.errors import AlignmentError
 from megatron_ext.tokenizers import MegatronTokenizerText
@@ -159,19 +160,28 @@ def test_a_bengali_letter_and_its_nukta_are_one_chunk(text):
     assert batch.is_exact.sum() == batch.chunk_count - 1
 
 
-def test_a_run_reads_which_chunks_are_exact(tekken, composing):
-    texts = ["ab \u09df c", "ab c", "e\u0301"]
-    rows = TextAligner(tekken, [composing]).align(texts)
-    for text, row in zip(texts, rows, strict=True):
-        expected = TokenAligner(tekken, composing).align(text)
-        tokens = row.teachers[0]
-        for marks, chunk_id in (
-            (tokens.student_marks, expected.student_chunk_id),
-            (tokens.teacher_marks, expected.teacher_chunk_id),
-        ):
-            begins = marks >= BEGINS
-            assert (np.cumsum(begins) - 1).tolist() == chunk_id.tolist()
-            assert (marks[begins] == BEGINS).tolist() == expected.is_exact.tolist()
+def test_a_run_and_the_audit_read_the_same_chunks(tekken, composing):
+    texts = ["ab \u09df c", "ab c", "  ", "e\u0301", "\u0301\u0327"]
+    for student, teacher in ((tekken, composing), (composing, composing)):
+        audit, counts = PairAudit(student, teacher), ChunkCounts()
+        audit.add(AuditDocument(text, "corpus") for text in texts)
+        rows = TextAligner(student, [teacher]).align(texts)
+        for text, row in zip(texts, rows, strict=True):
+            expected = TokenAligner(student, teacher).align(text)
+            counts += ChunkCounts.of(expected)
+            tokens = row.teachers[0]
+            for marks, chunk_id in (
+                (tokens.student_marks, expected.student_chunk_id),
+                (tokens.teacher_marks, expected.teacher_chunk_id),
+            ):
+                begins = marks >= BEGINS
+                assert (np.cumsum(begins) - 1).tolist() == chunk_id.tolist()
+                assert (marks[begins] == BEGINS).tolist() == expected.is_exact.tolist()
+        report = audit.report()
+        assert report.total.counts == counts
+        assert report.total.byte_count == sum(len(text.encode()) for text in texts)
+    # Both take a letter apart alike: its parts are chunks, of which one covers bytes.
+    assert counts.one_to_one == counts.chunks == report.student.tokens
 
 
 def test_case_and_accents_do_not_keep_words_from_aligning(tekken, lower_casing):

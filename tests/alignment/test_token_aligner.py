@@ -141,6 +141,37 @@ def test_paired_control_tokens_are_chunks_unless_that_is_switched_off(tekken, se
     assert plain.student_chunk_id.tolist() == [NO_CHUNK, 0, 1, NO_CHUNK]
 
 
+def test_control_tokens_of_a_batch_are_paired_within_their_text(tekken):
+    class Framed:
+        """Begins and ends texts with one control token, but for those that it is told."""
+
+        def __init__(self, bare):
+            self.bare = bare
+
+        def __getattr__(self, name):
+            return getattr(tekken, name)
+
+        def text_to_flat_ids(self, texts):
+            rows = [self.encode_with_byte_ends(text)[0] for text in texts]
+            return np.concatenate(rows), np.cumsum([0, *map(len, rows)])
+
+        def encode_with_byte_ends(self, text):
+            ids, ends = tekken.encode_with_byte_ends(text)
+            if text == self.bare:
+                return ids, ends
+            eos = tekken.eos_id
+            return np.array([eos, *ids, eos], np.int32), np.array([0, *ends, *ends[-1:]])
+
+    for texts in (["a", "b", "c"], ["c", "b", "a"]):
+        rows = TokenAligner(Framed(bare="a"), Framed(bare="b")).align_each(texts)
+        found = {text: row.alignment for text, row in zip(texts, rows, strict=True)}
+        assert found["a"].student_chunk_id.tolist() == [0]
+        assert found["a"].teacher_chunk_id.tolist() == [NO_CHUNK, 0, NO_CHUNK]
+        assert found["b"].student_chunk_id.tolist() == [NO_CHUNK, 0, NO_CHUNK]
+        assert found["c"].student_chunk_id.tolist() == [0, 1, 2]
+        assert all(alignment.is_exact.all() for alignment in found.values())
+
+
 def test_given_byte_ends_align_as_the_text(aligner):
     text = "The year 2017, संस्कृत and 日本語."
     sides = [

@@ -17,15 +17,14 @@ from megatron_ext.alignment.audit.batch_text import BatchText
 from megatron_ext.alignment.audit.character_table import SCRIPTS
 from megatron_ext.alignment.audit.coverage_row import CoverageRow, CoverageTally
 from megatron_ext.alignment.audit.document import AuditDocument, document_batches
-from megatron_ext.alignment.audit.encoded_batch import EncodedBatch
 from megatron_ext.alignment.audit.example import ExampleMaker, SpannedTokens
 from megatron_ext.alignment.audit.offenders import Offender, Offenders, pair_hashes
 from megatron_ext.alignment.audit.recommendation import Recommendation, recommend
 from megatron_ext.alignment.audit.side import Side, SideReport
 from megatron_ext.alignment.audit.text_class import TEXT_CLASSES, TextClassifier
-from megatron_ext.alignment.byte_alignment import align_byte_ends
-from megatron_ext.alignment.spelling import SpelledSide, joined_pieces
-from megatron_ext.alignment.tokens import Tokens
+from megatron_ext.alignment.chunk_places import alignment_of
+from megatron_ext.alignment.text_tokens import TextTokens
+from megatron_ext.alignment.token_aligner import TokenAligner
 from megatron_ext.errors import DataError, TokenizerError
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import utf8
@@ -82,6 +81,7 @@ class PairAudit:
     """
 
     def __init__(self, student: ByteTokenizer, teacher: ByteTokenizer) -> None:
+        self._aligner = TokenAligner(student, teacher)
         self._sides = (Side(student), Side(teacher))
         self._same_vocabulary = student.fingerprint() == teacher.fingerprint()
         self._classifier = TextClassifier()
@@ -142,7 +142,7 @@ class PairAudit:
         )
 
     def _takes(self, document: AuditDocument) -> bool:
-        problems = [side.encoder.refusal(document.text) for side in self._sides]
+        problems = [side.refusal(document.text) for side in self._sides]
         problem = next((problem for problem in problems if problem is not None), None)
         if problem is None:
             return True
@@ -154,7 +154,10 @@ class PairAudit:
     def _add_batch(self, batch: Sequence[AuditDocument]) -> None:
         texts = [document.text for document in batch]
         raws = [utf8(text) for text in texts]
-        encoded = [side.encoder.encode(texts) for side in self._sides]
+        encoded = (
+            self._aligner.student.encode(texts, raws),
+            self._aligner.teacher.encode(texts, raws),
+        )
         for side, one in zip(self._sides, encoded, strict=True):
             side.count(one)
         self._byte_count += sum(map(len, raws))
@@ -165,22 +168,18 @@ class PairAudit:
             self._add_chunks(
                 [batch[index] for index in kept],
                 [raws[index] for index in kept],
-                [one.of_texts(has_both) for one in encoded],
+                encoded[0].of_texts(has_both),
+                encoded[1].of_texts(has_both),
             )
 
     def _add_chunks(
         self,
         batch: Sequence[AuditDocument],
         raws: Sequence[bytes],
-        encoded: Sequence[EncodedBatch],
+        student: TextTokens,
+        teacher: TextTokens,
     ) -> None:
-        ids = [one.ids for one in encoded]
-        ends = [one.joined_ends(raws) for one in encoded]
-        student, teacher = (
-            SpelledSide(Tokens(own, its_ends), side.encoder.spelling)
-            for side, own, its_ends in zip(self._sides, ids, ends, strict=True)
-        )
-        alignment = joined_pieces(align_byte_ends(ends[0], ends[1]), student, teacher)
+        alignment = alignment_of(*self._aligner.align_joined(student, teacher))
         sizes = [
             side.count_chunks(chunk_id, alignment.chunk_count)
             for side, chunk_id in zip(
@@ -189,28 +188,38 @@ class PairAudit:
                 strict=True,
             )
         ]
-        bounds = _byte_bounds(alignment, ends[0])
+        bounds = _byte_bounds(alignment, student.ends)
         byte_count = bounds[:, 1] - bounds[:, 0]
         self._longest_chunk_bytes = max(self._longest_chunk_bytes, int(byte_count.max()))
-        text = BatchText(raws)
-        script, text_class = self._classifier.classify(
-            text.code_points, text.documents, *text.characters(bounds)
-        )
+        script, text_class = self._classified(raws, bounds)
         self._tally.add(script, text_class, sizes[0], sizes[1], byte_count)
         offending = np.flatnonzero((sizes[0] > 1) | (sizes[1] > 1))
         spans = (alignment.student_spans[offending], alignment.teacher_spans[offending])
         self._offenders.add(
-            pair_hashes(ids[0], spans[0], ids[1], spans[1]),
+            pair_hashes(student.ids, spans[0], teacher.ids, spans[1]),
             (sizes[0] + sizes[1])[offending],
             ExampleMaker(
                 batch,
                 raws,
                 (
-                    SpannedTokens(ids[0], ends[0], spans[0]),
-                    SpannedTokens(ids[1], ends[1], spans[1]),
+                    SpannedTokens(student.ids, student.ends, spans[0]),
+                    SpannedTokens(teacher.ids, teacher.ends, spans[1]),
                 ),
             ).example,
         )
+
+    def _classified(
+        self, raws: Sequence[bytes], bounds: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Script and class of each chunk [C]; a part of a character that covers no byte has those
+        of the chunk that covers it."""
+        covers = bounds[:, 1] > bounds[:, 0]
+        text = BatchText(raws)
+        script, text_class = self._classifier.classify(
+            text.code_points, text.documents, *text.characters(bounds[covers])
+        )
+        at = np.minimum(np.cumsum(covers) - covers, len(script) - 1)
+        return script[at], text_class[at]
 
 
 def _byte_bounds(alignment: Alignment, ends: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.alignment.audit.encoded_batch import BatchEncoder, EncodedBatch
 from megatron_ext.alignment.coverage import tokens_per_chunk
+from megatron_ext.alignment.text_tokens import TextTokens
+from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ByteTokenizer
 
 
@@ -34,18 +35,24 @@ class Side:
         tokenizer: The tokenizer.
 
     Attributes:
-        encoder: Encodes batches with it.
         unaligned: Its tokens in no chunk.
     """
 
     def __init__(self, tokenizer: ByteTokenizer) -> None:
-        self.encoder = BatchEncoder(tokenizer)
         self.unaligned = 0
         self._tokenizer = tokenizer
         self._unknown = tokenizer.unk_id
         self._tokens = self._unknown_tokens = self._unknown_bytes = self._longest = 0
 
-    def count(self, encoded: EncodedBatch) -> None:
+    def refusal(self, text: str) -> str | None:
+        """Why the tokenizer does not take a text; None where it does."""
+        try:
+            self._tokenizer.text_to_ids(text)
+        except TokenizerError as error:
+            return str(error)
+        return None
+
+    def count(self, encoded: TextTokens) -> None:
         """Tokens of a batch, and the unknown ones among them."""
         self._tokens += len(encoded.ids)
         self.unaligned += len(encoded.ids)
@@ -53,11 +60,7 @@ class Side:
             return
         unknown = np.flatnonzero(encoded.ids == self._unknown)
         self._unknown_tokens += len(unknown)
-        if len(unknown):
-            widths = np.diff(encoded.ends, prepend=0)
-            firsts = encoded.offsets[:-1][encoded.counts > 0]
-            widths[firsts] = encoded.ends[firsts]
-            self._unknown_bytes += int(widths[unknown].sum())
+        self._unknown_bytes += int(encoded.widths[unknown].sum()) if len(unknown) else 0
 
     def count_chunks(self, chunk_id: NDArray[np.int32], chunk_count: int) -> NDArray[np.int64]:
         """Tokens in each chunk of the batch [C]."""

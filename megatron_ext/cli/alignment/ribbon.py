@@ -9,6 +9,7 @@ from typing import Final
 
 from megatron_ext.alignment import TokenAligner
 from megatron_ext.alignment.audit import AuditDocument
+from megatron_ext.alignment.chunk_places import alignment_of
 from megatron_ext.cli.token_view import TokenView, token_views
 from megatron_ext.tokenizers.base import ByteTokenizer
 
@@ -81,13 +82,13 @@ def ribbon_chunks(
     text: str, student: ByteTokenizer, teacher: ByteTokenizer
 ) -> Iterator[RibbonChunk]:
     """The chunks of a text in order, with the tokens between them that are in none."""
-    encoded = [tokenizer.encode_with_byte_ends(text) for tokenizer in (student, teacher)]
+    aligner = TokenAligner(student, teacher)
+    encoded = [side.encode([text]) for side in (aligner.student, aligner.teacher)]
     views = [
-        token_views(tokenizer, text, ids, ends)
-        for tokenizer, (ids, ends) in zip((student, teacher), encoded, strict=True)
+        token_views(tokenizer, text, tokens.ids, tokens.ends)
+        for tokenizer, tokens in zip((student, teacher), encoded, strict=True)
     ]
-    aligner = TokenAligner(student, teacher, pair_control_tokens=False)
-    alignment = aligner.align_encoded(*encoded)
+    alignment = alignment_of(*aligner.align_joined(*encoded))
     done = (0, 0)
     for spans in zip(
         alignment.student_spans.tolist(), alignment.teacher_spans.tolist(), strict=True

@@ -38,8 +38,10 @@ class PieceTokenizer:
     def text_to_ids(self, text: str) -> list[int]:
         return self.encode_with_byte_ends(text)[0].tolist()
 
-    def text_to_ids_batch(self, texts: Sequence[str]):
-        return [self.encode_with_byte_ends(text)[0] for text in texts]
+    def text_to_flat_ids(self, texts: Sequence[str]):
+        rows = [self.encode_with_byte_ends(text)[0] for text in texts]
+        ids = np.concatenate([np.zeros(0, np.int32), *rows])
+        return ids, np.cumsum([0, *map(len, rows)])
 
     def encode_with_byte_ends(self, text: str, *, parse_special: bool = False):
         raw = utf8(text)

@@ -139,8 +139,9 @@ def test_control_tokens_are_unaligned_and_in_no_row(tekken, monkeypatch):
         def __getattr__(self, name):
             return getattr(tekken, name)
 
-        def text_to_ids_batch(self, texts):
-            return [self.encode_with_byte_ends(text)[0] for text in texts]
+        def text_to_flat_ids(self, texts):
+            rows = [self.encode_with_byte_ends(text)[0] for text in texts]
+            return np.concatenate(rows), np.cumsum([0, *map(len, rows)])
 
         def encode_with_byte_ends(self, text):
             ids, ends = encode(text)

@@ -1,24 +1,17 @@
-"""Batches of text to what every model reads of them. D texts, N student tokens, M teacher tokens.
+"""Batches of text to what every model reads of them. D texts.
 
-All texts are tokenized in one call a tokenizer and aligned in one call a teacher, as one long text:
-the end of a text is a boundary that both sides have, so no chunk crosses it.
+All texts are tokenized in one call a tokenizer and aligned in one call a teacher.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
-import numpy as np
-
-from megatron_ext.alignment.byte_alignment import align_byte_ends
-from megatron_ext.alignment.chunk_marks import Marks, chunk_marks
-from megatron_ext.alignment.spelling import SpelledSide, Spelling, as_spelled
-from megatron_ext.alignment.tokens import Tokens
+from megatron_ext.alignment.text_tokens import TextTokenizer
+from megatron_ext.alignment.token_aligner import TokenAligner
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import utf8
 from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText, TeacherTokens
-from megatron_ext.training.cross_tokenizer.aligning.text_tokens import TextTokenizer, TextTokens
 
 
 class TextAligner:
@@ -35,7 +28,7 @@ class TextAligner:
         teacher_tokenizers: Sequence[MegatronTokenizerText] = (),
     ) -> None:
         self._student = TextTokenizer(student_tokenizer)
-        self._teachers = [TextTokenizer(tokenizer) for tokenizer in teacher_tokenizers]
+        self._aligners = [TokenAligner(student_tokenizer, other) for other in teacher_tokenizers]
 
     def align(self, texts: Sequence[str]) -> list[AlignedText]:
         """Each of D texts, for all models.
@@ -47,13 +40,13 @@ class TextAligner:
             return []
         raws = [utf8(text) for text in texts]
         student = self._student.encode(texts, raws)
-        teachers = [teacher.encode(texts, raws) for teacher in self._teachers]
+        teachers = [aligner.teacher.encode(texts, raws) for aligner in self._aligners]
         marks = [
-            self._marks(student, teacher, tokens.spelling)
-            for teacher, tokens in zip(teachers, self._teachers, strict=True)
+            aligner.align_joined(student, teacher)
+            for aligner, teacher in zip(self._aligners, teachers, strict=True)
         ]
         widths = student.widths
-        bounds = [_slices(tokens) for tokens in (student, *teachers)]
+        bounds = [tokens.slices for tokens in (student, *teachers)]
         return [
             AlignedText(
                 student.ids[own],
@@ -67,47 +60,3 @@ class TextAligner:
             )
             for own, *others in zip(*bounds, strict=True)
         ]
-
-    def _marks(
-        self, student: TextTokens, teacher: TextTokens, spelling: Spelling
-    ) -> tuple[Marks, Marks]:
-        """The chunks of all texts, on both sides [N], [M]."""
-        marks = _spelled_marks(student, teacher)
-        texts = list(zip(_slices(student), _slices(teacher), strict=True))
-        for index in sorted({*student.changed, *teacher.changed}):
-            own, its = texts[index]
-            begin = int(student.byte_offsets[index])
-            sides = (
-                SpelledSide(
-                    Tokens(student.ids[own], student.ends[own] - begin), self._student.spelling
-                ),
-                SpelledSide(Tokens(teacher.ids[its], teacher.ends[its] - begin), spelling),
-            )
-            found = align_byte_ends(*(side.tokens.ends for side in sides))
-            marks[0][own], marks[1][its] = chunk_marks(as_spelled(found, *sides))
-        return marks
-
-
-def _slices(tokens: TextTokens) -> list[slice]:
-    return [slice(begin, end) for begin, end in pairwise(tokens.offsets.tolist())]
-
-
-def _spelled_marks(student: TextTokens, teacher: TextTokens) -> tuple[Marks, Marks]:
-    """The chunks of all texts by their byte ends, on both sides [N], [M]."""
-    if _end_alike(student, teacher):
-        return chunk_marks(align_byte_ends(student.ends, teacher.ends))
-    parts = [
-        chunk_marks(align_byte_ends(student.ends[own] - begin, teacher.ends[its] - begin))
-        for own, its, begin in zip(
-            _slices(student), _slices(teacher), student.byte_offsets.tolist(), strict=False
-        )
-    ]
-    return np.concatenate([own for own, _ in parts]), np.concatenate([its for _, its in parts])
-
-
-def _end_alike(student: TextTokens, teacher: TextTokens) -> bool:
-    """Whether both sides give tokens for the same texts.
-
-    A tokenizer may give none for white space; then nothing of it ends where that text does.
-    """
-    return np.array_equal(np.diff(student.offsets) > 0, np.diff(teacher.offsets) > 0)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from megatron_ext.alignment import token_aligner
+from megatron_ext.alignment.text_tokens import TextTokenizer
 from megatron_ext.errors import DataError
-from megatron_ext.training.cross_tokenizer.aligning import text_aligner
 from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText
 from megatron_ext.training.cross_tokenizer.aligning.text_aligner import TextAligner
-from megatron_ext.training.cross_tokenizer.aligning.text_tokens import TextTokenizer
 from megatron_ext.training.cross_tokenizer.cache.record_store import RecordStore
 from megatron_ext.training.cross_tokenizer.cache.text_record import from_records, to_record
 from megatron_ext.training.cross_tokenizer.packing.packed_batches import PackedBatches
@@ -64,18 +64,18 @@ def test_a_record_has_the_size_that_is_stated() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every tokenization and alignment of this process."""
     made: list[str] = []
-    encode, align = TextTokenizer.encode, text_aligner.align_byte_ends
+    encode, align = TextTokenizer.encode, token_aligner.align_byte_ends
 
     def counted_encode(self: TextTokenizer, *given: Any) -> Any:
         made.append("encode")
         return encode(self, *given)
 
-    def counted_align(*given: Any) -> Any:
+    def counted_align(*given: Any, **options: Any) -> Any:
         made.append("align")
-        return align(*given)
+        return align(*given, **options)
 
     monkeypatch.setattr(TextTokenizer, "encode", counted_encode)
-    monkeypatch.setattr(text_aligner, "align_byte_ends", counted_align)
+    monkeypatch.setattr(token_aligner, "align_byte_ends", counted_align)
     return made
 
 

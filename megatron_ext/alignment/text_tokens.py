@@ -1,4 +1,4 @@
-"""Many texts to ids, and where each token ends in them. D texts, N tokens."""
+"""Batches of texts to ids, and where each token ends in them. D texts, N tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.spelling import Spelling
-from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.alignment.tokens import Tokens
+from megatron_ext.tokenizers.base import ByteTokenizer
+from megatron_ext.tokenizers.token_bytes import utf8
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 
 
@@ -34,6 +36,16 @@ class TextTokens:
     """Texts that the tokens do not spell, ascending."""
 
     @property
+    def counts(self) -> NDArray[np.int64]:
+        """[D] tokens of each text."""
+        return np.diff(self.offsets)
+
+    @property
+    def slices(self) -> list[slice]:
+        """[D] the tokens of each text."""
+        return [slice(begin, end) for begin, end in pairwise(self.offsets.tolist())]
+
+    @property
     def widths(self) -> IdArray:
         """[N] bytes that each token covers."""
         widths = np.diff(self.ends, prepend=0)
@@ -42,6 +54,33 @@ class TextTokens:
         firsts = self.offsets[:-1][has_tokens]
         widths[firsts] = self.ends[firsts] - self.byte_offsets[:-1][has_tokens]
         return widths.astype(np.int32)
+
+    @property
+    def joined(self) -> Tokens:
+        """The tokens of all texts as those of one."""
+        return Tokens(self.ids, self.ends, spells_text=not self.changed)
+
+    def text(self, index: int) -> Tokens:
+        """The tokens of one text, with ends from its begin."""
+        begin, end = self.offsets[index : index + 2].tolist()
+        ends = self.ends[begin:end] - self.byte_offsets[index]
+        return Tokens(self.ids[begin:end], ends, spells_text=index not in self.changed)
+
+    def of_texts(self, chosen: NDArray[np.bool_]) -> TextTokens:
+        """The tokens of some of the texts [D], as if there were no others."""
+        if chosen.all():
+            return self
+        counts, sizes = self.counts, np.diff(self.byte_offsets)
+        is_kept = np.repeat(chosen, counts)
+        left_out = np.repeat(np.cumsum(np.where(chosen, 0, sizes)), counts)
+        numbers = np.cumsum(chosen) - 1
+        return TextTokens(
+            self.ids[is_kept],
+            self.ends[is_kept] - left_out[is_kept],
+            np.cumsum(np.append(0, counts[chosen])),
+            np.cumsum(np.append(0, sizes[chosen])),
+            [int(numbers[index]) for index in self.changed if chosen[index]],
+        )
 
 
 class TextTokenizer:
@@ -54,16 +93,21 @@ class TextTokenizer:
         tokenizer: The tokenizer. It can be sent to another process with this.
     """
 
-    def __init__(self, tokenizer: MegatronTokenizerText) -> None:
+    def __init__(self, tokenizer: ByteTokenizer) -> None:
         self.tokenizer = tokenizer
         self.spelling = Spelling(tokenizer)
 
-    def encode(self, texts: Sequence[str], raws: Sequence[bytes]) -> TextTokens:
-        """Ids and byte ends of ``texts``, whose UTF-8 is ``raws`` [D].
+    def encode(self, texts: Sequence[str], raws: Sequence[bytes] | None = None) -> TextTokens:
+        """Ids and byte ends of D texts; special tokens in them are text.
+
+        Args:
+            texts: D texts.
+            raws: Their UTF-8, where it is at hand.
 
         Raises:
             TokenizerError: A text that the tokenizer cannot take.
         """
+        raws = [utf8(text) for text in texts] if raws is None else raws
         ids, offsets = self.tokenizer.text_to_flat_ids(texts)
         ends, changed = self.spelling.table.ends_within_joined(ids, offsets, raws)
         begins = np.fromiter(accumulate(map(len, raws), initial=0), np.int64, len(raws) + 1)
@@ -74,8 +118,7 @@ class TextTokenizer:
         self, texts: Sequence[str], tokens: TextTokens, changed: Sequence[int]
     ) -> TextTokens:
         """The same with the texts ``changed`` as the tokenizer locates their tokens."""
-        bounds = pairwise(tokens.offsets.tolist())
-        rows = [(tokens.ids[begin:end], tokens.ends[begin:end]) for begin, end in bounds]
+        rows = [(tokens.ids[own], tokens.ends[own]) for own in tokens.slices]
         for index in changed:
             ids, ends = self.tokenizer.encode_with_byte_ends(texts[index])
             rows[index] = ids, ends + tokens.byte_offsets[index]
