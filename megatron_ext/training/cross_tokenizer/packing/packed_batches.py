@@ -1,20 +1,15 @@
-"""Batches of packed samples, read by worker processes, resumed at any sample."""
+"""Batches of the samples of one stream, for a training loop of one's own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import count
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler
-
-from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.training.cross_tokenizer.packing.packed_dataset import (
-    PackedBlock,
-    PackedTextDataset,
-)
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.cross_tokenizer.packing.packed_dataset import PackedTextDataset
 from megatron_ext.training.cross_tokenizer.packing.position import Position
+from megatron_ext.training.cross_tokenizer.packing.row_streams import RowStreams
 from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
 
@@ -22,11 +17,11 @@ from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
 class PackedBatches:
     """What a training loop iterates over.
 
-    Workers read, tokenize, align and pack blocks; batches are cut from their samples here, in
-    order, so they do not depend on the number of workers. The blocks of an epoch are dealt out to
-    the data-parallel ranks in turn: each sample is on one rank once an epoch. One epoch follows the
-    other without end, and a batch may hold samples of two, so that every rank always has a next
-    batch and a training loop ends by its steps.
+    Each data-parallel rank reads the stream of its number in ``RowStreams`` with as many streams as
+    ranks, and cuts batches from it: blocks are dealt out to the ranks in turn, each sample is on
+    one rank once an epoch, and workers change nothing of it. One epoch follows the other without
+    end, and a batch may hold samples of two, so that every rank always has a next batch and a
+    training loop ends by its steps.
 
     With ``epochs`` the stream ends, and the last batch may be smaller. How many samples a block
     gives is known when it is packed, so several ranks end at different batches then; a loop whose
@@ -85,16 +80,33 @@ class PackedBatches:
 
     def __iter__(self) -> Iterator[CrossTokenizerBatch]:
         """Batches from where the last one that was handed out ended."""
+        stream, start = self._rank, self._position
+        streams = RowStreams(
+            self.dataset,
+            stream_count=self._world_size,
+            streams=[stream],
+            epochs=self._epochs,
+            **self._loader_options,
+        )
+        streams.load_positions({stream: start})
+        dropped_before = self.dropped_bytes
         samples: list[PackedSample] = []
-        for sample, position in self._samples():
-            samples.append(sample)
-            if len(samples) == self.batch_size:
-                self._position = position
+        try:
+            while streams.has_sample(stream):
+                samples.append(streams.take(stream))
+                self.dropped_bytes = dropped_before + streams.dropped_bytes
+                if len(samples) == self.batch_size:
+                    self._position = streams.positions[stream]
+                    yield self._batch(samples)
+                    samples = []
+            self.dropped_bytes = dropped_before + streams.dropped_bytes
+            if streams.positions[stream] == Position():
+                raise streams.nothing_fits()
+            if samples:
+                self._position = streams.positions[stream]
                 yield self._batch(samples)
-                samples = []
-        if samples:
-            self._position = position
-            yield self._batch(samples)
+        finally:
+            streams.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values to go on from: behind the last batch that was handed out."""
@@ -123,58 +135,6 @@ class PackedBatches:
     def _batch(self, samples: list[PackedSample]) -> CrossTokenizerBatch:
         batch = self.dataset.collator(samples)
         return batch.pin_memory() if self._pins else batch
-
-    def _samples(self) -> Iterator[tuple[PackedSample, Position]]:
-        """Each sample from the position on, and the position behind it."""
-        start = self._position
-        if self._loader_options["num_workers"]:
-            self.dataset.collator.prepare()
-        loader: DataLoader[PackedBlock] = DataLoader(
-            self.dataset,
-            batch_size=None,
-            sampler=_Keys(self, start),
-            **self._loader_options,
-        )
-        last_full = start.epoch - 1
-        for (epoch, block), content in zip(self._keys(start), loader, strict=True):
-            self.dropped_bytes += content.dropped_bytes
-            if content.samples:
-                last_full = epoch
-            elif epoch - last_full > 1:
-                raise self._nothing_fits()
-            first = start.sample if (epoch, block) == (start.epoch, start.block) else 0
-            for index, sample in enumerate(content.samples[first:], start=first + 1):
-                yield sample, Position(epoch, block, index)
-        if last_full < start.epoch and start == Position():
-            raise self._nothing_fits()
-
-    def _nothing_fits(self) -> DataError:
-        return DataError(
-            "no text fits the models' sequence lengths",
-            got=f"{self.dataset.documents.report.bytes} bytes of text",
-            fix="raise the lengths",
-        )
-
-    def _keys(self, start: Position) -> Iterator[tuple[int, int]]:
-        """Epoch and block of this rank from a position on."""
-        epochs = count(start.epoch) if self._epochs is None else range(start.epoch, self._epochs)
-        for epoch in epochs:
-            blocks = range(self._rank, self.dataset.block_count(epoch), self._world_size)
-            first = start.block if epoch == start.epoch else 0
-            yield from ((epoch, block) for block in range(first, len(blocks)))
-
-
-class _Keys(Sampler[tuple[int, int]]):
-    """Which blocks a loader reads."""
-
-    def __init__(self, batches: PackedBatches, start: Position) -> None:
-        self._batches = batches
-        self._start = start
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        rank, step = self._batches._rank, self._batches._world_size
-        for epoch, block in self._batches._keys(self._start):
-            yield epoch, rank + block * step
 
 
 def _check(batch_size: int, rank: int, world_size: int, block_count: int) -> None:

@@ -53,6 +53,7 @@ class RowStreams:
         dataset: The blocks.
         stream_count: V.
         streams: Which of them are read here.
+        epochs: How often the corpus is read; without end with None.
         num_workers: Processes that read, tokenize, align and pack blocks; 0 for none.
         loader_options: What a ``DataLoader`` takes besides.
 
@@ -73,6 +74,7 @@ class RowStreams:
         *,
         stream_count: int,
         streams: Sequence[int],
+        epochs: int | None = None,
         num_workers: int = 0,
         **loader_options: Any,
     ) -> None:
@@ -83,7 +85,7 @@ class RowStreams:
         self.retokenized = 0
         self.restarts = 0
         self.waited = 0.0
-        self._stream_count = stream_count
+        self._stream_count, self._epochs = stream_count, epochs
         self._loader_options = {"num_workers": num_workers, **loader_options}
         self._blocks: Iterator[PackedBlock] | None = None
         self._asked: _Asked | None = None
@@ -109,8 +111,8 @@ class RowStreams:
         self.close()
         self.positions = {stream: positions[stream] for stream in self.positions}
 
-    def take(self, stream: int) -> PackedSample:
-        """The next sample of a stream.
+    def has_sample(self, stream: int) -> bool:
+        """Whether the epochs of a stream are not at their end; reads on to its next sample.
 
         Raises:
             DataError: The stream has none, a document cannot be read, or workers die each time
@@ -118,11 +120,18 @@ class RowStreams:
         """
         if self._blocks is None:
             self._open()
+        assert self._asked is not None
         if not self._ready[stream]:
             started = time.perf_counter()
-            while not self._ready[stream]:
+            while not self._ready[stream] and self._asked.has_blocks:
                 self._read_block_or_restart()
             self.waited += time.perf_counter() - started
+        return bool(self._ready[stream])
+
+    def take(self, stream: int) -> PackedSample:
+        """The next sample of a stream, which ``has_sample``; see there for the errors."""
+        has_sample = self.has_sample(stream)
+        assert has_sample, f"the epochs of stream {stream} are at their end"
         taken = self._ready[stream].popleft()
         self.positions[stream] = taken.next_position
         self.refused += taken.findings.refused
@@ -141,7 +150,7 @@ class RowStreams:
     def _open(self) -> None:
         if self._loader_options["num_workers"]:
             self.dataset.collator.prepare()
-        self._asked = _Asked(self.dataset, self._stream_count, self.positions)
+        self._asked = _Asked(self.dataset, self._stream_count, self._epochs, self.positions)
         self._ready = {stream: deque() for stream in self.positions}
         self._unannounced = {}
         self._last_full = {s: position.epoch - 1 for s, position in self.positions.items()}
@@ -189,11 +198,15 @@ class RowStreams:
         if block.samples:
             self._last_full[stream] = start.epoch
         elif start.epoch - self._last_full[stream] > _EMPTY_EPOCHS:
-            raise DataError(
-                "no text fits the models' sequence lengths",
-                got=f"{self.dataset.documents.report.bytes} bytes of text",
-                fix="raise seq_length",
-            )
+            raise self.nothing_fits()
+
+    def nothing_fits(self) -> DataError:
+        """The error that no document gives a sample."""
+        return DataError(
+            "no text fits the models' sequence lengths",
+            got=f"{self.dataset.documents.report.bytes} bytes of text",
+            fix="raise the sequence lengths, which are seq_length in a run",
+        )
 
 
 class _Findings(NamedTuple):
@@ -229,18 +242,29 @@ class _Asked(Sampler[tuple[int, int]]):
     """
 
     def __init__(
-        self, dataset: PackedTextDataset, stream_count: int, positions: Mapping[int, Position]
+        self,
+        dataset: PackedTextDataset,
+        stream_count: int,
+        epochs: int | None,
+        positions: Mapping[int, Position],
     ) -> None:
         self.pending: deque[tuple[int, Position, float]] = deque()
         self.waiting = dict.fromkeys(positions, 0.0)
-        self._dataset = dataset
-        self._stream_count = stream_count
+        self._epochs = epochs
         self._next = {s: _Blocks(dataset, s, stream_count, p) for s, p in positions.items()}
         self._usual = 1.0
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a block is to be received yet."""
+        return bool(self.pending) or any(map(self._goes_on, self._next))
+
+    def _goes_on(self, stream: int) -> bool:
+        return self._epochs is None or self._next[stream].place[0].epoch < self._epochs
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        while True:
-            stream = min(self.waiting, key=self.waiting.__getitem__)
+        while going_on := [stream for stream in self.waiting if self._goes_on(stream)]:
+            stream = min(going_on, key=self.waiting.__getitem__)
             position, block = next(self._next[stream])
             self.pending.append((stream, position, self._usual))
             self.waiting[stream] += self._usual
@@ -262,11 +286,17 @@ class _Blocks(Iterator[tuple[Position, int]]):
         self._stream, self._stream_count = stream, stream_count
         self._at = start
 
-    def __next__(self) -> tuple[Position, int]:
+    @property
+    def place(self) -> tuple[Position, int]:
+        """What comes next."""
         at = self._at
         block = self._stream + at.block * self._stream_count
         while block >= self._dataset.block_count(at.epoch):
             at = Position(at.epoch + 1)
             block = self._stream
+        return at, block
+
+    def __next__(self) -> tuple[Position, int]:
+        at, block = self.place
         self._at = Position(at.epoch, at.block + 1)
         return at, block
