@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ext.alignment.chunk_class import ChunkClass
+from megatron_ext.alignment import ChunkClass
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout, launched_processes

@@ -1,24 +1,21 @@
 """Which student tokens and which teacher tokens cover the same bytes."""
 
-from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.bridging.conversation_alignment import (
+from megatron_ext.alignment.alignment import Alignment, ChunkClass, ChunkCounts
+from megatron_ext.alignment.byte_alignment import align_byte_ends
+from megatron_ext.alignment.control_pairs import ControlClasses
+from megatron_ext.alignment.conversation_alignment import (
     ConversationAlignment,
     align_conversation,
     align_encoded_conversations,
 )
-from megatron_ext.alignment.bridging.text_alignment import (
+from megatron_ext.alignment.text_alignment import (
     BridgedAlignment,
     TextBridge,
     bridge_texts,
 )
-from megatron_ext.alignment.byte_alignment import align_byte_ends
-from megatron_ext.alignment.chunk_class import ChunkClass
-from megatron_ext.alignment.control_pairs import ControlClasses
-from megatron_ext.alignment.coverage import ChunkCounts
 from megatron_ext.alignment.token_aligner import TokenAligner
 from megatron_ext.alignment.tokens import AlignedTokens, Tokens
-from megatron_ext.alignment.truncation import truncate
-from megatron_ext.alignment.window import Windows, cut_windows
+from megatron_ext.alignment.window import Windows, cut_windows, truncate
 
 __all__ = [
     "AlignedTokens",

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.chunk_marks import BEGINS, Marks, ids_of_marks
-from megatron_ext.alignment.chunk_places import ChunkPlaces, left_out
+from megatron_ext.alignment.chunk_places import BEGINS, ChunkPlaces, Marks, ids_of_marks, left_out
 from megatron_ext.alignment.label_positions import (
     ChunkIds,
     LabelledSide,

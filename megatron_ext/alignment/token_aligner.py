@@ -9,19 +9,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.bridging.text_alignment import BridgedAlignment, align_bridged
 from megatron_ext.alignment.byte_alignment import (
     ByteEnds,
     align_byte_ends,
 )
-from megatron_ext.alignment.chunk_marks import OUTSIDE, Marks, chunk_marks
-from megatron_ext.alignment.chunk_places import alignment_of
+from megatron_ext.alignment.chunk_places import OUTSIDE, Marks, alignment_of, chunk_marks
 from megatron_ext.alignment.control_pairs import ControlClasses
-from megatron_ext.alignment.spelling import AnyAlignment, SpelledSide, as_spelled
-from megatron_ext.alignment.stream_bytes import check_same_bytes, stream_bytes
+from megatron_ext.alignment.spelling import (
+    AnyAlignment,
+    SpelledSide,
+    as_spelled,
+    check_same_bytes,
+    stream_bytes,
+)
+from megatron_ext.alignment.text_alignment import BridgedAlignment, align_bridged
 from megatron_ext.alignment.text_tokens import TextTokenizer, TextTokens
 from megatron_ext.alignment.tokens import AlignedTokens, Ids, Tokens
-from megatron_ext.alignment.truncation import truncate
+from megatron_ext.alignment.window import truncate
 from megatron_ext.conversation.chat_output import refuse_foreign
 from megatron_ext.errors import AlignmentError
 from megatron_ext.tokenizers.base import ByteTokenizer

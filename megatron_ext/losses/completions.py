@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import LossError
 from megatron_ext.losses.vocabulary_match import IdTable

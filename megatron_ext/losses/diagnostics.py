@@ -22,9 +22,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from megatron_ext.alignment.audit.character_table import SCRIPTS
-from megatron_ext.alignment.audit.text_class import TEXT_CLASSES
-from megatron_ext.alignment.chunk_class import ChunkClass
+from megatron_ext.alignment.alignment import ChunkClass
+from megatron_ext.alignment.audit.text_class import SCRIPTS, TEXT_CLASSES
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.distributed.shard_collectives import all_reduce_max
 from megatron_ext.distributed.vocab_parallel import VocabShard, row_slices

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.distributed.context_parallel import ContextRank, in_order
 from megatron_ext.distributed.vocab_parallel import VocabShard, vocab_argmax
 from megatron_ext.projection import SparseProjection

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.alignment import Alignment, ChunkClass, align_byte_ends
 from megatron_ext.alignment.batch import AlignmentBatch, pack_alignments, pad_alignments
-from megatron_ext.alignment.chunk_marks import BEGINS, INSIDE, OUTSIDE, without_chunks
+from megatron_ext.alignment.chunk_places import BEGINS, INSIDE, OUTSIDE, without_chunks
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 from tests.alignment.byte_end_strategies import pairs

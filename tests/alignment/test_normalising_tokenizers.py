@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.alignment import BridgedAlignment, ChunkClass, ChunkCounts, TokenAligner
 from megatron_ext.alignment.audit import AuditDocument, PairAudit
-from megatron_ext.alignment.chunk_marks import BEGINS
+from megatron_ext.alignment.chunk_places import BEGINS
 from megatron_ext.errors import AlignmentError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import byte_of_character

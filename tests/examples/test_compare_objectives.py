@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ext import CrossTokenizerCollator, TeacherCTSpec
-from megatron_ext.alignment.chunk_marks import BEGINS
+from megatron_ext.alignment.chunk_places import BEGINS
 from megatron_ext.errors import DataError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer
 from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText, TeacherTokens

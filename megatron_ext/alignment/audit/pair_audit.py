@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.audit.batch_text import BatchText
-from megatron_ext.alignment.audit.character_table import SCRIPTS
-from megatron_ext.alignment.audit.coverage_row import CoverageRow, CoverageTally
-from megatron_ext.alignment.audit.document import AuditDocument, document_batches
-from megatron_ext.alignment.audit.example import ExampleMaker, SpannedTokens
+from megatron_ext.alignment.audit.coverage_row import CoverageRow, CoverageTally, Side, SideReport
+from megatron_ext.alignment.audit.document import (
+    AuditDocument,
+    ExampleMaker,
+    SpannedTokens,
+    document_batches,
+)
 from megatron_ext.alignment.audit.offenders import Offender, Offenders, pair_hashes
 from megatron_ext.alignment.audit.recommendation import Recommendation, recommend
-from megatron_ext.alignment.audit.side import Side, SideReport
-from megatron_ext.alignment.audit.text_class import TEXT_CLASSES, TextClassifier
+from megatron_ext.alignment.audit.text_class import SCRIPTS, TEXT_CLASSES, TextClassifier
 from megatron_ext.alignment.chunk_places import alignment_of
 from megatron_ext.alignment.text_tokens import TextTokens
 from megatron_ext.alignment.token_aligner import TokenAligner
@@ -227,3 +228,32 @@ def _byte_bounds(alignment: Alignment, ends: NDArray[np.int64]) -> NDArray[np.in
     fence = np.concatenate([np.zeros(1, np.int64), ends])
     bounds: NDArray[np.int64] = fence[alignment.student_spans]
     return bounds
+
+
+class BatchText:
+    """The characters of a batch, and which of them bytes belong to.
+
+    Args:
+        raws: UTF-8 of its documents.
+
+    Attributes:
+        code_points: The characters, one after another [M].
+        documents: First character of each document [D].
+    """
+
+    def __init__(self, raws: Sequence[bytes]) -> None:
+        raw = b"".join(raws)
+        self.code_points = np.frombuffer(raw.decode().encode("utf-32-le"), np.uint32)
+        self._is_ascii = len(self.code_points) == len(raw)
+        if not self._is_ascii:
+            is_start = (np.frombuffer(raw, np.uint8) & 0xC0) != 0x80
+            self._character_at = np.cumsum(is_start) - 1
+        begins = np.cumsum([0, *map(len, raws)], dtype=np.int64)[:-1]
+        self.documents = self._of_bytes(begins)
+
+    def characters(self, bounds: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """First character and one past the last of byte ranges that are not empty [C, 2]."""
+        return self._of_bytes(bounds[:, 0]), self._of_bytes(bounds[:, 1] - 1) + 1
+
+    def _of_bytes(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+        return at if self._is_ascii else self._character_at[at]

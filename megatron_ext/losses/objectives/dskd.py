@@ -9,8 +9,8 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
+from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.distributed.vocab_parallel import accumulation_dtype, vocab_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput

@@ -7,7 +7,7 @@ from typing import ClassVar, get_args
 
 import torch
 
-from megatron_ext.alignment.chunk_class import ChunkClass
+from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.distributed.vocab_parallel import VocabShard, row_slices
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_projection, check_student

@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_student

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
+from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.alignment.chunk_class import ChunkClass
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_match, check_student

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron_ext.alignment.coverage import ChunkCounts
+from megatron_ext.alignment.alignment import ChunkCounts
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.losses import ChunkCompletions

@@ -6,16 +6,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_ext.alignment.audit.character_table import (
+from megatron_ext.alignment.audit.text_class import (
     DIGIT,
     LETTER,
     OTHER,
     SCRIPTS,
     SIGN,
     SPACE,
+    TEXT_CLASSES,
     CharacterTable,
+    TextClassifier,
 )
-from megatron_ext.alignment.audit.text_class import TEXT_CLASSES, TextClassifier
 
 
 def points(text):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.alignment.chunk_class import ChunkClass
+from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.errors import LossError
 from megatron_ext.losses import DistillationInputs, StrictTopKLoss, VocabularyMatch
 from megatron_ext.ops.divergence import divergence_reference

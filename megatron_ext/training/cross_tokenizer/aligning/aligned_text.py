@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.alignment.chunk_marks import Marks
+from megatron_ext.alignment.chunk_places import Marks
 
 Ids = NDArray[np.integer[Any]]
 

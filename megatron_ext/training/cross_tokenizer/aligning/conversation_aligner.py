@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_ext.alignment.bridging.conversation_alignment import align_encoded_conversations
-from megatron_ext.alignment.chunk_marks import chunk_marks, without_chunks
+from megatron_ext.alignment.chunk_places import chunk_marks, without_chunks
+from megatron_ext.alignment.conversation_alignment import align_encoded_conversations
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.conversation import EncodedConversation
 from megatron_ext.conversation.records import ConversationRecord

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.alignment.chunk_marks import BEGINS, OUTSIDE, Marks
+from megatron_ext.alignment.chunk_places import BEGINS, OUTSIDE, Marks
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText
 from megatron_ext.training.cross_tokenizer.rows.layout import Layout

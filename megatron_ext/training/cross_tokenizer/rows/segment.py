@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.alignment.chunk_marks import Marks
+from megatron_ext.alignment.chunk_places import Marks
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.training.cross_tokenizer.aligning.aligned_text import (
     AlignedText,

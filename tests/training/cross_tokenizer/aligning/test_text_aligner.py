@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext import TokenAligner
-from megatron_ext.alignment.chunk_marks import BEGINS, OUTSIDE, Marks
+from megatron_ext.alignment.chunk_places import BEGINS, OUTSIDE, Marks
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.training.cross_tokenizer.aligning.cut import cut
 from megatron_ext.training.cross_tokenizer.aligning.text_aligner import TextAligner

@@ -2,12 +2,12 @@
 
 What a template writes has no counterpart in another template. What a message says has: the same
 field of the same message. So contents correspond by where they came from, whatever the templates
-are, and so do the stop tokens behind the same answer; all else is in no chunk.
+are, and so do the stop tokens behind the same answer; all else is in no chunk. P places, N bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.bridging.segment_alignment import Segments, align_segments
-from megatron_ext.alignment.bridging.shown_content import ShownContent, shown_contents, stop_tokens
-from megatron_ext.alignment.bridging.symbol_match import Run, heaviest_chain
-from megatron_ext.alignment.bridging.text_alignment import bridge_texts
 from megatron_ext.alignment.spelling import SpelledSide, Spelling, as_spelled
+from megatron_ext.alignment.symbol_match import Run, heaviest_chain
+from megatron_ext.alignment.text_alignment import Segments, align_segments, bridge_texts
 from megatron_ext.alignment.tokens import Tokens
 from megatron_ext.conversation import Conversation, EncodedConversation
+from megatron_ext.conversation.message import byte_offsets
 from megatron_ext.tokenizers.base import ByteTokenizer
 
 Pair = tuple[int, int, int, int]
@@ -197,3 +196,72 @@ def _ascending(pairs: list[Pair]) -> list[Pair]:
 
 def _byte_count(contents: Mapping[Any, ShownContent]) -> int:
     return sum(int(content.starts[-1]) for content in contents.values())
+
+
+ContentKey = tuple[int, str]
+"""Index of a message and the path of a field in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownContent:
+    """The bytes of one field of one message, put together from where they are shown."""
+
+    text: str
+    places: NDArray[np.int64]
+    """[P, 2] half-open byte ranges of the rendered text, ascending."""
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """[P + 1] where each place starts in the bytes of ``text``, and their number."""
+        sizes = self.places[:, 1] - self.places[:, 0]
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+
+
+def shown_contents(encoded: EncodedConversation) -> dict[ContentKey, ShownContent]:
+    """Everything that messages say and the rendered text shows; roles are no content."""
+    offsets = byte_offsets(encoded.text)
+    places: dict[ContentKey, list[tuple[int, int]]] = {}
+    for start, end, provenance in encoded.spans:
+        message, field = provenance.message, provenance.field
+        if provenance.source != "message" or message is None or field == "role":
+            continue
+        # A message before the first is one that the prompt format puts in front.
+        if message >= 0:
+            places.setdefault((message, field), []).append((start, end))
+    return {
+        key: ShownContent(
+            "".join(encoded.text[start:end] for start, end in ranges),
+            offsets[np.array(ranges, dtype=np.int64)],
+        )
+        for key, ranges in places.items()
+    }
+
+
+def stop_tokens(
+    encoded: EncodedConversation,
+    contents: dict[ContentKey, ShownContent],
+    is_control: Callable[[int], bool],
+) -> dict[int, int]:
+    """The control token that ends each trained message: index of the token by that of the message.
+
+    It is the last control token of the trained text behind what the message says; a message
+    without one, and a conversation in which all is trained, prompt and answers alike, has none.
+    """
+    if encoded.trained.all():
+        return {}
+    ends: dict[int, int] = {}
+    for (message, _), content in contents.items():
+        ends[message] = max(ends.get(message, 0), int(content.places[-1, 1]))
+    begins = np.concatenate([np.zeros(1, np.int64), encoded.byte_ends[:-1]])
+    said = sorted(int(content.places[0, 0]) for content in contents.values())
+    stops: dict[int, int] = {}
+    for message, end in ends.items():
+        following = next((start for start in said if start >= end), None)
+        token = int(begins.searchsorted(end, side="left"))
+        while token < len(begins) and encoded.trained[token]:
+            if following is not None and encoded.byte_ends[token] > following:
+                break
+            if is_control(int(encoded.ids[token])) and encoded.byte_ends[token] > begins[token]:
+                stops[message] = token
+            token += 1
+    return stops

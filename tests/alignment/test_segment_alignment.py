@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.alignment import align_byte_ends
-from megatron_ext.alignment.bridging.segment_alignment import Segments, align_segments
+from megatron_ext.alignment.text_alignment import Segments, align_segments
 from tests.alignment.brute_force import brute_force_segments, chunks_of
 from tests.alignment.byte_end_strategies import byte_ends, ends_of
 

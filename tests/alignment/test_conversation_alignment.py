@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.alignment.bridging.conversation_alignment import align_conversation
+from megatron_ext.alignment.conversation_alignment import align_conversation
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.tokenizers import MegatronTokenizerText
 from tests.alignment.brute_force import brute_force_segments, chunks_of

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.alignment import TokenAligner
-from megatron_ext.alignment.bridging.text_alignment import BridgedAlignment, bridge_texts
+from megatron_ext.alignment.text_alignment import BridgedAlignment, bridge_texts
 from megatron_ext.constants import NO_CHUNK
 
 VIETNAMESE = "Tiếng Việt rất đẹp, và tôi học nó mỗi ngày ở trường."

@@ -1,1 +1,0 @@
-"""Aligning what differs: texts that a tokenizer changes, and conversations of two templates."""
