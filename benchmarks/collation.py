@@ -29,11 +29,10 @@ import torch
 from benchmarks.alignment import DATA, machine, source_code
 from megatron_ext.alignment import align_byte_ends
 from megatron_ext.alignment.text_tokens import TextTokenizer
+from megatron_ext.data.aligned_text import AlignedText, PackedSample
+from megatron_ext.data.collator import CrossTokenizerCollator
+from megatron_ext.data.teacher_spec import TeacherCTSpec
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
-from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText
-from megatron_ext.training.cross_tokenizer.collator import CrossTokenizerCollator
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
-from megatron_ext.training.cross_tokenizer.teacher_spec import TeacherCTSpec
 
 ROWS, LENGTH = 64, 2_048
 TEACHER_LENGTH = 4_096

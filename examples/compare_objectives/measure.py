@@ -32,6 +32,7 @@ import torch
 
 from megatron_ext.alignment import ChunkClass
 from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.data.aligned_text import PackedSample
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.losses import VocabularyMatch
@@ -44,7 +45,6 @@ from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.checkpoint_tokenizer import check_same_tokenizer
 from megatron_ext.training.config import DistillConfig, ModelConfig
 from megatron_ext.training.config_file import build_config, read_config_file
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.data.microbatch import Microbatch, TokenBatch
 from megatron_ext.training.inputs import TEACHER, Inputs, read_inputs
 from megatron_ext.training.models import build_gpt_model, freeze

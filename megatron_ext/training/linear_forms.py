@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.losses import ChunkCompletions, KnownAhead, Objective
 from megatron_ext.losses.linear import LinearDistillation
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
-from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
 
 _ALONE: Final = ""
 """Stands for a teacher where there is none."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import ConfigError, LossError
@@ -24,7 +25,6 @@ from megatron_ext.losses import (
 )
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.lesson import Lesson
 from megatron_ext.training.run_constants import RunConstants

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.data.aligned_text import PackedSample
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import LossError
@@ -17,7 +18,6 @@ from megatron_ext.losses import LossWeighting, TeacherTargets
 from megatron_ext.teachers import Teacher
 from megatron_ext.training import rank_phase
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.data.global_batches import GlobalBatches, Replica
 from megatron_ext.training.data.held_out import HeldOut
 from megatron_ext.training.data.microbatch import Microbatch

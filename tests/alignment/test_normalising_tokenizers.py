@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from megatron_ext.alignment import BridgedAlignment, ChunkClass, ChunkCounts, TokenAligner
 from megatron_ext.alignment.audit import AuditDocument, PairAudit
 from megatron_ext.alignment.chunk_places import BEGINS
+from megatron_ext.data.aligner import TextAligner
 from megatron_ext.errors import AlignmentError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import byte_of_character
-from megatron_ext.training.cross_tokenizer.aligning.text_aligner import TextAligner
 from tests.alignment.shared_text import needs_shared, published
 
 DECOMPOSED = unicodedata.normalize("NFD", "Café Ångström naïve, déjà vu; ein Überblick.")

@@ -14,10 +14,9 @@ import torch
 
 from megatron_ext import CrossTokenizerCollator, TeacherCTSpec
 from megatron_ext.alignment.chunk_places import BEGINS
+from megatron_ext.data.aligned_text import AlignedText, PackedSample, TeacherTokens
 from megatron_ext.errors import DataError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer
-from megatron_ext.training.cross_tokenizer.aligning.aligned_text import AlignedText, TeacherTokens
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.data.microbatch import Microbatch
 
 REPOSITORY = Path(__file__).parents[2]

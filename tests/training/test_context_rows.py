@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.training.config import DataConfig
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
-from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
 from megatron_ext.training.data.microbatch import Microbatch, TokenBatch
 from megatron_ext.training.data.run_data import RunData
-from tests.training.cross_tokenizer.readers import student_tokenizer, teacher_tokenizer
+from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.test_run_data import WHOLE
 from tests.training.tiny_run import student_run, write_corpus
 

@@ -14,7 +14,7 @@ from megatron_ext.training.config_file import build_config
 from megatron_ext.training.loss_check import check_loss, teacher_objective
 from megatron_ext.training.run_folder import _check_same_run, config_values
 from megatron_ext.training.term_weighting import make_weighting
-from tests.training.cross_tokenizer.readers import student_tokenizer, teacher_tokenizer
+from tests.data.readers import student_tokenizer, teacher_tokenizer
 
 MODEL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 TEACHER = {"tokenizer": {}, "model": MODEL, "checkpoint": "c"}

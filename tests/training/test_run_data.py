@@ -16,7 +16,7 @@ from megatron_ext.training.config import DataConfig, DistillConfig
 from megatron_ext.training.data.global_batches import Replica
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.data.run_data import RunData
-from tests.training.cross_tokenizer.readers import student_tokenizer, teacher_tokenizer
+from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.tiny_run import student_run, write_corpus
 
 WHOLE = Replica(0, 1, 2)

@@ -15,7 +15,7 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.run_data import RunData
 from megatron_ext.training.inputs import Inputs, TeacherInputs
 from megatron_ext.training.start_agreement import start_of
-from tests.training.cross_tokenizer.readers import student_tokenizer, teacher_tokenizer
+from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.tiny_run import STUDENT_VOCAB_SIZE, student_run, write_corpus, write_rank_list
 
 

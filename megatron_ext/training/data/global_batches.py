@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple
 
-from megatron_ext.errors import ConfigError
-from megatron_ext.training.cross_tokenizer.packing.packed_dataset import (
+from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.block_order import Position
+from megatron_ext.data.packed_dataset import (
     PackedTextDataset,
     RefusedDocument,
 )
-from megatron_ext.training.cross_tokenizer.packing.position import Position
-from megatron_ext.training.cross_tokenizer.packing.row_streams import RowStreams, stream_count
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
+from megatron_ext.data.row_streams import RowStreams, stream_count
+from megatron_ext.errors import ConfigError
 from megatron_ext.training.data.blend import Blend
 
 

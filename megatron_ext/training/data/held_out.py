@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
+from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.packed_dataset import PackedTextDataset
 from megatron_ext.errors import DataError
-from megatron_ext.training.cross_tokenizer.packing.packed_dataset import PackedTextDataset
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.data.global_batches import Replica
 
 _BLANK = PackedSample(())

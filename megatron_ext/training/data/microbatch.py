@@ -12,12 +12,12 @@ import torch
 
 from megatron_ext.alignment.alignment import ChunkCounts
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
+from megatron_ext.data.batch import CrossTokenizerBatch, SideBatch
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.losses import ChunkCompletions
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.teachers.token_rows import TokenRows
-from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch, SideBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_ext.atomic_file import write_text
-from megatron_ext.training.cross_tokenizer.packing.packed_dataset import RefusedDocument
+from megatron_ext.data.packed_dataset import RefusedDocument
 
 QUARANTINE_FILE: Final = "quarantine.jsonl"
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.packed_dataset import RefusedDocument
 from megatron_ext.errors import DataError
-from megatron_ext.training.cross_tokenizer.packing.packed_dataset import RefusedDocument
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.data.global_batches import GlobalBatches, Place
 
 Batch = TypeVar("Batch")

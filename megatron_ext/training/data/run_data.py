@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.data.collator import CrossTokenizerCollator
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.cross_tokenizer.collator import CrossTokenizerCollator
 from megatron_ext.training.data.global_batches import GlobalBatches, Replica, WeightedDataset
 from megatron_ext.training.data.held_out import HeldOut
 from megatron_ext.training.data.indexed.id_tokenizers import IdTokenizers

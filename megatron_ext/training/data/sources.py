@@ -7,15 +7,15 @@ from hashlib import sha256
 from itertools import groupby
 from typing import Any, Final
 
+from megatron_ext.data.collator import CrossTokenizerCollator
+from megatron_ext.data.packed_dataset import PackedTextDataset
+from megatron_ext.data.teacher_spec import TeacherCTSpec
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DataConfig, DistillConfig
-from megatron_ext.training.cross_tokenizer.collator import CrossTokenizerCollator
 from megatron_ext.training.cross_tokenizer.corpus.dataset import ArrowTextDataset, CorpusNames
 from megatron_ext.training.cross_tokenizer.corpus.documents import Documents
 from megatron_ext.training.cross_tokenizer.corpus.joined_documents import JoinedDocuments
-from megatron_ext.training.cross_tokenizer.packing.packed_dataset import PackedTextDataset
-from megatron_ext.training.cross_tokenizer.teacher_spec import TeacherCTSpec
 from megatron_ext.training.data.blend import read_blend
 from megatron_ext.training.data.global_batches import WeightedDataset
 from megatron_ext.training.data.indexed.id_tokenizers import IdTokenizers

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.collator import CrossTokenizerCollator
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers import Teacher
 from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.teachers.targets.records import to_records
 from megatron_ext.training import rank_phase
-from megatron_ext.training.cross_tokenizer.collator import CrossTokenizerCollator
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.teacher_cache.blocks import Block
 from megatron_ext.training.teacher_cache.files.manifest import Manifest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.packed_dataset import PackedTextDataset
 from megatron_ext.teachers.targets.form import TargetForm
-from megatron_ext.training.cross_tokenizer.packing.packed_dataset import PackedTextDataset
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.data.run_data import RunData
 
 _TOKEN_BYTES: Final = 4

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.batch import CrossTokenizerBatch
+from megatron_ext.data.side import Side
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers.targets.records import filler, from_records
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
-from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
-from megatron_ext.training.cross_tokenizer.rows.side import Side
 from megatron_ext.training.teacher_cache.files.target_cache import TargetCache
 from megatron_ext.training.teacher_cache.windows import PlacedWindows
 

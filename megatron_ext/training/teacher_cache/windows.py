@@ -15,11 +15,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
-from megatron_ext.training.cross_tokenizer.rows.batch import CrossTokenizerBatch
-from megatron_ext.training.cross_tokenizer.rows.layout import Layout
-from megatron_ext.training.cross_tokenizer.rows.segment import Parts, Segment
-from megatron_ext.training.cross_tokenizer.rows.side import Side
+from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.batch import CrossTokenizerBatch
+from megatron_ext.data.layout import Layout
+from megatron_ext.data.side import Parts, Segment, Side
 from megatron_ext.training.teacher_cache.files.shard_file import KEY_BYTES
 
 _ID: Final = np.dtype("<i4")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
+from megatron_ext.data.batch import SideBatch
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
@@ -35,7 +36,6 @@ from megatron_ext.teachers.targets.records import from_records, to_records
 from megatron_ext.teachers.targets.whole_head import whole_head
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.cross_tokenizer.rows.batch import SideBatch
 from megatron_ext.training.data.microbatch import TokenBatch
 from megatron_ext.training.models import build_gpt_model, freeze
 from tests.teachers.serving.stand_in_teacher import KEY

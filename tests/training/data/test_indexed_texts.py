@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_ext.data.aligned_text import PackedSample
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DataConfig
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.data.global_batches import Replica
 from megatron_ext.training.data.indexed.id_tokenizers import IdTokenizers, settings_of
 from megatron_ext.training.data.indexed.indexed_file import IndexedFile, indexed_prefixes
 from megatron_ext.training.data.indexed.indexed_texts import IndexedTexts
 from megatron_ext.training.data.run_data import RunData
-from tests.training.cross_tokenizer.readers import TEXTS, student_tokenizer, teacher_tokenizer
+from tests.data.readers import TEXTS, student_tokenizer, teacher_tokenizer
 from tests.training.data.indexed_files import tokenize, write_ids
 from tests.training.tiny_run import student_run
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.data.aligned_text import PackedSample
 from megatron_ext.errors import DataError
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.data.global_batches import Place
 from megatron_ext.training.data.read_ahead import ReadAhead
 from tests.training.test_run_data import WHOLE, run_data

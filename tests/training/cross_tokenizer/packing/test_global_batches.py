@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from megatron_ext import ArrowTextDataset
+from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.packed_dataset import PackedTextDataset
+from megatron_ext.data.row_streams import stream_count
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.training.cross_tokenizer.packing.packed_dataset import PackedTextDataset
-from megatron_ext.training.cross_tokenizer.packing.row_streams import stream_count
-from megatron_ext.training.cross_tokenizer.packing.sample import PackedSample
 from megatron_ext.training.data.blend import Blend, Source, read_blend
 from megatron_ext.training.data.global_batches import GlobalBatches, Replica, WeightedDataset
-from tests.training.cross_tokenizer.readers import collator, write_corpus
+from tests.data.readers import collator, write_corpus
 
 ROWS = 8
 

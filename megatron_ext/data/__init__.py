@@ -1,0 +1,1 @@
+"""Texts to batches for a student and its teachers, for torch's data loaders."""

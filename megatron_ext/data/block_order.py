@@ -1,0 +1,104 @@
+"""In which order the documents of a corpus are read. D documents, R runs, N blocks.
+
+Documents are shuffled in two steps, so that those read together lie together in their files: runs
+of neighbours are put in a random order and form blocks, and within a block documents are put in a
+random order. A block is what is packed at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.errors import ConfigError
+
+
+@dataclass(kw_only=True, frozen=True)
+class BlockOrder:
+    """A function of the epoch and the number of a block; nothing to save.
+
+    Raises:
+        ConfigError: A value that cannot be used.
+    """
+
+    sizes: NDArray[np.int64] = field(repr=False)
+    """[D] bytes of each document."""
+
+    seed: int
+    """Of the order of an epoch."""
+
+    shuffle: bool = True
+    """Otherwise documents are read in their order."""
+
+    run_documents: int = 64
+    """Neighbours that are read together."""
+
+    block_bytes: int = 1 << 22
+    """Least bytes of a block, but for the last of an epoch."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("seed", 0), ("run_documents", 1), ("block_bytes", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(
+                    "the value is too small", got=value, expected=f">= {least}", where=name
+                )
+
+    def block_count(self, epoch: int) -> int:
+        """N"""
+        return len(self._blocks(epoch)[1]) - 1
+
+    def documents(self, epoch: int, block: int) -> NDArray[np.int64]:
+        """The documents of a block, in order."""
+        runs, bounds = self._blocks(epoch)
+        starts = runs[bounds[block] : bounds[block + 1]] * self.run_documents
+        numbers: NDArray[np.int64] = (starts[:, None] + np.arange(self.run_documents)).ravel()
+        numbers = numbers[numbers < len(self.sizes)]
+        return self.generator(epoch, block).permutation(numbers) if self.shuffle else numbers
+
+    def generator(self, epoch: int, block: int) -> np.random.Generator:
+        """Random numbers of a block."""
+        return np.random.default_rng((self.seed, epoch, 1 + block))
+
+    def _blocks(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The runs [R] in the order of an epoch, and where in them each block begins [N + 1]."""
+        if epoch not in self._kept:
+            runs: NDArray[np.int64] = np.arange(len(self._run_bytes))
+            if self.shuffle:
+                runs = np.random.default_rng((self.seed, epoch, 0)).permutation(runs)
+            read = np.cumsum(self._run_bytes[runs])
+            # A block ends with the run that takes it over its size.
+            bounds = [0]
+            while bounds[-1] < len(runs):
+                before = int(read[bounds[-1] - 1]) if bounds[-1] else 0
+                stop = int(read.searchsorted(before + self.block_bytes)) + 1
+                bounds.append(min(stop, len(runs)))
+            for other in [*self._kept][:-1]:
+                del self._kept[other]
+            self._kept[epoch] = runs, np.array(bounds, np.int64)
+        return self._kept[epoch]
+
+    @cached_property
+    def _run_bytes(self) -> NDArray[np.int64]:
+        return np.add.reduceat(self.sizes, np.arange(0, len(self.sizes), self.run_documents))
+
+    @cached_property
+    def _kept(self) -> dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Of the last two epochs that were asked for: streams end theirs at different times."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The next sample."""
+
+    epoch: int = 0
+
+    block: int = 0
+    """Among the blocks of this rank in the epoch."""
+
+    sample: int = 0
+    """In the block."""

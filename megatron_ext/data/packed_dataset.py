@@ -1,0 +1,222 @@
+"""A corpus as rows that are full, and no token cut off. D documents, P pieces, K sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from megatron_ext.data.aligned_text import AlignedText, PackedSample, cut
+from megatron_ext.data.aligner import Content
+from megatron_ext.data.block_order import BlockOrder
+from megatron_ext.data.collator import CrossTokenizerCollator
+from megatron_ext.errors import ConversationError, MegatronExtError, TokenizerError
+from megatron_ext.training.cross_tokenizer.corpus.documents import Documents
+
+
+class RefusedDocument(NamedTuple):
+    """A document that a tokenizer or a template does not take."""
+
+    place: str
+    """``file:row``."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlock:
+    """The samples of a block, in order."""
+
+    samples: tuple[PackedSample, ...]
+
+    dropped_bytes: int
+    """Bytes of its documents that are in no sample, because a model has no room for a stretch that
+    cannot be cut, or no token for it."""
+
+    refused: tuple[RefusedDocument, ...] = ()
+    """Documents that were left out whole; their bytes are among ``dropped_bytes``."""
+
+    retokenized: int = 0
+    """Documents that are kept as ids of the student's vocabulary, whose text its tokenizer gives
+    other ids, which are the ones in the samples."""
+
+
+class PackedTextDataset(Dataset[PackedBlock]):
+    """Blocks of documents, packed by the tokens of the student and of every teacher.
+
+    An item is a block, by (epoch, number): its documents are tokenized when it is read, and packed
+    whole, so that nothing of the corpus needs to be tokenized before. A document that is longer
+    than a row is cut where all models can be cut. Each byte is in exactly one sample of an epoch or
+    counted in ``dropped_bytes``. A block is a function of its key: it does not depend on ranks or
+    workers. ``PackedBatches`` reads blocks with workers and gives batches.
+
+    Args:
+        documents: The corpus.
+        collator: What the samples are for: its tokenizers, lengths and cache.
+        seed: Of the order of an epoch.
+        shuffle: Read runs of documents, and the documents of a block, in an order of the seed's.
+        block_bytes: Least bytes of the documents that are packed together. More fill rows better
+            and mix documents more; fewer take less memory and give the first batch sooner.
+        run_documents: Neighbours of the corpus that are read together.
+        pack: Fill rows with several texts; otherwise each text, or piece of one, has its own row.
+        refuse_bad: Raise the error of a document that cannot be read; otherwise it is left out and
+            is among the block's ``refused``.
+
+    Raises:
+        ConfigError: A value that cannot be used.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        collator: CrossTokenizerCollator,
+        *,
+        seed: int = 1234,
+        shuffle: bool = True,
+        block_bytes: int = 1 << 22,
+        run_documents: int = 64,
+        pack: bool = True,
+        refuse_bad: bool = True,
+    ) -> None:
+        self.documents = documents
+        self.collator = collator
+        self._pack, self._refuse_bad = pack, refuse_bad
+        self._shape = {"block_bytes": block_bytes, "run_documents": run_documents}
+        self.order = BlockOrder(
+            sizes=documents.sizes,
+            seed=seed,
+            shuffle=shuffle,
+            block_bytes=block_bytes,
+            run_documents=run_documents,
+        )
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Plain values on which the samples depend, but for the tokenizers."""
+        return {
+            "documents": self.documents.sha256,
+            "seed": self.order.seed,
+            "shuffle": self.order.shuffle,
+            **self._shape,
+            **({} if self._pack else {"pack": False}),
+            "lengths": [side.length for side in self.collator.sides],
+        }
+
+    def block_count(self, epoch: int) -> int:
+        """Blocks of an epoch."""
+        return self.order.block_count(epoch)
+
+    def __getitem__(self, key: tuple[int, int]) -> PackedBlock:
+        """A block.
+
+        Args:
+            key: Epoch, and number of the block in it.
+
+        Raises:
+            DataError: A file has changed.
+            TokenizerError: A document that a tokenizer cannot take, with file and row.
+        """
+        numbers = self.order.documents(*key).tolist()
+        # In the order of the files, which is how they are read fastest.
+        contents, refused = self._contents(sorted(numbers))
+        aligned, unaligned = self._aligned({n: contents[n] for n in numbers if n in contents})
+        capacities = [side.capacity for side in self.collator.sides]
+        pieces = [piece for text in aligned.values() for piece in cut(text, capacities)]
+        rows = self._rows(pieces)
+        if self.order.shuffle:
+            # Packing puts long pieces first.
+            self.order.generator(*key).shuffle(rows)
+        taken = sum(piece.byte_count for piece in pieces)
+        whole = int(self.documents.sizes[self.order.documents(*key)].sum())
+        return PackedBlock(
+            tuple(PackedSample(tuple(pieces[index] for index in row)) for row in rows),
+            max(whole - taken, 0),
+            (*refused, *unaligned),
+            sum(self._is_retokenized(number, text) for number, text in aligned.items()),
+        )
+
+    def _is_retokenized(self, number: int, text: AlignedText) -> bool:
+        """Whether the student reads other ids than the document is kept as."""
+        kept = self.documents.student_ids(number)
+        return kept is not None and not np.array_equal(kept, text.student_ids)
+
+    def _rows(self, pieces: list[AlignedText]) -> list[list[int]]:
+        """Which pieces share a row."""
+        if not self._pack:
+            return [[index] for index in range(len(pieces))]
+        lengths = np.array([self._lengths(piece) for piece in pieces], np.int64)
+        limits = np.array([side.length for side in self.collator.sides], np.int64)
+        return pack_rows(lengths.reshape(-1, len(limits)), limits)
+
+    def _lengths(self, piece: AlignedText) -> list[int]:
+        """Positions that a piece takes on each side."""
+        return [
+            side.segment_length(count, is_end=piece.is_end)
+            for side, count in zip(self.collator.sides, piece.token_counts, strict=True)
+        ]
+
+    def _contents(self, numbers: list[int]) -> tuple[dict[int, Content], list[RefusedDocument]]:
+        contents, refused = {}, []
+        for number in numbers:
+            try:
+                contents[number] = self.documents.content(number)
+            except (ConversationError, TokenizerError) as error:
+                refused.append(self._refused(number, error))
+        return contents, refused
+
+    def _aligned(
+        self, contents: dict[int, Content]
+    ) -> tuple[dict[int, AlignedText], list[RefusedDocument]]:
+        """Texts by the numbers of their documents."""
+        try:
+            texts = self.collator.aligner.align(list(contents.values()))
+            return dict(zip(contents, texts, strict=True)), []
+        except MegatronExtError:
+            aligned, refused = {}, []
+            for number, content in contents.items():
+                try:
+                    (aligned[number],) = self.collator.aligner.align([content])
+                except MegatronExtError as error:
+                    refused.append(self._refused(number, error))
+            return aligned, refused
+
+    def _refused(self, number: int, error: MegatronExtError) -> RefusedDocument:
+        place = self.documents.place(number)
+        if self._refuse_bad:
+            raise type(error)(str(error), where=place) from error
+        return RefusedDocument(place, str(error))
+
+
+_OPEN_ROWS = 64
+"""Rows that a piece is tried in; the oldest one is closed for a new one."""
+
+
+def pack_rows(lengths: NDArray[np.int64], capacities: NDArray[np.int64]) -> list[list[int]]:
+    """Put pieces into rows, the longest first; each into the first open row that has room.
+
+    Args:
+        lengths: [P, K] positions of each piece on each side.
+        capacities: [K] positions of a row; none of ``lengths`` is larger.
+
+    Returns:
+        The pieces of each row.
+    """
+    rows: list[list[int]] = []
+    room: NDArray[np.int64] = np.zeros((0, len(capacities)), np.int64)
+    first_open = 0
+    longest = (lengths / capacities).max(axis=1)
+    for index in np.argsort(-longest, kind="stable").tolist():
+        fits = (room >= lengths[index]).all(axis=1)
+        row = int(fits.argmax()) if fits.any() else -1
+        if row < 0:
+            rows.append([])
+            room = np.concatenate([room, capacities[None]])
+            if len(room) > _OPEN_ROWS:
+                room, first_open = room[1:], first_open + 1
+            row = len(room) - 1
+        rows[first_open + row].append(index)
+        room[row] -= lengths[index]
+    return rows

@@ -1,1 +1,0 @@
-"""Texts and conversations as the student and every teacher read them."""

@@ -1,1 +1,0 @@
-"""What was tokenized and aligned once, kept by content."""

@@ -1,1 +1,0 @@
-"""Documents in an order, packed into full rows, in batches."""

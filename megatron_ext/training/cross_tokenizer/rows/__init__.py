@@ -1,1 +1,0 @@
-"""Tokens as the rows of a batch."""

@@ -1,0 +1,177 @@
+"""Conversations in batches: each model's own template, its mask, and chunks of what is trained."""
+
+from __future__ import annotations
+
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext import CrossTokenizerCollator, TeacherCTSpec
+from megatron_ext.alignment import align_conversation
+from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
+from megatron_ext.conversation.records import ConversationRecord
+from megatron_ext.data.batch import CrossTokenizerBatch
+from megatron_ext.errors import ConfigError, ConversationError
+from megatron_ext.tokenizers import MegatronTokenizerText
+from tests.data.readers import student_tokenizer, teacher_tokenizer
+from tests.training.tiny_run import vocabulary
+
+BRACKETS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}"
+    "{{ eos_token }}{% else %}[INST] {{ m.content }}[/INST]{% endif %}{% endfor %}"
+)
+NAMES = (
+    "{% for m in messages %}{{ m.role }}:\n{{ m.content | trim }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
+)
+TURNS = [
+    {"role": "user", "content": "Wie heißt die Hauptstadt?"},
+    {"role": "assistant", "content": "Sie heißt 東京 (Tōkyō)."},
+    {"role": "user", "content": "And of France?"},
+    {"role": "assistant", "content": "Paris, of course."},
+]
+
+
+@cache
+def tokenizer(library: str, template: str) -> MegatronTokenizerText:
+    file = {
+        "tiktoken": "tekken_240911.json",
+        "sentencepiece": "mistral_instruct_tokenizer_240323.model.v3",
+    }[library]
+    return MegatronTokenizerText(
+        vocabulary(file),
+        {"library": library},
+        prompt_format="auto",
+        chat_template=template,
+        engine="reference",
+    )
+
+
+def collator(length: int = 120, **options: Any) -> CrossTokenizerCollator:
+    student = tokenizer("tiktoken", BRACKETS)
+    return CrossTokenizerCollator(
+        student,
+        length,
+        [
+            TeacherCTSpec(name="other", tokenizer=tokenizer("sentencepiece", NAMES)),
+            TeacherCTSpec(name="same", tokenizer=student),
+            TeacherCTSpec(name="renamed", tokenizer=tokenizer("tiktoken", NAMES)),
+        ],
+        **options,
+    )
+
+
+def flat(batch: CrossTokenizerBatch) -> dict[str, Any]:
+    return {
+        name: value.tolist() if hasattr(value, "tolist") else value
+        for name, value in batch.as_dict().items()
+    }
+
+
+@pytest.mark.parametrize("side", ["student", "other", "renamed"])
+def test_a_row_is_what_a_template_writes_and_its_labels_what_it_trains(side: str) -> None:
+    batch = collator()([{"messages": TURNS}])
+    rows = batch.student if side == "student" else batch.teachers[side]
+    encoded = {
+        "student": tokenizer("tiktoken", BRACKETS),
+        "other": tokenizer("sentencepiece", NAMES),
+        "renamed": tokenizer("tiktoken", NAMES),
+    }[side].encode_conversation(TURNS)
+    count = len(encoded.ids) - 1
+
+    assert rows.lengths.tolist() == [count]
+    assert rows.input_ids[0, :count].tolist() == encoded.ids[:-1].tolist()
+    assert rows.labels[0, :count].tolist() == encoded.target[1:].tolist()
+    assert (rows.labels[0, count:] == IGNORE_INDEX).all()
+    assert rows.loss_mask[0, :count].tolist() == encoded.trained[1:].tolist()
+    assert 0 < encoded.trained.sum() < count
+
+
+@pytest.mark.parametrize(("name", "library"), [("other", "sentencepiece"), ("renamed", "tiktoken")])
+def test_chunks_are_those_of_the_alignment_that_the_student_trains(name: str, library: str) -> None:
+    alignment = collator()([{"messages": TURNS}]).alignments[name]
+    expected = align_conversation(tokenizer("tiktoken", BRACKETS), tokenizer(library, NAMES), TURNS)
+    is_trained = expected.student.trained
+    chunk_id = expected.alignment.student_chunk_id
+    trained = [
+        chunk
+        for chunk in range(expected.alignment.chunk_count)
+        if is_trained[chunk_id == chunk].all()
+    ]
+    sides = (
+        (alignment.student_chunk_id, chunk_id),
+        (alignment.teacher_chunk_id, expected.alignment.teacher_chunk_id),
+    )
+
+    assert 0 < len(trained) < expected.alignment.chunk_count
+    assert alignment.chunk_count == len(trained)
+    for ids, its in sides:
+        renumbered = [trained.index(i) if i in trained else NO_CHUNK for i in its.tolist()]
+        assert ids[0, : len(its) - 1].tolist() == renumbered[1:]
+
+
+def test_a_teacher_of_the_same_tokenizer_and_template_has_a_chunk_for_each_trained_label() -> None:
+    batch = collator()([{"messages": TURNS}])
+
+    assert batch.teachers["same"] is batch.student
+    assert batch.alignments["same"].chunk_count == batch.token_count
+    assert batch.teachers["renamed"] is not batch.student
+
+
+def test_texts_and_conversations_share_a_batch() -> None:
+    mixed = collator()(["A text.", ConversationRecord(TURNS), {"text": "Another."}])
+    text, talk = collator()(["A text."]), collator()([{"messages": TURNS}])
+
+    assert mixed.student.labels[0].tolist() == text.student.labels[0].tolist()
+    assert mixed.student.labels[1].tolist() == talk.student.labels[0].tolist()
+    assert mixed.alignments["other"].sample.unique().tolist() == [0, 1, 2]
+    assert mixed.dropped_bytes == 0
+
+
+def test_a_conversation_that_is_too_long_is_its_beginning() -> None:
+    whole = tokenizer("tiktoken", BRACKETS).encode_conversation(TURNS)
+    for length in range(5, len(whole.ids) - 1, 5):
+        batch = collator(length)([{"messages": TURNS}])
+        count = int(batch.student.lengths[0])
+        assert batch.student.input_ids[0, :count].tolist() == whole.ids[:count].tolist()
+        taken = int(whole.byte_ends[count]) if count else 0
+        assert batch.dropped_bytes == len(whole.text.encode()) - taken
+        alignment = batch.alignments["other"]
+        assert alignment.chunk_count == 0 or count > 0
+    assert count
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_a_conversation_is_written_and_aligned_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [{"messages": TURNS}, "A text.", {"messages": TURNS[:2]}]
+    options = {"cache_dir": tmp_path} if kind == "files" else {"memory_cache_bytes": 1 << 20}
+    reader = collator(**options)
+    expected = flat(collator()(records))
+    assert flat(reader(records)) == expected
+    monkeypatch.setattr(MegatronTokenizerText, "encode_conversation", None)
+    monkeypatch.setattr(MegatronTokenizerText, "text_to_flat_ids", None)
+
+    assert flat(reader(records)) == expected
+    if kind == "files":
+        assert flat(collator(**options)(records)) == expected
+
+
+def test_what_is_kept_in_memory_is_bounded_and_not_sent() -> None:
+    reader = collator(memory_cache_bytes=1 << 20)
+    reader(["A text.", {"messages": TURNS}])
+    bare = collator(memory_cache_bytes=1 << 20)
+
+    assert len(pickle.dumps(reader.aligner)) == len(pickle.dumps(bare.aligner))
+
+
+def test_a_conversation_needs_templates_and_has_to_be_one() -> None:
+    spec = TeacherCTSpec(name="bare", tokenizer=teacher_tokenizer())
+    with pytest.raises(ConfigError, match="no prompt format"):
+        CrossTokenizerCollator(student_tokenizer(), 50, [spec])([{"messages": TURNS}])
+    with pytest.raises(ConversationError):
+        collator()([{"messages": [{"role": "user"}]}])
