@@ -33,6 +33,11 @@ BEGINS_UNEQUAL: Final = 3
 """The first token of a chunk whose sides spell different bytes."""
 
 
+def outside(length: int) -> Marks:
+    """The marks [T] of tokens that are in no chunk."""
+    return np.full(length, OUTSIDE, np.uint8)
+
+
 def chunk_marks(alignment: Alignment) -> tuple[Marks, Marks]:
     """The marks of both sides [Ts], [Tt]."""
     sides = (

@@ -42,7 +42,7 @@ class TextTokens:
 
     @property
     def slices(self) -> list[slice]:
-        """[D] the tokens of each text."""
+        """[D] where the tokens of each text are."""
         return [slice(begin, end) for begin, end in pairwise(self.offsets.tolist())]
 
     @property
@@ -60,11 +60,15 @@ class TextTokens:
         """The tokens of all texts as those of one."""
         return Tokens(self.ids, self.ends, spells_text=not self.changed)
 
+    def tokens_of(self, index: int) -> slice:
+        """Where the tokens of one text are."""
+        return slice(*self.offsets[index : index + 2].tolist())
+
     def text(self, index: int) -> Tokens:
         """The tokens of one text, with ends from its begin."""
-        begin, end = self.offsets[index : index + 2].tolist()
-        ends = self.ends[begin:end] - self.byte_offsets[index]
-        return Tokens(self.ids[begin:end], ends, spells_text=index not in self.changed)
+        tokens = self.tokens_of(index)
+        ends = self.ends[tokens] - self.byte_offsets[index]
+        return Tokens(self.ids[tokens], ends, spells_text=index not in self.changed)
 
     def of_texts(self, chosen: NDArray[np.bool_]) -> TextTokens:
         """The tokens of some of the texts [D], as if there were no others."""
@@ -118,7 +122,7 @@ class TextTokenizer:
         self, texts: Sequence[str], tokens: TextTokens, changed: Sequence[int]
     ) -> TextTokens:
         """The same with the texts ``changed`` as the tokenizer locates their tokens."""
-        rows = [(tokens.ids[own], tokens.ends[own]) for own in tokens.slices]
+        rows = [(tokens.ids[text], tokens.ends[text]) for text in tokens.slices]
         for index in changed:
             ids, ends = self.tokenizer.encode_with_byte_ends(texts[index])
             rows[index] = ids, ends + tokens.byte_offsets[index]

@@ -13,7 +13,7 @@ from megatron_ext.alignment.byte_alignment import (
     ByteEnds,
     align_byte_ends,
 )
-from megatron_ext.alignment.chunk_places import OUTSIDE, Marks, alignment_of, chunk_marks
+from megatron_ext.alignment.chunk_places import Marks, alignment_of, chunk_marks, outside
 from megatron_ext.alignment.control_pairs import ControlClasses
 from megatron_ext.alignment.spelling import (
     AnyAlignment,
@@ -97,21 +97,20 @@ class TokenAligner:
         together |= np.diff(student.byte_offsets) == 0
         apart = {*student.changed, *teacher.changed}
         together[list(apart)] = False
-        own, other = student.of_texts(together), teacher.of_texts(together)
-        if self._has_pairs(own.joined, other.joined):
+        rest = student.of_texts(together), teacher.of_texts(together)
+        if self._has_pairs(rest[0].joined, rest[1].joined):
             apart.update(np.flatnonzero(together).tolist())
-        found = chunk_marks(align_byte_ends(own.ends, other.ends))
+        rest_marks = chunk_marks(align_byte_ends(rest[0].ends, rest[1].ends))
         if together.all() and not apart:
-            return found
-        marks = tuple(np.full(len(side.ids), OUTSIDE, np.uint8) for side in (student, teacher))
-        for side, its, row in zip((student, teacher), found, marks, strict=True):
-            row[np.repeat(together, side.counts)] = its
-        slices = student.slices, teacher.slices
+            return rest_marks
+        marks = outside(len(student.ids)), outside(len(teacher.ids))
+        marks[0][np.repeat(together, student.counts)] = rest_marks[0]
+        marks[1][np.repeat(together, teacher.counts)] = rest_marks[1]
         for index in apart:
-            found = chunk_marks(self._aligned(student.text(index), teacher.text(index)))
-            for side_slices, its, row in zip(slices, found, marks, strict=True):
-                row[side_slices[index]] = its
-        return marks[0], marks[1]
+            alignment = self._aligned(student.text(index), teacher.text(index))
+            slices = student.tokens_of(index), teacher.tokens_of(index)
+            marks[0][slices[0]], marks[1][slices[1]] = chunk_marks(alignment)
+        return marks
 
     def align_ids(self, student_ids: Ids, teacher_ids: Ids, *, bridge: bool = False) -> Alignment:
         """Align two streams that decode to the same bytes, control tokens aside.
@@ -233,12 +232,14 @@ class TokenAligner:
         """All tokens of each of D texts."""
         raws = [utf8(text) for text in texts]
         student, teacher = self.student.encode(texts, raws), self.teacher.encode(texts, raws)
-        marks = self.align_joined(student, teacher)
+        student_marks, teacher_marks = self.align_joined(student, teacher)
+        alignments = (
+            alignment_of(student_marks[student_slice], teacher_marks[teacher_slice])
+            for student_slice, teacher_slice in zip(student.slices, teacher.slices, strict=True)
+        )
         return [
-            AlignedTokens(
-                student.text(index), teacher.text(index), alignment_of(marks[0][own], marks[1][its])
-            )
-            for index, (own, its) in enumerate(zip(student.slices, teacher.slices, strict=True))
+            AlignedTokens(student.text(index), teacher.text(index), alignment)
+            for index, alignment in enumerate(alignments)
         ]
 
     def _of_ids(self, student_ids: Ids, teacher_ids: Ids) -> AlignedTokens:

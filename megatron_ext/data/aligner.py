@@ -92,19 +92,23 @@ class TextAligner:
             for aligner, teacher in zip(self._aligners, teachers, strict=True)
         ]
         widths = student.widths
-        bounds = [tokens.slices for tokens in (student, *teachers)]
+        slices = [tokens.slices for tokens in (student, *teachers)]
         return [
             AlignedText(
-                student.ids[own],
-                widths[own],
+                student.ids[student_slice],
+                widths[student_slice],
                 tuple(
-                    TeacherTokens(teacher.ids[its], student_marks[own], teacher_marks[its])
-                    for teacher, (student_marks, teacher_marks), its in zip(
-                        teachers, marks, others, strict=True
+                    TeacherTokens(
+                        teacher.ids[teacher_slice],
+                        student_marks[student_slice],
+                        teacher_marks[teacher_slice],
+                    )
+                    for teacher, (student_marks, teacher_marks), teacher_slice in zip(
+                        teachers, marks, teacher_slices, strict=True
                     )
                 ),
             )
-            for own, *others in zip(*bounds, strict=True)
+            for student_slice, *teacher_slices in zip(*slices, strict=True)
         ]
 
 
