@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.byte_alignment import (
-    ByteEnds,
-    align_byte_ends,
-)
+from megatron_ext.alignment.byte_alignment import ByteEnds, align_byte_ends
 from megatron_ext.alignment.chunk_places import Marks, alignment_of, chunk_marks, outside
 from megatron_ext.alignment.control_pairs import ControlClasses
 from megatron_ext.alignment.spelling import (

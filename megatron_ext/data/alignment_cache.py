@@ -22,12 +22,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.data.aligned_text import (
-    AlignedText,
-    Ids,
-    TeacherTokens,
-    Trained,
-)
+from megatron_ext.data.aligned_text import AlignedText, Ids, TeacherTokens, Trained
 from megatron_ext.data.aligner import Aligner, Content
 from megatron_ext.data.record_store import KEY_BYTES
 from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity

@@ -10,11 +10,7 @@ from typing import Any
 from megatron_ext.conversation.chat_output import refuse_foreign
 from megatron_ext.conversation.records import ConversationRecord, conversation_record
 from megatron_ext.data.aligned_text import AlignedText, PackedSample, byte_count_of, cut
-from megatron_ext.data.aligner import (
-    Aligner,
-    Content,
-    ContentAligner,
-)
+from megatron_ext.data.aligner import Aligner, Content, ContentAligner
 from megatron_ext.data.alignment_cache import CachedAligner, MemoryStore, cache_folder
 from megatron_ext.data.batch import CrossTokenizerBatch, SideBatch
 from megatron_ext.data.layout import Layout, alignment_batch, identity_batch, side_batch

@@ -4,7 +4,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,8 +12,6 @@ from megatron_ext.alignment.chunk_places import BEGINS, OUTSIDE, Marks
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.data.aligned_text import cut
 from megatron_ext.data.aligner import TextAligner
-from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-from tests.conversation.shared_files import SHARED, needs_shared
 from tests.data.readers import TEXTS, student_tokenizer, teacher_tokenizer
 
 texts = st.lists(
@@ -100,35 +97,3 @@ def test_a_tokenizer_that_has_no_token_for_a_text_leaves_its_neighbours_alone() 
         assert swapped[index].byte_count == len(words[index])
     assert found[1].teachers[0].student_marks.tolist() == [OUTSIDE]
     assert found[1].teachers[0].ids.size == swapped[1].student_ids.size == 0
-
-
-CHANGED_TEXTS = [
-    "plain text",
-    "e\N{COMBINING ACUTE ACCENT}te\N{COMBINING ACUTE ACCENT} and more",
-    "हिन्दी में क\N{DEVANAGARI SIGN NUKTA}ानून",
-    "",
-    " ",
-    "Ünïcödé ÀÉ",
-    "tail\N{COMBINING ACUTE ACCENT}",
-    "plain again",
-]
-
-
-@needs_shared
-@pytest.mark.parametrize("is_student", [True, False])
-def test_a_text_that_is_changed_moves_none_of_its_neighbours(is_student: bool) -> None:
-    model = str(SHARED / "tokenizers" / "bert_uncased")
-    normalising = build_tokenizer(TokenizerConfig(model=model, engine="reference"))
-    student, teacher = student_tokenizer(), normalising
-    if is_student:
-        student, teacher = teacher, student
-    reference = TokenAligner(student, teacher)
-    rows = TextAligner(student, [teacher]).align(CHANGED_TEXTS)
-
-    for text, aligned in zip(CHANGED_TEXTS, rows, strict=True):
-        expected, (own,) = reference.align(text), aligned.teachers
-        ends = student.encode_with_byte_ends(text)[1]
-        assert aligned.student_ids.tolist() == student.text_to_ids(text)
-        assert aligned.student_widths.cumsum().tolist() == ends.tolist()
-        assert ids_of(own.student_marks) == expected.student_chunk_id.tolist()
-        assert ids_of(own.teacher_marks) == expected.teacher_chunk_id.tolist()

@@ -20,13 +20,7 @@ from megatron_ext.data.alignment_cache import MemoryStore, from_records, to_reco
 from megatron_ext.data.packed_batches import PackedBatches
 from megatron_ext.data.record_store import RecordStore
 from megatron_ext.errors import DataError
-from tests.data.readers import (
-    TEXTS,
-    collator,
-    packed,
-    student_tokenizer,
-    teacher_tokenizer,
-)
+from tests.data.readers import TEXTS, collator, packed, student_tokenizer, teacher_tokenizer
 
 
 def plain(text: AlignedText) -> list[list[int]]:

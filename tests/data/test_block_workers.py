@@ -13,10 +13,8 @@ from megatron_ext import ArrowTextDataset
 from megatron_ext.data.aligned_text import PackedSample
 from megatron_ext.data.block_order import Position
 from megatron_ext.data.block_workers import BlockWorkers
-from megatron_ext.data.packed_dataset import (
-    PackedBlock,
-    PackedTextDataset,
-)
+from megatron_ext.data.packed_batches import PackedBatches
+from megatron_ext.data.packed_dataset import PackedBlock, PackedTextDataset
 from megatron_ext.data.row_streams import RowStreams
 from megatron_ext.errors import DataError, TokenizerError
 from tests.data.readers import collator, write_corpus
@@ -73,6 +71,9 @@ def test_workers_that_die_each_time_end_the_run_with_the_reason(tmp_path: Path) 
     with pytest.raises(DataError, match=r"die each time .* was ended by SIGKILL, after 3 starts"):
         reader.take(0)
     assert reader.restarts == 3
+    batches = PackedBatches(reader.dataset, 1, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(DataError, match="after 3 starts"):
+        next(iter(batches))
 
 
 def test_a_document_is_refused_once_however_often_its_block_is_read(tmp_path: Path) -> None:

@@ -14,12 +14,7 @@ from megatron_ext import CrossTokenizerCollator, TeacherCTSpec, TokenAligner
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.errors import ConfigError, DataError
-from tests.data.readers import (
-    TEXTS,
-    collator,
-    student_tokenizer,
-    teacher_tokenizer,
-)
+from tests.data.readers import TEXTS, collator, student_tokenizer, teacher_tokenizer
 
 SHORT = [text for text in TEXTS if len(teacher_tokenizer().text_to_ids(text)) < 200]
 

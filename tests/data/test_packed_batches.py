@@ -16,13 +16,7 @@ from megatron_ext.data.batch import CrossTokenizerBatch, SideBatch
 from megatron_ext.data.packed_batches import PackedBatches
 from megatron_ext.data.packed_dataset import PackedTextDataset
 from megatron_ext.errors import ConfigError, DataError
-from tests.data.readers import (
-    TEXTS,
-    collator,
-    packed,
-    student_tokenizer,
-    teacher_tokenizer,
-)
+from tests.data.readers import TEXTS, collator, packed, student_tokenizer, teacher_tokenizer
 
 
 def samples_of(dataset: PackedTextDataset, epoch: int = 0) -> list[PackedSample]:
