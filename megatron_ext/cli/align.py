@@ -22,7 +22,7 @@ from megatron_ext.atomic_file import write_text
 from megatron_ext.cli.alignment.audit_run import AuditRun
 from megatron_ext.cli.alignment.source import AuditSource
 from megatron_ext.cli.alignment.text_report import text_report
-from megatron_ext.cli.terminal_colors import use_colors
+from megatron_ext.cli.pages.terminal import add_color_argument, use_colors
 from megatron_ext.cli.tokenizer_pair import add_pair_arguments, pair_from_arguments
 from megatron_ext.errors import ConfigError
 
@@ -78,9 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="chunks that are not 1:1 to list in each ranking, up to 25 (10)",
     )
-    output.add_argument(
-        "--color", choices=("auto", "always", "never"), default="auto", help="when to use colours"
-    )
+    add_color_argument(output)
     add_pair_arguments(parser)
 
 

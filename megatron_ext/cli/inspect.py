@@ -24,8 +24,8 @@ from megatron_ext.cli.conversation.file import (
     naming_record,
 )
 from megatron_ext.cli.conversation.report import ConversationReport, ConversationSource
-from megatron_ext.cli.terminal_colors import use_colors
-from megatron_ext.cli.token_view import TokenView, ribbon, table, token_views
+from megatron_ext.cli.pages.terminal import add_color_argument, use_colors
+from megatron_ext.cli.token_view import TokenView, listing, token_views
 from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
@@ -68,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--limit", type=int, default=200, metavar="N", help="tokens to list; 0 for all (200)"
     )
-    output.add_argument(
-        "--color", choices=("auto", "always", "never"), default="auto", help="when to use colours"
-    )
+    add_color_argument(output)
     output.add_argument(
         "--json",
         action="store_true",
@@ -138,16 +136,14 @@ def _inspect_conversations(tokenizer: MegatronTokenizerText, arguments: argparse
 
 def _inspect_text(tokenizer: MegatronTokenizerText, arguments: argparse.Namespace) -> None:
     text, views = _views(tokenizer, arguments)
-    shown = views[: arguments.limit] if arguments.limit else views
     if arguments.json:
+        shown = views[: arguments.limit] if arguments.limit else views
         sys.stdout.writelines(
             json.dumps(view.as_row(), ensure_ascii=False) + "\n" for view in shown
         )
         return
     sys.stdout.write(_summary(tokenizer, text, views) + "\n\n")
-    sys.stdout.write(ribbon(shown, color=use_colors(arguments.color)) + "\n" + table(shown))
-    if len(shown) < len(views):
-        sys.stdout.write(f"... {len(views) - len(shown):,} tokens more; --limit 0 shows all\n")
+    sys.stdout.write(listing(views, limit=arguments.limit, color=use_colors(arguments.color)))
 
 
 def _views(

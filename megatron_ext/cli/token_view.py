@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.cli.pages.terminal import styled, table_lines
 from megatron_ext.cli.visible_text import visible_text
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_ids import ByteEnds
@@ -17,7 +18,6 @@ from megatron_ext.tokenizers.token_ids import ByteEnds
 _BACKGROUNDS = ("\x1b[48;5;24m", "\x1b[48;5;58m")
 _TRAINED = "\x1b[1;38;5;120m"
 _PLAIN = "\x1b[38;5;252m"
-_RESET = "\x1b[0m"
 _BOUNDARY = "│"
 
 
@@ -92,11 +92,7 @@ def ribbon(views: Sequence[TokenView], *, color: bool) -> str:
 def _coloured(views: Sequence[TokenView]) -> Iterator[str]:
     for number, view in enumerate(views):
         style = _BACKGROUNDS[number % 2] + (_TRAINED if view.trained else _PLAIN)
-        for line_number, line in enumerate(_visible(view).split("\n")):
-            if line_number:
-                yield "\n"
-            if line:
-                yield f"{style}{line}{_RESET}"
+        yield styled(style, _visible(view))
     yield "\n"
 
 
@@ -125,9 +121,18 @@ def table(views: Sequence[TokenView]) -> str:
         )
     if all(row[3] == "" for row in rows[1:]):
         rows = [(*row[:3], *row[4:]) for row in rows]  # type: ignore[misc]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-    return "\n".join(lines) + "\n"
+    return "\n".join(table_lines(rows, "<" * len(rows[0]))) + "\n"
+
+
+def listing(views: Sequence[TokenView], *, limit: int, color: bool) -> str:
+    """Ribbon and table of the first tokens, and how many more there are.
+
+    Args:
+        views: The tokens.
+        limit: How many to list; 0 for all.
+        color: As for ``ribbon``.
+    """
+    shown = views[:limit] if limit else views
+    more = len(views) - len(shown)
+    rest = f"... {more:,} tokens more; --limit 0 shows all\n" if more else ""
+    return f"{ribbon(shown, color=color)}\n{table(shown)}{rest}"

@@ -7,7 +7,6 @@ import io
 import json
 import re
 from functools import lru_cache
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from megatron_ext.cli import tokenizer_pair
 from megatron_ext.cli.alignment.ribbon import ribbon_chunks
 from megatron_ext.cli.main import main
 from megatron_ext.tokenizers import MegatronTokenizer
+from tests.cli.html_page import HtmlPage
 
 DATA = Path(pytest.importorskip("mistral_common").__file__).parent / "data"
 TEKKEN = DATA / "tekken_240911.json"
@@ -225,60 +225,10 @@ def test_an_empty_corpus_is_refused(capsys, tmp_path):
 # The page.
 
 
-class _Page(HTMLParser):
-    """Elements that are open, tokens of each side in order, and everything that could run."""
-
-    VOID = frozenset({"meta", "br", "rect"})
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.tokens, self.titles, self.kinds = [], [], [], []
-        self.active, self.policy, self.text = [], "", []
-        self._in_ribbon = False
-
-    def handle_starttag(self, tag, attrs):
-        values = dict(attrs)
-        if tag == "meta" and values.get("http-equiv") == "Content-Security-Policy":
-            self.policy = values["content"]
-        if tag == "script" or any(
-            n.startswith("on") or n in ("src", "href", "style") for n in values
-        ):
-            self.active.append((tag, values))
-        self._in_ribbon |= values.get("class") == "ribbon"
-        if self._in_ribbon:
-            if tag == "b":
-                self.kinds.append(values.get("class"))
-                self.tokens.append([])
-            if tag == "u":
-                self.tokens[-1].append([])
-            if tag == "i":
-                self.tokens[-1][-1].append("")
-                self.titles.append(values["title"])
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        assert tag in self.VOID
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-        if tag == "div":
-            self._in_ribbon = False
-
-    def handle_data(self, data):
-        self.text.append(data)
-        if self._in_ribbon and self.open[-1] == "bdi":
-            self.tokens[-1][-1][-1] += data
-
-
 def page_of(capsys, tmp_path, text, *words):
     path = tmp_path / "page.html"
     aligned(capsys, "--text", text, "--html", str(path), *words)
-    page = _Page()
-    page.feed(path.read_text(encoding="utf-8"))
-    page.close()
-    assert page.open == []
-    return page
+    return HtmlPage(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("text", [TEXT, HOSTILE])
@@ -286,15 +236,15 @@ def test_the_page_shows_every_token_of_both_sides_and_nothing_runs(
     capsys, tmp_path, tokenizers, text
 ):
     page = page_of(capsys, tmp_path, text)
-    assert page.active == []
-    assert page.policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert all(tag != "script" for tag, _ in page.elements)
     chunks = list(ribbon_chunks(text, *tokenizers))
-    assert page.tokens == [
-        [[_shown(view) for view in side] for side in (chunk.student, chunk.teacher)]
+    styles = {"1:1": None, "none": "o"}
+    assert page.chunks == [
+        (
+            styles.get(chunk.kind, "x"),
+            [[_shown(view) for view in side] for side in (chunk.student, chunk.teacher)],
+        )
         for chunk in chunks
-    ]
-    assert page.kinds == [
-        None if chunk.kind == "1:1" else "o" if chunk.kind == "none" else "x" for chunk in chunks
     ]
     ids = [int(re.match(r"id (\d+) · bytes \d+–\d+", title)[1]) for title in page.titles]
     assert ids == [
@@ -314,8 +264,7 @@ def _shown(view):
 def test_the_page_is_bounded_and_breaks_lines(capsys, tmp_path):
     text = "日本語 12\n" * 2000
     page = page_of(capsys, tmp_path, text, "--html-bytes", "100")
-    student = "".join(token for chunk in page.tokens for token in chunk[0])
-    assert student.replace("↵", "\n").replace("∅", "") == text.encode()[:100].decode(
+    assert page.side(0).replace("↵", "\n").replace("∅", "") == text.encode()[:100].decode(
         errors="ignore"
     )
     assert (tmp_path / "page.html").stat().st_size < 60_000

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import io
 import json
 import re
 from functools import cache
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +15,7 @@ from megatron_ext.cli.conversation.cells import cells_of
 from megatron_ext.cli.main import main
 from megatron_ext.conversation import EncodedConversation, Provenance, Span
 from megatron_ext.tokenizers import MegatronTokenizer, build_tokenizer
+from tests.cli.html_page import HtmlPage
 
 MODEL = Path(pytest.importorskip("mistral_common").__file__).parent / "data" / "tekken_240911.json"
 HOSTILE = '</s> </div><script>alert("1")</script> &amp; \u202e\x1b[31m 🤷 日本'
@@ -29,41 +27,6 @@ WRITTEN = f"<s>[INST] What is 2+2? {HOSTILE}[/INST] It is 4.\n</s>"
 TOOLS = """{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}
 {%- for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]{{ m.content | trim }}
 {%- if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}"""
-
-
-class Page(HTMLParser):
-    """What a browser makes of a page."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.data: list[tuple[tuple[str, ...], str]] = []
-        self.trained = False
-        self.trained_text = ""
-        self.text = ""
-        self.feed(source)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag not in ("meta", "input", "br", "rect"):
-            self.open.append(tag)
-        if tag == "bdi":
-            self.trained = "t" in (dict(attrs).get("class") or "").split()
-
-    def handle_endtag(self, tag):
-        if tag != "rect":
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.data.append((tuple(self.open), data))
-        if self.open[-1:] in (["i"], ["kbd"]):
-            self.text += data
-            self.trained_text += data * self.trained
-
-    def inside(self, tag: str) -> list[str]:
-        return [data for path, data in self.data if path[-1:] == (tag,)]
 
 
 def inspect(capsys, *words, prompt_format="mistral"):
@@ -176,15 +139,14 @@ def test_the_page_shows_the_text_and_the_mask_and_nothing_of_it_becomes_markup(
     out = inspect(capsys, "--conversation", chat, "--html", str(path)).out
     assert out.endswith(f"written: {path}\n")
     source = path.read_text(encoding="utf-8")
-    page = Page(source)
-    assert page.open == []
+    page = HtmlPage(source)
     shown = WRITTEN.replace("\u202e", "\\u202e").replace("\x1b", "␛")
-    assert page.text == shown
-    assert page.trained_text == " It is 4.\n</s>"
+    assert "".join(page.inside("i", "kbd")) == shown
+    assert "".join(page.inside("i", "kbd", style="t")) == " It is 4.\n</s>"
     assert page.inside("kbd") == ["<s>", "[INST]", "[/INST]", "</s>"]
     assert sum(tag == "script" for tag, _ in page.elements) == 3
     encoded = tokenizer.encode_conversation(CHAT)
-    tokens, pieces, _ = map(str, page.inside("script"))
+    tokens, pieces, _ = page.inside("script")
     assert json.loads(tokens)["ids"] == encoded.ids.tolist()
     assert np.cumsum(json.loads(tokens)["lengths"]).tolist() == encoded.byte_ends.tolist()
     assert json.loads(pieces)["2"] == "</s>"
@@ -193,7 +155,7 @@ def test_the_page_shows_the_text_and_the_mask_and_nothing_of_it_becomes_markup(
 def test_the_page_counts_every_token_once(capsys, chat, tmp_path, tokenizer):
     path = tmp_path / "chat.html"
     inspect(capsys, "--conversation", chat, "--html", str(path))
-    page = Page(path.read_text(encoding="utf-8"))
+    page = HtmlPage(path.read_text(encoding="utf-8"))
     firsts, count = [], 0
     for tag, attributes in page.elements:
         if "data-first" in attributes:
@@ -204,30 +166,12 @@ def test_the_page_counts_every_token_once(capsys, chat, tmp_path, tokenizer):
     assert count == len(tokenizer.encode_conversation(CHAT).ids)
 
 
-def test_the_page_loads_nothing_and_runs_only_its_own_script(capsys, chat, tmp_path):
-    path = tmp_path / "chat.html"
-    inspect(capsys, "--conversation", chat, "--html", str(path))
-    page = Page(path.read_text(encoding="utf-8"))
-    policy = next(a["content"] for t, a in page.elements if "http-equiv" in a)
-    digests = [
-        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for text in (page.inside("style")[0], page.inside("script")[-1])
-    ]
-    assert policy.startswith(
-        f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}';"
-    )
-    for _, attributes in page.elements:
-        assert not {"src", "style", "onclick", "onload"} & attributes.keys()
-        assert attributes.get("href", "#").startswith("#")
-    assert "url(" not in page.inside("style")[0]
-
-
 def test_the_page_stays_small(capsys, tmp_path):
     file = tmp_path / "long.json"
     file.write_text(json.dumps(CHAT * 200), encoding="utf-8")
     path = tmp_path / "long.html"
     inspect(capsys, "--conversation", str(file), "--html", str(path))
-    page = Page(path.read_text(encoding="utf-8"))
+    page = HtmlPage(path.read_text(encoding="utf-8"))
     tokens = len(json.loads(page.inside("script")[0])["ids"])
     assert tokens > 8_000
     assert path.stat().st_size < 20_000 + 50 * tokens
@@ -242,7 +186,7 @@ def test_all_records_are_shown_and_those_that_cannot_be_are_named(capsys, lines,
     assert rows[0]["text"] == rows[1]["text"] == "<s>[INST] Say b.[/INST] b</s>"
     assert "lines.jsonl, record 2: " in printed.err
     assert "conversations[1].from" in printed.err
-    page = Page(path.read_text(encoding="utf-8"))
+    page = HtmlPage(path.read_text(encoding="utf-8"))
     assert page.inside("h2") == ["record 2", "record 1", "record 3"]
     assert any("conversations[1].from" in text for text in page.inside("p"))
     anchors = [a["id"] for _, a in page.elements if re.match(r"r\d+m", a.get("id") or "")]

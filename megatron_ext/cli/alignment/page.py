@@ -1,31 +1,29 @@
-"""The audit of a pair as one HTML page that needs nothing else: no network, no script.
-
-What texts say is hostile: everything is escaped, and the page's policy lets nothing load or run but
-its own style, which it knows by its hash.
-"""
+"""The audit of a pair as a page without a script."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Final
+from collections.abc import Iterator, Sequence
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-from megatron_ext.alignment.audit import share_in_words
-from megatron_ext.alignment.audit.text_class import TEXT_CLASSES
+from megatron_ext.alignment.audit import AuditReport, CoverageRow, Offender, share_in_words
+from megatron_ext.alignment.audit.offenders import Piece
 from megatron_ext.cli.alignment.audit_run import AuditRun
-from megatron_ext.cli.alignment.ribbon import bar_of, ribbons
-from megatron_ext.cli.alignment.ribbon_markup import (
-    LINE_FEED,
-    RIBBON_STYLE,
-    in_line,
-    ribbon_markup,
+from megatron_ext.cli.alignment.ribbon import ribbons
+from megatron_ext.cli.alignment.text_report import (
+    COVERAGE_HEADS,
+    coverage_cells,
+    coverage_groups,
+    losses,
+    pieces_in_line,
+    rankings,
 )
-from megatron_ext.cli.alignment.text_report import SHARE_NAMES, losses, pieces_in_line
-from megatron_ext.cli.inlined_file import InlinedFile
+from megatron_ext.cli.pages.frame import html_page
+from megatron_ext.cli.pages.markup import BarPart, TableRow, bar, element, in_line, swatch
+from megatron_ext.cli.reporting.quantity import number
 from megatron_ext.tokenizers.base import ByteTokenizer
 
-_PAGES: Final = Path(__file__).with_name("pages")
+_STYLES = {"1:1": "k1", "1:n": "k2", "n:1": "k3", "n:m": "k4"}
 
 
 def audit_page(
@@ -39,26 +37,74 @@ def audit_page(
         teacher: The teacher's.
         most_bytes: Text of the sample to show at most.
     """
-    environment = Environment(
-        loader=FileSystemLoader(_PAGES),
-        autoescape=True,
-        trim_blocks=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters["in_line"] = in_line
-    environment.filters["share"] = share_in_words
     report = run.report
-    return environment.get_template("audit.html.jinja").render(
-        run=run,
-        report=report,
-        losses=list(losses(report, run)),
-        groups=(("script", report.scripts), ("class", report.classes)),
-        class_names=TEXT_CLASSES,
-        share_names=SHARE_NAMES,
-        ribbons=ribbons(run.sample, student, teacher, most_bytes=most_bytes),
-        most_bytes=most_bytes,
-        styles=[RIBBON_STYLE, InlinedFile(_PAGES / "audit.css")],
-        bar_of=bar_of,
-        markup=ribbon_markup,
-        pieces=lambda pieces: pieces_in_line(pieces).replace(*LINE_FEED),
+    heads = (swatch(_STYLES[head], head) if head in _STYLES else head for head in COVERAGE_HEADS)
+    values = {
+        "run": run,
+        "report": report,
+        "totals": list(_totals(report)),
+        "losses": list(losses(report, run)),
+        "heads": ["", *heads, ""],
+        "rows": list(_coverage_rows(report)),
+        "rankings": [
+            (title.capitalize(), [_offender_row(one) for one in offenders])
+            for title, offenders in rankings(report)
+        ],
+        "ribbons": ribbons(run.sample, student, teacher, most_bytes=most_bytes),
+        "most_bytes": most_bytes,
+    }
+    return html_page("audit", values, title=f"{run.student} and {run.teacher}", styles=("ribbon",))
+
+
+def _totals(report: AuditReport) -> Iterator[tuple[str, str, str]]:
+    yield "documents", number(report.documents), ""
+    yield "bytes", number(report.byte_count), ""
+    yield "student bytes/token", f"{report.student.bytes_per_token:.2f}", ""
+    yield "teacher bytes/token", f"{report.teacher.bytes_per_token:.2f}", ""
+    yield "chunks", number(report.total.counts.chunks), ""
+    if report.total.counts.chunks:
+        yield "1:1 chunks", share_in_words(report.total.one_to_one_share), ""
+        yield "bytes in 1:1", share_in_words(report.total.one_to_one_byte_share), ""
+    tokens = f"{report.student.longest_chunk:,} student, {report.teacher.longest_chunk:,} teacher"
+    yield "longest chunk", number(report.longest_chunk_bytes), f"bytes; {tokens} tokens"
+
+
+def _coverage_rows(report: AuditReport) -> Iterator[TableRow]:
+    for title, rows in coverage_groups(report):
+        if title:
+            yield TableRow(f"by {title}")
+        for name, row in rows:
+            yield TableRow(name, (*coverage_cells(row), _bar(row)))
+
+
+def _bar(row: CoverageRow) -> Markup:
+    counts = row.counts
+    sizes = (counts.one_to_one, counts.one_to_many, counts.many_to_one, counts.many_to_many)
+    parts = [BarPart(style, size) for style, size in zip(_STYLES.values(), sizes, strict=True)]
+    return bar(parts, f"shares of {', '.join(_STYLES)}")
+
+
+def _offender_row(one: Offender) -> TableRow:
+    example = one.example
+    place = element("small", example.place)
+    text = element(
+        "bdi",
+        Markup("{}{}{}").format(
+            in_line(example.before), element("mark", in_line(example.text)), in_line(example.after)
+        ),
     )
+    return TableRow(
+        number(one.count),
+        (
+            number(one.tokens),
+            _pieces(example.student),
+            _pieces(example.teacher),
+            Markup("{} {}").format(place, text),
+        ),
+    )
+
+
+def _pieces(pieces: Sequence[Piece]) -> Markup:
+    ids = " ".join(str(piece.token_id) for piece in pieces)
+    text = in_line(pieces_in_line([piece.text for piece in pieces]))
+    return element("bdi", text, {"title": f"ids {ids}"})

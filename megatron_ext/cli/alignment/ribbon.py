@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final
 
 from megatron_ext.alignment import TokenAligner
@@ -117,10 +116,3 @@ def token_title(view: TokenView) -> str:
     covered = view.covered[:_BYTES_IN_TITLE].hex(" ")
     more = " …" if len(view.covered) > _BYTES_IN_TITLE else ""
     return f"id {view.token_id} · bytes {view.begin}–{view.end} · {covered}{more}"
-
-
-def bar_of(counts: Sequence[int]) -> list[tuple[float, float]]:
-    """Where each of some counts begins in a bar of width 100, and how wide it is."""
-    whole = max(sum(counts), 1)
-    begins = [100 * sum(counts[:i]) / whole for i in range(len(counts) + 1)]
-    return [(begin, end - begin) for begin, end in pairwise(begins)]

@@ -1,4 +1,4 @@
-"""The audit of a pair in a terminal."""
+"""The audit of a pair in a terminal, and the rows of its tables wherever they are shown."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from megatron_ext.alignment.audit import (
 )
 from megatron_ext.alignment.audit.text_class import TEXT_CLASSES
 from megatron_ext.cli.alignment.audit_run import AuditRun
-from megatron_ext.cli.visible_text import one_line, readable_text
+from megatron_ext.cli.pages.terminal import BOLD, GREY, ORANGE, columns, styled, table_lines
+from megatron_ext.cli.visible_text import one_line
 
 _WIDTH: Final = 100
 _MOST_PIECES: Final = 8
 _CONTEXT: Final = 20
-_BOLD: Final = "\x1b[1m"
-_SOFT: Final = "\x1b[38;5;245m"
-_MARKED: Final = "\x1b[38;5;215m"
-_RESET: Final = "\x1b[0m"
 
-SHARE_NAMES: Final = {
+_SHARES: Final = {
     "one_to_one": "1:1",
     "one_to_many": "1:n",
     "many_to_one": "n:1",
     "many_to_many": "n:m",
 }
 """How many student tokens meet how many of the teacher's."""
+
+COVERAGE_HEADS: Final = ("chunks", *_SHARES.values(), "bytes in 1:1")
+"""Columns of ``coverage_cells``."""
 
 
 def text_report(run: AuditRun, *, examples: int, color: bool) -> str:
@@ -56,12 +56,9 @@ class _Text:
         yield from self._sides()
         yield from self._totals()
         yield from self._table()
-        for title, offenders in (
-            ("most affected tokens, in chunks that are not 1:1", self._report.most_tokens),
-            ("largest chunks that are not 1:1", self._report.largest),
-        ):
+        for title, offenders in rankings(self._report):
             if offenders[:examples]:
-                yield f"\n{self._styled(_BOLD, title)}\n"
+                yield f"\n{self._styled(BOLD, title)}\n"
                 yield from self._offenders(offenders[:examples])
         if not self._report.counts_are_exact:
             yield "Counts are lower bounds: more kinds of chunks occurred than are remembered.\n"
@@ -73,12 +70,12 @@ class _Text:
             ("teacher", self._run.teacher, self._report.teacher),
         ):
             yield (
-                f"{self._styled(_BOLD, name)}  {words} · {side.tokens:,} tokens · "
+                f"{self._styled(BOLD, name)}  {words} · {side.tokens:,} tokens · "
                 f"{side.bytes_per_token:.2f} bytes/token\n"
             )
         report = self._report
         yield (
-            f"{self._styled(_BOLD, 'text')}     {report.documents:,} documents · "
+            f"{self._styled(BOLD, 'text')}     {report.documents:,} documents · "
             f"{report.byte_count:,} bytes\n"
         )
 
@@ -86,7 +83,7 @@ class _Text:
         report, total = self._report, self._report.total
         if total.counts.chunks:
             yield (
-                f"{self._styled(_BOLD, 'chunks')}   {total.counts.chunks:,} · "
+                f"{self._styled(BOLD, 'chunks')}   {total.counts.chunks:,} · "
                 f"{total.student_tokens / total.counts.chunks:.2f} student and "
                 f"{total.teacher_tokens / total.counts.chunks:.2f} teacher tokens, "
                 f"{total.byte_count / total.counts.chunks:.2f} bytes each · "
@@ -100,33 +97,18 @@ class _Text:
         yield from (f"         {line}\n" for line in losses(report, self._run))
 
     def _table(self) -> Iterator[str]:
-        heads = [
-            "",
-            "chunks",
-            *SHARE_NAMES.values(),
-            "bytes in 1:1",
-            "student/chunk",
-            "teacher/chunk",
-        ]
-        groups: list[tuple[str, Sequence[CoverageRow]]] = [
-            ("", [self._report.total]),
-            ("script", self._report.scripts),
-            ("class", self._report.classes),
-        ]
-        cells = [_cells(row, heading) for heading, rows in groups for row in rows]
-        widths = [max(len(head), *map(len, column)) for head, column in zip(
-            heads, zip(*cells, strict=True), strict=True
-        )] if cells else []  # fmt: skip
-        if not cells:
-            return
-        yield f"\n{self._styled(_SOFT, _line(heads, widths))}\n"
-        for heading, rows in groups:
+        rows = [(self._report.total.name, *_cells(self._report.total))]
+        groups = coverage_groups(self._report)[1:]
+        rows += [(f"  {name}", *_cells(row)) for _, group in groups for name, row in group]
+        heads = ("", *COVERAGE_HEADS, "student/chunk", "teacher/chunk")
+        lines = iter(table_lines([heads, *rows], "<" + ">" * (len(heads) - 1)))
+        yield f"\n{self._styled(GREY, next(lines))}\n"
+        for heading, group in coverage_groups(self._report):
             if heading:
-                yield f"{self._styled(_BOLD, heading)}\n"
-            for row in rows:
-                line = _line(_cells(row, heading), widths)
-                is_marked = row.counts.chunks and row.counts.one_to_one < row.counts.chunks / 2
-                yield f"{self._styled(_MARKED, line) if is_marked else line}\n"
+                yield f"{self._styled(BOLD, heading)}\n"
+            for (_, row), line in zip(group, lines, strict=False):
+                is_marked = row.counts.one_to_one < row.counts.chunks / 2
+                yield f"{self._styled(ORANGE, line) if is_marked else line}\n"
 
     def _offenders(self, offenders: Sequence[Offender]) -> Iterator[str]:
         rows = [
@@ -135,29 +117,59 @@ class _Text:
                 f"{one.tokens:,} tokens",
                 pieces_in_line([piece.text for piece in one.example.student]),
                 pieces_in_line([piece.text for piece in one.example.teacher]),
-                one.example.place,
-                _context(one),
+                f"{one.example.place}  {_context(one)}",
             )
             for one in offenders
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        for count, tokens, student, teacher, place, context in rows:
+        for count, tokens, student, teacher, context in columns(rows, ">><<"):
             yield (
-                f"  {count:>{widths[0]}}  {tokens:>{widths[1]}}  "
-                f"{self._styled(_MARKED, f'{student:<{widths[2]}}  →  {teacher:<{widths[3]}}')}  "
-                f"{self._styled(_SOFT, f'{place}  {context}')}\n"
+                f"  {count}  {tokens}  {self._styled(ORANGE, f'{student}  →  {teacher}')}  "
+                f"{self._styled(GREY, context)}\n"
             )
 
     def _recommendation(self) -> Iterator[str]:
         advice = self._report.recommendation
-        yield f"\n{self._styled(_BOLD, 'objective')}\n"
+        yield f"\n{self._styled(BOLD, 'objective')}\n"
         for sentence in (advice.title, *advice.reasons):
             yield (
                 textwrap.fill(sentence, _WIDTH, initial_indent="  ", subsequent_indent="  ") + "\n"
             )
 
     def _styled(self, style: str, text: str) -> str:
-        return f"{style}{text}{_RESET}" if self._color else text
+        return styled(style, text, color=self._color)
+
+
+def rankings(report: AuditReport) -> tuple[tuple[str, Sequence[Offender]], ...]:
+    """Chunks that are not 1:1, with the title of each ranking."""
+    return (
+        ("most affected tokens, in chunks that are not 1:1", report.most_tokens),
+        ("largest chunks that are not 1:1", report.largest),
+    )
+
+
+def coverage_groups(report: AuditReport) -> list[tuple[str, list[tuple[str, CoverageRow]]]]:
+    """The rows of the table of chunks by what they are counted by, all of them first."""
+    return [
+        (title, [(TEXT_CLASSES.get(row.name, row.name), row) for row in rows])
+        for title, rows in (
+            ("", [report.total]),
+            ("script", report.scripts),
+            ("class", report.classes),
+        )
+    ]
+
+
+def coverage_cells(row: CoverageRow) -> tuple[str, ...]:
+    """The number of chunks and the shares among them; without chunks these are empty."""
+    chunks = row.counts.chunks
+    if not chunks:
+        return ("0", *[""] * (len(COVERAGE_HEADS) - 1))
+    shares = row.counts.shares()
+    return (
+        f"{chunks:,}",
+        *(share_in_words(shares[key]) for key in _SHARES),
+        share_in_words(row.one_to_one_byte_share),
+    )
 
 
 def losses(report: AuditReport, run: AuditRun) -> Iterator[str]:
@@ -185,28 +197,10 @@ def _unknown(name: str, side: SideReport, byte_count: int) -> str:
     )
 
 
-def _cells(row: CoverageRow, heading: str) -> list[str]:
-    name = row.name if not heading else f"  {TEXT_CLASSES.get(row.name, row.name)}"
+def _cells(row: CoverageRow) -> tuple[str, ...]:
     chunks = row.counts.chunks
-    if not chunks:
-        return [name, "0", *[""] * 7]
-    shares = row.counts.shares()
-    return [
-        name,
-        f"{chunks:,}",
-        *(share_in_words(shares[key]) for key in SHARE_NAMES),
-        share_in_words(row.one_to_one_byte_share),
-        f"{row.student_tokens / chunks:.2f}",
-        f"{row.teacher_tokens / chunks:.2f}",
-    ]
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = (
-        cell.rjust(width) if index else cell.ljust(width)
-        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join([first, *rest]).rstrip()
+    tokens = (row.student_tokens, row.teacher_tokens)
+    return (*coverage_cells(row), *(f"{count / chunks:.2f}" if chunks else "" for count in tokens))
 
 
 def pieces_in_line(pieces: Sequence[str]) -> str:
@@ -219,4 +213,4 @@ def pieces_in_line(pieces: Sequence[str]) -> str:
 def _context(one: Offender) -> str:
     example = one.example
     text = f"{example.before[-_CONTEXT:]}⟪{example.text[:_CONTEXT]}⟫{example.after[:_CONTEXT]}"
-    return readable_text(text).replace("␤\n", "␤")
+    return one_line(text)

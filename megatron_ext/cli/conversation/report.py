@@ -18,7 +18,7 @@ from megatron_ext.cli.conversation.file import (
 from megatron_ext.cli.conversation.ribbon import conversation_ribbon, totals
 from megatron_ext.cli.conversation.rows import conversation_row
 from megatron_ext.cli.conversation.view import ConversationView, ConversationViewer
-from megatron_ext.cli.token_view import ribbon, table
+from megatron_ext.cli.token_view import listing
 from megatron_ext.errors import ConfigError, ConversationError
 from megatron_ext.tokenizers import MegatronTokenizerText
 
@@ -117,11 +117,7 @@ class ConversationReport:
                 yield f"\nrecord {view.record}\n"
             yield conversation_ribbon(view, color=color)
             if tokens:
-                shown = view.tokens[:limit] if limit else view.tokens
-                yield f"\n{ribbon(shown, color=color)}\n{table(shown)}"
-                if len(shown) < len(view.tokens):
-                    more = len(view.tokens) - len(shown)
-                    yield f"... {more:,} tokens more; --limit 0 shows all\n"
+                yield "\n" + listing(view.tokens, limit=limit, color=color)
 
     def warn(self) -> None:
         """Name the records that cannot be shown, on standard error."""

@@ -6,26 +6,38 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Final
 
+from megatron_ext.alignment.audit import share_in_words
 from megatron_ext.cli.conversation.cells import KINDS, Kind
 from megatron_ext.cli.conversation.view import ConversationView, TurnView
 from megatron_ext.cli.conversation.warnings import ConversationWarning
+from megatron_ext.cli.pages.terminal import (
+    BLUE,
+    BOLD,
+    BOLD_UNDERLINED,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    TEAL,
+    VIOLET,
+    WARNING,
+    styled,
+)
 from megatron_ext.cli.visible_text import one_line, readable_text
 
 _COLORS: Final[Mapping[Kind, str]] = {
-    "template": "\x1b[38;5;245m",
-    "system": "\x1b[38;5;141m",
-    "user": "\x1b[38;5;75m",
-    "tool": "\x1b[38;5;215m",
-    "assistant": "\x1b[38;5;114m",
-    "image": "\x1b[38;5;211m",
-    "variable": "\x1b[38;5;80m",
-    "unknown": "\x1b[38;5;203m",
+    "template": GREY,
+    "system": VIOLET,
+    "user": BLUE,
+    "tool": ORANGE,
+    "assistant": GREEN,
+    "image": PINK,
+    "variable": TEAL,
+    "unknown": RED,
 }
-_TRAINED: Final = "\x1b[1;4m"
-_BOLD: Final = "\x1b[1m"
-_WARNING: Final = "\x1b[1;38;5;221m"
+_TRAINED: Final = BOLD_UNDERLINED
 _REFUSED: Final = "a run leaves the conversation out"
-_RESET: Final = "\x1b[0m"
 
 
 def conversation_ribbon(view: ConversationView, *, color: bool) -> str:
@@ -54,13 +66,12 @@ def _lines(view: ConversationView, paint: _Paint) -> Iterator[str]:
 
 def totals(view: ConversationView) -> str:
     """How much there is of a conversation, and how much of it is trained."""
-    tokens, trained = len(view.tokens), view.trained_tokens
     return " · ".join(
         (
             f"{len(view.roles):,} messages",
             f"{len(view.text):,} characters",
-            f"{tokens:,} tokens",
-            f"{trained:,} trained ({100 * trained / max(tokens, 1):.1f} %)",
+            f"{len(view.tokens):,} tokens",
+            f"{view.trained_tokens:,} trained ({share_in_words(view.trained_share)})",
         )
     )
 
@@ -111,12 +122,12 @@ class _Paint:
 
     def heading(self, turn: TurnView) -> str:
         """The line above a turn."""
-        title = self._styled(_COLORS[turn.kind] + _BOLD, turn_title(turn))
+        title = self._styled(_COLORS[turn.kind] + BOLD, turn_title(turn))
         return f"── {title} · {turn_summary(turn)}"
 
     def warning(self, text: str) -> str:
         """A word that calls for attention."""
-        return self._styled(_WARNING, text)
+        return self._styled(WARNING, text)
 
     def runs(self, turn: TurnView) -> Iterator[str]:
         """The text of a turn."""
@@ -133,8 +144,7 @@ class _Paint:
         if not self._color:
             return text if kind == "template" else f"‹{text}›"
         style = _COLORS[kind] + _TRAINED * is_trained
-        # A line is styled by itself: pagers forget the style at its end.
-        return "\n".join(self._styled(style, line) if line else "" for line in text.split("\n"))
+        return self._styled(style, text)
 
     def _styled(self, style: str, text: str) -> str:
-        return f"{style}{text}{_RESET}" if self._color else text
+        return styled(style, text, color=self._color)

@@ -76,6 +76,11 @@ class ConversationView:
         return sum(turn.trained_tokens for turn in self.turns)
 
     @property
+    def trained_share(self) -> float:
+        """The trained tokens among all, 0 without tokens."""
+        return self.trained_tokens / max(len(self.tokens), 1)
+
+    @property
     def counts(self) -> dict[Kind, tuple[int, int]]:
         """Of each kind that there is: its tokens, by where they begin, and the trained of them."""
         tokens: Counter[Kind] = Counter()

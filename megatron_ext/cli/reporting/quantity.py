@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from megatron_ext.alignment.audit import share_in_words
+
 _BYTE_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 NOTHING: Final = "–"
 
@@ -28,8 +30,8 @@ def short_number(value: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A part in per cent."""
-    return f"{100 * part / whole:.1f}%" if whole else NOTHING
+    """A part in percent."""
+    return share_in_words(part / whole) if whole else NOTHING
 
 
 def memory(size: float | None) -> str:

@@ -7,11 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from megatron_ext.alignment.audit import AuditDocument, AuditReport, PairAudit
 from megatron_ext.cli.alignment.ribbon import Ribbon, ribbons
 from megatron_ext.cli.alignment.source import AuditSource
+from megatron_ext.cli.alignment.text_report import (
+    COVERAGE_HEADS,
+    coverage_cells,
+    coverage_groups,
+)
+from megatron_ext.cli.pages.markup import TableRow
 from megatron_ext.cli.reporting.run_record import RunRecord
 from megatron_ext.cli.short_path import in_words
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError
@@ -19,6 +25,7 @@ from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, buil
 from megatron_ext.training.config_file import build_config
 from megatron_ext.training.run_folder import TOKENIZER_FOLDER
 
+_SHOWN: Final = ("chunks", "1:1", "bytes in 1:1")
 _MOST_DOCUMENTS: Final = 1000
 _AUDITED_BYTES: Final = 200_000
 
@@ -33,6 +40,20 @@ class PairSample:
     """The audit of these texts and of more like them."""
     problem: str
     """Why there is nothing to show; empty where there is."""
+
+    coverage_heads: ClassVar = _SHOWN
+    """Columns of ``rows``."""
+
+    @property
+    def rows(self) -> list[TableRow]:
+        """Chunks, and the shares of the 1:1 ones and of their bytes, of every kind of text."""
+        groups = [] if self.report is None else coverage_groups(self.report)
+        return [
+            TableRow(name, tuple(cells[COVERAGE_HEADS.index(head)] for head in _SHOWN))
+            for _, group in groups
+            for name, row in group
+            if row.counts.chunks and (cells := coverage_cells(row))
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from megatron_ext.cli.pages.markup import TableRow
 from megatron_ext.cli.reporting.quantity import NOTHING, duration, memory, number, setting, share
 from megatron_ext.cli.reporting.run_record import RunRecord, as_number
 from megatron_ext.cli.short_path import short_paths
@@ -22,19 +22,6 @@ FAULTS = (
     "worker_restarts",
     "failed_saves",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TableRow:
-    """A name, and what each run has for it."""
-
-    name: str
-    cells: tuple[str, ...]
-
-    @property
-    def differs(self) -> bool:
-        """The runs do not all have the same."""
-        return len(set(self.cells)) > 1
 
 
 def totals(runs: Sequence[RunRecord]) -> list[TableRow]:

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from megatron_ext.cli.alignment.ribbon import bar_of
+from markupsafe import Markup
+
+from megatron_ext.cli.pages.markup import BarPart, TableRow, bar, swatch
+from megatron_ext.cli.reporting.panel import COLOURS
 from megatron_ext.cli.reporting.quantity import duration, share
 from megatron_ext.cli.reporting.run_record import RunRecord
 
 PREFIX: Final = "seconds/"
-_WITHIN_DATA: Final = "waiting"
-"""A part of the phase ``data``, and no phase of its own."""
-_WITHIN_TEACHER: Final = "teacher_waiting"
-"""A part of ``teacher``, likewise."""
+_WAITING: Final = "seconds/waiting"
+_WITHIN_OTHERS: Final = frozenset({_WAITING, "seconds/teacher_waiting"})
+"""Parts of the phases ``data`` and ``teacher``, and no phases of their own."""
 _BETWEEN_STEPS: Final = frozenset({"evaluation", "checkpoint"})
 """Phases that are not in the ``seconds`` of a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One phase."""
-
-    name: str
-    seconds: str
-    share: str
-    begin: float
-    """Where it begins in a bar of 100."""
-    width: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,42 +26,41 @@ class TimeShares:
     """The phases of a run."""
 
     run: str
-    shares: tuple[Share, ...]
-    """Empty where none were measured."""
+    rows: tuple[TableRow, ...]
+    """Time and share of each; empty where none were measured."""
+    bar: Markup
     waited: str
     """The part of ``data`` in which no sample was at hand; empty where it was not measured."""
 
 
 def time_shares(runs: Sequence[RunRecord]) -> list[TimeShares]:
-    """Of each run."""
-    return [_of(run) for run in runs]
+    """Of each run; a phase has the same colour in all."""
+    phases = [_phases(run) for run in runs]
+    names = dict.fromkeys(name for of_run in phases for name in of_run)
+    styles = {name: f"c{number % COLOURS}" for number, name in enumerate(names)}
+    return [_of(run, of_run, styles) for run, of_run in zip(runs, phases, strict=True)]
 
 
-def phase_names(shares: Sequence[TimeShares]) -> list[str]:
-    """All phases, in the order of their coming."""
-    return list(dict.fromkeys(one.name for of_run in shares for one in of_run.shares))
-
-
-def _of(run: RunRecord) -> TimeShares:
+def _phases(run: RunRecord) -> dict[str, float]:
+    """Seconds of each phase, what lies between phases last; empty where none were measured."""
     phases = {
         name.removeprefix(PREFIX): sum(run.values(name))
         for name in run.names()
-        if name.startswith(PREFIX) and run.values(name)
+        if name.startswith(PREFIX) and name not in _WITHIN_OTHERS and run.values(name)
     }
-    waited = phases.pop(_WITHIN_DATA, None)
-    phases.pop(_WITHIN_TEACHER, None)
-    if not phases:
-        return TimeShares(run.name, (), "")
-    inside = sum(seconds for name, seconds in phases.items() if name not in _BETWEEN_STEPS)
-    phases["other"] = max(sum(run.values("seconds")) - inside, 0.0)
+    if phases:
+        inside = sum(seconds for name, seconds in phases.items() if name not in _BETWEEN_STEPS)
+        phases["other"] = max(sum(run.values("seconds")) - inside, 0.0)
+    return phases
+
+
+def _of(run: RunRecord, phases: Mapping[str, float], styles: Mapping[str, str]) -> TimeShares:
     whole = sum(phases.values())
-    # A bar is cut in whole numbers: a millionth of the time each.
-    bars = bar_of([round(1e6 * seconds / whole) if whole else 0 for seconds in phases.values()])
-    return TimeShares(
-        run.name,
-        tuple(
-            Share(name, duration(seconds), share(seconds, whole), *bar)
-            for (name, seconds), bar in zip(phases.items(), bars, strict=True)
-        ),
-        "" if waited is None else f"{duration(waited)}, {share(waited, whole)}",
-    )
+    rows, parts = [], []
+    for name, seconds in phases.items():
+        cells = duration(seconds), share(seconds, whole)
+        rows.append(TableRow(swatch(styles[name], name), cells))
+        parts.append(BarPart(styles[name], seconds, f"{name} {cells[1]}"))
+    waits = run.values(_WAITING)
+    waited = f"{duration(sum(waits))}, {share(sum(waits), whole)}" if waits else ""
+    return TimeShares(run.name, tuple(rows), bar(parts, "shares of time"), waited)
