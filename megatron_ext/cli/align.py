@@ -17,17 +17,22 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Final
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.cli.alignment.audit_run import AuditRun
 from megatron_ext.cli.alignment.source import AuditSource
 from megatron_ext.cli.alignment.text_report import text_report
+from megatron_ext.cli.output import MOST_NAMED, warn_left_out, write_output
 from megatron_ext.cli.pages.terminal import add_color_argument, use_colors
-from megatron_ext.cli.tokenizer_pair import add_pair_arguments, pair_from_arguments
 from megatron_ext.errors import ConfigError
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.training.config_file import build_config
+from megatron_ext.training.flag import argparse_type, flags_of
 
-_BAD_SHOWN = 5
 _STANDARD_OUTPUT = "-"
+_PREFIXES: Final = {"student": "tokenizer-", "teacher": "teacher-tokenizer-"}
+"""How the flags of both tokenizers begin; ``--student`` and ``--teacher`` are short for models."""
+_MODEL: Final = "model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="chunks that are not 1:1 to list in each ranking, up to 25 (10)",
     )
     add_color_argument(output)
-    add_pair_arguments(parser)
+    _add_pair_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -92,7 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
         is_strict=arguments.strict,
     )
     source.check()
-    student, teacher = pair_from_arguments(arguments)
+    student, teacher = _pair_from_arguments(arguments)
     wants_page = arguments.html is not None
     found = AuditRun.of(
         student, teacher, source, sample_bytes=arguments.html_bytes if wants_page else 0
@@ -102,13 +107,13 @@ def run(arguments: argparse.Namespace) -> None:
         from megatron_ext.cli.alignment.page import audit_page
 
         page = audit_page(found, student, teacher, most_bytes=arguments.html_bytes)
-        _write(arguments.html, page, "--html")
+        write_output(arguments.html, page, "--html")
     row = json.dumps(found.as_row(), ensure_ascii=False, indent=1, allow_nan=False) + "\n"
     if arguments.json == _STANDARD_OUTPUT:
         sys.stdout.write(row)
         return
     if arguments.json is not None:
-        _write(Path(arguments.json), row, "--json")
+        write_output(Path(arguments.json), row, "--json")
     sys.stdout.write(
         text_report(found, examples=max(arguments.examples, 0), color=use_colors(arguments.color))
     )
@@ -118,22 +123,12 @@ def _warn(found: AuditRun) -> None:
     """The first records and documents that were left out, on standard error."""
     left_out = [(row["place"], row["problem"]) for row in found.source.bad]
     left_out += [(one.place, one.problem) for one in found.report.refused]
-    for place, problem in left_out[:_BAD_SHOWN]:
-        sys.stderr.write(f"megatron-ext: left out: {place}: {problem}\n")
-    more = found.source.bad_records + found.report.refused_documents - _BAD_SHOWN
-    if more > 0:
-        sys.stderr.write(f"megatron-ext: and {more:,} more; --json lists the first\n")
-    for file in found.source.skipped_files[:_BAD_SHOWN]:
-        sys.stderr.write(f"megatron-ext: skipped, of no known kind: {file}\n")
-
-
-def _write(path: Path, text: str, flag: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise ConfigError(
-            "cannot write the file", got=error.strerror, where=f"{flag} {path}"
-        ) from error
+    more = found.source.bad_records + found.report.refused_documents - MOST_NAMED
+    warn_left_out(
+        left_out,
+        f"and {more:,} more; --json lists the first" if more > 0 else "",
+        found.source.skipped_files,
+    )
 
 
 def _count(text: str) -> int:
@@ -141,3 +136,50 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
     return int(text)
+
+
+def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of both tokenizers, spelled as ``megatron-ext distill`` spells them."""
+    for side, prefix in _PREFIXES.items():
+        group = parser.add_argument_group(f"{side}'s tokenizer")
+        for flag in flags_of(TokenizerConfig, prefix=prefix):
+            names = [f"--{side}"] if flag.keys[-1] == _MODEL else []
+            group.add_argument(
+                *names,
+                flag.name,
+                dest=f"{side}.{flag.keys[-1]}",
+                default=argparse.SUPPRESS,
+                help=flag.help.replace("%", "%%"),
+                **argparse_type(flag.hint),
+            )
+
+
+def _pair_from_arguments(
+    arguments: argparse.Namespace,
+) -> tuple[MegatronTokenizerText, MegatronTokenizerText]:
+    """The student's tokenizer and the teacher's.
+
+    Raises:
+        ConfigError: One is not named, or a flag is unusable.
+        TokenizerError: A file is missing or broken.
+        MissingDependencyError: A library is not installed.
+    """
+    student, teacher = (_tokenizer(arguments, side) for side in _PREFIXES)
+    return student, teacher
+
+
+def _tokenizer(arguments: argparse.Namespace, side: str) -> MegatronTokenizerText:
+    values = {
+        name.removeprefix(f"{side}."): value
+        for name, value in vars(arguments).items()
+        if name.startswith(f"{side}.")
+    }
+    if not values.keys() & {_MODEL, "library"}:
+        raise ConfigError(
+            "no tokenizer is named",
+            where=f"--{side}",
+            expected="a tokenizer file, its directory, or its name on the HuggingFace hub",
+        )
+    spelled = {flag.keys: flag.name for flag in flags_of(TokenizerConfig, prefix=_PREFIXES[side])}
+    config = build_config(TokenizerConfig, values, lambda keys: spelled.get(keys, f"--{side}"))
+    return build_tokenizer(config)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from megatron_ext.atomic_file import write_text
+from megatron_ext.cli.output import write_output
 from megatron_ext.cli.reporting.page import report_page
 from megatron_ext.cli.reporting.run_record import read_run
 from megatron_ext.cli.reporting.samples import SampleTexts, pair_samples
@@ -61,12 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     texts = SampleTexts(tuple(map(_checked, arguments.text)), arguments.sample_bytes)
     samples = pair_samples(runs, texts) if texts.most_bytes > 0 else []
     output = arguments.output or runs[0].folder / REPORT_FILE
-    try:
-        write_text(output, report_page(runs, samples))
-    except OSError as error:
-        raise ConfigError(
-            "cannot write the file", got=error.strerror, where=f"--output {output}"
-        ) from error
+    write_output(output, report_page(runs, samples), "--output")
     sys.stdout.write(f"{output}\n")
 
 

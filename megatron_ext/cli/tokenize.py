@@ -23,6 +23,7 @@ from typing import get_args
 
 import yaml
 
+from megatron_ext.cli.output import MOST_NAMED, warn_left_out
 from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY, RecordSchemaName
 from megatron_ext.errors import ConfigError
 from megatron_ext.preprocessing.config import PreprocessConfig
@@ -35,7 +36,6 @@ from megatron_ext.training.tokenizer_arguments import (
     tokenizer_config_from_arguments,
 )
 
-_BAD_SHOWN = 5
 _UNSET = (None, False, (), "auto")
 _EXIT_INTERRUPTED = 128 + 2
 """What a shell makes of SIGINT."""
@@ -171,13 +171,13 @@ def _of_what(dataset: str) -> str:
 
 def _warn(config: PreprocessConfig, report: Report) -> None:
     """The first records that were left out, on standard error."""
-    for bad in report.bad[:_BAD_SHOWN]:
-        sys.stderr.write(f"megatron-ext: left out: {bad.place}: {bad.problem}\n")
-    if len(report.bad) > _BAD_SHOWN:
-        listed = f"the first {len(report.bad):,}" if report.bad_unlisted else "all"
-        sys.stderr.write(f"megatron-ext: {listed} that was left out: {config.names.report}\n")
-    for file in report.skipped_files[:_BAD_SHOWN]:
-        sys.stderr.write(f"megatron-ext: skipped, of no known kind: {file}\n")
+    listed = f"the first {len(report.bad):,}" if report.bad_unlisted else "all"
+    more = f"{listed} that was left out: {config.names.report}"
+    warn_left_out(
+        [(bad.place, bad.problem) for bad in report.bad],
+        more if len(report.bad) > MOST_NAMED else "",
+        report.skipped_files,
+    )
 
 
 def _summary(config: PreprocessConfig, report: Report) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.alignment import ChunkCounts, TokenAligner
-from megatron_ext.cli import tokenizer_pair
+from megatron_ext.cli import align
 from megatron_ext.cli.alignment.ribbon import ribbon_chunks
 from megatron_ext.cli.main import main
 from megatron_ext.tokenizers import MegatronTokenizer
@@ -53,8 +53,8 @@ def tokenizers():
 def _built_once():
     """Each tokenizer is built by the first call that names it."""
     with pytest.MonkeyPatch.context() as patch:
-        build = tokenizer_pair.build_tokenizer
-        patch.setattr(tokenizer_pair, "build_tokenizer", lru_cache(build))
+        build = align.build_tokenizer
+        patch.setattr(align, "build_tokenizer", lru_cache(build))
         yield
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.cli.conversation.file import (
     conversation_of,
     file_schema,
@@ -18,8 +17,9 @@ from megatron_ext.cli.conversation.file import (
 from megatron_ext.cli.conversation.ribbon import conversation_ribbon, totals
 from megatron_ext.cli.conversation.rows import conversation_row
 from megatron_ext.cli.conversation.view import ConversationView, ConversationViewer
+from megatron_ext.cli.output import write_output
 from megatron_ext.cli.token_view import listing
-from megatron_ext.errors import ConfigError, ConversationError
+from megatron_ext.errors import ConversationError
 from megatron_ext.tokenizers import MegatronTokenizerText
 
 
@@ -86,12 +86,7 @@ class ConversationReport:
         page = conversation_page(
             self.views, title=self.title, about=self.about, failures=self.failures
         )
-        try:
-            write_text(path, page)
-        except OSError as error:
-            raise ConfigError(
-                "cannot write the page", got=error.strerror, where=f"--html {path}"
-            ) from error
+        write_output(path, page, "--html")
 
     def json_lines(self) -> Iterator[str]:
         """One line for each conversation."""
