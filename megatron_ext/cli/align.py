@@ -19,10 +19,10 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from megatron_ext.cli.alignment.audit_run import AuditRun
-from megatron_ext.cli.alignment.source import AuditSource
-from megatron_ext.cli.alignment.text_report import text_report
 from megatron_ext.cli.output import MOST_NAMED, warn_left_out, write_output
+from megatron_ext.cli.pages.audit_run import AuditRun
+from megatron_ext.cli.pages.audit_source import AuditSource
+from megatron_ext.cli.pages.audit_text import text_report
 from megatron_ext.cli.pages.terminal import add_color_argument, use_colors
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     _warn(found)
     if wants_page:
-        from megatron_ext.cli.alignment.page import audit_page
+        from megatron_ext.cli.pages.audit_page import audit_page
 
         page = audit_page(found, student, teacher, most_bytes=arguments.html_bytes)
         write_output(arguments.html, page, "--html")

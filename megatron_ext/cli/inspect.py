@@ -16,16 +16,16 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_ext.cli.conversation.file import (
+from megatron_ext.cli.pages.conversation_file import (
     conversation_of,
     file_schema,
     has_conversations,
     json_records,
     naming_record,
 )
-from megatron_ext.cli.conversation.report import ConversationReport, ConversationSource
+from megatron_ext.cli.pages.conversation_report import ConversationReport, ConversationSource
 from megatron_ext.cli.pages.terminal import add_color_argument, use_colors
-from megatron_ext.cli.token_view import TokenView, listing, token_views
+from megatron_ext.cli.pages.token_view import TokenView, listing, token_views
 from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer

@@ -13,8 +13,8 @@ import pytest
 
 from megatron_ext.alignment import ChunkCounts, TokenAligner
 from megatron_ext.cli import align
-from megatron_ext.cli.alignment.ribbon import ribbon_chunks
 from megatron_ext.cli.main import main
+from megatron_ext.cli.pages.audit_ribbon import ribbon_chunks
 from megatron_ext.tokenizers import MegatronTokenizer
 from tests.cli.html_page import HtmlPage
 
@@ -256,7 +256,7 @@ def test_the_page_shows_every_token_of_both_sides_and_nothing_runs(
 
 
 def _shown(view):
-    from megatron_ext.cli.visible_text import one_line
+    from megatron_ext.cli.pages.readable import one_line
 
     return one_line(view.shown).replace("␤", "↵") or "∅"
 

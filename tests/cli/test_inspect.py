@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.cli import inspect as verb
 from megatron_ext.cli.main import main
-from megatron_ext.cli.token_view import TokenView, ribbon
+from megatron_ext.cli.pages.token_view import TokenView, ribbon
 from megatron_ext.tokenizers import MegatronTokenizer, build_tokenizer
 from tests.cli.run_files import start
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.cli.conversation.cells import cells_of
 from megatron_ext.cli.main import main
+from megatron_ext.cli.pages.conversation_cells import cells_of
 from megatron_ext.conversation import EncodedConversation, Provenance, Span
 from megatron_ext.tokenizers import MegatronTokenizer, build_tokenizer
 from tests.cli.html_page import HtmlPage

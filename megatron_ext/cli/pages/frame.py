@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from megatron_ext.alignment.audit import share_in_words
 from megatron_ext.cli.pages.markup import in_line, ribbon_markup
-from megatron_ext.cli.reporting.quantity import number
+from megatron_ext.cli.pages.readable import number
 
 _ASSETS: Final = Path(__file__).with_name("assets")
 

@@ -9,9 +9,9 @@ from typing import Final
 
 from markupsafe import Markup, escape
 
-from megatron_ext.cli.alignment.ribbon import Ribbon, RibbonChunk, token_title
-from megatron_ext.cli.token_view import TokenView
-from megatron_ext.cli.visible_text import one_line
+from megatron_ext.cli.pages.audit_ribbon import Ribbon, RibbonChunk, token_title
+from megatron_ext.cli.pages.readable import one_line
+from megatron_ext.cli.pages.token_view import TokenView
 
 LINE_FEED: Final = ("␤", "↵")
 """How a terminal shows one, and the sign that fonts of browsers have."""

@@ -9,7 +9,7 @@ from typing import Final
 from megatron_ext.alignment import TokenAligner
 from megatron_ext.alignment.audit import AuditDocument
 from megatron_ext.alignment.chunk_places import alignment_of
-from megatron_ext.cli.token_view import TokenView, token_views
+from megatron_ext.cli.pages.token_view import TokenView, token_views
 from megatron_ext.tokenizers.base import ByteTokenizer
 
 _BYTES_IN_TITLE: Final = 12

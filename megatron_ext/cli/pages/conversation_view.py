@@ -1,4 +1,4 @@
-"""What a person wants to know of a conversation: what is trained, and where its text comes from."""
+"""A view of a conversation: what is trained, and where its text comes from."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import groupby
 
 import numpy as np
 
-from megatron_ext.cli.conversation.cells import KINDS, Cell, Kind, cells_of, kind_of_role
-from megatron_ext.cli.conversation.warnings import ConversationWarning, conversation_warnings
-from megatron_ext.cli.token_view import TokenView, token_views
+from megatron_ext.cli.pages.conversation_cells import KINDS, Cell, Kind, cells_of, kind_of_role
+from megatron_ext.cli.pages.conversation_warnings import ConversationWarning, conversation_warnings
+from megatron_ext.cli.pages.token_view import TokenView, token_views
 from megatron_ext.conversation import EncodedConversation
 from megatron_ext.conversation.message import ROLES
 from megatron_ext.conversation.records import ConversationRecord

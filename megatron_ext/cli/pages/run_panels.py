@@ -1,4 +1,4 @@
-"""Which measurements are drawn together: a row of ``_KINDS`` each, and a panel for what is left."""
+"""Measurements that are drawn together: a row of ``_KINDS`` each, and a panel for what is left."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from megatron_ext.cli.reporting.chart import Chart
-from megatron_ext.cli.reporting.curve import Curve
-from megatron_ext.cli.reporting.quantity import number
-from megatron_ext.cli.reporting.run_record import RunRecord
+from megatron_ext.cli.pages.readable import number
+from megatron_ext.cli.pages.run_charts import Chart, Curve
+from megatron_ext.cli.pages.run_record import RunRecord
 
 COLOURS: Final = 8
 """Lines that differ by colour; more differ by dashes as well."""

@@ -1,4 +1,4 @@
-"""What ``megatron-ext align`` finds, and the same as JSON."""
+"""The audit that ``megatron-ext align`` makes, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.alignment.audit import AuditDocument, AuditReport, PairAudit
-from megatron_ext.cli.alignment.source import AuditSource
-from megatron_ext.cli.short_path import short_paths
+from megatron_ext.cli.pages.audit_source import AuditSource
+from megatron_ext.cli.pages.readable import short_paths
 from megatron_ext.tokenizers import MegatronTokenizerText
 
 

@@ -1,4 +1,4 @@
-"""What about a conversation a person should look at before a model trains on it."""
+"""Warnings of a conversation: what a person should look at before a model trains on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.cli.conversation.cells import Cell
+from megatron_ext.cli.pages.conversation_cells import Cell
 from megatron_ext.conversation import IMAGE_TOKEN, Conversation, EncodedConversation
 from megatron_ext.conversation.message import CALL_FIELDS, THINKING_FIELDS, content_text
 from megatron_ext.tokenizers.special_tokens import ControlTokens

@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from megatron_ext.alignment.audit import AuditDocument, AuditReport, PairAudit
-from megatron_ext.cli.alignment.ribbon import Ribbon, ribbons
-from megatron_ext.cli.alignment.source import AuditSource
-from megatron_ext.cli.alignment.text_report import (
-    COVERAGE_HEADS,
-    coverage_cells,
-    coverage_groups,
-)
+from megatron_ext.cli.pages.audit_ribbon import Ribbon, ribbons
+from megatron_ext.cli.pages.audit_source import AuditSource
+from megatron_ext.cli.pages.audit_text import COVERAGE_HEADS, coverage_cells, coverage_groups
 from megatron_ext.cli.pages.markup import TableRow
-from megatron_ext.cli.reporting.run_record import RunRecord
-from megatron_ext.cli.short_path import in_words
+from megatron_ext.cli.pages.readable import with_short_paths
+from megatron_ext.cli.pages.run_record import RunRecord
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training.config_file import build_config
@@ -95,7 +91,7 @@ def _sample(
         audit.add(documents)
         drawn = tuple(ribbons(documents, student, other, most_bytes=texts.most_bytes))
     except MegatronExtError as error:
-        return PairSample(title, (), None, in_words(str(error)))
+        return PairSample(title, (), None, with_short_paths(str(error)))
     return PairSample(title, drawn, audit.report(), "")
 
 

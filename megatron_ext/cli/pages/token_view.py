@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.cli.pages.readable import visible_text
 from megatron_ext.cli.pages.terminal import styled, table_lines
-from megatron_ext.cli.visible_text import visible_text
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_ids import ByteEnds
 

@@ -1,4 +1,4 @@
-"""What ``megatron-ext inspect --conversation`` prints and writes."""
+"""Conversations as ``megatron-ext inspect --conversation`` prints and writes them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from megatron_ext.cli.conversation.file import (
+from megatron_ext.cli.output import write_output
+from megatron_ext.cli.pages.conversation_cells import Cell
+from megatron_ext.cli.pages.conversation_file import (
     conversation_of,
     file_schema,
     json_records,
     naming_record,
 )
-from megatron_ext.cli.conversation.ribbon import conversation_ribbon, totals
-from megatron_ext.cli.conversation.rows import conversation_row
-from megatron_ext.cli.conversation.view import ConversationView, ConversationViewer
-from megatron_ext.cli.output import write_output
-from megatron_ext.cli.token_view import listing
+from megatron_ext.cli.pages.conversation_text import conversation_ribbon, totals
+from megatron_ext.cli.pages.conversation_view import ConversationView, ConversationViewer, TurnView
+from megatron_ext.cli.pages.token_view import listing
 from megatron_ext.errors import ConversationError
 from megatron_ext.tokenizers import MegatronTokenizerText
 
@@ -81,7 +83,7 @@ class ConversationReport:
 
     def write_page(self, path: Path) -> None:
         """Write the HTML page and say what is on it."""
-        from megatron_ext.cli.conversation.page import conversation_page
+        from megatron_ext.cli.pages.conversation_page import conversation_page
 
         page = conversation_page(
             self.views, title=self.title, about=self.about, failures=self.failures
@@ -91,7 +93,7 @@ class ConversationReport:
     def json_lines(self) -> Iterator[str]:
         """One line for each conversation."""
         for view in self.views:
-            yield json.dumps(conversation_row(view, self.about), ensure_ascii=False) + "\n"
+            yield json.dumps(_conversation_row(view, self.about), ensure_ascii=False) + "\n"
 
     def summary_lines(self) -> Iterator[str]:
         """How much there is of each conversation, in a line."""
@@ -128,3 +130,63 @@ def _in_words(tokenizer: MegatronTokenizerText, schema: str) -> str:
     parts = [tokenizer.library, *([] if path is None else [Path(path).name])]
     parts += [f"{tokenizer.vocab_size:,} ids", f"prompt format {tokenizer.prompt_format}"]
     return " · ".join([*parts, *options, f"record schema {schema}"])
+
+
+def _conversation_row(view: ConversationView, about: str) -> dict[str, Any]:
+    """One JSON object for a conversation.
+
+    Positions of spans and turns are characters of ``text``; those of tokens are bytes of its UTF-8.
+
+    Args:
+        view: The conversation.
+        about: What it was tokenized with.
+    """
+    return {
+        "record": view.record,
+        "tokenizer": about,
+        "text": view.text,
+        "messages": len(view.roles),
+        "trained_tokens": view.trained_tokens,
+        "turns": [_turn_row(turn) for turn in view.turns],
+        "spans": list(_span_rows(view)),
+        "tokens": [token.as_row() for token in view.tokens],
+        "warnings": [
+            {"message": warning.message, "text": warning.text} for warning in view.warnings
+        ],
+        "refusal": view.refusal,
+    }
+
+
+def _turn_row(turn: TurnView) -> dict[str, Any]:
+    return {
+        "message": turn.message,
+        "role": turn.role or None,
+        "start": turn.cells[0].start,
+        "end": turn.cells[-1].start + len(turn.cells[-1].text),
+        "first_token": turn.first_token,
+        "tokens": turn.tokens,
+        "trained_tokens": turn.trained_tokens,
+        "untrained": turn.untrained or None,
+    }
+
+
+def _span_rows(view: ConversationView) -> Iterator[dict[str, Any]]:
+    cells = (cell for turn in view.turns for cell in turn.cells)
+    for (place, is_trained), group in groupby(cells, _source_and_training):
+        own = list(group)
+        text = "".join(cell.text for cell in own)
+        yield {
+            "start": own[0].start,
+            "end": own[0].start + len(text),
+            "source": place.source,
+            "kind": own[0].kind,
+            "message": place.message,
+            "field": place.field or None,
+            "turn": place.turn,
+            "trained": is_trained,
+            "text": text,
+        }
+
+
+def _source_and_training(cell: Cell) -> tuple[Any, bool]:
+    return cell.provenance, cell.is_trained

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Final
 
 from megatron_ext.alignment.audit import AuditDocument
-from megatron_ext.cli.short_path import short_paths
+from megatron_ext.cli.pages.readable import short_paths
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.preprocessing.bad_record import BadRecord
 from megatron_ext.preprocessing.input_slice import InputSlice

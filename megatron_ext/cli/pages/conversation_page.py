@@ -8,12 +8,12 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from megatron_ext.cli.conversation.cells import KINDS, Cell, Kind
-from megatron_ext.cli.conversation.ribbon import turn_title
-from megatron_ext.cli.conversation.view import ConversationView, TurnView
+from megatron_ext.cli.pages.conversation_cells import KINDS, Cell, Kind
+from megatron_ext.cli.pages.conversation_text import turn_title
+from megatron_ext.cli.pages.conversation_view import ConversationView, TurnView
 from megatron_ext.cli.pages.frame import html_page
 from megatron_ext.cli.pages.markup import BarPart, bar, element
-from megatron_ext.cli.visible_text import readable_text
+from megatron_ext.cli.pages.readable import readable_text
 from megatron_ext.conversation import Provenance
 
 

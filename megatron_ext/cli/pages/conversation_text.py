@@ -7,9 +7,10 @@ from itertools import groupby
 from typing import Final
 
 from megatron_ext.alignment.audit import share_in_words
-from megatron_ext.cli.conversation.cells import KINDS, Kind
-from megatron_ext.cli.conversation.view import ConversationView, TurnView
-from megatron_ext.cli.conversation.warnings import ConversationWarning
+from megatron_ext.cli.pages.conversation_cells import KINDS, Kind
+from megatron_ext.cli.pages.conversation_view import ConversationView, TurnView
+from megatron_ext.cli.pages.conversation_warnings import ConversationWarning
+from megatron_ext.cli.pages.readable import one_line, readable_text
 from megatron_ext.cli.pages.terminal import (
     BLUE,
     BOLD,
@@ -24,7 +25,6 @@ from megatron_ext.cli.pages.terminal import (
     WARNING,
     styled,
 )
-from megatron_ext.cli.visible_text import one_line, readable_text
 
 _COLORS: Final[Mapping[Kind, str]] = {
     "template": GREY,

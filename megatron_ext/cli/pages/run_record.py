@@ -1,4 +1,4 @@
-"""What the folder of a run holds, read without torch and whatever state the run is in."""
+"""The folder of a run, read without torch and whatever state the run is in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_ext.cli.short_path import in_words
+from megatron_ext.cli.pages.readable import with_short_paths
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.config_file import read_config_file
 from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE
@@ -118,9 +118,9 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
         data=data,
         rows=tuple(rows[iteration] for iteration in sorted(rows)),
         evaluations={path.stem: _read_object(path, problems) for path in results},
-        refused=tuple(in_words(_row_in_words(line)) for line in refused[:_MOST_REFUSED]),
+        refused=tuple(with_short_paths(_row_in_words(line)) for line in refused[:_MOST_REFUSED]),
         refused_count=len(refused),
-        problems=tuple(map(in_words, problems)),
+        problems=tuple(map(with_short_paths, problems)),
     )
 
 

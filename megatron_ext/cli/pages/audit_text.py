@@ -14,9 +14,9 @@ from megatron_ext.alignment.audit import (
     share_in_words,
 )
 from megatron_ext.alignment.audit.text_class import TEXT_CLASSES
-from megatron_ext.cli.alignment.audit_run import AuditRun
+from megatron_ext.cli.pages.audit_run import AuditRun
+from megatron_ext.cli.pages.readable import one_line
 from megatron_ext.cli.pages.terminal import BOLD, GREY, ORANGE, columns, styled, table_lines
-from megatron_ext.cli.visible_text import one_line
 
 _WIDTH: Final = 100
 _MOST_PIECES: Final = 8

@@ -8,9 +8,16 @@ from statistics import median
 from typing import Any
 
 from megatron_ext.cli.pages.markup import TableRow
-from megatron_ext.cli.reporting.quantity import NOTHING, duration, memory, number, setting, share
-from megatron_ext.cli.reporting.run_record import RunRecord, as_number
-from megatron_ext.cli.short_path import short_paths
+from megatron_ext.cli.pages.readable import (
+    NOTHING,
+    duration,
+    memory,
+    number,
+    setting,
+    share,
+    short_paths,
+)
+from megatron_ext.cli.pages.run_record import RunRecord, as_number
 from megatron_ext.training.run_folder import config_leaves
 
 CHUNK_KINDS = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")

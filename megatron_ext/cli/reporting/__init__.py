@@ -1,1 +1,0 @@
-"""What runs left behind as one page: read, drawn and compared."""
