@@ -23,7 +23,7 @@ from megatron_ext.cli.pages.conversation_file import (
     json_records,
     naming_record,
 )
-from megatron_ext.cli.pages.conversation_report import ConversationReport, ConversationSource
+from megatron_ext.cli.pages.conversation_report import ConversationReport
 from megatron_ext.cli.pages.terminal import add_color_argument, use_colors
 from megatron_ext.cli.pages.token_view import TokenView, listing, token_views
 from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY
@@ -114,9 +114,10 @@ def _inspect_conversations(tokenizer: MegatronTokenizerText, arguments: argparse
         text, name = _file_text(path), path.name
     report = ConversationReport.of(
         tokenizer,
-        ConversationSource(
-            text=text, name=name, record=arguments.record, schema=arguments.conversation_schema
-        ),
+        text,
+        name=name,
+        record=arguments.record,
+        schema=arguments.conversation_schema,
     )
     report.warn()
     if arguments.html is not None:

@@ -21,7 +21,7 @@ from typing import Final
 from megatron_ext.cli.output import write_output
 from megatron_ext.cli.pages.run_page import report_page
 from megatron_ext.cli.pages.run_record import read_run
-from megatron_ext.cli.pages.run_samples import SampleTexts, pair_samples
+from megatron_ext.cli.pages.run_samples import pair_samples
 from megatron_ext.errors import ConfigError
 
 REPORT_FILE: Final = "report.html"
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample-bytes",
         type=int,
-        default=SampleTexts().most_bytes,
+        default=1500,
         metavar="N",
         help="bytes of text to draw for each pair of tokenizers; 0 leaves texts out (1500)",
     )
@@ -58,8 +58,9 @@ def run(arguments: argparse.Namespace) -> None:
         read_run(path, name=name)
         for path, name in zip(arguments.runs, _names(arguments.runs), strict=True)
     ]
-    texts = SampleTexts(tuple(map(_checked, arguments.text)), arguments.sample_bytes)
-    samples = pair_samples(runs, texts) if texts.most_bytes > 0 else []
+    texts = [_checked(text) for text in arguments.text]
+    most_bytes = arguments.sample_bytes
+    samples = pair_samples(runs, texts, most_bytes=most_bytes) if most_bytes > 0 else []
     output = arguments.output or runs[0].folder / REPORT_FILE
     write_output(output, report_page(runs, samples), "--output")
     sys.stdout.write(f"{output}\n")

@@ -385,7 +385,7 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_colour_of_text_has_the_contrast_of_wcag_aa(theme):
-    style = "".join((ASSETS / f"{name}.css").read_text() for name in ("frame", "ribbon"))
+    style = "".join((ASSETS / f"{name}.css").read_text() for name in ("frame", "alignment"))
     pairs = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", style)
     colours = {name: both[theme == "dark"] for name, *both in pairs}
     tints = {name: name.partition("-")[0] for name in colours if "-tint" in name}

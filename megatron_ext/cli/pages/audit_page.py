@@ -38,14 +38,12 @@ def audit_page(
         most_bytes: Text of the sample to show at most.
     """
     report = run.report
-    heads = (swatch(_STYLES[head], head) if head in _STYLES else head for head in COVERAGE_HEADS)
     values = {
         "run": run,
         "report": report,
         "totals": list(_totals(report)),
         "losses": list(losses(report, run)),
-        "heads": ["", *heads, ""],
-        "rows": list(_coverage_rows(report)),
+        "coverage": coverage_table,
         "rankings": [
             (title.capitalize(), [_offender_row(one) for one in offenders])
             for title, offenders in rankings(report)
@@ -53,7 +51,9 @@ def audit_page(
         "ribbons": ribbons(run.sample, student, teacher, most_bytes=most_bytes),
         "most_bytes": most_bytes,
     }
-    return html_page("audit", values, title=f"{run.student} and {run.teacher}", styles=("ribbon",))
+    return html_page(
+        "audit", values, title=f"{run.student} and {run.teacher}", styles=("alignment",)
+    )
 
 
 def _totals(report: AuditReport) -> Iterator[tuple[str, str, str]]:
@@ -67,6 +67,12 @@ def _totals(report: AuditReport) -> Iterator[tuple[str, str, str]]:
         yield "bytes in 1:1", share_in_words(report.total.one_to_one_byte_share), ""
     tokens = f"{report.student.longest_chunk:,} student, {report.teacher.longest_chunk:,} teacher"
     yield "longest chunk", number(report.longest_chunk_bytes), f"bytes; {tokens} tokens"
+
+
+def coverage_table(report: AuditReport) -> tuple[list[str], list[TableRow]]:
+    """Heads and rows of the table of chunks."""
+    heads = (swatch(_STYLES[head], head) if head in _STYLES else head for head in COVERAGE_HEADS)
+    return ["", *heads, ""], list(_coverage_rows(report))
 
 
 def _coverage_rows(report: AuditReport) -> Iterator[TableRow]:

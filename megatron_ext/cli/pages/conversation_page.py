@@ -8,12 +8,12 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from megatron_ext.alignment.audit import share_in_words
 from megatron_ext.cli.pages.conversation_cells import KINDS, Cell, Kind
-from megatron_ext.cli.pages.conversation_text import turn_title
 from megatron_ext.cli.pages.conversation_view import ConversationView, TurnView
 from megatron_ext.cli.pages.frame import html_page
 from megatron_ext.cli.pages.markup import BarPart, bar, element
-from megatron_ext.cli.pages.readable import readable_text
+from megatron_ext.cli.pages.readable import number, readable_text
 from megatron_ext.conversation import Provenance
 
 
@@ -42,8 +42,8 @@ def conversation_page(
         "anchored_turns": _anchored_turns,
         "source_bar": _source_bar,
         "tokens": _tokens,
+        "totals": _totals,
         "turn_markup": _turn_markup,
-        "turn_title": turn_title,
     }
     return html_page("conversation", values, title=title)
 
@@ -103,6 +103,14 @@ def _source_bar(view: ConversationView) -> Markup:
         BarPart(kind, tokens, marked=trained) for kind, (tokens, trained) in view.counts.items()
     ]
     return bar(parts, "Shares of the sources in the tokens; trained tokens are underlined")
+
+
+def _totals(view: ConversationView) -> list[tuple[str, str, str]]:
+    counts = [(name, number(count), "") for name, count in view.sizes.items()]
+    return [
+        *counts,
+        ("trained tokens", number(view.trained_tokens), share_in_words(view.trained_share)),
+    ]
 
 
 def _tokens(view: ConversationView) -> dict[str, Any]:

@@ -25,20 +25,6 @@ from megatron_ext.errors import ConversationError
 from megatron_ext.tokenizers import MegatronTokenizerText
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConversationSource:
-    """Which conversations of a file are asked for."""
-
-    text: str
-    """What the file holds."""
-    name: str
-    """What to call the file."""
-    record: int | None = 1
-    """Number of the conversation, from 1; None for all."""
-    schema: str = "auto"
-    """Schema of the records."""
-
-
 @dataclass(frozen=True, slots=True)
 class ConversationReport:
     """Some conversations of a file."""
@@ -52,33 +38,47 @@ class ConversationReport:
     """What is wrong with the records that cannot be shown, by number."""
 
     @classmethod
-    def of(cls, tokenizer: MegatronTokenizerText, source: ConversationSource) -> ConversationReport:
+    def of(
+        cls,
+        tokenizer: MegatronTokenizerText,
+        text: str,
+        *,
+        name: str,
+        record: int | None = 1,
+        schema: str = "auto",
+    ) -> ConversationReport:
         """The conversations of a file; of several, those that cannot be shown are failures.
+
+        Args:
+            tokenizer: Has a prompt format.
+            text: What the file holds.
+            name: What to call the file.
+            record: Number of the conversation, from 1; None for all.
+            schema: Of the records.
 
         Raises:
             ConfigError: There is no such record, or the tokenizer has no prompt format.
             ConversationError: The one that is asked for, or every one of all, cannot be shown.
             DataError: The file holds no conversations.
         """
-        records = json_records(source.text, source.name)
-        schema = source.schema
+        records = json_records(text, name)
         if schema == "auto":
-            schema = file_schema(records, source.name)
+            schema = file_schema(records, name)
         viewer = ConversationViewer(tokenizer)
         failures: dict[int, str] = {}
         views = []
-        numbers = range(1, len(records) + 1) if source.record is None else [source.record]
+        numbers = range(1, len(records) + 1) if record is None else [record]
         for number in numbers:
             try:
-                with naming_record(source.name, number):
+                with naming_record(name, number):
                     conversation = conversation_of(records, number, schema)
                     views.append(viewer.view(conversation, number))
             except ConversationError as error:
                 failures[number] = str(error)
                 if len(failures) == len(numbers):
                     raise
-        of_all = "" if source.record is None else f" · record {source.record}"
-        title = f"{source.name}{of_all}"
+        of_all = "" if record is None else f" · record {record}"
+        title = f"{name}{of_all}"
         return cls(title, _in_words(tokenizer, schema), tuple(views), failures)
 
     def write_page(self, path: Path) -> None:

@@ -47,8 +47,23 @@ class TurnView:
         return sum(cell.token_count for cell in self.cells)
 
     @property
-    def characters(self) -> int:
-        return sum(len(cell.text) for cell in self.cells)
+    def title(self) -> str:
+        """Its message's number and role."""
+        if self.message is None:
+            return "template"
+        # The format's own system message is no message of the conversation.
+        return f"{self.message} {self.role}" if self.message >= 0 else self.role
+
+    @property
+    def counts(self) -> list[str]:
+        """How much there is of it, and how much of it is trained or why nothing."""
+        characters = sum(len(cell.text) for cell in self.cells)
+        counts = [f"{characters:,} characters", f"{self.tokens:,} tokens"]
+        if self.trained_tokens:
+            counts.append(f"{self.trained_tokens:,} trained")
+        elif self.message is not None:
+            counts.append(self.untrained or "nothing trained")
+        return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +83,19 @@ class ConversationView:
     """Why a run leaves it out; None where it is taken."""
 
     @property
-    def bytes(self) -> int:
-        return self.tokens[-1].end if self.tokens else 0
+    def sizes(self) -> dict[str, int]:
+        """How much there is of it."""
+        return {
+            "messages": len(self.roles),
+            "characters": len(self.text),
+            "tokens": len(self.tokens),
+        }
+
+    def message_name(self, index: int | None) -> str:
+        """Number and role of a message; empty for the whole, and for what the format adds."""
+        if index is None or not 0 <= index < len(self.roles):
+            return ""
+        return f"{index} {self.roles[index]}"
 
     @property
     def trained_tokens(self) -> int:

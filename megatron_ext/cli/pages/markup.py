@@ -13,7 +13,7 @@ from megatron_ext.cli.pages.audit_ribbon import Ribbon, RibbonChunk, token_title
 from megatron_ext.cli.pages.readable import one_line
 from megatron_ext.cli.pages.token_view import TokenView
 
-LINE_FEED: Final = ("␤", "↵")
+_LINE_FEED: Final = ("␤", "↵")
 """How a terminal shows one, and the sign that fonts of browsers have."""
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -94,7 +94,7 @@ def swatch(style: str, text: str) -> Markup:
 
 def in_line(text: str) -> str:
     """Text that stays in its line and shows what has no shape."""
-    return one_line(text).replace(*LINE_FEED)
+    return one_line(text).replace(*_LINE_FEED)
 
 
 def ribbon_markup(ribbon: Ribbon) -> Markup:

@@ -18,7 +18,7 @@ def visible_text(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        "␤\n" if c == "\n" else c if c.isprintable() else escaped_character(c) for c in text
+        "␤\n" if c == "\n" else c if c.isprintable() else _escaped_character(c) for c in text
     )
 
 
@@ -34,7 +34,7 @@ def one_line(text: str) -> str:
     return readable_text(text).replace("\n", "")
 
 
-def escaped_character(character: str) -> str:
+def _escaped_character(character: str) -> str:
     """A picture of an ASCII control character; of any other character its code point."""
     code = ord(character)
     return chr(0x2400 + code) if code < 0x20 else f"\\u{code:04x}"

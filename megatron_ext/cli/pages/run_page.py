@@ -9,6 +9,7 @@ from typing import Final
 from markupsafe import Markup
 
 from megatron_ext.cli.pages import run_tables
+from megatron_ext.cli.pages.audit_page import coverage_table
 from megatron_ext.cli.pages.frame import html_page
 from megatron_ext.cli.pages.markup import BarPart, TableRow, bar, swatch
 from megatron_ext.cli.pages.readable import duration, share
@@ -46,11 +47,12 @@ def report_page(runs: Sequence[RunRecord], samples: Sequence[PairSample]) -> str
         "data": run_tables.data(runs),
         "configuration": run_tables.configuration(runs),
         "samples": samples,
+        "coverage": coverage_table,
         "colours": COLOURS,
         "smoothing": SMOOTHING,
         "version": __version__,
     }
-    return html_page("report", values, title=" · ".join(names), styles=("ribbon",))
+    return html_page("report", values, title=" · ".join(names), styles=("alignment",))
 
 
 @dataclass(frozen=True, slots=True)

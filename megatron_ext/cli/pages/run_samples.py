@@ -7,21 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from megatron_ext.alignment.audit import AuditDocument, AuditReport, PairAudit
 from megatron_ext.cli.pages.audit_ribbon import Ribbon, ribbons
 from megatron_ext.cli.pages.audit_source import AuditSource
-from megatron_ext.cli.pages.audit_text import COVERAGE_HEADS, coverage_cells, coverage_groups
-from megatron_ext.cli.pages.markup import TableRow
 from megatron_ext.cli.pages.readable import with_short_paths
 from megatron_ext.cli.pages.run_record import RunRecord
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training.config_file import build_config
+from megatron_ext.training.data.blend import read_blend
 from megatron_ext.training.run_folder import TOKENIZER_FOLDER
 
-_SHOWN: Final = ("chunks", "1:1", "bytes in 1:1")
 _MOST_DOCUMENTS: Final = 1000
 _AUDITED_BYTES: Final = 200_000
 
@@ -37,33 +35,17 @@ class PairSample:
     problem: str
     """Why there is nothing to show; empty where there is."""
 
-    coverage_heads: ClassVar = _SHOWN
-    """Columns of ``rows``."""
 
-    @property
-    def rows(self) -> list[TableRow]:
-        """Chunks, and the shares of the 1:1 ones and of their bytes, of every kind of text."""
-        groups = [] if self.report is None else coverage_groups(self.report)
-        return [
-            TableRow(name, tuple(cells[COVERAGE_HEADS.index(head)] for head in _SHOWN))
-            for _, group in groups
-            for name, row in group
-            if row.counts.chunks and (cells := coverage_cells(row))
-        ]
+def pair_samples(
+    runs: Sequence[RunRecord], texts: Sequence[str] = (), *, most_bytes: int
+) -> list[PairSample]:
+    """Each pair of tokenizers once, though several runs have it.
 
-
-@dataclass(frozen=True, slots=True)
-class SampleTexts:
-    """Which texts to show."""
-
-    given: tuple[str, ...] = ()
-    """These, in place of the run's own held-out or else training text."""
-    most_bytes: int = 1500
-    """Text to draw for each pair."""
-
-
-def pair_samples(runs: Sequence[RunRecord], texts: SampleTexts) -> list[PairSample]:
-    """Each pair of tokenizers once, though several runs have it."""
+    Args:
+        runs: The runs.
+        texts: What to show in place of the runs' own held-out or else training text.
+        most_bytes: Text to draw for each pair.
+    """
     found: dict[tuple[str, str, str], PairSample] = {}
     for run in runs:
         for name, teacher in run.teachers.items():
@@ -72,12 +54,17 @@ def pair_samples(runs: Sequence[RunRecord], texts: SampleTexts) -> list[PairSamp
                 title = f"{run.name}: {title}"
             key = (str(run.section("tokenizer")), str(teacher.get("tokenizer")), _paths(run, texts))
             if key not in found:
-                found[key] = _sample(run, teacher, texts, title=title)
+                found[key] = _sample(run, teacher, texts, title=title, most_bytes=most_bytes)
     return list(found.values())
 
 
 def _sample(
-    run: RunRecord, teacher: Mapping[str, Any], texts: SampleTexts, *, title: str
+    run: RunRecord,
+    teacher: Mapping[str, Any],
+    texts: Sequence[str],
+    *,
+    title: str,
+    most_bytes: int,
 ) -> PairSample:
     try:
         documents = list(_documents(run, texts))
@@ -89,15 +76,15 @@ def _sample(
         )
         audit = PairAudit(student, other)
         audit.add(documents)
-        drawn = tuple(ribbons(documents, student, other, most_bytes=texts.most_bytes))
+        drawn = tuple(ribbons(documents, student, other, most_bytes=most_bytes))
     except MegatronExtError as error:
         return PairSample(title, (), None, with_short_paths(str(error)))
     return PairSample(title, drawn, audit.report(), "")
 
 
-def _documents(run: RunRecord, texts: SampleTexts) -> Iterator[AuditDocument]:
-    if texts.given:
-        for number, text in enumerate(texts.given, 1):
+def _documents(run: RunRecord, texts: Sequence[str]) -> Iterator[AuditDocument]:
+    if texts:
+        for number, text in enumerate(texts, 1):
             yield AuditDocument(text, "--text", line=number)
         return
     data = run.section("data")
@@ -121,12 +108,13 @@ def _documents(run: RunRecord, texts: SampleTexts) -> Iterator[AuditDocument]:
 def _files(run: RunRecord) -> tuple[str, ...]:
     data = run.section("data")
     for split in ("validation", "train"):
-        paths = data.get(split)
-        if isinstance(paths, list) and paths:
-            # A blend puts weights between its paths.
-            files = tuple(path for path in paths if isinstance(path, str) and not _is_weight(path))
-            if any(os.path.exists(path) for path in files):
-                return tuple(path for path in files if os.path.exists(path))
+        entries = data.get(split)
+        if isinstance(entries, list):
+            where = f"data.{split}"
+            sources = read_blend([str(entry) for entry in entries], where=where)
+            there = tuple(p for source in sources for p in source.paths if os.path.exists(p))
+            if there:
+                return there
     raise DataError(
         "the text of the run cannot be read from here",
         expected="the files of data.validation or data.train",
@@ -134,17 +122,9 @@ def _files(run: RunRecord) -> tuple[str, ...]:
     )
 
 
-def _paths(run: RunRecord, texts: SampleTexts) -> str:
+def _paths(run: RunRecord, texts: Sequence[str]) -> str:
     data = run.section("data")
-    return "" if texts.given else str((data.get("validation"), data.get("train")))
-
-
-def _is_weight(path: str) -> bool:
-    try:
-        float(path)
-    except ValueError:
-        return False
-    return True
+    return "" if texts else str((data.get("validation"), data.get("train")))
 
 
 def _tokenizer(kept: Path, section: Mapping[str, Any], where: str) -> MegatronTokenizerText:
