@@ -10,8 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from megatron_ext.cli.main import main
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.run_folder import config_values
 from tests.fork_server import fork_server
@@ -49,6 +51,16 @@ def finish(process: subprocess.Popen[str]) -> str:
         kill(process)
     assert process.returncode == 0, errors
     return output
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a command line that must be refused says on standard error, in one line at its end."""
+    with pytest.raises(SystemExit) as stopped:
+        main([str(word) for word in words])
+    errors = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert errors.splitlines()[-1].startswith("megatron-ext: error")
+    return errors
 
 
 def kill(process: subprocess.Popen[str]) -> None:
@@ -100,6 +112,4 @@ def _run_preloaded(arguments: tuple[str, ...], output: Path) -> None:
     with output.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    from megatron_ext.cli.main import main
-
     main(arguments)

@@ -17,6 +17,7 @@ from megatron_ext.cli.main import main
 from megatron_ext.cli.pages.audit_ribbon import ribbon_chunks
 from megatron_ext.tokenizers import MegatronTokenizer
 from tests.cli.html_page import HtmlPage
+from tests.cli.run_files import refusal
 
 DATA = Path(pytest.importorskip("mistral_common").__file__).parent / "data"
 TEKKEN = DATA / "tekken_240911.json"
@@ -36,10 +37,7 @@ def report_of(capsys, *words, pair=PAIR):
 
 
 def refused(capsys, *words, pair=PAIR):
-    with pytest.raises(SystemExit) as stopped:
-        main(["align", *words, *pair])
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
+    return refusal(capsys, "align", *words, *pair)
 
 
 @pytest.fixture(scope="module")

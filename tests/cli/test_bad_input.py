@@ -18,7 +18,7 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.arguments import config_flags
 from megatron_ext.training.run_folder import check_run_folder, config_values, record_run
-from tests.cli.run_files import start, write_config
+from tests.cli.run_files import refusal, start, write_config
 from tests.training.tiny_run import student_run, write_corpus, write_rank_list
 
 PREFIX = "megatron-ext: error: "
@@ -46,11 +46,9 @@ def refused(
         before = _files(tmp_path)
         file = tmp_path / "run.yaml"
         file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-        with pytest.raises(SystemExit) as stopped:
-            main(["distill", "--config", str(file), *flags])
-        assert stopped.value.code == 2
+        errors = refusal(capsys, "distill", "--config", file, *flags)
         assert _files(tmp_path) == before | {file}
-        return one_line(capsys.readouterr().err)
+        return one_line(errors)
 
     return refused
 
@@ -377,10 +375,7 @@ def test_a_run_folder_that_is_a_file_is_refused(values, refused, tmp_path) -> No
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_wrong_command_line_is_refused(capsys, arguments, words) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert words in one_line(capsys.readouterr().err)
+    assert words in one_line(refusal(capsys, *arguments))
 
 
 def test_a_run_that_needs_a_gpu_does_not_start_on_a_cpu(values, refused, monkeypatch) -> None:

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.cli.main import main
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.nemo.legacy_file import write_legacy_file
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.dry_run import dry_run
-from tests.cli.run_files import REPOSITORY, write_config
+from tests.cli.run_files import REPOSITORY, refusal, write_config
 from tests.training.tiny_run import student_run
 
 _EIGHT_PROCESSES = ("--dry-run", "--world-size", "8")
@@ -114,9 +113,8 @@ def test_a_teacher_of_another_tokenizer_is_found(folder: Path) -> None:
 
 def test_a_run_is_not_planned_by_halves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_config(folder, student_run(folder, "planned"))
-    with pytest.raises(SystemExit):
-        main(["distill", "--config", str(file), "--world-size", "8"])
-    assert "add --dry-run" in capsys.readouterr().err
+    errors = refusal(capsys, "distill", "--config", file, "--world-size", "8")
+    assert "add --dry-run" in errors
 
 
 def test_tensor_parallel_ranks_that_share_columns_send_them(folder: Path) -> None:

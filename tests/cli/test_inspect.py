@@ -13,7 +13,7 @@ from megatron_ext.cli import inspect as verb
 from megatron_ext.cli.main import main
 from megatron_ext.cli.pages.token_view import TokenView, ribbon
 from megatron_ext.tokenizers import MegatronTokenizer, build_tokenizer
-from tests.cli.run_files import start
+from tests.cli.run_files import refusal, start
 
 MODEL = Path(pytest.importorskip("mistral_common").__file__).parent / "data" / "tekken_240911.json"
 TEXT = "naïve\t2017\n\u65e5\u672c 🤷"
@@ -86,10 +86,8 @@ def test_a_file_and_standard_input_are_read(capsys, tmp_path, monkeypatch):
 
 def test_a_file_that_is_not_text_is_refused_with_its_place(capsys, tmp_path):
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    with pytest.raises(SystemExit) as stopped:
-        shown(capsys, str(tmp_path / "latin.txt"))
-    assert stopped.value.code == 2
-    assert "latin.txt: the file is not UTF-8 at byte 3" in capsys.readouterr().err
+    error = refusal(capsys, "inspect", tmp_path / "latin.txt", "--tokenizer-model", MODEL)
+    assert "latin.txt: the file is not UTF-8 at byte 3" in error
 
 
 @pytest.mark.parametrize("text", ["short", "long enough for many writes " * 20_000])
@@ -138,14 +136,11 @@ def test_a_file_of_conversations_shows_what_is_trained(capsys, tmp_path, name):
 def test_a_record_that_cannot_be_shown_is_named(capsys, tmp_path, record, words):
     file = tmp_path / "lines.jsonl"
     file.write_text(RECORDS["lines.jsonl"], encoding="utf-8")
-    with pytest.raises(SystemExit):
-        shown(capsys, str(file), "--record", record, "--tokenizer-prompt-format", "mistral")
-    assert words in capsys.readouterr().err
+    flags = ("--tokenizer-model", MODEL, "--tokenizer-prompt-format", "mistral")
+    assert words in refusal(capsys, "inspect", file, "--record", record, *flags)
 
 
 def test_a_conversation_without_a_format_asks_for_one(capsys, tmp_path):
     file = tmp_path / "record.json"
     file.write_text(RECORDS["record.json"], encoding="utf-8")
-    with pytest.raises(SystemExit):
-        shown(capsys, str(file))
-    assert "no prompt format" in capsys.readouterr().err
+    assert "no prompt format" in refusal(capsys, "inspect", file, "--tokenizer-model", MODEL)

@@ -16,6 +16,7 @@ from megatron_ext.cli.pages.conversation_cells import cells_of
 from megatron_ext.conversation import EncodedConversation, Provenance, Span
 from megatron_ext.tokenizers import MegatronTokenizer, build_tokenizer
 from tests.cli.html_page import HtmlPage
+from tests.cli.run_files import refusal
 
 MODEL = Path(pytest.importorskip("mistral_common").__file__).parent / "data" / "tekken_240911.json"
 HOSTILE = '</s> </div><script>alert("1")</script> &amp; \u202e\x1b[31m 🤷 日本'
@@ -29,10 +30,16 @@ TOOLS = """{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }};
 {%- if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}"""
 
 
+FLAGS = ("--tokenizer-model", str(MODEL), "--tokenizer-prompt-format")
+
+
 def inspect(capsys, *words, prompt_format="mistral"):
-    flags = ("--tokenizer-model", str(MODEL), "--tokenizer-prompt-format", prompt_format)
-    main(["inspect", *words, *flags])
+    main(["inspect", *words, *FLAGS, prompt_format])
     return capsys.readouterr()
+
+
+def refused(capsys, *words):
+    return refusal(capsys, "inspect", *words, *FLAGS, "mistral")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -194,9 +201,7 @@ def test_all_records_are_shown_and_those_that_cannot_be_are_named(capsys, lines,
 
 
 def test_one_record_that_cannot_be_shown_is_an_error_with_its_place(capsys, lines):
-    with pytest.raises(SystemExit):
-        inspect(capsys, "--conversation", lines, "--record", "2")
-    assert "lines.jsonl, record 2: " in capsys.readouterr().err
+    assert "lines.jsonl, record 2: " in refused(capsys, "--conversation", lines, "--record", "2")
 
 
 def test_tools_of_a_record_reach_the_template_as_text_of_a_variable(capsys, tmp_path, template):
@@ -269,10 +274,7 @@ def test_a_command_that_asks_for_nothing_or_too_much_is_refused(
     capsys, tmp_path, monkeypatch, words, problem
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        inspect(capsys, *words)
-    assert stopped.value.code == 2
-    assert problem in capsys.readouterr().err
+    assert problem in refused(capsys, *words)
 
 
 @pytest.mark.parametrize(
@@ -286,9 +288,7 @@ def test_a_command_that_asks_for_nothing_or_too_much_is_refused(
 def test_a_file_without_conversations_is_refused_with_its_place(capsys, tmp_path, text, problem):
     file = tmp_path / "file.jsonl"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(SystemExit):
-        inspect(capsys, "--conversation", str(file))
-    assert problem in capsys.readouterr().err
+    assert problem in refused(capsys, "--conversation", file)
 
 
 def test_cells_follow_tokens_that_share_a_character_or_cross_sources():

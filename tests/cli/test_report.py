@@ -21,6 +21,7 @@ from megatron_ext.training import metrics
 from megatron_ext.training.data import quarantine
 from megatron_ext.training.fault_counts import FaultCounts
 from tests.cli.html_page import HtmlPage
+from tests.cli.run_files import refusal
 from tests.training.tiny_run import _sentencepiece, write_rank_list
 
 pytest.importorskip("mistral_common")
@@ -130,10 +131,7 @@ def report(capsys, *words) -> Page:
 
 
 def refused(capsys, *words) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        main(["report", *map(str, words)])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, "report", *words)
     assert error.count("\n") == 1
     return error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.cli.main import main
-from tests.cli.run_files import REPOSITORY
+from tests.cli.run_files import REPOSITORY, refusal
 
 SCRIPT = "import json, sys; print(json.dumps([__name__, sys.argv]))\n"
 
@@ -86,10 +86,7 @@ def test_an_error_of_the_script_keeps_its_traceback(folder: Path) -> None:
 def test_a_command_line_without_a_script_is_one_line(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", *words])
-    errors = capsys.readouterr().err
-    assert stopped.value.code == 2
+    errors = refusal(capsys, "run", *words)
     assert errors.count("\n") == 1
     assert message in errors
 

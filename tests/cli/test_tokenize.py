@@ -14,9 +14,10 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.cli.main import main
-from tests.cli.run_files import REPOSITORY, kill, start
+from tests.cli.run_files import REPOSITORY, kill, refusal, start
 from tests.preprocessing.runs import contents, write_json_lines
 
+BYTES = ("--tokenizer-library", "byte-level")
 TEXTS = ["one", "zwölf", "", "三 tokens", "line\nline"]
 
 
@@ -28,15 +29,12 @@ def corpus(tmp_path: Path) -> Path:
 
 def tokenize(*arguments: object) -> None:
     """The verb in this process, over bytes."""
-    main(["tokenize", "--tokenizer-library", "byte-level", *map(str, arguments)])
+    main(["tokenize", *BYTES, *map(str, arguments)])
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """The one line with which the verb ends."""
-    with pytest.raises(SystemExit) as exit:
-        tokenize(*arguments)
-    assert exit.value.code == 2
-    *_, line = capsys.readouterr().err.splitlines()
+    *_, line = refusal(capsys, "tokenize", *BYTES, *arguments).splitlines()
     return line.removeprefix("megatron-ext: error: ")
 
 
