@@ -79,7 +79,6 @@ class Line:
 
     label: str
     number: int
-    is_sparse: bool
     last: str
     """Its last value; of a smoothed curve the last smoothed one."""
     raw: str
@@ -115,7 +114,6 @@ class Chart:
             yield Line(
                 curve.label,
                 curve.number,
-                curve.is_sparse,
                 number((smooth or curve.points)[-1][1]),
                 self._path(curve.points),
                 self._path(smooth),

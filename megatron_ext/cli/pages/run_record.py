@@ -186,24 +186,26 @@ def _lines(path: Path, problems: list[str]) -> list[bytes]:
 
 
 def _row_in_words(line: bytes) -> str:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
+    row = _object(line)
+    if row is None:
         return line.decode(errors="replace")
     return ", ".join(f"{key} {value}" for key, value in row.items())
 
 
 def _row(line: bytes) -> Mapping[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    iteration = row.get("iteration") if isinstance(row, dict) else None
+    row = _object(line) or {}
+    iteration = row.get("iteration")
     if not isinstance(iteration, int) or isinstance(iteration, bool):
         return None
     return row if 0 <= iteration < _MOST_ITERATIONS else None
+
+
+def _object(line: bytes) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _not_finite(rows: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:

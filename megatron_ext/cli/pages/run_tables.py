@@ -94,22 +94,41 @@ def _totals(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Callable[[RunRecor
     yield "state", state
     yield "objective", lambda run: setting(run.section("loss").get("objective"))
     yield "teachers", lambda run: ", ".join(run.teachers) or NOTHING
-    yield "loss, mean of the last tenth", lambda run: number(_last_tenth(run.values("loss")))
+    yield "loss, mean of the last tenth", _measured("loss", _last_tenth)
     for name in dict.fromkeys(name for run in runs for name in run.names()):
         if "_bits_per_byte" in name:
             words = f"held-out bits per byte, {name.replace('_bits_per_byte', '')}"
-            yield words.replace("/", " "), lambda run, name=name: _last(run, name)  # type: ignore[misc]
-    yield "trained tokens", lambda run: number(_sum(run.values("tokens")))
-    yield "time of all steps", lambda run: duration(_sum(run.values("seconds")))
-    yield "tokens per second, median", lambda run: number(_median(run.values("tokens_per_second")))
-    yield (
-        "memory, peak of a process",
-        lambda run: memory(max(run.values("memory_bytes"), default=None)),
-    )
+            yield words.replace("/", " "), _measured(name, _last)
+    yield "trained tokens", _measured("tokens", sum)
+    yield "time of all steps", _measured("seconds", sum, duration)
+    yield "tokens per second, median", _measured("tokens_per_second", median)
+    yield "memory, peak of a process", _measured("memory_bytes", max, memory)
     for name in FAULTS:
         if any(any(run.values(name)) for run in runs):
-            words = name.replace("_", " ")
-            yield words, lambda run, name=name: _last(run, name)  # type: ignore[misc]
+            yield name.replace("_", " "), _measured(name, _last)
+
+
+def _measured(
+    name: str,
+    measure: Callable[[list[float]], float],
+    shown: Callable[[float | None], str] = number,
+) -> Callable[[RunRecord], str]:
+    """A measure of the values of a name, as it is shown of a run."""
+
+    def cell(run: RunRecord) -> str:
+        values = run.values(name)
+        return shown(measure(values) if values else None)
+
+    return cell
+
+
+def _last(values: Sequence[float]) -> float:
+    return values[-1]
+
+
+def _last_tenth(values: Sequence[float]) -> float:
+    last = values[-max(len(values) // 10, 1) :]
+    return sum(value / len(last) for value in last)
 
 
 def state(run: RunRecord) -> str:
@@ -152,21 +171,3 @@ def _without_folders(values: list[Any]) -> list[Any]:
         return short.get(value, value) if isinstance(value, str) else value
 
     return [cut(value) for value in values]
-
-
-def _last(run: RunRecord, name: str) -> str:
-    values = run.values(name)
-    return number(values[-1]) if values else NOTHING
-
-
-def _last_tenth(values: Sequence[float]) -> float | None:
-    last = values[-max(len(values) // 10, 1) :]
-    return sum(value / len(last) for value in last) if last else None
-
-
-def _sum(values: Sequence[float]) -> float | None:
-    return sum(values) if values else None
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return median(values) if values else None
