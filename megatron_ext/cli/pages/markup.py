@@ -39,7 +39,7 @@ class BarPart:
     """Class that has its colour."""
     size: float
     title: str = ""
-    """What is said of it when it is pointed at."""
+    """Its tooltip."""
     marked: float = 0
     """How much of it is underlined."""
 
@@ -54,7 +54,7 @@ def bar(parts: Sequence[BarPart], label: str) -> Markup:
     """Parts beside one another, as wide as they are large."""
     whole = sum(part.size for part in parts) or 1
     rectangles, begin = [], 0.0
-    for part in parts:
+    for part in (part for part in parts if part.size):
         rectangles.append(_rectangle(part.style, begin / whole, part.size / whole, part.title))
         if part.marked:
             rectangles.append(_rectangle("marked", begin / whole, part.marked / whole))
