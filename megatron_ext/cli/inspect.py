@@ -14,15 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ext.cli.pages.conversation_file import (
-    conversation_of,
-    file_schema,
-    has_conversations,
-    json_records,
-    naming_record,
-)
+from megatron_ext.cli.pages.conversation_file import has_conversations, json_records
 from megatron_ext.cli.pages.conversation_report import ConversationReport
 from megatron_ext.cli.pages.terminal import add_color_argument, use_colors
 from megatron_ext.cli.pages.token_view import TokenView, listing, token_views
@@ -149,31 +144,28 @@ def _inspect_text(tokenizer: MegatronTokenizerText, arguments: argparse.Namespac
 
 def _views(
     tokenizer: MegatronTokenizerText, arguments: argparse.Namespace
-) -> tuple[str, list[TokenView]]:
+) -> tuple[str, Sequence[TokenView]]:
     """The text that is tokenized, and its tokens: a JSON file's may be a conversation's."""
     text, is_json = _read(arguments.source)
-    records = _records(text, arguments.source) if is_json else []
-    if not has_conversations(records):
+    if not is_json or not _holds_conversations(text):
         return text, token_views(tokenizer, text, *tokenizer.encode_with_byte_ends(text))
-    schema = arguments.conversation_schema
-    if schema == "auto":
-        schema = file_schema(records, arguments.source)
-    with naming_record(arguments.source, arguments.record):
-        conversation = conversation_of(records, arguments.record, schema)
-        encoded = tokenizer.encode_conversation(
-            conversation.messages, template_variables=conversation.template_variables
-        )
-    return encoded.text, token_views(
-        tokenizer, encoded.text, encoded.ids, encoded.byte_ends, encoded.trained.tolist()
+    report = ConversationReport.of(
+        tokenizer,
+        text,
+        name=arguments.source,
+        record=arguments.record,
+        schema=arguments.conversation_schema,
     )
+    (view,) = report.views
+    return view.text, view.tokens
 
 
-def _records(text: str, where: str) -> list[object]:
-    """The records of a JSON file; none where it is broken, and then shown as it is."""
+def _holds_conversations(text: str) -> bool:
+    """Whether it is JSON with conversations; what is broken is shown as it is."""
     try:
-        return json_records(text, where)
+        return has_conversations(json_records(text, ""))
     except DataError:
-        return []
+        return False
 
 
 def _read(source: str) -> tuple[str, bool]:
@@ -211,7 +203,7 @@ def _record(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor all") from None
 
 
-def _summary(tokenizer: MegatronTokenizerText, text: str, views: list[TokenView]) -> str:
+def _summary(tokenizer: MegatronTokenizerText, text: str, views: Sequence[TokenView]) -> str:
     size = len(text.encode())
     parts = [
         f"{tokenizer.library}, {tokenizer.vocab_size:,} ids",
