@@ -103,7 +103,8 @@ def loop(corpus: Path, prefix: Path, vocabulary: Path) -> dict[str, float]:
 
 def tokenize(corpus: Path, prefix: Path, vocabulary: Path, workers: int) -> dict[str, float]:
     """``megatron-ext tokenize``."""
-    import megatron_ext.preprocessing.indexed_output  # noqa: F401 - loaded before the clock starts
+    import megatron.core.datasets.indexed_dataset  # noqa: F401 - loaded before the clock starts
+
     from megatron_ext.preprocessing.config import PreprocessConfig
     from megatron_ext.preprocessing.preprocess import preprocess
     from megatron_ext.tokenizers import TokenizerConfig

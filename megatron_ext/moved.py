@@ -12,7 +12,16 @@ from types import ModuleType
 from typing import Final
 
 MOVED: Final = {
+    "megatron_ext.atomic_file": "megatron_ext.files",
+    "megatron_ext.training.cross_tokenizer": "megatron_ext.data",
+    "megatron_ext.training.cross_tokenizer.corpus": "megatron_ext.documents",
+    "megatron_ext.training.cross_tokenizer.packing": "megatron_ext.data",
+    "megatron_ext.training.cross_tokenizer.packing.sample": "megatron_ext.data.aligned_text",
     "megatron_ext.training.megatron_lm": "megatron_ext.megatron_lm",
+    "megatron_ext.training.sft": "megatron_ext.data",
+    "megatron_ext.training.sft.batch": "megatron_ext.data.sft_dataset",
+    "megatron_ext.training.sft.config": "megatron_ext.data.sft_records",
+    "megatron_ext.training.sft.dataset": "megatron_ext.data.sft_dataset",
     "megatron_ext.training.masked_gpt_dataset": "megatron_ext.megatron_lm.masked_gpt_dataset",
 }
 """Modules that programs of users import: name of before -> name of now. What lies in a package that

@@ -39,7 +39,7 @@ from figure import draw  # noqa: E402
 from text_split import write_split  # noqa: E402
 from vocabulary_head import write_head  # noqa: E402
 
-from megatron_ext.atomic_file import write_text  # noqa: E402
+from megatron_ext.files import write_text  # noqa: E402
 from megatron_ext.tokenizers import MegatronTokenizer  # noqa: E402
 from megatron_ext.tokenizers.tokenizer_files import file_kind  # noqa: E402
 

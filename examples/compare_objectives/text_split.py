@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import DataError
+from megatron_ext.files import write_text
 
 HELD_OUT = 80
 STUDENT_SHARE = 1 / 8

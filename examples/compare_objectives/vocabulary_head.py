@@ -10,8 +10,8 @@ import base64
 import json
 from pathlib import Path
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import TokenizerError
+from megatron_ext.files import write_text
 from megatron_ext.tokenizers.libraries.tiktoken_file import TiktokenFile, read_tiktoken_file
 
 SPECIAL_TOKENS = (

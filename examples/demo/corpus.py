@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from megatron_ext.atomic_file import write_text
+from megatron_ext.files import write_text
 
 VALIDATION_SHARE = 1 / 10
 STUDENT_SHARE = 1 / 12

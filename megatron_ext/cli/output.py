@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import ConfigError
+from megatron_ext.files import write_text
 
 MOST_NAMED: Final = 5
 """Records and files that are named; more are counted."""

@@ -25,9 +25,9 @@ import yaml
 
 from megatron_ext.cli.output import MOST_NAMED, warn_left_out
 from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY, RecordSchemaName
+from megatron_ext.documents.id_tokenizers import LOSS_MASK
 from megatron_ext.errors import ConfigError
 from megatron_ext.preprocessing.config import PreprocessConfig
-from megatron_ext.preprocessing.output_names import LOSS_MASK
 from megatron_ext.preprocessing.preprocess import preprocess
 from megatron_ext.preprocessing.report import Report
 from megatron_ext.tokenizers import TokenizerConfig

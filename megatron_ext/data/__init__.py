@@ -1,1 +1,1 @@
-"""Texts to batches for a student and its teachers, for torch's data loaders."""
+"""From documents to the batches of a run, and of plain data loaders of torch."""

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from megatron_ext.data.aligned_text import AlignedText, Ids, TeacherTokens, Trained
 from megatron_ext.data.aligner import Aligner, Content
 from megatron_ext.data.record_store import KEY_BYTES
-from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
 from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.tokenizers.token_bytes import utf8
 from megatron_ext.version import __version__
 

@@ -18,8 +18,8 @@ from megatron_ext.data.record_store import RecordStore
 from megatron_ext.data.side import Segment, Side
 from megatron_ext.data.teacher_spec import TeacherCTSpec
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
 from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.tokenizers.token_bytes import utf8
 
 Record = str | Mapping[str, Any] | ConversationRecord | PackedSample

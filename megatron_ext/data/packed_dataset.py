@@ -13,8 +13,8 @@ from megatron_ext.data.aligned_text import AlignedText, PackedSample, cut
 from megatron_ext.data.aligner import Content
 from megatron_ext.data.block_order import BlockOrder
 from megatron_ext.data.collator import CrossTokenizerCollator
+from megatron_ext.documents.documents import Documents
 from megatron_ext.errors import ConversationError, MegatronExtError, TokenizerError
-from megatron_ext.training.cross_tokenizer.corpus.documents import Documents
 
 
 class RefusedDocument(NamedTuple):

@@ -1,29 +1,28 @@
-"""Rows of a local data file, whatever format it was published in; pyarrow for Parquet alone."""
+"""Rows of a local data file of a task, whatever format it was published in."""
 
 from __future__ import annotations
 
 import csv
-import gzip
 import io
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from megatron_ext.documents.record_fields import AS_THEY_ARE, RecordFields
+from megatron_ext.documents.records import whole_records
+from megatron_ext.documents.source_file import source_file, source_kind
 from megatron_ext.errors import DataError
-from megatron_ext.extras import needed_packages
 
 Row = dict[str, Any]
 
 
 def read_records(path: Path) -> list[Row]:
-    """The records of a JSON Lines, JSON or Parquet file, the first two gzipped or not.
+    """The records of a file of JSON lines, a JSON list, Parquet or Arrow, gzipped or not.
 
     Raises:
         DataError: It cannot be read, holds no records, or is of another format.
-        MissingDependencyError: It is Parquet, and pyarrow is missing.
+        MissingDependencyError: It is Parquet or Arrow, and pyarrow is missing.
     """
-    read = _READERS.get(_suffix(path))
+    kind = source_kind(path)
     if not path.is_file():
         raise DataError(
             "this is a folder" if path.is_dir() else "there is no such file or folder",
@@ -31,14 +30,14 @@ def read_records(path: Path) -> list[Row]:
             expected="a data file, or a folder of them where a task says so",
             fix="correct the path",
         )
-    if read is None:
+    if kind in ("text", "text-gzip"):
         raise DataError(
             "this is no data file by its suffix",
             where=path,
             got=path.suffix or "no suffix",
-            expected=f"one of {', '.join(_READERS)}, .csv where a task says so",
+            expected="one of .jsonl, .json, .parquet, .arrow, .csv where a task says so",
         )
-    records = read(path)
+    records = whole_records(source_file(path, kind), AS_THEY_ARE)
     if not records or not all(isinstance(record, dict) for record in records):
         raise DataError("the file holds no records", where=path, expected="at least one object")
     return records
@@ -62,13 +61,9 @@ def read_text(path: Path) -> str:
     Raises:
         DataError: It cannot be read, or is not UTF-8.
     """
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
-        return content.decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError("the data file cannot be read", where=path, got=error) from error
+    file = source_file(path, "text-gzip" if path.suffix == ".gz" else "text")
+    text: str = whole_records(file, RecordFields(("text",)))[0]
+    return text
 
 
 def text_of(record: Row, field: str, *, where: object) -> str:
@@ -86,48 +81,3 @@ def text_of(record: Row, field: str, *, where: object) -> str:
             fix="give the file in its published format",
         )
     return found
-
-
-def _json_lines(path: Path) -> list[Row]:
-    rows = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            rows.append(_json(line, f"{path}:{number}"))
-    return rows
-
-
-def _json_list(path: Path) -> list[Row]:
-    text = read_text(path)
-    if text.lstrip()[:1] != "[":
-        # Many call files of lines so.
-        return _json_lines(path)
-    rows: list[Row] = _json(text, path)
-    return rows
-
-
-def _json(text: str, where: object) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise DataError("this is no JSON", where=where, got=error) from error
-
-
-def _parquet(path: Path) -> list[Row]:
-    with needed_packages("Parquet"):
-        from pyarrow import ArrowException, parquet
-    try:
-        rows: list[Row] = parquet.read_table(path).to_pylist()
-    except (OSError, ArrowException) as error:
-        raise DataError("the data file cannot be read", where=path, got=error) from error
-    return rows
-
-
-def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-
-
-_READERS: Final[dict[str, Callable[[Path], list[Row]]]] = {
-    ".jsonl": _json_lines,
-    ".json": _json_list,
-    ".parquet": _parquet,
-}

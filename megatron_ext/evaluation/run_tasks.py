@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
 from megatron_ext.evaluation.tasks.task import TaskResult
+from megatron_ext.files import write_text
 from megatron_ext.training import rank_phase
 from megatron_ext.training.evaluation_config import EvaluationConfig, EvaluationTaskConfig
 

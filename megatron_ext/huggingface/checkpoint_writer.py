@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_ext.errors import CheckpointError
+from megatron_ext.files import flush, new_folder
 from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 
 _SHARD: Final = "model-{number:05d}-of-{count:05d}.safetensors"
@@ -72,22 +71,19 @@ def write_checkpoint(
     """
     final = Path(os.path.realpath(folder))
     check_target(final)
-    part = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        part.mkdir(parents=True)
-        _write_weights(part, files, read)
-        _write_json(part / CONFIG_FILE, config)
-        write_others(part)
-        _flush(part)
-        # Takes the place of an empty folder, and fails on any other.
-        part.rename(final)
-        _flush(final.parent)
+        with new_folder(final) as part:
+            _write_weights(part, files, read)
+            _write_json(part / CONFIG_FILE, config)
+            write_others(part)
+            flush(*part.iterdir(), part)
+            # Takes the place of an empty folder, and fails on any other.
+            part.rename(final)
+            flush(final.parent)
     except OSError as error:
         raise CheckpointError(
             "cannot write the folder", where=final, got=error.strerror or error
         ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def check_target(folder: Path) -> None:
@@ -135,12 +131,3 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
 def _write_json(file: Path, values: Mapping[str, Any]) -> None:
     text = json.dumps(values, indent=2, ensure_ascii=False)
     file.write_text(text + "\n", encoding="utf-8")
-
-
-def _flush(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder] if folder.name.startswith(".") else [folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

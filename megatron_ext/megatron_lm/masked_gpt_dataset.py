@@ -16,8 +16,8 @@ from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_
 from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
 
+from megatron_ext.documents.id_tokenizers import loss_mask_prefix
 from megatron_ext.errors import DataError
-from megatron_ext.preprocessing.output_names import loss_mask_prefix
 
 
 class MaskedGPTDataset(GPTDataset):  # type: ignore[misc]

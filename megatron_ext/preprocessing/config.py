@@ -1,16 +1,23 @@
-"""What a run of ``megatron-ext tokenize`` is told."""
+"""The settings of ``megatron-ext tokenize``, and the schema of its conversations, settled once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, Final, get_args
 
 from megatron_ext.conversation.records import RecordSchemaName
-from megatron_ext.errors import ConfigError
-from megatron_ext.preprocessing.output_names import OutputNames
-from megatron_ext.preprocessing.record_block import FieldContent, RecordFields
+from megatron_ext.documents.id_tokenizers import OutputNames
+from megatron_ext.documents.record_fields import AS_THEY_ARE, FieldContent, RecordFields
+from megatron_ext.documents.records import file_records, schema_of
+from megatron_ext.documents.source_file import SourceFile
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig
+
+_FILES: Final = 16
+_RECORDS: Final = 100
+"""Of how many files, and how many records of each, the schema is told."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -177,3 +184,53 @@ class PreprocessConfig:
                     expected=f"0 to {self.shard_count - 1}",
                     where="--shard-index",
                 )
+
+
+def with_settled_schema(config: PreprocessConfig, files: Sequence[SourceFile]) -> PreprocessConfig:
+    """The run with the schema that the first records of its files have, where it is ``auto``.
+
+    The same files give the same schema, so every process of a run and one that takes it up agree.
+    Where no record can be read it stays ``auto``, for the reader to say why.
+
+    Raises:
+        DataError: The records are of no known schema, or of several; the error names the file.
+    """
+    if not config.has_conversations or config.conversation_schema != "auto":
+        return config
+    found: dict[str, RecordSchemaName] = {}
+    for file in files:
+        records = _first_records(file)
+        if records:
+            found[file.path] = _schema(config, file, records)
+        if len(found) == _FILES:
+            break
+    if not found:
+        return config
+    names = sorted(set(found.values()))
+    if len(names) > 1:
+        paths = {name: path for path, name in found.items()}
+        raise DataError(
+            "the files hold conversations of several schemas",
+            got=", ".join(f"{name} in {paths[name]}" for name in names),
+            fix="tokenize them apart, or name one with --conversation-schema",
+        )
+    return config.with_schema(names[0])
+
+
+def _first_records(file: SourceFile) -> list[Any]:
+    """Records of the beginning of a file, those left out that are no JSON."""
+    first = next(file_records(file, AS_THEY_ARE), None)
+    return [] if first is None else first.columns[0][:_RECORDS]
+
+
+def _schema(config: PreprocessConfig, file: SourceFile, records: Sequence[Any]) -> RecordSchemaName:
+    keys = config.json_keys or (None,)
+    names = {schema_of(records, key=key, where=file.path) for key in keys}
+    if len(names) > 1:
+        raise DataError(
+            "the keys hold conversations of several schemas",
+            got=", ".join(sorted(names)),
+            fix="tokenize them apart",
+            where=file.path,
+        )
+    return names.pop()

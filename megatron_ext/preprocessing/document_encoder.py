@@ -14,11 +14,11 @@ from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.conversation.message import Message, content_text
 from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.conversation.rendering.template_clock import stopped_at
+from megatron_ext.data.sft_samples import SFTSample
+from megatron_ext.documents.record_fields import BadRecord, RecordBlock
 from megatron_ext.errors import ConfigError, ConversationError, TokenizerError
-from megatron_ext.preprocessing.bad_record import BadRecord
 from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.encoded_documents import EncodedDocuments
-from megatron_ext.preprocessing.record_block import RecordBlock
 from megatron_ext.tokenizers import MegatronTokenizerText
 
 _FIRST_BATCH_WORDS = 1 << 13
@@ -142,19 +142,12 @@ class ConversationEncoder:
     def _conversation(
         self, record: ConversationRecord
     ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        ids, target = self.tokenizer.tokenize_conversation(
-            record.messages,
-            return_target=True,
-            add_generation_prompt=False,
-            template_variables=record.template_variables,
+        sample = SFTSample.of(
+            self.tokenizer, record.messages, record.template_variables, eod=self.eod
         )
-        ids = np.asarray(ids, np.int32)
-        trained = (np.asarray(target) != IGNORE_INDEX).astype(np.uint8)
-        if self.eod is not None and len(ids) and ids[-1] != self.eod:
-            ids = np.append(ids, np.int32(self.eod))
-            trained = np.append(trained, trained[-1])
+        trained = (sample.target != IGNORE_INDEX).astype(np.uint8)
         trained[:1] = 0
-        return ids, trained
+        return sample.ids.astype(np.int32), trained
 
 
 def document_encoder(

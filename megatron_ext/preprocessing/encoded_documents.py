@@ -1,17 +1,26 @@
-"""Documents as token ids, one after another in flat arrays.
+"""Documents as token ids, and one shard's share of them in files.
 
 N tokens, S sequences, D documents. Megatron stores sequences of tokens and, for each document, how
 many sequences are its own: one, or one for each sentence. Sequences without tokens are none, so a
 document may have no sequence at all.
+
+A part is no Megatron dataset: writing one would load megatron-core and torch into every worker,
+which takes seconds and hundreds of megabytes of memory. megatron-core's builder puts them together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_ext.errors import DataError
+
+_SMALL_VOCABULARY = 65500
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,3 +80,63 @@ def _sums(values: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Sums of consecutive groups of ``values``, of which each has that many, possibly none."""
     sums = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
     return np.diff(sums[np.concatenate(([0], np.cumsum(counts)))])
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """How megatron-core stores the ids of a vocabulary: ``DType.optimal_dtype`` without torch."""
+    return np.dtype(np.uint16 if vocab_size < _SMALL_VOCABULARY else np.int32)
+
+
+class PartWriter:
+    """Writes a part.
+
+    Args:
+        prefix: Its files are ``prefix.bin`` and ``prefix.npz``.
+        dtype: How a token is stored.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
+        self._prefix = prefix
+        self._dtype = dtype
+        self._limits = np.iinfo(dtype)
+        self._stream: BinaryIO | None = None
+        self._lengths: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
+        self._counts: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+
+    def add(self, tokens: NDArray[Any], documents: EncodedDocuments) -> None:
+        """Append ``tokens`` [N], which lie in sequences and documents as those of ``documents``.
+
+        Raises:
+            DataError: A token does not fit into the type that the size of the vocabulary gives.
+        """
+        if len(tokens) and not (
+            self._limits.min <= tokens.min() and tokens.max() <= self._limits.max
+        ):
+            raise DataError(
+                "the tokenizer gave an id beyond its vocabulary",
+                got=f"ids {tokens.min()} to {tokens.max()}",
+                expected=f"0 to {self._limits.max}",
+            )
+        assert self._stream is not None, "a part is written inside its with block"
+        self._stream.write(tokens.astype(self._dtype, copy=False).data)
+        self._lengths.append(documents.sequence_lengths.astype(np.int32))
+        self._counts.append(documents.sequence_counts)
+
+    def __enter__(self) -> PartWriter:
+        self._stream = Path(f"{self._prefix}.bin").open("wb")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        if kind is None:
+            np.savez(
+                f"{self._prefix}.npz",
+                sequence_lengths=np.concatenate(self._lengths),
+                sequence_counts=np.concatenate(self._counts),
+            )

@@ -1,17 +1,22 @@
-"""Parts to Megatron's .bin and .idx, through megatron-core's own builder."""
+"""Parts of all shards to Megatron's .bin and .idx, through megatron-core's own builder."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+from megatron_ext.documents.id_tokenizers import LOSS_MASK
+from megatron_ext.documents.source_file import SourceFiles
 from megatron_ext.errors import DataError
+from megatron_ext.files import flush, write_text
+from megatron_ext.preprocessing.config import PreprocessConfig
+from megatron_ext.preprocessing.report import Report, ShardRecord
+from megatron_ext.preprocessing.work_folder import Plan, WorkFolder
 
 _COPY_BYTES = 16 << 20
 
@@ -45,14 +50,16 @@ class PendingDataset:
         Raises:
             DataError: A part is damaged.
         """
+        # Here, because megatron-core and torch take seconds to load and nothing else needs them.
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
         pending = cls(prefix, scratch / f"{prefix.name}.bin", scratch / f"{prefix.name}.idx")
         dtype = np.uint8 if cardinality is None else DType.optimal_dtype(cardinality)
         builder = IndexedDatasetBuilder(str(pending.tokens), dtype=dtype)
         for part in parts:
             _append(builder, part)
         builder.finalize(str(pending.index))
-        _flush(pending.tokens)
-        _flush(pending.index)
+        flush(pending.tokens, pending.index)
         return pending
 
 
@@ -70,7 +77,7 @@ def publish(datasets: Sequence[PendingDataset]) -> None:
         dataset.index.replace(f"{dataset.prefix}.idx")
 
 
-def _append(builder: IndexedDatasetBuilder, part: Path) -> None:
+def _append(builder: Any, part: Path) -> None:
     """What ``IndexedDatasetBuilder.add_index`` does, for a part."""
     with np.load(f"{part}.npz") as arrays:
         lengths, counts = arrays["sequence_lengths"], arrays["sequence_counts"]
@@ -91,6 +98,79 @@ def _append(builder: IndexedDatasetBuilder, part: Path) -> None:
     builder.document_indices.extend(ends.tolist())
 
 
-def _flush(file: Path) -> None:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+def assemble(
+    config: PreprocessConfig, plan: Plan, sources: SourceFiles, *, vocab_size: int
+) -> Report:
+    """Write the datasets and the report of a run whose shards are all finished.
+
+    Raises:
+        DataError: The input gave nothing to train on, a part is damaged or, if the run is strict,
+            a record could not be used.
+        OSError: The output cannot be written.
+    """
+    folder, digest = WorkFolder(config.names.work_folder), plan.digest()
+    report = Report.of(
+        (_finished(folder, index, digest) for index in range(len(plan.shards))),
+        settings=plan.settings,
+        inputs=[file.path for file in sources.files],
+        skipped_files=sources.skipped,
+    )
+    if config.strict and report.bad:
+        raise DataError(report.bad[0].problem, where=report.bad[0].place)
+    problem = _emptiness(report)
+    if problem is not None:
+        # Nothing in it is worth taking up.
+        folder.finish()
+        raise problem
+    # Everything is made among the parts, which go with all that a killed run may leave there.
+    scratch = folder.scratch()
+    _write_datasets(config, folder, len(plan.shards), scratch, vocab_size)
+    write_text(scratch / config.names.report.name, report.to_json())
+    (scratch / config.names.report.name).replace(config.names.report)
+    folder.finish()
+    return report
+
+
+def _finished(folder: WorkFolder, index: int, plan: str) -> ShardRecord:
+    record = folder.record(index, plan)
+    if record is None:
+        raise DataError(
+            "a finished shard has gone",
+            where=folder.shard(index),
+            fix="run the command again, and one at a time",
+        )
+    return record
+
+
+def _emptiness(report: Report) -> DataError | None:
+    """Why there is nothing to write, if so."""
+    if not report.documents:
+        first = report.bad[0] if report.bad else None
+        return DataError(
+            "no record of the input can be used",
+            got=f"{report.bad_records} bad, the first: {first.place}: {first.problem}"
+            if first is not None
+            else "no records",
+        )
+    for name, count in report.tokens.items():
+        if count:
+            continue
+        if name.endswith(f"_{LOSS_MASK}"):
+            return DataError("no token of the input is trained", where=name)
+        return DataError("the documents of the input give no tokens", where=name)
+    return None
+
+
+def _write_datasets(
+    config: PreprocessConfig, folder: WorkFolder, shard_count: int, scratch: Path, vocab_size: int
+) -> None:
+    pending = [
+        PendingDataset.build(
+            prefix,
+            [folder.shard(index) / name for index in range(shard_count)],
+            scratch,
+            cardinality=None if name.endswith(f"_{LOSS_MASK}") else vocab_size,
+        )
+        for name, prefix in config.names.datasets()
+    ]
+    publish(pending)

@@ -6,20 +6,18 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 
+from megatron_ext.documents.records import check_fields, check_first_records
+from megatron_ext.documents.source_file import find_sources
+from megatron_ext.documents.worker_pool import WorkerPool, usable_cores
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.extras import missing_package
-from megatron_ext.preprocessing.assembly import assemble
-from megatron_ext.preprocessing.config import PreprocessConfig
-from megatron_ext.preprocessing.conversation_schema import with_settled_schema
+from megatron_ext.preprocessing.config import PreprocessConfig, with_settled_schema
 from megatron_ext.preprocessing.document_encoder import document_encoder
-from megatron_ext.preprocessing.plan import Plan
+from megatron_ext.preprocessing.indexed_output import assemble
 from megatron_ext.preprocessing.progress_bar import ProgressBar
-from megatron_ext.preprocessing.records import check_fields, check_first_records
 from megatron_ext.preprocessing.report import Report
 from megatron_ext.preprocessing.shard import ShardMaker
-from megatron_ext.preprocessing.source_file import find_sources
-from megatron_ext.preprocessing.work_folder import WorkFolder
-from megatron_ext.preprocessing.worker_pool import make_shards, usable_cores
+from megatron_ext.preprocessing.work_folder import Plan, WorkFolder
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
 
 
@@ -133,15 +131,10 @@ def _make_missing(config: PreprocessConfig, plan: Plan, tokenizer: MegatronToken
     done = total - sum(sizes[index] for index in missing)
     with ProgressBar(total=total, done=done) as bar:
         workers = min(config.workers or usable_cores(), len(missing))
-        if workers > 1:
-            make_maker = partial(_shard_maker, config, digest, plan.moment)
-            make_shards(make_maker, shards, worker_count=workers, on_progress=bar.add)
-        else:
-            make = ShardMaker.of(config, tokenizer, digest, plan.moment)
-            for index, slices in shards:
-                make(index, slices, bar.add)
-
-
-def _shard_maker(config: PreprocessConfig, plan: str, moment: str | None) -> ShardMaker:
-    """Called in each worker, which builds a tokenizer of its own."""
-    return ShardMaker.of(config, build_tokenizer(config.tokenizer), plan, moment)
+        # Each of several workers builds a tokenizer of its own.
+        make_maker = partial(
+            ShardMaker.of, config, tokenizer if workers <= 1 else None, digest, plan.moment
+        )
+        pool = WorkerPool(make_work=make_maker, worker_count=workers)
+        for _ in pool.results(shards, on_progress=bar.add):
+            pass

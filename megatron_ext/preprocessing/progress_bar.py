@@ -1,16 +1,28 @@
-"""How far a run is, how fast, and how long it will take."""
+"""The progress of a run, its speed and the time that is left."""
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from types import TracebackType
 
 from megatron_ext.extras import needed_packages
-from megatron_ext.preprocessing.shard import Progress
 
 _FORMAT = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left]{postfix}"
 _SECONDS_BETWEEN_LOG_LINES = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What happened since the last one."""
+
+    size: int
+    """Bytes of input read."""
+
+    text_bytes: int
+    documents: int
+    bad: int
 
 
 class ProgressBar:

@@ -9,29 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ext.documents.id_tokenizers import DOCUMENT, LOSS_MASK
+from megatron_ext.documents.record_fields import RecordBlock
+from megatron_ext.documents.records import lines_before, read_records
+from megatron_ext.documents.source_file import InputSlice
 from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.document_encoder import DocumentEncoder, document_encoder
-from megatron_ext.preprocessing.encoded_documents import EncodedDocuments
-from megatron_ext.preprocessing.input_slice import InputSlice
-from megatron_ext.preprocessing.output_names import DOCUMENT, LOSS_MASK
-from megatron_ext.preprocessing.part import PartWriter, token_dtype
-from megatron_ext.preprocessing.record_block import RecordBlock
-from megatron_ext.preprocessing.records import lines_before, read_records
-from megatron_ext.preprocessing.shard_record import ShardRecord, SliceRecord
+from megatron_ext.preprocessing.encoded_documents import EncodedDocuments, PartWriter, token_dtype
+from megatron_ext.preprocessing.progress_bar import Progress
+from megatron_ext.preprocessing.report import ShardRecord, SliceRecord
 from megatron_ext.preprocessing.work_folder import WorkFolder
-from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
 
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What happened since the last one."""
-
-    size: int
-    """Bytes of input read."""
-
-    text_bytes: int
-    documents: int
-    bad: int
+Shard = tuple[int, tuple[InputSlice, ...]]
+"""Index of a shard, and what it is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +45,34 @@ class ShardMaker:
     def of(
         cls,
         config: PreprocessConfig,
-        tokenizer: MegatronTokenizerText,
+        tokenizer: MegatronTokenizerText | None,
         plan: str,
         moment: str | None = None,
     ) -> ShardMaker:
         """A maker for one run, whose templates take ``moment`` for now.
 
+        Args:
+            config: The run.
+            tokenizer: Its tokenizer; built here with None.
+            plan: Digest of the plan.
+            moment: In ISO 8601.
+
         Raises:
             ConfigError: The tokenizer cannot do what the run asks for.
         """
+        if tokenizer is None:
+            tokenizer = build_tokenizer(config.tokenizer)
         encoder = document_encoder(config, tokenizer, moment)
         return cls(config, encoder, tokenizer.vocab_size, plan)
 
-    def __call__(
-        self,
-        index: int,
-        slices: tuple[InputSlice, ...],
-        on_progress: Callable[[Progress], None],
-    ) -> None:
+    def __call__(self, shard: Shard, on_progress: Callable[[Progress], None]) -> None:
         """Read, tokenize and write one shard.
 
         Raises:
             DataError: The input cannot be read or, if the run is strict, a record not be used.
             OSError: The parts cannot be written.
         """
+        index, slices = shard
         names = self.config.names
         record = ShardRecord(self.plan, tokens=dict.fromkeys(names.dataset_names(), 0))
         with ExitStack() as stack:

@@ -1,24 +1,122 @@
-"""The folder of parts: which shards of which plan are finished."""
+"""The plan of a run and the folder of its parts, by which it can be killed and taken up again."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any, Final
 
-from megatron_ext.atomic_file import write_text
-from megatron_ext.errors import ConfigError
-from megatron_ext.preprocessing.begin_lock import begin_lock
-from megatron_ext.preprocessing.plan import Plan
-from megatron_ext.preprocessing.shard_record import ShardRecord
+from megatron_ext.documents.records import cut_into_shards
+from megatron_ext.documents.source_file import InputSlice, SourceFile
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.files import begin_lock, flush, hidden_name, new_folder, write_text
+from megatron_ext.preprocessing.config import PreprocessConfig
+from megatron_ext.preprocessing.report import ShardRecord
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.identity import tokenizer_identity
 
+SHARD_BYTES: Final = 256 << 20
+"""Most bytes of input in a shard, unless the number of shards is given."""
 _PLAN = "plan.json"
 _RECORD = "record.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The shards, and everything that the output depends on."""
+
+    settings: Mapping[str, Any]
+    """Plain values; a run may take up another only where these are the same."""
+
+    inputs: tuple[SourceFile, ...]
+    shards: tuple[tuple[InputSlice, ...], ...]
+
+    moment: str | None = None
+    """When a run over conversations was first started, in local time: what their templates take
+    for now, however long the run takes and wherever its shards are made. None for texts."""
+
+    @classmethod
+    def make(
+        cls,
+        config: PreprocessConfig,
+        tokenizer: MegatronTokenizerText,
+        inputs: tuple[SourceFile, ...],
+    ) -> Plan:
+        """The plan of a new run.
+
+        Raises:
+            DataError: All files are empty, or one cannot be read.
+        """
+        total = sum(file.size for file in inputs)
+        if not total:
+            raise DataError("the input holds no text", got=f"{len(inputs)} empty files")
+        count = config.shard_count
+        if count is None:
+            count = max(config.workers or 1, -(-total // SHARD_BYTES))
+        moment = datetime.now().isoformat(timespec="seconds") if config.has_conversations else None
+        shards = cut_into_shards(inputs, count)
+        return cls(_settings(config, tokenizer), inputs, shards, moment)
+
+    def to_json(self) -> str:
+        """The plan as text, the same for the same plan."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """What ``to_json`` gave."""
+        values = json.loads(text)
+        return cls(
+            values["settings"],
+            tuple(SourceFile(**file) for file in values["inputs"]),
+            tuple(tuple(InputSlice(**piece) for piece in shard) for shard in values["shards"]),
+            values.get("moment"),
+        )
+
+    def digest(self) -> str:
+        """SHA-256 (hex) by which shards know their plan."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def check_same(self, other: Plan, *, where: object) -> None:
+        """Check that ``other``, found at ``where``, makes the same output of the same input.
+
+        Raises:
+            ConfigError: It does not; the message says what differs.
+        """
+        fix = "pass --overwrite to start again, or undo the change"
+        for name in sorted({*self.settings, *other.settings}):
+            if self.settings.get(name) != other.settings.get(name):
+                raise ConfigError(
+                    f"the unfinished run was started with another {name.replace('_', ' ')}",
+                    got=self.settings.get(name),
+                    expected=other.settings.get(name),
+                    fix=fix,
+                    where=where,
+                )
+        if self.inputs != other.inputs:
+            changed = {file.path for file in {*self.inputs} ^ {*other.inputs}}
+            raise ConfigError(
+                "the input has changed since the unfinished run was started",
+                got=min(changed) if changed else "another order of the files",
+                fix=fix,
+                where=where,
+            )
+
+
+def _settings(config: PreprocessConfig, tokenizer: MegatronTokenizerText) -> dict[str, Any]:
+    is_sft = config.has_conversations
+    return {
+        "mode": config.tokenizer.mode,
+        "json_keys": list(config.fields.keys),
+        **({"conversation_schema": config.conversation_schema} if is_sft else {}),
+        "append_eod": config.append_eod,
+        **{f"tokenizer_{name}": value for name, value in tokenizer_identity(tokenizer).items()},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +173,7 @@ class WorkFolder:
 
     def scratch(self) -> Path:
         """A new folder for what will be the output, on the file system of the output."""
-        folder = self.path / f".output.{_mark()}"
+        folder = hidden_name(self.path / "output")
         folder.mkdir(parents=True)
         return folder
 
@@ -98,15 +196,11 @@ class WorkFolder:
         ``record`` is written into it then. Where another process finished the same shard in the
         meantime, its shard stays.
         """
-        folder = self.path / f".{index:05d}.{_mark()}"
-        folder.mkdir(parents=True)
-        try:
+        with new_folder(self.shard(index)) as folder:
             yield folder
             write_text(folder / _RECORD, json.dumps(record.to_values(), indent=1) + "\n")
-            _flush(folder)
+            flush(*folder.iterdir(), folder)
             self._publish(folder, index, record)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _publish(self, folder: Path, index: int, record: ShardRecord) -> None:
         target = self.shard(index)
@@ -118,19 +212,5 @@ class WorkFolder:
             if self.record(index, record.plan) is not None:
                 return
             # Left behind by a run with another plan.
-            target.rename(self.path / f".{index:05d}.{_mark()}")
+            target.rename(hidden_name(target))
             folder.rename(target)
-
-
-def _mark() -> str:
-    return f"{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _flush(folder: Path) -> None:
-    """Have the disk hold all files of ``folder`` and their names."""
-    for file in (*folder.iterdir(), folder):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

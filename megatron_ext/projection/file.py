@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.atomic_file import write_bytes
 from megatron_ext.errors import ProjectionError
 from megatron_ext.extras import needed_packages
+from megatron_ext.files import write_bytes
 from megatron_ext.projection.nemo.inspection import load_legacy_matrix
 from megatron_ext.projection.projection_matrix import ARRAYS, ProjectionMatrix
 from megatron_ext.projection.validation import check_built_for

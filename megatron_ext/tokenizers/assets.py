@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from megatron_ext.errors import TokenizerError
+from megatron_ext.files import flush, new_folder
 from megatron_ext.tokenizers.metadata import (
     METADATA_FILE,
     class_entry,
@@ -59,21 +59,18 @@ def write_folder(
     if _holds(final, contents):
         return
     _refuse_to_replace(final, replaceable)
-    part = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        part.mkdir(parents=True)
-        for name, content in contents.items():
-            _write(part / name, content)
-        _flush(part)
-        check(part)
-        _publish(part, final, contents, replaceable)
-        _flush(final.parent)
+        with new_folder(final) as part:
+            for name, content in contents.items():
+                (part / name).write_bytes(content)
+            flush(*part.iterdir(), part)
+            check(part)
+            _publish(part, final, contents, replaceable)
+            flush(final.parent)
     except OSError as error:
         raise TokenizerError(
             "cannot write the folder", got=error.strerror or error, where=final
         ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _refuse_to_replace(final: Path, replaceable: Callable[[Path], bool]) -> None:
@@ -125,22 +122,6 @@ def _publish(
             old.rename(final)
             raise
         shutil.rmtree(old)
-
-
-def _write(file: Path, content: bytes) -> None:
-    with file.open("xb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _flush(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 ASSETS_KEY: Final = "assets"

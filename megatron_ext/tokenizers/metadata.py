@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import TokenizerError
+from megatron_ext.files import write_text
 from megatron_ext.tokenizers.legacy_types import TokenizerMode
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
 from megatron_ext.tokenizers.tokenizer_files import read_json

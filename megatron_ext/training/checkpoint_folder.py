@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import CheckpointError
+from megatron_ext.files import flush, write_text
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 
 _LATEST = "latest"
@@ -71,7 +71,7 @@ def publish_checkpoint(
         # in which it would look complete.
         _remove(final)
     os.replace(partial, final)
-    _sync(final.parent)
+    flush(final.parent)
     set_latest_checkpoint(final, keep=keep)
 
 
@@ -143,15 +143,4 @@ def _sync_all(folder: Path) -> None:
 
     Writers have done so for their own files.
     """
-    for path in folder.rglob("*"):
-        if path.suffix != _WRITTEN_SUFFIX:
-            _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(*(path for path in folder.rglob("*") if path.suffix != _WRITTEN_SUFFIX), folder)

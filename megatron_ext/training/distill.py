@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megatron_ext.data.global_batches import Replica
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
@@ -19,7 +20,6 @@ from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.data.global_batches import Replica
 from megatron_ext.training.evaluator import Evaluator, evaluated
 from megatron_ext.training.first_weights import load_first_weights, model_part
 from megatron_ext.training.forward_step import StudentStep

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ext.data.blend import read_blend
 from megatron_ext.errors import ConfigError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText
@@ -22,7 +23,6 @@ from megatron_ext.training.checkpoint_tokenizer import (
 )
 from megatron_ext.training.config import TEACHER as TEACHER
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.data.blend import read_blend
 from megatron_ext.training.metrics_writers import check_writers
 from megatron_ext.training.model_check import check_huggingface_teacher, check_if_huggingface
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text

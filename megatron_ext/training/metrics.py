@@ -12,10 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_ext.atomic_file import write_bytes, write_text
+from megatron_ext.files import whole_lines, write_bytes, write_text
 from megatron_ext.training.metrics_writers import MetricsWriter
+from megatron_ext.training.run_folder import METRICS_FILE
 
-METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss_curve.png"
 _OF_STUDENT = "student_bits_per_byte"
 _OF_TEACHER = "teacher_bits_per_byte"
@@ -64,14 +64,7 @@ class MetricsLog:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Rows of a run's ``metrics.jsonl``; a last line cut short by a crash is left out."""
-    path = run_dir / METRICS_FILE
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            rows.append(json.loads(line))
-    return rows
+    return [json.loads(line) for line in whole_lines(run_dir / METRICS_FILE)]
 
 
 def result_lines(run_dir: Path, *, done: int) -> list[str]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import ConfigError
+from megatron_ext.files import write_text
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import TEACHER, DistillConfig
 from megatron_ext.training.config_file import read_config_file
@@ -21,6 +21,8 @@ from megatron_ext.training.config_file import read_config_file
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
 DATA_FILE = "data.json"
+METRICS_FILE = "metrics.jsonl"
+QUARANTINE_FILE = "quarantine.jsonl"
 PROJECTION_FILE = "projection.safetensors"
 TOKENIZER_FOLDER = "tokenizer"
 

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
+from megatron_ext.data.read_ahead import ReadAhead
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError, ProjectionError
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER
@@ -18,7 +19,6 @@ from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.checkpoint_writer import CheckpointWriter
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.quarantine import forget_refused
-from megatron_ext.training.data.read_ahead import ReadAhead
 from megatron_ext.training.fault_counts import FaultCounts
 from megatron_ext.training.learned_projections import LearnedProjections, learned_projection_file
 from megatron_ext.training.run_folder import CHECKPOINTS, PROJECTION_FILE, TOKENIZER_FOLDER

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import megatron_ext
 from megatron_ext.errors import ConfigError
-from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.projection_matrix import ARRAYS
 from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import Inputs

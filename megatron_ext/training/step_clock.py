@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_ext.training.data.global_batches import GlobalBatches
+from megatron_ext.data.global_batches import GlobalBatches
 
 
 class Mark(Protocol):

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.global_batches import GlobalBatches, Replica
+from megatron_ext.data.read_ahead import ReadAhead
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import LossError
@@ -18,11 +20,9 @@ from megatron_ext.losses import LossWeighting, TeacherTargets
 from megatron_ext.teachers import Teacher
 from megatron_ext.training import rank_phase
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.data.global_batches import GlobalBatches, Replica
 from megatron_ext.training.data.held_out import HeldOut
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.data.quarantine import log_refused
-from megatron_ext.training.data.read_ahead import ReadAhead
 from megatron_ext.training.data.run_data import RunData
 from megatron_ext.training.fault_counts import FaultCounts
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep, reduce_reports

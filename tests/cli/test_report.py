@@ -15,10 +15,8 @@ import yaml
 
 from megatron_ext.alignment import ChunkCounts
 from megatron_ext.cli.main import main
-from megatron_ext.cli.pages import frame, run_record, run_tables
+from megatron_ext.cli.pages import frame, run_tables
 from megatron_ext.cli.pages.run_charts import SIDE, Chart, Curve, means, smoothed
-from megatron_ext.training import metrics
-from megatron_ext.training.data import quarantine
 from megatron_ext.training.fault_counts import FaultCounts
 from tests.cli.html_page import HtmlPage
 from tests.cli.run_files import refusal
@@ -332,8 +330,6 @@ def test_neither_torch_nor_megatron_is_loaded(tmp_path, tokenizers):
 
 
 def test_names_that_are_said_again_to_do_without_torch_are_those_of_the_trainer():
-    assert run_record.METRICS_FILE == metrics.METRICS_FILE
-    assert run_record.QUARANTINE_FILE == quarantine.QUARANTINE_FILE
     assert set(run_tables.FAULTS) == set(FaultCounts().metrics())
     assert [*run_tables.CHUNK_KINDS, "student_unaligned", "teacher_unaligned"] == [
         field.name for field in dataclasses.fields(ChunkCounts)

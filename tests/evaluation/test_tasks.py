@@ -115,7 +115,7 @@ def test_numbers_are_found_in_completions(completion: str, strict: str, flexible
     assert normalised(flexible_number(completion)) == flexible
 
 
-@pytest.mark.parametrize("name", ["texts.jsonl", "texts.jsonl.gz", "texts.txt"])
+@pytest.mark.parametrize("name", ["texts.jsonl", "texts.jsonl.gz", "list.json.gz", "texts.txt"])
 def test_bits_per_byte_counts_every_token_once_in_windows(tmp_path: Path, name: str) -> None:
     texts = ["", "naïve" * 11, "b"]
     path = tmp_path / name
@@ -123,7 +123,9 @@ def test_bits_per_byte_counts_every_token_once_in_windows(tmp_path: Path, name: 
         texts = ["naïve" * 11]
         path.write_text(texts[0], encoding="utf-8")
     else:
-        content = "\n".join(json.dumps({"text": text}) for text in texts).encode()
+        records = [json.dumps({"text": text}) for text in texts]
+        is_list = name.startswith("list")
+        content = (f"[{', '.join(records)}]" if is_list else "\n".join(records)).encode()
         path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     size = sum(len(text.encode()) for text in texts)
     seen = []

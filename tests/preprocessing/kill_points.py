@@ -16,7 +16,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ext.preprocessing import indexed_output  # noqa: F401 - loaded once, before any fork
+from megatron.core.datasets import indexed_dataset  # noqa: F401 - loaded once, before any fork
+
 from tests.preprocessing.runs import contents, run
 
 CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir")

@@ -12,10 +12,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.conversation.records import ConversationRecord
+from megatron_ext.documents.record_fields import RecordBlock, RecordFields
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.preprocessing import preprocess as preprocess_module
 from megatron_ext.preprocessing.document_encoder import ConversationEncoder
-from megatron_ext.preprocessing.record_block import RecordBlock, RecordFields
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.preprocessing.chat_of_bytes import (
     BEGIN,
@@ -148,7 +148,7 @@ def test_templates_see_the_time_at_which_the_run_was_first_started(
         file, output=tmp_path / "a", tokenizer=DATED, shard_count=4, shard_indices=(1,)
     )
     with monkeypatch.context() as years_ago:
-        years_ago.setattr("megatron_ext.preprocessing.plan.datetime", _Years)
+        years_ago.setattr("megatron_ext.preprocessing.work_folder.datetime", _Years)
         preprocess_module.preprocess(config)
     run(file, output=tmp_path / "a", tokenizer=DATED, workers=workers)
     tokenizer = build_tokenizer(DATED)

@@ -13,12 +13,12 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.conversation.records import conversation_record
+from megatron_ext.documents.record_fields import RecordBlock
+from megatron_ext.documents.source_file import source_file
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.preprocessing import preprocess as preprocess_module
-from megatron_ext.preprocessing.conversation_schema import with_settled_schema
+from megatron_ext.preprocessing.config import with_settled_schema
 from megatron_ext.preprocessing.document_encoder import ConversationEncoder
-from megatron_ext.preprocessing.record_block import RecordBlock
-from megatron_ext.preprocessing.source_file import source_file
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.preprocessing.chat_of_bytes import ChatOfBytes, conversation
 from tests.preprocessing.runs import config_of, contents, run, write_json_lines

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType
 
+from megatron_ext.documents.id_tokenizers import loss_mask_prefix
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.preprocessing.encoded_documents import EncodedDocuments
-from megatron_ext.preprocessing.output_names import loss_mask_prefix
-from megatron_ext.preprocessing.part import PartWriter, token_dtype
-from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
+from megatron_ext.preprocessing.encoded_documents import EncodedDocuments, PartWriter, token_dtype
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers.identity import tokenizer_identity
 from tests.tokenizers import tokenizer_files
 
 DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 99), max_size=3), max_size=3), max_size=5)

@@ -15,9 +15,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from megatron_ext.documents.worker_pool import WorkerPool
 from megatron_ext.errors import ConfigError, DataError, TokenizerError
+from megatron_ext.files import begin_lock
 from megatron_ext.preprocessing import preprocess as preprocess_module
-from megatron_ext.preprocessing.begin_lock import begin_lock
 from megatron_ext.preprocessing.preprocess import preprocess
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.preprocessing.megatron_loop import write_one_by_one
@@ -155,16 +156,15 @@ def test_unless_told_otherwise_each_shard_has_a_process_as_far_as_there_are_core
 ) -> None:
     started: list[int] = []
 
-    def make_here(make_maker: Any, shards: Any, *, worker_count: int, on_progress: Any) -> None:
+    def pool_here(*, make_work: Any, worker_count: int) -> WorkerPool[Any, None]:
         started.append(worker_count)
-        for shard in shards:
-            make_maker()(*shard, on_progress)
+        return WorkerPool(make_work=make_work, worker_count=1)
 
     monkeypatch.setattr(preprocess_module, "usable_cores", lambda: cores)
-    monkeypatch.setattr(preprocess_module, "make_shards", make_here)
+    monkeypatch.setattr(preprocess_module, "WorkerPool", pool_here)
     file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
     run(file, output=out / "a", shard_count=shard_count, workers=None)
-    assert started == ([processes] if processes > 1 else [])
+    assert started == [processes]
 
 
 def test_shards_made_one_by_one_are_put_together_by_a_last_run(tmp_path: Path, out: Path) -> None:
@@ -312,8 +312,7 @@ def test_a_key_that_no_file_has_is_refused_before_anything_is_written(
 def test_bad_records_beyond_the_first_ones_are_counted_but_not_listed(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, shard_count: int
 ) -> None:
-    for module in ("shard_record", "report"):
-        monkeypatch.setattr(f"megatron_ext.preprocessing.{module}.MOST_LISTED", 5)
+    monkeypatch.setattr("megatron_ext.preprocessing.report.MOST_LISTED", 5)
     records = [{"text": "x"} if i % 3 == 0 else {"body": i} for i in range(30)]
     file = write_json_lines(tmp_path / "a.jsonl", records)
     report = run(file, output=out / "a", shard_count=shard_count)
@@ -468,7 +467,7 @@ def test_a_write_that_fails_without_a_name_says_where(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("megatron_ext.preprocessing.part.PartWriter.add", full)
+    monkeypatch.setattr("megatron_ext.preprocessing.encoded_documents.PartWriter.add", full)
     file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
     with pytest.raises(DataError, match=r"^\S*a\.parts: cannot write the output; got No space"):
         run(file, output=out / "a")

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_ext.data.global_batches import GlobalBatches
 from megatron_ext.distributed import process_groups
 from megatron_ext.megatron_lm.loop_arguments import loop_flags
 from megatron_ext.megatron_lm.pretrain import PretrainDistillation, TrainingStream
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import DistillConfig, ParallelConfig
-from megatron_ext.training.data.global_batches import GlobalBatches
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ext.data.global_batches import Replica
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.nemo.inspection import Inspection
 from megatron_ext.projection.nemo.loose_entries import LooseEntries
 from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import build_tokenizer
-from megatron_ext.training.data.global_batches import Replica
 from megatron_ext.training.data.run_data import RunData
+from tests.documents.indexed_files import write_ids
 from tests.process_group import run_ranks
-from tests.training.data.indexed_files import write_ids
 from tests.training.kept_runs import TILE_ROWS, leave_results
 from tests.training.tiny_run import SENTENCES, student_run, write_corpus, write_rank_list
 

@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.run_data import RunData
 from megatron_ext.training.inputs import Inputs, TeacherInputs

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.atomic_file import write_bytes
+from megatron_ext.files import write_bytes
 from megatron_ext.tokenizers import TokenizerConfig
 from megatron_ext.training.config import (
     DataConfig,

@@ -11,15 +11,16 @@ from typing import Final
 
 from megatron_ext.alignment.audit import AuditDocument
 from megatron_ext.cli.pages.readable import short_paths
+from megatron_ext.documents.record_fields import BadRecord, RecordBlock, RecordFields
+from megatron_ext.documents.records import (
+    check_fields,
+    check_first_records,
+    cut_into_shards,
+    read_records,
+)
+from megatron_ext.documents.source_file import InputSlice, find_sources
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.preprocessing.bad_record import BadRecord
-from megatron_ext.preprocessing.input_slice import InputSlice
-from megatron_ext.preprocessing.progress_bar import ProgressBar
-from megatron_ext.preprocessing.record_block import RecordBlock, RecordFields
-from megatron_ext.preprocessing.records import check_fields, check_first_records, read_records
-from megatron_ext.preprocessing.shard import Progress
-from megatron_ext.preprocessing.shard_cut import cut_into_shards
-from megatron_ext.preprocessing.source_file import find_sources
+from megatron_ext.preprocessing.progress_bar import Progress, ProgressBar
 
 STANDARD_INPUT: Final = "-"
 _MOST_LISTED: Final = 100

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,8 @@ from megatron_ext.conversation.records import (
     conversation_record,
     sniff_record_schema,
 )
+from megatron_ext.documents.json_records import parse, parse_lines
+from megatron_ext.documents.record_fields import AS_THEY_ARE
 from megatron_ext.errors import ConfigError, ConversationError, DataError
 
 
@@ -28,24 +29,12 @@ def json_records(text: str, where: str) -> list[Any]:
         DataError: It is neither.
     """
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
+        document = parse(text.encode(), as_it_is=True)
+    except DataError:
         return _lines(text, where)
     if not isinstance(document, list) or _has_schema([document]):
         return [document]
     return document
-
-
-def file_schema(records: Sequence[Any], where: str) -> str:
-    """Name of the schema that the records of a file have.
-
-    Raises:
-        DataError: They have none that is known, or leave a choice.
-    """
-    try:
-        return sniff_record_schema(records)
-    except ConversationError as error:
-        raise DataError(str(error), where=where) from error
 
 
 def has_conversations(records: Sequence[Any]) -> bool:
@@ -85,16 +74,11 @@ def _has_schema(records: Sequence[Any]) -> bool:
 
 
 def _lines(text: str, where: str) -> list[Any]:
-    records = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            records.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                "neither a JSON document nor JSON lines", got=error, where=f"{where}:{number}"
-            ) from None
-    if not records:
+    block = parse_lines(text.encode().split(b"\n"), AS_THEY_ARE, first_line=1)
+    for bad in block.bad:
+        raise DataError(
+            "neither a JSON document nor JSON lines", got=bad.problem, where=bad.place(where)
+        )
+    if not block.lines:
         raise DataError("there are no records", where=where)
-    return records
+    return block.columns[0]

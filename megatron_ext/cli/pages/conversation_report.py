@@ -14,13 +14,13 @@ from megatron_ext.cli.output import write_output
 from megatron_ext.cli.pages.conversation_cells import Cell
 from megatron_ext.cli.pages.conversation_file import (
     conversation_of,
-    file_schema,
     json_records,
     naming_record,
 )
 from megatron_ext.cli.pages.conversation_text import conversation_ribbon, totals
 from megatron_ext.cli.pages.conversation_view import ConversationView, ConversationViewer, TurnView
 from megatron_ext.cli.pages.token_view import listing
+from megatron_ext.documents.records import schema_of
 from megatron_ext.errors import ConversationError
 from megatron_ext.tokenizers import MegatronTokenizerText
 
@@ -63,7 +63,7 @@ class ConversationReport:
         """
         records = json_records(text, name)
         if schema == "auto":
-            schema = file_schema(records, name)
+            schema = schema_of(records, where=name)
         viewer = ConversationViewer(tokenizer)
         failures: dict[int, str] = {}
         views = []

@@ -11,12 +11,11 @@ from typing import Any, Final
 
 from megatron_ext.cli.pages.readable import with_short_paths
 from megatron_ext.errors import ConfigError
+from megatron_ext.files import whole_lines
 from megatron_ext.training.config_file import read_config_file
-from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE
+from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE, METRICS_FILE, QUARANTINE_FILE
 
-METRICS_FILE: Final = "metrics.jsonl"
 EVALUATIONS: Final = "evaluation"
-QUARANTINE_FILE: Final = "quarantine.jsonl"
 _MOST_REFUSED: Final = 10
 _MOST_ITERATIONS: Final = 1 << 53
 """Numbers up to which a float is exact."""
@@ -175,11 +174,8 @@ def _read_rows(path: Path, problems: list[str]) -> dict[int, Mapping[str, Any]]:
 
 
 def _lines(path: Path, problems: list[str]) -> list[bytes]:
-    """The whole lines of a file; one that is being written has no line feed yet."""
-    if not path.exists():
-        return []
     try:
-        return path.read_bytes().split(b"\n")[:-1]
+        return whole_lines(path)
     except OSError as error:
         problems.append(f"{path.name} cannot be read: {error.strerror}")
         return []

@@ -14,10 +14,10 @@ from megatron_ext.cli.pages.audit_ribbon import Ribbon, ribbons
 from megatron_ext.cli.pages.audit_source import AuditSource
 from megatron_ext.cli.pages.readable import with_short_paths
 from megatron_ext.cli.pages.run_record import RunRecord
+from megatron_ext.data.blend import read_blend
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training.config_file import build_config
-from megatron_ext.training.data.blend import read_blend
 from megatron_ext.training.run_folder import TOKENIZER_FOLDER
 
 _MOST_DOCUMENTS: Final = 1000

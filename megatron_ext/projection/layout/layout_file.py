@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import ProjectionError
+from megatron_ext.files import write_text
 from megatron_ext.projection.layout.vocabulary_order import VocabularyOrder
 
 if TYPE_CHECKING:

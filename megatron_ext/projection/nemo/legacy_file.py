@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.atomic_file import write_bytes
 from megatron_ext.errors import ProjectionError
+from megatron_ext.files import write_bytes
 from megatron_ext.projection.nemo.legacy_schema import (
     LEGACY_CONTENT,
     NO_COLUMN,

@@ -1,1 +1,1 @@
-"""What a run reads: sources, their blend, and global batches that no layout changes."""
+"""What a run reads: its sources, microbatches and held-out rows."""

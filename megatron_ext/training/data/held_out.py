@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import chain
 
 from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.global_batches import Replica
 from megatron_ext.data.packed_dataset import PackedTextDataset
 from megatron_ext.errors import DataError
-from megatron_ext.training.data.global_batches import Replica
 
 _BLANK = PackedSample(())
 """A row that predicts nothing."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Final
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.data.packed_dataset import RefusedDocument
-
-QUARANTINE_FILE: Final = "quarantine.jsonl"
+from megatron_ext.files import whole_lines, write_bytes
+from megatron_ext.training.run_folder import QUARANTINE_FILE
 
 
 def log_refused(run_dir: Path, document: RefusedDocument, *, iteration: int) -> None:
@@ -22,10 +20,8 @@ def log_refused(run_dir: Path, document: RefusedDocument, *, iteration: int) -> 
 def forget_refused(run_dir: Path, *, last_iteration: int) -> None:
     """Drop the lines of later iterations, and a line cut short: a resumed run does them again."""
     path = run_dir / QUARANTINE_FILE
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    kept = [line for line in whole if json.loads(line)["iteration"] <= last_iteration]
-    if kept != lines:
-        write_text(path, "".join(kept))
+    lines = whole_lines(path)
+    kept = [line for line in lines if json.loads(line)["iteration"] <= last_iteration]
+    content = b"".join(line + b"\n" for line in kept)
+    if path.exists() and content != path.read_bytes():
+        write_bytes(path, content)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.data.collator import CrossTokenizerCollator
+from megatron_ext.data.global_batches import GlobalBatches, Replica, WeightedDataset
+from megatron_ext.documents.id_tokenizers import IdTokenizers
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.data.global_batches import GlobalBatches, Replica, WeightedDataset
 from megatron_ext.training.data.held_out import HeldOut
-from megatron_ext.training.data.indexed.id_tokenizers import IdTokenizers
 from megatron_ext.training.data.sources import (
     held_out_dataset,
     make_collator,

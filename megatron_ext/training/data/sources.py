@@ -7,20 +7,20 @@ from hashlib import sha256
 from itertools import groupby
 from typing import Any, Final
 
+from megatron_ext.data.blend import read_blend
 from megatron_ext.data.collator import CrossTokenizerCollator
+from megatron_ext.data.global_batches import WeightedDataset
 from megatron_ext.data.packed_dataset import PackedTextDataset
 from megatron_ext.data.teacher_spec import TeacherCTSpec
+from megatron_ext.documents.dataset import ArrowTextDataset, CorpusNames
+from megatron_ext.documents.documents import Documents, JoinedDocuments
+from megatron_ext.documents.id_tokenizers import IdTokenizers
+from megatron_ext.documents.indexed_file import indexed_prefixes
+from megatron_ext.documents.indexed_texts import IndexedTexts
+from megatron_ext.documents.report import CorpusReport
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DataConfig, DistillConfig
-from megatron_ext.training.cross_tokenizer.corpus.dataset import ArrowTextDataset, CorpusNames
-from megatron_ext.training.cross_tokenizer.corpus.documents import Documents
-from megatron_ext.training.cross_tokenizer.corpus.joined_documents import JoinedDocuments
-from megatron_ext.training.data.blend import read_blend
-from megatron_ext.training.data.global_batches import WeightedDataset
-from megatron_ext.training.data.indexed.id_tokenizers import IdTokenizers
-from megatron_ext.training.data.indexed.indexed_file import indexed_prefixes
-from megatron_ext.training.data.indexed.indexed_texts import IndexedTexts
 
 _BLOCK_BYTES: Final = 1 << 22
 _RUN_DOCUMENTS: Final = 64
@@ -163,12 +163,12 @@ def _indexed(data: DataConfig, prefix: str, tokenizers: IdTokenizers, where: str
 
 def summary(datasets: Sequence[PackedTextDataset]) -> dict[str, Any]:
     """What a user should know of the data before training on it; plain values."""
-    reports = [dataset.documents.report for dataset in datasets]
+    report = sum((dataset.documents.report for dataset in datasets), CorpusReport())
     hashes = [dataset.documents.sha256 for dataset in datasets]
     return {
         "sha256": hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest(),
-        "documents": sum(report.documents for report in reports),
-        "bytes": sum(report.bytes for report in reports),
-        "empty_rows": sum(report.empty_rows for report in reports),
-        "bad_rows": sum(report.bad_rows for report in reports),
+        "documents": report.documents,
+        "bytes": report.bytes,
+        "empty_rows": report.empty_rows,
+        "bad_rows": report.bad_rows,
     }

@@ -6,9 +6,9 @@ import dataclasses
 import hashlib
 import json
 
-from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
 from megatron_ext.teachers.targets.form import Precision, TargetForm
 from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.teacher_cache.identity import (

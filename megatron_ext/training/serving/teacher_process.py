@@ -20,8 +20,8 @@ from typing import Final
 
 import yaml
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import DistributedError
+from megatron_ext.files import write_text
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.serving.role_store import Address

@@ -16,7 +16,7 @@ from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     is_checkpoint_folder,
 )
-from megatron_ext.preprocessing.tokenizer_identity import tokenizer_identity
+from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import Inputs
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save
 
-from megatron_ext.atomic_file import write_bytes
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.files import write_bytes
 from megatron_ext.losses import BoundaryColumns
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.teachers.targets.formed_targets import FormedTargets

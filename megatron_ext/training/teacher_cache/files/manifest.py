@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_ext.atomic_file import write_text
 from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.files import write_text
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.training.teacher_cache.files.shard_file import HEADER_BYTES, WINDOW_BYTES
 

@@ -20,8 +20,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.atomic_file import write_bytes
 from megatron_ext.errors import CheckpointError
+from megatron_ext.files import write_bytes
 from megatron_ext.teachers.targets.records import Records
 
 KEY_BYTES: Final = 16

@@ -1,0 +1,1 @@
+"""Records and documents of files: reading them in order, and by number."""

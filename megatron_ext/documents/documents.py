@@ -1,0 +1,111 @@
+"""A corpus as packing reads it, and several as one. D documents."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.conversation.records import ConversationRecord
+from megatron_ext.documents.report import CorpusReport
+from megatron_ext.tokenizers.token_ids import IdArray
+
+
+class Documents(Protocol):
+    """Documents by number. They can be sent to another process."""
+
+    def __len__(self) -> int: ...
+
+    def content(self, index: int) -> str | ConversationRecord:
+        """One document.
+
+        Raises:
+            IndexError: There is no such document.
+            DataError: Its file has changed since.
+            ConversationError: It is a conversation that cannot be read.
+            TokenizerError: It is kept as ids that spell no text.
+        """
+
+    def place(self, index: int) -> str:
+        """``file:row`` of a document."""
+
+    def student_ids(self, index: int) -> IdArray | None:
+        """What the student is to read, where the document is kept as ids of its tokenizer."""
+
+    @property
+    def has_student_ids(self) -> bool:
+        """Whether any document is kept so."""
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """[D] UTF-8 bytes of each document."""
+
+    @property
+    def report(self) -> CorpusReport:
+        """What became of the rows."""
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the documents in their order, wherever their files are."""
+
+
+class JoinedDocuments:
+    """The documents of all ``parts`` in order, each as its part has it; see ``Documents``.
+
+    Args:
+        parts: At least one.
+    """
+
+    def __init__(self, parts: Sequence[Documents]) -> None:
+        self._parts = tuple(parts)
+        self._stops = list(accumulate(map(len, self._parts)))
+        self._sizes = np.concatenate([part.sizes for part in self._parts])
+
+    def __len__(self) -> int:
+        return self._stops[-1]
+
+    def content(self, index: int) -> str | ConversationRecord:
+        """``Documents.content``."""
+        part, own = self._find(index)
+        return part.content(own)
+
+    def place(self, index: int) -> str:
+        """``file:row`` of a document."""
+        part, own = self._find(index)
+        return part.place(own)
+
+    def student_ids(self, index: int) -> IdArray | None:
+        """``Documents.student_ids``."""
+        part, own = self._find(index)
+        return part.student_ids(own)
+
+    @property
+    def has_student_ids(self) -> bool:
+        """Whether any document is kept as ids of the student's tokenizer."""
+        return any(part.has_student_ids for part in self._parts)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """[D] UTF-8 bytes of each document."""
+        return self._sizes
+
+    @property
+    def report(self) -> CorpusReport:
+        """What became of the rows of all."""
+        return sum((part.report for part in self._parts), CorpusReport())
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the hashes of all."""
+        return hashlib.sha256("".join(part.sha256 for part in self._parts).encode()).hexdigest()
+
+    def _find(self, index: int) -> tuple[Documents, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        number = bisect_right(self._stops, index)
+        return self._parts[number], index - (self._stops[number] - len(self._parts[number]))

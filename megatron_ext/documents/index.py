@@ -1,0 +1,238 @@
+"""The index of a corpus: where its documents are, from one pass over its files. D documents."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import IO, Final
+
+import numpy as np
+
+from megatron_ext.conversation.records import ConversationRecord
+from megatron_ext.documents.cached_arrays import Arrays, CachedArrays, Notes, cached_arrays
+from megatron_ext.documents.lines import read_lines
+from megatron_ext.documents.reader import READ_IN_PLACE
+from megatron_ext.documents.record_fields import BadRecord, RecordBlock, RecordFields
+from megatron_ext.documents.records import cut_into_shards, file_records
+from megatron_ext.documents.report import CorpusReport, add_place
+from megatron_ext.documents.source_file import SourceFile
+from megatron_ext.errors import DataError
+
+_FORMAT: Final = 2
+"""Of the arrays; another one makes every index anew."""
+
+_EMPTY: Final = "the text is empty"
+
+_log = logging.getLogger(__name__)
+
+
+def corpus_index(
+    files: Sequence[SourceFile],
+    fields: RecordFields,
+    *,
+    cache_folder: Path,
+    strict: bool,
+    refuse_bad: bool = False,
+) -> CachedArrays:
+    """The documents of ``files`` in order.
+
+    Args:
+        files: The files.
+        fields: Which field holds the text.
+        cache_folder: Where the index is kept.
+        strict: Let the first row that is empty or bad end the run.
+        refuse_bad: Let the first bad one do so.
+
+    Returns:
+        ``file`` [D], the number of the file; ``row`` [D], counted from 1 in it; ``start`` [D], the
+        byte where the line begins, or the text in ``texts``; ``size`` [D], UTF-8 bytes of the text;
+        ``texts`` [N] uint8, the text of files that are not read in place. Noted are the ``report``
+        and the ``sha256`` of all documents.
+
+    Raises:
+        DataError: A file cannot be read, a row is refused (with file and row), or no row holds a
+            text.
+        MissingDependencyError: A package that reads this kind of file is not installed.
+    """
+    key = {
+        "kind": "corpus",
+        "format": _FORMAT,
+        "files": [asdict(file) for file in files],
+        "text_key": fields.keys[0],
+        **({} if fields.content == "text" else {"content": fields.content}),
+    }
+    _check_kinds(files, fields)
+
+    def build() -> tuple[Arrays, Notes]:
+        with tempfile.TemporaryFile(dir=cache_folder) as copy:
+            survey = _Survey(fields, copy, strict=strict, refuse_bad=refuse_bad)
+            for number, file in enumerate(files):
+                survey.add(number, file)
+            notes = {"report": asdict(survey.report), "sha256": survey.hash.hexdigest()}
+            return survey.arrays(), notes
+
+    index = cached_arrays(cache_folder, key, build)
+    _judge(
+        CorpusReport(**index.notes["report"]), files, fields, strict=strict, refuse_bad=refuse_bad
+    )
+    return index
+
+
+def line_index(files: Sequence[SourceFile], *, cache_folder: Path) -> CachedArrays:
+    """Where the R lines of JSON lines files are; blank ones are none.
+
+    Returns:
+        ``start`` [R], the byte where a line begins; ``line`` [R], its number, from 1 in its file.
+        Noted is the ``first_record`` of each file.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+
+    def build() -> tuple[Arrays, Notes]:
+        starts, lines, first_record = array("q"), array("q"), []
+        for file in files:
+            first_record.append(len(starts))
+            first = 1
+            (pieces,) = cut_into_shards([file], 1)
+            for block in chain.from_iterable(map(read_lines, pieces)):
+                kept = [number for number, line in enumerate(block.lines) if line.strip()]
+                starts.extend(block.starts[number] for number in kept)
+                lines.extend(first + number for number in kept)
+                first += len(block.lines)
+        index = {"start": np.array(starts, np.int64), "line": np.array(lines, np.int64)}
+        return index, {"first_record": first_record}
+
+    key = {"kind": "lines", "files": [asdict(file) for file in files]}
+    return cached_arrays(cache_folder, key, build)
+
+
+def _judge(
+    report: CorpusReport,
+    files: Sequence[SourceFile],
+    fields: RecordFields,
+    *,
+    strict: bool,
+    refuse_bad: bool,
+) -> None:
+    """Hold an index that was built before to what is asked now."""
+    if strict and report.places:
+        raise DataError(report.places[0], fix="mend the row, or leave strict unset")
+    if refuse_bad and report.bad_rows:
+        bad = [place for place in report.places if not place.endswith(_EMPTY)]
+        raise DataError(bad[0] if bad else f"{report.bad_rows} bad rows", fix="mend the row")
+    if not report.documents:
+        raise DataError(
+            "the corpus holds no text",
+            got=str(report).replace("\n", ", "),
+            where=", ".join(file.path for file in files[:3]),
+            fix=f"check the files and {fields.flag}",
+        )
+    is_whole = not report.empty_rows and not report.bad_rows
+    _log.log(logging.INFO if is_whole else logging.WARNING, "%s", report)
+
+
+def _check_kinds(files: Sequence[SourceFile], fields: RecordFields) -> None:
+    """Conversations are read again where they are: they are not copied."""
+    for file in files:
+        if fields.content == "conversation" and file.kind not in READ_IN_PLACE:
+            raise DataError(
+                "conversations are read by row, which this file does not allow",
+                got=file.kind,
+                expected="JSON lines that are not compressed, Parquet or Arrow",
+                where=file.path,
+            )
+
+
+class _Survey:
+    """Reads files and notes where their documents are."""
+
+    def __init__(
+        self, fields: RecordFields, copy: IO[bytes], *, strict: bool, refuse_bad: bool
+    ) -> None:
+        self.report = CorpusReport()
+        self.hash = hashlib.sha256()
+        self._fields = fields
+        self._copy = copy
+        self._strict, self._refuse_bad = strict, refuse_bad
+        self._file, self._row = array("i"), array("q")
+        self._start, self._size = array("q"), array("q")
+
+    def add(self, number: int, file: SourceFile) -> None:
+        """Note the documents of a file."""
+        first = 1
+        for block in file_records(file, self._fields):
+            self._add_block(number, file, block, first=first)
+            first += block.line_count
+        self.report.rows += first - 1
+
+    def arrays(self) -> Arrays:
+        """What was noted; the copied text is not read into memory."""
+        self._copy.flush()
+        is_empty = not self._copy.tell()
+        texts = np.zeros(0, np.uint8) if is_empty else np.memmap(self._copy, np.uint8, "r")
+        return {
+            "file": np.array(self._file, np.int32),
+            "row": np.array(self._row, np.int64),
+            "start": np.array(self._start, np.int64),
+            "size": np.array(self._size, np.int64),
+            "texts": texts,
+        }
+
+    def _add_block(self, number: int, file: SourceFile, block: RecordBlock, *, first: int) -> None:
+        """Note a block that begins at row ``first`` of a file."""
+        rows = [*zip(block.lines, block.columns[0], strict=True)]
+        bad_rows = [(bad.line or first, bad) for bad in block.bad]
+        for line, row in sorted([*rows, *bad_rows], key=itemgetter(0)):
+            if isinstance(row, BadRecord):
+                self._refuse(row, file)
+            elif not row:
+                self._leave_out(BadRecord(line, _EMPTY), file)
+                self.report.empty_rows += 1
+            elif file.kind not in READ_IN_PLACE:
+                start = self._copy.tell()
+                self._copy.write(row.encode())
+                self._add_document(number, line, start, row)
+            else:
+                start = block.starts[line - first] if block.starts else 0
+                self._add_document(number, line, start, row)
+
+    def _add_document(
+        self, file: int, row: int, start: int, document: str | ConversationRecord
+    ) -> None:
+        content = _content_bytes(document)
+        size = len(content)
+        self.hash.update(size.to_bytes(8, "little"))
+        self.hash.update(content)
+        self._file.append(file)
+        self._row.append(row)
+        self._start.append(start)
+        self._size.append(size)
+        self.report.documents += 1
+        self.report.bytes += size
+
+    def _refuse(self, bad: BadRecord, file: SourceFile) -> None:
+        if self._refuse_bad:
+            raise bad.error(file.path)
+        self._leave_out(bad, file)
+        self.report.bad_rows += bad.rows
+
+    def _leave_out(self, bad: BadRecord, file: SourceFile) -> None:
+        if self._strict:
+            raise bad.error(file.path)
+        add_place(self.report.places, f"{bad.place(file.path)}: {bad.problem}")
+
+
+def _content_bytes(document: str | ConversationRecord) -> bytes:
+    """UTF-8 of a text, or of what the messages of a conversation say."""
+    if isinstance(document, str):
+        return document.encode()
+    contents = (message.get("content") for message in document.messages)
+    return "\n".join(str(content) for content in contents if content).encode("utf-8", "replace")

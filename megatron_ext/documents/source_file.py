@@ -1,0 +1,223 @@
+"""The files that an input names, in order, what each of them holds, and parts of them."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import os
+import re
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final, Literal
+
+from megatron_ext.errors import DataError
+
+SourceKind = Literal[
+    "json-lines",
+    "json-lines-gzip",
+    "json-document",
+    "json-document-gzip",
+    "parquet",
+    "arrow",
+    "text",
+    "text-gzip",
+]
+
+_KIND_OF_SUFFIX: dict[str, SourceKind] = {
+    ".jsonl": "json-lines",
+    ".ndjson": "json-lines",
+    ".json": "json-lines",
+    ".jsonl.gz": "json-lines-gzip",
+    ".ndjson.gz": "json-lines-gzip",
+    ".json.gz": "json-lines-gzip",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+    ".md": "text",
+    ".txt.gz": "text-gzip",
+    ".md.gz": "text-gzip",
+}
+
+_HEAD_BYTES: Final = 1 << 12
+_LIST_OVER_LINES: Final = re.compile(rb"(\xef\xbb\xbf)?\s*\[[ \t\r]*\n")
+"""How a JSON document begins that is a list; no line of JSON lines is a bracket alone."""
+_DOCUMENT_OF: Final[Mapping[SourceKind, SourceKind]] = {
+    "json-lines": "json-document",
+    "json-lines-gzip": "json-document-gzip",
+}
+"""What a file of lines is if it turns out to be one list."""
+_LIST_OF_RECORDS: Final = re.compile(rb"(\xef\xbb\xbf)?\s*\[[ \t\r]*\{")
+"""How one begins that is a list on a line of its own; so may JSON lines whose records are lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of the input; equal where nothing about it has changed."""
+
+    path: str
+    kind: SourceKind
+    size: int
+    modified: int
+    """Time of its last change, in nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFiles:
+    """The input in order, and the files of its folders that are of no known kind."""
+
+    files: tuple[SourceFile, ...]
+    skipped: tuple[str, ...]
+
+
+def source_kind(path: str | os.PathLike[str]) -> SourceKind:
+    """What a file holds by its name; one whose name does not tell is plain text."""
+    kind = _known_kind(os.fspath(path))
+    if kind is not None:
+        return kind
+    return "text-gzip" if os.fspath(path).endswith(".gz") else "text"
+
+
+def find_sources(
+    inputs: Sequence[str],
+    *,
+    is_own: Callable[[Path], bool] = lambda path: False,
+    fix: str = "check --input",
+) -> SourceFiles:
+    """The files that ``inputs`` name: files, folders (searched through) and glob patterns.
+
+    A folder and a pattern give their files in the order of their names. A file that is named itself
+    is read whatever its name; of a folder, hidden files are left out and those of no known kind are
+    reported as skipped.
+
+    Args:
+        inputs: Paths and patterns.
+        is_own: Whether a file of a folder is one that we write ourselves, which is no input.
+        fix: What an error says to do about a name.
+
+    Raises:
+        DataError: A name stands for nothing, or a file cannot be read or is named twice.
+    """
+    named: list[tuple[Path, SourceKind]] = []
+    skipped: list[str] = []
+    for name in inputs:
+        for path in _expand(name, fix):
+            if not path.is_dir():
+                named.append((path, source_kind(path)))
+                continue
+            for file in _walk(path):
+                kind = _known_kind(file.name)
+                if is_own(file):
+                    continue
+                if kind is None:
+                    skipped.append(str(file))
+                else:
+                    named.append((file, kind))
+    files = tuple(source_file(path, kind) for path, kind in named)
+    _check(inputs, files, skipped, fix)
+    return SourceFiles(files, tuple(skipped))
+
+
+def _known_kind(name: str) -> SourceKind | None:
+    lower = name.lower()
+    return next((kind for end, kind in _KIND_OF_SUFFIX.items() if lower.endswith(end)), None)
+
+
+def _expand(name: str, fix: str) -> list[Path]:
+    """The paths that one name stands for; a file whose name looks like a pattern is itself."""
+    if os.path.lexists(name):
+        return [Path(name)]
+    found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else []
+    if not found:
+        what = "the pattern matches no file" if glob.has_magic(name) else "there is no such file"
+        raise DataError(what, where=name, fix=fix)
+    return [Path(path) for path in found]
+
+
+def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """The files of a folder and of those in it; a link to a folder above is not followed."""
+    above |= {folder.resolve()}
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if not entry.is_dir():
+            yield entry
+        elif entry.resolve() not in above:
+            yield from _walk(entry, above)
+
+
+def source_file(path: Path, kind: SourceKind) -> SourceFile:
+    """One file, which is there and can be read.
+
+    JSON lines that turn out to be one document, a list of records over several lines or on a single
+    one, become that.
+
+    Raises:
+        DataError: It is not, or is a pipe or the like, which cannot be read twice.
+    """
+    try:
+        if not path.is_dir() and not stat.S_ISREG(path.stat().st_mode):
+            raise DataError("the input is no regular file", where=path, fix="write it to a file")
+        # Opened, because a file may be listed and still not be ours to read.
+        with path.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            if kind in _DOCUMENT_OF and _is_list(stream, kind):
+                kind = _DOCUMENT_OF[kind]
+    except OSError as error:
+        raise DataError("the input cannot be read", where=path, got=error.strerror) from error
+    return SourceFile(os.path.abspath(path), kind, status.st_size, status.st_mtime_ns)
+
+
+def _is_list(raw: IO[bytes], kind: SourceKind) -> bool:
+    """Whether a file of JSON is one list of records, and not a record a line."""
+    is_packed = kind == "json-lines-gzip"
+    stream: IO[bytes] | gzip.GzipFile = gzip.GzipFile(fileobj=raw) if is_packed else raw
+    try:
+        head = stream.read(_HEAD_BYTES)
+        if _LIST_OVER_LINES.match(head):
+            return True
+        if not _LIST_OF_RECORDS.match(head):
+            return False
+        stream.seek(len(head) - len(head.lstrip(b"\xef\xbb\xbf \t\r\n")))
+        # A line that is a record of its own, as a list, ends with a bracket.
+        goes_on = not stream.readline().rstrip().endswith(b"]")
+        rest = iter(lambda: stream.readline(_HEAD_BYTES), b"")
+        return goes_on or not any(line.strip() for line in rest)
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        # What is damaged is for its reader to say.
+        return False
+
+
+def _check(
+    inputs: Sequence[str], files: tuple[SourceFile, ...], skipped: list[str], fix: str
+) -> None:
+    if not files:
+        raise DataError(
+            "the input holds no file of a known kind",
+            where=", ".join(inputs),
+            got=f"{len(skipped)} other file{'s' if len(skipped) != 1 else ''}",
+            expected=", ".join(_KIND_OF_SUFFIX),
+        )
+    seen: set[str] = set()
+    for file in files:
+        if file.path in seen:
+            raise DataError("the file is named twice", where=file.path, fix=fix)
+        seen.add(file.path)
+
+
+@dataclass(frozen=True, slots=True)
+class InputSlice:
+    """A part of one file.
+
+    The lines of a JSON lines file that begin in the bytes ``[start, stop)``, the row groups
+    ``[start, stop)`` of a Parquet file, or the whole of any other file.
+    """
+
+    path: str
+    kind: SourceKind
+    start: int
+    stop: int
+    size: int
+    """Its share of the bytes of the file."""

@@ -1,0 +1,73 @@
+"""The identity of a tokenizer: what two must share to give the same ids."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import TokenizerError
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.tokenizer_files import file_kind
+
+_WITHOUT_INFLUENCE = ("tokenizer_path", "engine")
+"""Identifiers that do not change the ids: where the file lies, and what reads it how fast."""
+
+
+def tokenizer_identity(tokenizer: MegatronTokenizerText) -> dict[str, str]:
+    """Plain values that say which ids, and which trained tokens, a text or conversation gets.
+
+    The vocabulary's fingerprint knows nothing of merges and normalisers, hence the hash of the
+    file; a file may move.
+    """
+    identity = {
+        name: _by_content(value)
+        for name, value in tokenizer.unique_identifiers.items()
+        if name not in _WITHOUT_INFLUENCE
+    }
+    identity["fingerprint"] = tokenizer.fingerprint()
+    if tokenizer.path is not None:
+        identity["file"] = _by_content(tokenizer.path)
+    if tokenizer.prompt_config is not None:
+        identity["prompt"] = _sha256(_written(tokenizer.prompt_config).encode())
+        identity["template"] = _sha256(str(tokenizer.chat_template).encode())
+    return identity
+
+
+def _by_content(value: str) -> str:
+    """The hash of the file that ``value`` names, or of the tokenizer file in its folder."""
+    if not os.path.exists(value):
+        return value
+    try:
+        file = file_kind(value).file if os.path.isdir(value) else Path(value)
+        status = file.stat()
+        return _sha256_of(file, status.st_size, status.st_mtime_ns)
+    except (OSError, TokenizerError):
+        return value
+
+
+@lru_cache(maxsize=64)
+def _sha256_of(file: Path, size: int, modified: int) -> str:
+    """The hash of a file, read once as long as it has this size and time of change."""
+    return _sha256(file.read_bytes())
+
+
+def _written(value: Any) -> str:
+    """``repr``, but the same in every process: that of a set follows the seed of its hashes."""
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return str(sorted((str(name), _written(entry)) for name, entry in value.items()))
+    if isinstance(value, set | frozenset):
+        return str(sorted(map(_written, value)))
+    if isinstance(value, list | tuple):
+        return str(list(map(_written, value)))
+    return repr(value)
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,1 +1,0 @@
-"""Data for distillation across tokenizers, for torch's data loaders."""

@@ -1,1 +1,0 @@
-"""Documents of files, by number."""

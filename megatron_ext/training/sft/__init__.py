@@ -1,1 +1,0 @@
-"""Conversations as samples of megatron-core: records, samples, packing, and the plan of all."""

@@ -1,0 +1,179 @@
+"""Global batches are the same under every layout, go on exactly, and follow the blend."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext import ArrowTextDataset
+from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.blend import Blend, Source, read_blend
+from megatron_ext.data.global_batches import GlobalBatches, Replica, WeightedDataset
+from megatron_ext.data.packed_dataset import PackedTextDataset
+from megatron_ext.data.row_streams import stream_count
+from megatron_ext.errors import ConfigError, DataError
+from tests.data.readers import collator, write_corpus
+
+ROWS = 8
+
+UNCUT = " достаточно"
+"""One token of the student, five of the teacher."""
+
+
+def dataset(folder: Path, **options: Any) -> PackedTextDataset:
+    documents = ArrowTextDataset(write_corpus(folder), cache_dir=folder / "index")
+    shape: dict[str, Any] = {"block_bytes": 200, "run_documents": 1}
+    return PackedTextDataset(documents, collator(96, 110), **shape | options)
+
+
+def batches(
+    sources: list[WeightedDataset], rank: int = 0, size: int = 1, micro: int = 2, **options: Any
+) -> GlobalBatches:
+    replica = Replica(rank, size, micro)
+    return GlobalBatches(sources, global_batch_size=ROWS, replica=replica, seed=5, **options)
+
+
+def one(folder: Path, **options: Any) -> list[WeightedDataset]:
+    return [WeightedDataset(1.0, dataset(folder, **options))]
+
+
+def ids(sample: PackedSample) -> list[int]:
+    return [token for piece in sample.pieces for token in piece.student_ids.tolist()]
+
+
+def flat(batch: list[list[list[int]]]) -> list[list[int]]:
+    return list(chain.from_iterable(batch))
+
+
+def rows(reader: GlobalBatches, iterations: int) -> list[list[list[list[int]]]]:
+    return [[[ids(s) for s in micro] for micro in reader.take()] for _ in range(iterations)]
+
+
+@pytest.mark.parametrize(("size", "micro"), [(2, 1), (4, 2), (2, 4), (8, 1)])
+def test_replicas_share_the_rows_of_one(tmp_path: Path, size: int, micro: int) -> None:
+    sources = one(tmp_path)
+    whole = [flat(batch) for batch in rows(batches(sources, micro=1), 6)]
+    parts = [rows(batches(sources, rank, size, micro), 6) for rank in range(size)]
+
+    for iteration, expected in enumerate(whole):
+        microbatches = len(parts[0][iteration])
+        dealt = [
+            row for index in range(microbatches) for part in parts for row in part[iteration][index]
+        ]
+        assert dealt == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_goes_on_under_another_layout(tmp_path: Path, workers: int) -> None:
+    sources = one(tmp_path)
+    expected = [flat(batch) for batch in rows(batches(sources), 7)]
+    before = [batches(sources, rank, 2, num_workers=workers) for rank in range(2)]
+    for reader in before:
+        rows(reader, 3)
+
+    state = before[0].state([reader.positions() for reader in before])
+    after = [batches(sources, rank, 4, 1) for rank in range(4)]
+    for reader in after:
+        reader.load_state(state)
+    dealt = [rows(reader, 4) for reader in after]
+
+    for iteration in range(4):
+        found = [row for index in range(2) for part in dealt for row in part[iteration][index]]
+        assert found == expected[3 + iteration]
+
+
+def test_every_sample_comes_once_an_epoch(tmp_path: Path) -> None:
+    sources = one(tmp_path)
+    (_, data), *_ = sources
+    blocks = [data[0, block] for block in range(data.block_count(0))]
+    expected = Counter(tuple(ids(sample)) for block in blocks for sample in block.samples)
+    reader = batches(sources)
+    streams = reader._streams[0]
+    found: Counter[tuple[int, ...]] = Counter()
+    for stream in streams.positions:
+        while True:
+            sample = streams.take(stream)
+            if streams.positions[stream].epoch > 0:
+                break
+            found[tuple(ids(sample))] += 1
+    assert found == expected
+
+
+def test_rows_without_packing_hold_one_text(tmp_path: Path) -> None:
+    reader = batches(one(tmp_path, pack=False))
+    samples = [sample for micro in reader.take() for sample in micro]
+    assert [len(sample.pieces) for sample in samples] == [1] * ROWS
+
+
+def test_the_blend_is_never_off_by_more_than_a_row(tmp_path: Path) -> None:
+    blend = Blend((0.7, 0.2, 0.1), seed=1)
+    counts = [0, 0, 0]
+    by_row = np.zeros((ROWS, 3))
+    for iteration in range(200):
+        chosen, counts = blend.sources(iteration, counts, ROWS)
+        by_row[np.arange(ROWS), chosen] += 1
+        shares = np.array(blend.weights) * (iteration + 1) * ROWS
+        assert (abs(np.array(counts) - shares) <= 1).all()
+    # No row of the batch is one source's alone.
+    assert (by_row[:, 1] > 15).all()
+
+
+def test_sources_are_read_by_their_weights(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    first, second = (dataset(folder) for folder in folders)
+    sources = [WeightedDataset(3.0, first), WeightedDataset(1.0, second)]
+    whole = [flat(batch) for batch in rows(batches(sources, micro=1), 5)]
+    parts = [rows(batches(sources, rank, 2, 1), 5) for rank in range(2)]
+    for iteration, expected in enumerate(whole):
+        dealt = [row for i in range(4) for part in parts for row in part[iteration][i]]
+        assert dealt == expected
+    assert batches(sources)._blend.weights == (3.0, 1.0)
+
+
+def test_weights_and_paths_are_read_as_megatron_writes_them() -> None:
+    assert read_blend(["a", "b"], where="data.train") == [Source(1.0, ("a", "b"))]
+    assert read_blend(["0.3", "a", "2", "b"], where="data.train") == [
+        Source(0.3, ("a",)),
+        Source(2.0, ("b",)),
+    ]
+    for entries in (["0.3", "a", "b"], ["a", "0.3"], ["-1", "a"], ["nan", "a"]):
+        with pytest.raises(ConfigError, match=r"data\.train"):
+            read_blend(entries, where="data.train")
+
+
+def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
+    reader = batches(one(tmp_path))
+    state = reader.state([reader.positions()])
+    other = tmp_path / "other"
+    other.mkdir()
+    path = write_corpus(other)
+    path.write_text(path.read_text().replace("learns", "teaches"))
+    documents = ArrowTextDataset(path, cache_dir=other / "index")
+    changed = PackedTextDataset(documents, collator(96, 110), block_bytes=200, run_documents=1)
+    with pytest.raises(ConfigError, match="other data"):
+        batches([WeightedDataset(1.0, changed)]).load_state(state)
+
+
+def test_text_that_fits_no_row_ends_in_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(UNCUT)
+    documents = ArrowTextDataset(path, cache_dir=tmp_path / "index")
+    narrow = PackedTextDataset(
+        documents, collator(3, 3, append_eod=False), block_bytes=10, run_documents=1
+    )
+    with pytest.raises(DataError, match="fits"):
+        batches([WeightedDataset(1.0, narrow)]).take()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "rows", "expected"), [(1, 8, 1), (9, 8, 4), (16, 8, 8), (100, 6, 6), (7, 9, 3)]
+)
+def test_streams_divide_a_global_batch(blocks: int, rows: int, expected: int) -> None:
+    assert stream_count(blocks, rows) == expected
