@@ -1,7 +1,10 @@
-"""What several kernels compute: running sums of exponentials, and the arithmetic around them."""
+"""Arithmetic of several kernels: running sums of exponentials, and divergences."""
 
 import triton
 import triton.language as tl
+
+LOG_TINY: tl.constexpr = tl.constexpr(-87.33654475055310898657)
+"""Logarithm of the smallest normal number of fp32."""
 
 
 @triton.jit
@@ -42,3 +45,28 @@ def add_exponentials(peak, total, values):
 def finite_peak(peak):
     """``peak``, 0 where there was no value."""
     return tl.where(peak == -float("inf"), 0.0, peak)
+
+
+@triton.jit
+def floored(log_probs):
+    """Log-probabilities with ``LOG_TINY`` in the place of -inf."""
+    return tl.where(log_probs == -float("inf"), LOG_TINY, log_probs)
+
+
+@triton.jit
+def divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION: tl.constexpr):
+    """Terms of D and of its slope by log Q, as ``ops/divergence`` has them.
+
+    ``log_p`` and ``log_q`` are finite, of any common shift; for ``jensen_shannon`` they are those
+    of P and Q over their mixture. Where the student has ``no_mass``, it has no slope.
+    """
+    if DIRECTION == "forward":
+        value = p * (log_p - log_q)
+        slope = tl.where(no_mass, 0.0, -p)
+    elif DIRECTION == "reverse":
+        value = q * (log_q - log_p)
+        slope = value + q
+    else:
+        slope = q * log_q * (1.0 - mixture)
+        value = mixture * p * log_p + slope
+    return value, slope

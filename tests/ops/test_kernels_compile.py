@@ -140,7 +140,12 @@ def test_vocab_kl() -> None:
     }
     both = {"HAS_READ": True, "HAS_PLAIN": True, "HAS_TEMPERATURE": True, "BLOCK": 4096}
     flags = {"HAS_LABELS": True, "HAS_TEMPERATURE": True, "BLOCK": 4096}
-    passes = [(0, True, True), (1, True, False), (1, False, True), (2, False, True)]
+    passes = [
+        ("forward", True, True),
+        ("reverse", True, False),
+        ("reverse", False, True),
+        ("jensen_shannon", False, True),
+    ]
     variants = []
     for kind in LOGITS:
         pair = {"student_ptr": kind, "teacher_ptr": kind}
@@ -199,10 +204,10 @@ def test_partition_kl() -> None:
             ("store_entries_kernel", written | entries, {"BLOCK": 256}),
         ]
         for direction, sums, gradient, labels, flags in (
-            (0, True, True, True, alone),
-            (1, True, False, False, sent),
-            (1, False, True, True, sent),
-            (2, False, True, False, alone),
+            ("forward", True, True, True, alone),
+            ("reverse", True, False, False, sent),
+            ("reverse", False, True, True, sent),
+            ("jensen_shannon", False, True, False, alone),
         ):
             passes = {"DIRECTION": direction, "STORES_SUMS": sums, "STORES_GRADIENT": gradient}
             flags = {**passes, "HAS_LABELS": labels, **flags}

@@ -95,6 +95,69 @@ def divergence(
     return out.view(log_q.shape[:-1])
 
 
+def divergence_slope(
+    p: torch.Tensor, q: torch.Tensor, options: DivergenceOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Terms of the divergence of probabilities, and their derivatives by ``q``.
+
+    The derivative is taken at a ``q`` of at least 1024 times the smallest normal number: what
+    comes before it in the chain is below that too, so that it fades to zero instead of NaN.
+    """
+    value, slope = divergence_terms(p.log(), q.log(), options.direction, options.mixture)
+    return value, slope / q.clamp(min=1024 * torch.finfo(q.dtype).tiny)
+
+
+class ProjectedTerms(NamedTuple):
+    """What a few chunks contribute, column by column."""
+
+    slope: torch.Tensor
+    """[C, Vpt] dD_c/dQ_c of this rank's columns, the columns taken as free of one another."""
+
+    value: torch.Tensor
+    """[C, Vpt] terms of D_c."""
+
+    centre: torch.Tensor
+    """[C, Vpt] terms of sum_t Q_c[t] slope[t]; of no meaning for ``forward``, where that is -1."""
+
+
+def projected_terms(
+    p: torch.Tensor,
+    projected: torch.Tensor,
+    mass: torch.Tensor,
+    direction: Divergence,
+    mixture: float,
+) -> ProjectedTerms:
+    """Terms of D(P || Q) with Q = projected / mass (README of
+    ``ops/projected_kl``, equations 5 and 7 to 9)."""
+    floor = probability_floor(p)
+    log_p = p.clamp(min=floor).log_()
+    if direction == "forward":
+        held = projected.clamp(min=floor)
+        value = log_p.sub_(torch.log(held).sub_(mass.log())).mul_(p)
+        return ProjectedTerms(torch.div(p, held).mul_(-mass), value, value)
+    q = projected / mass
+    log_q = projected.clamp(min=floor).log_().sub_(mass.log())
+    if direction == "reverse":
+        log_ratio = log_q.sub_(log_p)
+        value = q * log_ratio
+        return ProjectedTerms(log_ratio, value, value)
+    log_mix = (mixture * p + (1 - mixture) * q).clamp_(min=floor).log_()
+    slope = log_q.sub_(log_mix).mul_(1 - mixture)
+    centre = q * slope
+    return ProjectedTerms(slope, (p * log_p.sub_(log_mix)).mul_(mixture).add_(centre), centre)
+
+
+def probability_floor(like: torch.Tensor) -> float:
+    """What probabilities are clamped at before a logarithm or a division.
+
+    A column whose Q~ underflows (some 80 nats below the student's largest logit) costs
+    ``p * -log(floor)`` instead of infinity. Its gradient is ``-p / floor`` times probabilities
+    below the floor, so it fades to zero with Q~ instead of turning into NaN. 1024 times the
+    smallest normal number keeps ``log(floor) / floor`` finite and clear of flushed denormals.
+    """
+    return 1024 * torch.finfo(like.dtype).tiny
+
+
 def log1mexp(x: torch.Tensor) -> torch.Tensor:
     """``log(1 - exp(x))`` for x <= 0, with a graph; x above 0 by rounding counts as 0: -inf.
 

@@ -7,7 +7,7 @@ import torch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
 from megatron_ext.distributed.vocab_parallel import VocabShard, local_argmax, row_slices
 from megatron_ext.ops.chunk_distributions import chunk_means, host_offsets, write_row_gradients
-from megatron_ext.ops.matched_divergence.comparison import divergence_slope
+from megatron_ext.ops.divergence import divergence_slope
 from megatron_ext.ops.matched_divergence.exchange import onto_student_columns
 from megatron_ext.ops.matched_divergence.matching import Matching
 from megatron_ext.ops.matched_divergence.values import MatchedTask, MatchedValues

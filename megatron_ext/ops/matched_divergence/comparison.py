@@ -1,12 +1,10 @@
-"""Terms of a divergence of probabilities, and its slope. Any shape."""
+"""Options of the matched divergence."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from megatron_ext.ops.divergence import DivergenceOptions, divergence_terms
+from megatron_ext.ops.divergence import DivergenceOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,15 +16,3 @@ class MatchedOptions(DivergenceOptions):
 
     top_u: int | None = None
     """Places of it that are compared; None: all, which is exact."""
-
-
-def divergence_slope(
-    p: torch.Tensor, q: torch.Tensor, options: DivergenceOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Terms of the divergence of probabilities, and their derivatives by ``q``.
-
-    The derivative is taken at a ``q`` of at least 1024 times the smallest normal number: what
-    comes before it in the chain is below that too, so that it fades to zero instead of NaN.
-    """
-    value, slope = divergence_terms(p.log(), q.log(), options.direction, options.mixture)
-    return value, slope / q.clamp(min=1024 * torch.finfo(q.dtype).tiny)

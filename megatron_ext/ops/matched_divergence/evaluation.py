@@ -15,10 +15,11 @@ from megatron_ext.ops.chunk_distributions import (
     row_scale,
 )
 from megatron_ext.ops.chunk_rows import ChunkedLogits
+from megatron_ext.ops.divergence import divergence_slope
 from megatron_ext.ops.implementation import Implementation, check_implementation, uses_triton
 from megatron_ext.ops.matched_divergence.by_kernels import evaluate_by_kernels
 from megatron_ext.ops.matched_divergence.by_torch import evaluate_by_torch
-from megatron_ext.ops.matched_divergence.comparison import MatchedOptions, divergence_slope
+from megatron_ext.ops.matched_divergence.comparison import MatchedOptions
 from megatron_ext.ops.matched_divergence.matching import Matching
 from megatron_ext.ops.matched_divergence.values import MatchedDivergence, MatchedTask, RestMasses
 

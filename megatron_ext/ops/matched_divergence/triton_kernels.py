@@ -7,9 +7,10 @@ from megatron_ext.ops.chunk_distributions.triton_kernels import (
     mean_probabilities,
     row_probabilities,
 )
+from megatron_ext.ops.triton_math import divergence_terms
 
 SUMS: tl.constexpr = tl.constexpr(16)
-"""Rows of a chunk that one sweep serves."""
+"""Rows of a chunk that a program holds at once."""
 
 
 @triton.jit
@@ -23,16 +24,12 @@ def _terms(p, q, mixture, DIRECTION: tl.constexpr):
     """Terms of the divergence and their derivatives by ``q`` (``ops/divergence``)."""
     log_p = _log(p)
     log_q = _log(q)
-    if DIRECTION == "forward":
-        value = p * (log_p - log_q)
-        slope = tl.where(q < 1.1754944e-38, 0.0, -p)
-    elif DIRECTION == "reverse":
-        value = q * (log_q - log_p)
-        slope = value + q
-    else:
+    if DIRECTION == "jensen_shannon":
         log_mix = _log(mixture * p + (1.0 - mixture) * q)
-        slope = q * (log_q - log_mix) * (1.0 - mixture)
-        value = mixture * p * (log_p - log_mix) + slope
+        log_p -= log_mix
+        log_q -= log_mix
+    no_mass = q < 1.1754944e-38
+    value, slope = divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION)
     # 1024 times the smallest normal number, as in torch.
     return value, slope / tl.where(q < 1.2037062e-35, 1.2037062e-35, q)
 

@@ -19,8 +19,6 @@ from megatron_ext.ops.launch import (
 from megatron_ext.ops.partition_kl.plan import TokenTerm
 from megatron_ext.ops.partition_kl.single_chunks import SingleChunks, rest_terms
 
-_DIRECTIONS: Final = {"forward": 0, "reverse": 1, "jensen_shannon": 2}
-
 _TIMED_ROWS: Final = 256
 """Rows that block sizes are timed on: more than a GPU runs at once, and a small copy."""
 
@@ -186,7 +184,7 @@ class _SingleEvaluation:
             len(chunks.student_logits),
             plan.options.temperature,
             plan.options.mixture,
-            DIRECTION=_DIRECTIONS[plan.options.direction],
+            DIRECTION=plan.options.direction,
             STORES_SUMS=out is not None,
             STORES_GRADIENT=gradient is not None,
             HAS_LABELS=tokens is not None and gradient is not None,

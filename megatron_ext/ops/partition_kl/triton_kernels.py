@@ -1,4 +1,4 @@
-"""Statistics of rows parted in two, and the sweeps that write values and gradients of partitions.
+"""Statistics of rows parted in two, and the passes that write values and gradients of partitions.
 
 Equations are in the README. A program has a row of the student; a chunk of one token a side is the
 pair of its row and a teacher's.
@@ -7,13 +7,13 @@ pair of its row and a teacher's.
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import finite_peak, row_values, scaled
-
-FORWARD: tl.constexpr = tl.constexpr(0)
-REVERSE: tl.constexpr = tl.constexpr(1)
-
-# Logarithm of the smallest normal number of fp32.
-FLOOR: tl.constexpr = tl.constexpr(-87.33654475055310898657)
+from megatron_ext.ops.triton_math import (
+    divergence_terms,
+    finite_peak,
+    floored,
+    row_values,
+    scaled,
+)
 
 
 @triton.jit
@@ -113,22 +113,16 @@ def partner_logits(start_of_teacher, start_of_arrived, partner, HAS_ARRIVED: tl.
 def divergence_of(log_p, log_q, p, q, mixture, DIRECTION: tl.constexpr):
     """Terms of the value and slopes, as ``ops/divergence`` has them."""
     no_mass = log_q == -float("inf")
-    log_p = tl.where(log_p == -float("inf"), FLOOR, log_p)
-    log_q = tl.where(no_mass, FLOOR, log_q)
-    if DIRECTION == FORWARD:
-        value = p * (log_p - log_q)
-        slope = tl.where(no_mass, 0.0, -p)
-    elif DIRECTION == REVERSE:
-        value = q * (log_q - log_p)
-        slope = value + q
-    else:
+    log_p = floored(log_p)
+    log_q = floored(log_q)
+    if DIRECTION == "jensen_shannon":
         first = log_p + tl.log(mixture)
         second = log_q + tl.log(1.0 - mixture)
         apart = tl.exp(-tl.abs(first - second))
         log_mix = tl.maximum(first, second) + tl.log(1.0 + apart)
-        slope = q * (log_q - log_mix) * (1.0 - mixture)
-        value = mixture * p * (log_p - log_mix) + slope
-    return value, slope
+        log_p -= log_mix
+        log_q -= log_mix
+    return divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION)
 
 
 @triton.jit

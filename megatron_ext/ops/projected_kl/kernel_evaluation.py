@@ -13,9 +13,9 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp, merge_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
+from megatron_ext.ops.divergence import probability_floor
 from megatron_ext.ops.launch import LaunchConfig, chosen_config, fitting_config, small_block
 from megatron_ext.ops.projected_kl.chunk_statistics import ChunkStatistics
-from megatron_ext.ops.projected_kl.comparison import probability_floor
 from megatron_ext.ops.projected_kl.cross_entropy import label_columns
 from megatron_ext.ops.projected_kl.evaluation_parts import ProjectedValues, RequestedOutputs
 from megatron_ext.ops.projected_kl.segments import ENTRIES

@@ -20,15 +20,10 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
 )
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
+from megatron_ext.ops.divergence import ProjectedTerms, probability_floor, projected_terms
 from megatron_ext.ops.projected_kl.chunk_slices import ChunkSlice, HostChunks, chunk_slices
 from megatron_ext.ops.projected_kl.chunk_statistics import ChunkStatistics
-from megatron_ext.ops.projected_kl.comparison import (
-    ColumnTerms,
-    compare,
-    kept_threshold,
-    pool_rest,
-    probability_floor,
-)
+from megatron_ext.ops.projected_kl.comparison import kept_threshold, pool_rest
 from megatron_ext.ops.projected_kl.cross_entropy import add_label_gradient_, label_columns
 from megatron_ext.ops.projected_kl.evaluation_parts import ProjectedValues, RequestedOutputs
 from megatron_ext.ops.projected_kl.learned_entries import entry_gradient
@@ -141,7 +136,7 @@ class TorchEvaluation:
 
     def _compare(
         self, p: torch.Tensor, q: torch.Tensor, mass: torch.Tensor
-    ) -> tuple[ColumnTerms, torch.Tensor, torch.Tensor]:
+    ) -> tuple[ProjectedTerms, torch.Tensor, torch.Tensor]:
         """Terms of this rank's columns; those [2, C'] of what counts as one; and its mass [C']."""
         direction, mixture = self.options.direction, self.options.mixture
         vocab_topk = self.options.vocab_topk
@@ -151,14 +146,14 @@ class TorchEvaluation:
             threshold = kept_threshold(p, vocab_topk, shard.vocab_size, shard.group)
         if threshold is None:
             nothing = mass.new_zeros(2, len(mass))
-            return compare(p, q, mass, direction, mixture), nothing, nothing[0]
+            return projected_terms(p, q, mass, direction, mixture), nothing, nothing[0]
         rest = p < threshold[:, None]
         p, q, masses = pool_rest(p, q, rest, shard.group)
-        at_rest = compare(masses[0, :, None], masses[1, :, None], mass, direction, mixture)
-        terms = compare(p, q, mass, direction, mixture)
+        at_rest = projected_terms(masses[0, :, None], masses[1, :, None], mass, direction, mixture)
+        terms = projected_terms(p, q, mass, direction, mixture)
         kept = (part.masked_fill(rest, 0.0) for part in (terms.value, terms.centre))
         pooled = torch.stack([at_rest.value[:, 0], at_rest.centre[:, 0]])
-        return ColumnTerms(terms.slope, *kept), pooled, masses[0]
+        return ProjectedTerms(terms.slope, *kept), pooled, masses[0]
 
     def _write(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -12,12 +12,9 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
     scaled_logits,
 )
-from megatron_ext.ops.divergence import Divergence, DivergenceOptions, divergence_terms
+from megatron_ext.ops.divergence import DivergenceOptions, divergence_terms
 from megatron_ext.ops.launch import LaunchConfig
 from megatron_ext.ops.row_launch import launch_rows
-
-DIRECTIONS: Final[tuple[Divergence, ...]] = ("forward", "reverse", "jensen_shannon")
-"""By their number in the kernels."""
 
 
 class LabelTerm(NamedTuple):
@@ -152,7 +149,7 @@ class PairEvaluation(NamedTuple):
                 rows,
                 temperature,
                 self.options.mixture,
-                DIRECTION=DIRECTIONS.index(direction),
+                DIRECTION=direction,
                 HAS_SUMS=with_sums,
                 HAS_GRADIENT=gradient is not None,
                 HAS_LABELS=label is not None,

@@ -3,10 +3,14 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import add_exponentials, finite_peak, row_values, scaled
-
-SMALLEST = tl.constexpr(-87.33654475055310898657)
-"""log of the smallest normal number: what counts as the logarithm of no mass."""
+from megatron_ext.ops.triton_math import (
+    add_exponentials,
+    divergence_terms,
+    finite_peak,
+    floored,
+    row_values,
+    scaled,
+)
 
 
 @triton.jit
@@ -91,30 +95,28 @@ def pair_statistics_kernel(
 
 
 @triton.jit
-def divergence_terms(log_p, log_q, mixture, DIRECTION: tl.constexpr):
-    """Terms of D and of its slope as in ``ops/divergence``, and of the teacher's entropy.
+def row_terms(log_p, log_q, mixture, DIRECTION: tl.constexpr):
+    """Terms of D and of its slope, q, and terms of the teacher's entropy.
 
     The slope of the reverse KL leaves out Q, which (3) takes out again. Logarithms may be -inf.
     """
     p = tl.exp(log_p)
     q = tl.exp(log_q)
-    masked = log_q == -float("inf")
-    log_p = tl.where(log_p == -float("inf"), SMALLEST, log_p)
-    log_q = tl.where(masked, SMALLEST, log_q)
-    if DIRECTION == 0:
-        value = p * (log_p - log_q)
-        slope = tl.where(masked, 0.0, -p)
-    elif DIRECTION == 1:
-        value = q * (log_q - log_p)
-        slope = value
-    else:
+    no_mass = log_q == -float("inf")
+    log_p = floored(log_p)
+    log_q = floored(log_q)
+    information = log_p
+    if DIRECTION == "jensen_shannon":
         # log(P / M) and log(Q / M) from the smaller of the two ratios, which cannot overflow.
         ratio = log_q - log_p
         of_larger = tl.where(ratio <= 0.0, mixture, 1.0 - mixture)
         log_share = tl.log(of_larger + (1.0 - of_larger) * tl.exp(-tl.abs(ratio)))
-        slope = q * (tl.minimum(ratio, 0.0) - log_share) * (1.0 - mixture)
-        value = mixture * p * (-log_share - tl.maximum(ratio, 0.0)) + slope
-    return value, slope, q, -p * log_p
+        log_p = -log_share - tl.maximum(ratio, 0.0)
+        log_q = tl.minimum(ratio, 0.0) - log_share
+    value, slope = divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION)
+    if DIRECTION == "reverse":
+        slope = value
+    return value, slope, q, -p * information
 
 
 @triton.jit
@@ -180,7 +182,7 @@ def vocab_kl_kernel(
         teacher = row_values(teacher_row, columns, held, inside)
         log_q = (scaled(student, temperature, HAS_TEMPERATURE) - student_peak) - student_log_sum
         log_p = (scaled(teacher, temperature, HAS_TEMPERATURE) - teacher_peak) - teacher_log_sum
-        value, slope, q, uncertainty = divergence_terms(log_p, log_q, mixture, DIRECTION)
+        value, slope, q, uncertainty = row_terms(log_p, log_q, mixture, DIRECTION)
         if HAS_SUMS:
             value_sum += tl.sum(value, axis=0)
             slope_sum += tl.sum(slope, axis=0)
