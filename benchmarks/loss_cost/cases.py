@@ -18,7 +18,7 @@ from megatron_ext.losses import (
     NextTokenLoss,
     ProjectedKLLoss,
 )
-from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.vocab_kl import vocab_kl_reference
 
 from .counted_bytes import Teacher

@@ -17,7 +17,7 @@ import torch
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.ops.divergence import log1mexp
-from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.top_columns import top_log_probs
 
 TargetKind = Literal["logits", "hidden", "topk", "label"]

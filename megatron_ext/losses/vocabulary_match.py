@@ -17,7 +17,7 @@ import torch
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.divergence import log1mexp
 from megatron_ext.ops.partition_kl import ChainRows, Chains, RowMasses, SingleRows
-from megatron_ext.ops.partition_kl.event_divergence import IMPOSSIBLE
+from megatron_ext.ops.partition_kl.chain_masses import IMPOSSIBLE
 
 if TYPE_CHECKING:
     from megatron_ext.projection.layout import VocabularyOrder

@@ -65,3 +65,16 @@ class ChunkedLogits(NamedTuple):
     ) -> ChunkedLogits:
         """From the chunk of each row, int64 [T], negative for none."""
         return cls(logits, ChunkRows.of(chunk_id, chunk_count), shard)
+
+
+def index_sum(values: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+    """``zeros(count).index_add(0, index, values)`` [G], with a graph.
+
+    On a GPU ``index_add`` adds in the order in which threads come, another one on every rank and in
+    every run; ``index_put`` sorts the indices first. For vectors: the sort costs more than the sum.
+
+    Args:
+        values: [N]
+        index: int64 [N], below ``count``.
+    """
+    return values.new_zeros(count).index_put((index,), values, accumulate=True)

@@ -13,7 +13,7 @@ import torch
 from megatron_ext.distributed.shard_collectives import gather_columns, group_size
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_slices
 from megatron_ext.errors import LossError
-from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.softmax_statistics import row_statistics
 
 NO_KEY: Final = torch.iinfo(torch.int64).min

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.vocab_parallel import row_slices
-from megatron_ext.ops.implementation import Implementation, uses_triton
+from megatron_ext.ops.launch import Implementation, uses_triton
 
 _BLOCK: Final = 8192
 

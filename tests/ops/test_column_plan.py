@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.projected_kl import ColumnPlan
-from megatron_ext.ops.projected_kl.segments import ENTRIES, Segments
+from megatron_ext.ops.projected_kl.column_plan import ENTRIES, Segments
 from tests.ops.projected_kl_case import column_plan, paired_projection, random_projection
 
 

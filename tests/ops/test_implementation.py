@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import LossError, MissingDependencyError
-from megatron_ext.ops.implementation import uses_triton
+from megatron_ext.ops.launch import uses_triton
 
 pytest.importorskip("triton")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.ops.index_sum import index_sum
+from megatron_ext.ops.chunk_rows import index_sum
 from tests.ops.kernel_case import DEVICE
 
 

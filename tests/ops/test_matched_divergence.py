@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.divergence import Divergence
-from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.matched_divergence import (
     MatchedOptions,
     Matching,

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.projected_kl import (
     LearnedEntries,
     ProjectedKL,

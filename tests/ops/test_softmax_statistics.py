@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.softmax_statistics import row_statistics, row_statistics_reference
 from tests.ops.kernel_case import DEVICE, DTYPES, combinations, nan_filled
 

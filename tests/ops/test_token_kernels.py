@@ -8,16 +8,19 @@ import pytest
 import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
-from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.token_likelihood import (
     TokenRows,
     evaluate_token_likelihood,
     token_likelihood,
     write_likelihood_gradient,
 )
-from megatron_ext.ops.token_likelihood.reference import token_likelihood_reference
-from megatron_ext.ops.token_log_prob import evaluate_cross_entropy, token_prediction
-from megatron_ext.ops.token_log_prob.reference import token_log_prob_reference
+from megatron_ext.ops.token_likelihood.function import token_likelihood_reference
+from megatron_ext.ops.token_log_prob import (
+    evaluate_cross_entropy,
+    token_log_prob_reference,
+    token_prediction,
+)
 from tests.ops.kernel_case import (
     DEVICE,
     DTYPES,

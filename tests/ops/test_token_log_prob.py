@@ -5,8 +5,7 @@ import torch
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.token_log_prob import token_log_prob
-from megatron_ext.ops.token_log_prob.reference import token_log_prob_reference
+from megatron_ext.ops.token_log_prob import token_log_prob, token_log_prob_reference
 
 
 def _inputs(rows: int, vocab: int, padding: int) -> tuple[torch.Tensor, torch.Tensor, VocabShard]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.unit_gradient import kept_gradient, scale_rows_, transfer
 from tests.ops.kernel_case import DEVICE, DTYPES, rounding
 

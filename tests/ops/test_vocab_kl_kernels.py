@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.divergence import DivergenceOptions
-from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.vocab_kl import (
     evaluate_vocab_kl,
     vocab_kl,
@@ -291,8 +291,7 @@ def test_a_stale_reader_of_overwritten_logits_gets_an_error() -> None:
 def test_shards_give_what_one_rank_does(implementation: Implementation, direction: str) -> None:
     """Two ranks in one process: what each sums of its columns, merged by hand."""
     from megatron_ext.distributed.vocab_parallel import LogSumExp
-    from megatron_ext.ops.vocab_kl.pair_evaluation import PairEvaluation
-    from megatron_ext.ops.vocab_kl.statistics import pair_statistics
+    from megatron_ext.ops.vocab_kl.pair_evaluation import PairEvaluation, pair_statistics
 
     student, teacher = 3 * torch.randn(2, 3, 90, device=DEVICE)
     whole = torch.empty_like(student)

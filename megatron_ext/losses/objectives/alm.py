@@ -30,8 +30,8 @@ from megatron_ext.ops.binary_divergence import (
     binary_divergence,
     check_binary_divergence,
 )
-from megatron_ext.ops.implementation import Implementation, check_implementation
-from megatron_ext.ops.index_sum import index_sum
+from megatron_ext.ops.chunk_rows import index_sum
+from megatron_ext.ops.launch import Implementation, check_implementation
 
 
 class ChunkGroups(NamedTuple):
@@ -144,7 +144,7 @@ class AlmLoss(Objective):
     """gamma, a probability."""
 
     implementation: Implementation = "auto"
-    """``auto``, ``triton`` or ``torch``, see ``ops/implementation``."""
+    """``auto``, ``triton`` or ``torch``, see ``ops/launch``."""
 
     def __post_init__(self) -> None:
         check_binary_divergence(

@@ -15,9 +15,8 @@ from megatron_ext.losses.boundary_columns import BoundaryColumns
 from megatron_ext.losses.diagnostics import used_chunks
 from megatron_ext.losses.matched_columns import counted_ids
 from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.ops.chunk_rows import chunk_slots
-from megatron_ext.ops.implementation import Implementation
-from megatron_ext.ops.index_sum import index_sum
+from megatron_ext.ops.chunk_rows import chunk_slots, index_sum
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.token_likelihood import TokenLikelihood, TokenRows, token_likelihood
 
 

@@ -26,7 +26,7 @@ from megatron_ext.losses.objectives.nemo import nemo_gold
 from megatron_ext.losses.option_check import Numerics, check_choice, check_count, why_nemo
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.divergence import Divergence, check_divergence
-from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.matched_divergence import MatchedOptions, Matching, matched_divergence
 
 
@@ -82,7 +82,7 @@ class GoldLoss(Objective):
     """``proper`` or ``nemo``."""
 
     implementation: Implementation = "auto"
-    """``auto``, ``triton`` or ``torch``, see ``ops/implementation``; ``nemo`` is always torch."""
+    """``auto``, ``triton`` or ``torch``, see ``ops/launch``; ``nemo`` is always torch."""
 
     def __post_init__(self) -> None:
         check_divergence(

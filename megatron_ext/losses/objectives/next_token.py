@@ -17,7 +17,7 @@ from megatron_ext.losses.objective import (
     Scale,
     label_scales,
 )
-from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.token_log_prob import evaluate_cross_entropy
 
 
@@ -36,7 +36,7 @@ class NextTokenLoss(FusedObjective):
     name: ClassVar[str] = "next_token"
 
     implementation: Implementation = "auto"
-    """``auto``, ``triton`` or ``torch``, see ``ops/implementation``."""
+    """``auto``, ``triton`` or ``torch``, see ``ops/launch``."""
 
     def __post_init__(self) -> None:
         check_implementation("next_token", self.implementation)

@@ -30,7 +30,7 @@ from megatron_ext.losses.objective import (
 from megatron_ext.losses.objectives.chunk_likelihood import labelled_chunks
 from megatron_ext.losses.vocabulary_match import VocabularyMatch, singles_as_chains, topk_masses
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence
-from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.partition_kl import (
     EventComparison,
     PartitionPlan,
@@ -99,7 +99,7 @@ class PartitionKLLoss(FusedObjective):
     chunk whatever its weight."""
 
     implementation: Implementation = "auto"
-    """Which code runs: ``auto``, ``triton`` or ``torch``, see ``ops.implementation``."""
+    """Which code runs: ``auto``, ``triton`` or ``torch``, see ``ops.launch``."""
 
     def __post_init__(self) -> None:
         check_divergence(

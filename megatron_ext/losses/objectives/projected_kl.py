@@ -30,7 +30,7 @@ from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.divergence import Divergence, check_divergence
-from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.projected_kl import (
     ProjectedKL,
     ProjectedKLOptions,

@@ -21,7 +21,7 @@ from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
 from megatron_ext.losses.option_check import check_choice, check_count, check_temperature
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.losses.vocabulary_match import row_samples
-from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.sorted_l1 import ChunkSortedL1, chunk_sorted_l1
 
 PairedBy = Literal["chunks", "position"]
@@ -67,7 +67,7 @@ class ULDLoss(Objective):
     """What is compared with what: ``chunks`` or ``position``."""
 
     implementation: Implementation = "auto"
-    """``auto``, ``triton`` or ``torch``, see ``ops/implementation``."""
+    """``auto``, ``triton`` or ``torch``, see ``ops/launch``."""
 
     def __post_init__(self) -> None:
         check_temperature("uld", self.temperature)

@@ -27,7 +27,7 @@ from megatron_ext.losses.objective import (
 )
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence, divergence
-from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.selected_log_prob import selected_log_prob
 from megatron_ext.ops.vocab_kl import evaluate_vocab_kl
 
@@ -68,7 +68,7 @@ class VocabKLLoss(FusedObjective):
     """Weight of the teacher in the mixture of ``jensen_shannon``."""
 
     implementation: Implementation = "auto"
-    """``auto``, ``triton`` or ``torch``, see ``ops/implementation``; ``topk`` targets are compared
+    """``auto``, ``triton`` or ``torch``, see ``ops/launch``; ``topk`` targets are compared
     by torch."""
 
     def __post_init__(self) -> None:

@@ -1,11 +1,10 @@
-from megatron_ext.ops.chunk_distributions.means import chunk_means, chunk_means_by_kernel
 from megatron_ext.ops.chunk_distributions.model_rows import (
     ModelRows,
+    chunk_means,
+    chunk_means_by_kernel,
+    clear_rows_of_no_chunk_,
     host_offsets,
     pair_of_models,
-)
-from megatron_ext.ops.chunk_distributions.row_gradients import (
-    clear_rows_of_no_chunk_,
     row_scale,
     write_row_gradients,
 )

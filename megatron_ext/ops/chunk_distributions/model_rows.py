@@ -1,12 +1,16 @@
-"""Both models' rows as probabilities that are made when they are needed. T rows, C chunks."""
+"""Rows of both models as probabilities, their means by chunk, and gradients from these.
+
+Rows become probabilities a few at a time. T rows, C chunks, C' of them, Vp local columns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
+from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
@@ -15,8 +19,9 @@ from megatron_ext.distributed.vocab_parallel import (
     scaled_logits,
 )
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
-from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.softmax_statistics import row_statistics
+from megatron_ext.ops.unit_gradient import scale_rows_
 
 
 class ModelRows(NamedTuple):
@@ -115,3 +120,91 @@ def rows_of(model: ModelRows, ends: list[int], chunks: slice) -> Iterator[torch.
     first, last = ends[chunks.start], ends[chunks.stop]
     for part in row_slices(last - first, model.shard.width, device=model.logits.device):
         yield model.rows.order[first + part.start : first + part.stop].long()
+
+
+_BLOCK: Final = 4096
+
+
+def chunk_means(model: ModelRows, ends: list[int], chunks: slice) -> torch.Tensor:
+    """Mean of ``softmax(logits / temperature)`` over the rows of each chunk (README, 2).
+
+    Returns:
+        [C', Vp] fp32 (fp64 for fp64 logits); 0 in padding and for chunks without rows. No
+        collectives.
+    """
+    count, dtype = chunks.stop - chunks.start, model.lse.peak.dtype
+    sums = torch.zeros(count, model.shard.width, dtype=dtype, device=model.logits.device)
+    for row in rows_of(model, ends, chunks):
+        sums.index_add_(0, model.rows.slots[row] - chunks.start, model.probabilities(row))
+    return sums.div_(model.rows.sizes()[chunks].clamp(min=1)[:, None])
+
+
+def chunk_means_by_kernel(model: ModelRows, chunks: slice) -> torch.Tensor:
+    """``chunk_means`` by a Triton kernel; the host waits for nothing."""
+    from megatron_ext.ops.chunk_distributions.triton_kernels import chunk_means_kernel
+
+    count, width = chunks.stop - chunks.start, model.shard.width
+    out = torch.empty(count, width, dtype=torch.float32, device=model.logits.device)
+    if count and width:
+        chunk_means_kernel[(count, -(-width // _BLOCK))](
+            model.logits,
+            model.rows.order,
+            model.rows.offsets,
+            *model.lse,
+            out,
+            chunks.start,
+            model.logits.stride(0),
+            width,
+            model.shard.valid_width,
+            model.temperature,
+            HAS_TEMPERATURE=model.temperature != 1.0,
+            BLOCK=_BLOCK,
+        )
+    return out
+
+
+def row_scale(model: ModelRows, grad_scale: torch.Tensor | None) -> torch.Tensor:
+    """``grad_scale_c / (|S_c| tau)`` [C]: what README 3 has before the parentheses."""
+    sizes = model.rows.sizes().clamp(min=1).to(model.lse.peak.dtype)
+    return (1.0 if grad_scale is None else grad_scale) / (sizes * model.temperature)
+
+
+def write_row_gradients(
+    model: ModelRows,
+    ends: list[int],
+    chunks: slice,
+    slope: torch.Tensor,
+    scale: torch.Tensor,
+    gradient: torch.Tensor,
+) -> None:
+    """Write README 3 into the rows of these chunks.
+
+    Args:
+        slope: [C', Vp], dL/dQ of the chunks.
+        scale: [C] from ``row_scale``; rows of a chunk at 0 get exactly 0.
+        gradient: [T, Vp], may be the logits.
+
+    One all-reduce of [T'] a slice of T' rows.
+    """
+    for row in rows_of(model, ends, chunks):
+        slot = model.rows.slots[row]
+        probs, factor = model.probabilities(row), scale[slot, None]
+        own = slope[slot - chunks.start]
+        centre = all_reduce_sum((probs * own).sum(dim=-1, keepdim=True), model.shard.group)
+        out = probs.mul_(own.sub_(centre)).mul_(factor).masked_fill_(factor == 0, 0.0)
+        gradient[row] = out.to(gradient.dtype)
+
+
+def clear_rows_of_no_chunk_(gradient: torch.Tensor, model: ModelRows, *, by_kernel: bool) -> None:
+    """Make these rows exactly 0, whatever they hold."""
+    used = (model.rows.slots < model.rows.chunk_count).to(model.lse.peak.dtype)
+    scale_rows_(gradient, used, "triton" if by_kernel else "torch")
+
+
+def chunk_mean_softmax_reference(
+    logits: torch.Tensor, chunk_id: torch.Tensor, chunk_count: int, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """Mean of ``softmax(logits / temperature)`` over the rows of each chunk: [C, V]."""
+    probs = torch.softmax(logits / temperature, dim=-1)
+    means = [probs[chunk_id == chunk].mean(dim=0) for chunk in range(chunk_count)]
+    return torch.stack(means) if means else probs[:0]

@@ -1,16 +1,120 @@
-"""The matched divergence with a graph; ``evaluation.py`` has what it computes."""
+"""Values and gradients of the matched divergence, and of the sorted L1 over the other columns.
+
+T rows, Vp local columns, C chunks, U compared places. Equations and bytes are in the README.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
+from megatron_ext.distributed.vocab_parallel import (
+    VocabShard,
+    local_argmax,
+    merge_argmax,
+    row_slices,
+)
+from megatron_ext.ops.chunk_distributions import (
+    ModelRows,
+    chunk_means,
+    clear_rows_of_no_chunk_,
+    host_offsets,
+    pair_of_models,
+    row_scale,
+    write_row_gradients,
+)
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.implementation import Implementation
-from megatron_ext.ops.matched_divergence.comparison import MatchedOptions
-from megatron_ext.ops.matched_divergence.evaluation import evaluate_matched_divergence
-from megatron_ext.ops.matched_divergence.matching import Matching
-from megatron_ext.ops.matched_divergence.values import MatchedDivergence
+from megatron_ext.ops.divergence import divergence_slope
+from megatron_ext.ops.launch import Implementation, check_implementation, uses_triton
+from megatron_ext.ops.matched_divergence.kernel_steps import evaluate_by_kernels
+from megatron_ext.ops.matched_divergence.matching import (
+    MatchedDivergence,
+    MatchedOptions,
+    MatchedTask,
+    MatchedValues,
+    Matching,
+    RestMasses,
+    onto_student_columns,
+)
+from megatron_ext.ops.sorted_l1.comparison import Compared, Largest, compare_sorted, select_largest
 from megatron_ext.ops.unit_gradient import kept_gradient
+
+
+@torch.no_grad()
+def evaluate_matched_divergence(
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
+    matching: Matching,
+    options: MatchedOptions,
+    *,
+    grad_scale: torch.Tensor | None = None,
+    gradient: torch.Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> MatchedDivergence:
+    """How far the student's chunk distributions are from the teacher's, and what its logits get.
+
+    Args:
+        grad_scale: [C], the gradient that each chunk's loss will get; None: 1.
+        gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
+            grad_scale_c chunk_loss_c``, rounded once; it may be the logits themselves. Rows of
+            no chunk and of chunks of scale 0 get exactly 0. None: nothing is computed for it.
+
+    Temporaries over a vocabulary are slices of chunks in torch. By kernel there is one only if
+    pairs cross, and [Ts, 5 U / 4] logits where a gradient is asked for. ``top_u=None`` is a sort,
+    in torch whatever ``implementation`` says. In torch the host waits for the device once.
+
+    Collectives on the shards' group: two all-reduces of [2 Ts + 2 Tt] and two of [2, C]. A slice of
+    C' chunks adds a reduce-scatter of [C', Vs] if pairs cross, an all-gather of
+    [C', U_s + U_t + 2] (a quarter more by kernel), and an all-reduce: by kernel of [C' + 2 Ts], in
+    torch of [2, C'] and, for the gradient, one of [T'] a slice of its rows.
+
+    Raises:
+        LossError: ``triton`` was asked for and cannot run.
+    """
+    check_implementation("matched_divergence", implementation)
+    fits = uses_triton(implementation, student.logits, teacher.logits)
+    by_kernel = fits and options.top_u is not None
+    own, other = pair_of_models(
+        student,
+        teacher,
+        temperature=options.temperature,
+        members=matching.members(),
+        implementation="triton" if by_kernel else "torch",
+    )
+    rest = _rest(own, other, matching, options)
+    scale = row_scale(own, grad_scale)
+    task = MatchedTask(own, other, matching, options, rest, scale, gradient)
+    found = evaluate_by_kernels(task) if by_kernel else evaluate_by_torch(task)
+    if gradient is not None:
+        clear_rows_of_no_chunk_(gradient, own, by_kernel=by_kernel)
+    p_top, q_top = merge_argmax(found.best, found.column, student.shard.group)
+    common = found.value + rest.value
+    return MatchedDivergence(
+        common + options.uncommon_weight * found.uncommon,
+        common,
+        found.uncommon,
+        found.discarded,
+        *rest.masses,
+        (p_top == q_top).to(common.dtype),
+    )
+
+
+def _rest(
+    student: ModelRows, teacher: ModelRows, matching: Matching, options: MatchedOptions
+) -> RestMasses:
+    models = (student, teacher)
+    mass = [model.mean_over_rows(model.member_mass) for model in models]
+    if matching.with_rest:
+        one = torch.ones_like(mass[0])
+        value, slope = divergence_slope(mass[1], mass[0], options)
+        return RestMasses((one, one), (mass[0], mass[1]), value, slope)
+    outside = [
+        ((model.rows.sizes() > 0).to(own.dtype) - own).clamp_(min=0)
+        for model, own in zip(models, mass, strict=True)
+    ]
+    used = [own.clamp(min=1024 * torch.finfo(own.dtype).tiny) for own in mass]
+    nothing = torch.zeros_like(mass[0])
+    return RestMasses((used[0], used[1]), (outside[0], outside[1]), nothing, nothing)
 
 
 def matched_divergence(
@@ -51,3 +155,85 @@ def matched_divergence(
         implementation=implementation,
     )
     return MatchedDivergence(*values)
+
+
+def evaluate_by_torch(task: MatchedTask) -> MatchedValues:
+    """Values of all chunks, and their rows of the gradient; see ``evaluate_matched_divergence``."""
+    found, gradient, models = (
+        MatchedValues.empty(task.scale),
+        task.gradient,
+        (task.student, task.teacher),
+    )
+    shard, ends = task.student.shard, host_offsets(*models)
+    for chunks in row_slices(len(task.scale), _widest(task), device=task.scale.device):
+        q, p = (
+            chunk_means(model, own, chunks).to(task.scale.dtype)
+            for model, own in zip(models, ends, strict=True)
+        )
+        tops, compared = _uncommon(task, q, p)
+        found.uncommon[chunks], found.discarded[chunks] = compared.value, compared.left_out
+
+        used = task.rest.used
+        p = _onto_student(p, task.matching, shard).div_(used[1][chunks, None])
+        q.masked_fill_(~task.matching.is_common, 0.0).div_(used[0][chunks, None])
+        for side, values in enumerate((p, q)):
+            found.best[side, chunks], found.column[side, chunks] = local_argmax(values, shard)
+        terms, slope = divergence_slope(p, q, task.options)
+        sums = torch.stack([terms.sum(dim=-1), (q * slope).sum(dim=-1)])
+        found.value[chunks], centre = all_reduce_sum(sums, shard.group)
+        if gradient is None:
+            continue
+        slope = _centred(task, chunks, slope, centre)
+        signs = compared.signs.to(slope.dtype).mul_(task.options.uncommon_weight)
+        slope.scatter_add_(1, tops.columns, signs)
+        write_row_gradients(task.student, ends[0], chunks, slope, task.scale, gradient)
+    return found
+
+
+def _centred(
+    task: MatchedTask, chunks: slice, slope: torch.Tensor, centre: torch.Tensor
+) -> torch.Tensor:
+    """README 6 from ``f_q`` [C', Vps] and its mean [C'].
+
+    With a bucket a constant would do no harm, but then rows would be centred by a sum that is
+    rounded like their largest slopes.
+    """
+    rest, is_common = task.rest, task.matching.is_common
+    own = rest.slope[chunks]
+    if not task.matching.with_rest:
+        slope = slope.sub_(centre[:, None]).div_(rest.used[0][chunks, None])
+        return slope.masked_fill_(~is_common, 0.0)
+    centre = centre + rest.masses[0][chunks] * own
+    return torch.where(is_common, slope, own[:, None]).sub_(centre[:, None])
+
+
+def _widest(task: MatchedTask) -> int:
+    """Columns of the largest temporary of a chunk, the same on every rank."""
+    student, teacher = (model.shard.width for model in (task.student, task.teacher))
+    ranks = group_size(task.student.shard.group)
+    return max(student * ranks, (_kept(task, student) + _kept(task, teacher) + 2) * ranks, teacher)
+
+
+def _kept(task: MatchedTask, width: int) -> int:
+    places = task.options.top_u
+    return width if places is None else min(places, width)
+
+
+def _uncommon(task: MatchedTask, q: torch.Tensor, p: torch.Tensor) -> tuple[Largest, Compared]:
+    """The student's candidates of the sorted L1, and what came out."""
+    shards = task.student.shard, task.teacher.shard
+    tops = [
+        select_largest(side, _kept(task, shard.width), excluded)
+        for side, shard, excluded in zip(
+            (q, p), shards, task.matching.excluded(*shards), strict=True
+        )
+    ]
+    return tops[0], compare_sorted(tops[0], tops[1], task.options.top_u, shards[0].group)
+
+
+def _onto_student(p: torch.Tensor, matching: Matching, shard: VocabShard) -> torch.Tensor:
+    """[C', Vpt] in this rank's student columns [C', Vps], 0 where there is no match."""
+    if matching.pairs_cross and shard.group is not None:
+        return onto_student_columns(p, matching.student_column, shard.width, shard.group)
+    column = matching.teacher_columns(shard)
+    return p[:, column.clamp(min=0)].masked_fill_(column < 0, 0.0)

@@ -1,12 +1,22 @@
-"""Which columns of two vocabularies stand for the same token. Vps Vpt local columns."""
+"""Which columns stand for the same token, and what the matched divergence is called with.
+
+Vps Vpt local columns, C chunks.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from megatron_ext.distributed.shard_collectives import group_size, sum_columns
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.chunk_distributions import ModelRows
+from megatron_ext.ops.divergence import DivergenceOptions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Matching(NamedTuple):
@@ -58,3 +68,116 @@ class Matching(NamedTuple):
         # Columns without a match are written beyond the end, where nothing reads them.
         found = own.new_full((student.width + 1,), -1).index_copy_(0, place, own)
         return found[: student.width]
+
+
+def onto_student_columns(
+    values: torch.Tensor, student_column: torch.Tensor, width: int, group: ProcessGroup | None
+) -> torch.Tensor:
+    """``values`` [C, Vpt] in the student's columns, 0 where a student column has no match.
+
+    Args:
+        values: Without a graph.
+        student_column: int64 [Vpt], the global student column that each one matches, -1 for none.
+        width: Student columns of a rank.
+
+    Returns:
+        [C, width]. One reduce-scatter of [C, width * ranks].
+    """
+    columns = width * group_size(group)
+    # Columns without a match are written beyond the end, where nothing reads them.
+    target = torch.where(student_column >= 0, student_column, columns)
+    moved = values.new_zeros(values.shape[0], columns + 1).index_copy_(1, target, values)
+    return sum_columns(moved[:, :columns], width, group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchedOptions(DivergenceOptions):
+    """How chunk distributions are compared."""
+
+    uncommon_weight: float = 0.0
+    """w of the sorted L1 over the other columns."""
+
+    top_u: int | None = None
+    """Places of it that are compared; None: all, which is exact."""
+
+
+class MatchedDivergence(NamedTuple):
+    """fp32 [C] each (fp64 for fp64 logits), the same on every rank."""
+
+    chunk_loss: torch.Tensor
+    """``common + w uncommon``."""
+
+    common: torch.Tensor
+    """The divergence over matched columns and a bucket of all others, nats."""
+
+    uncommon: torch.Tensor
+    """The sorted L1 over the other columns."""
+
+    discarded_mass: torch.Tensor
+    """At most so much is missing in ``uncommon``."""
+
+    student_rest: torch.Tensor
+    """The student's mass outside the matched columns."""
+
+    teacher_rest: torch.Tensor
+
+    agreement: torch.Tensor
+    """1 where both have the same largest matched column, else 0."""
+
+
+class RestMasses(NamedTuple):
+    """What the bucket and the normalisation come to, [C] each."""
+
+    used: tuple[torch.Tensor, torch.Tensor]
+    """Mass that student and teacher are normalised by."""
+
+    masses: tuple[torch.Tensor, torch.Tensor]
+    """Outside the matched columns."""
+
+    value: torch.Tensor
+    """The bucket's term."""
+
+    slope: torch.Tensor
+    """``f_q`` of it, 0 without a bucket."""
+
+
+class MatchedValues(NamedTuple):
+    """[C] as they are found, and [2, C] of the largest columns of teacher and student."""
+
+    value: torch.Tensor
+    """Of the matched columns alone."""
+
+    uncommon: torch.Tensor
+
+    discarded: torch.Tensor
+
+    best: torch.Tensor
+
+    column: torch.Tensor
+    """int64"""
+
+    @classmethod
+    def empty(cls, like: torch.Tensor) -> MatchedValues:
+        """For C as long as ``like``."""
+        value, uncommon, discarded = like.new_empty(3, len(like))
+        best = like.new_empty(2, len(like))
+        return cls(value, uncommon, discarded, best, torch.empty_like(best, dtype=torch.int64))
+
+
+class MatchedTask(NamedTuple):
+    """Everything that is known before the first chunk."""
+
+    student: ModelRows
+
+    teacher: ModelRows
+
+    matching: Matching
+
+    options: MatchedOptions
+
+    rest: RestMasses
+
+    scale: torch.Tensor
+    """[C], of ``row_scale``."""
+
+    gradient: torch.Tensor | None

@@ -1,10 +1,15 @@
 from megatron_ext.ops.partition_kl.chain_masses import RowMasses
-from megatron_ext.ops.partition_kl.chains import ChainRows, Chains, SingleRows
 from megatron_ext.ops.partition_kl.evaluation import evaluate_partition_kl
-from megatron_ext.ops.partition_kl.plan import PartitionPlan
+from megatron_ext.ops.partition_kl.operands import (
+    ChainRows,
+    Chains,
+    EventComparison,
+    PartitionPlan,
+    PartitionValues,
+    SingleRows,
+)
 from megatron_ext.ops.partition_kl.reference import partition_kl_reference
 from megatron_ext.ops.partition_kl.shared_columns import SharedColumns, shared_columns
-from megatron_ext.ops.partition_kl.values import EventComparison, PartitionValues
 
 __all__ = [
     "ChainRows",

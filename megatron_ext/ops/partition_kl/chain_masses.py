@@ -1,16 +1,138 @@
-"""From log-probabilities at each row of a chain to log-masses of the chain's events.
+"""Events of chains: their columns, their masses and the divergence between two models' masses.
 
-S steps, H chains, E completions, L longest chain. Plain autograd: nothing here is wider than that.
+R rows of chains, N chosen columns, Vp local columns, S steps, H chains, E completions, L longest
+chain; N events of G segments. Plain autograd: nothing here is wider than that.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
-from megatron_ext.ops.partition_kl.chains import ChainRows, Chains
-from megatron_ext.ops.partition_kl.event_divergence import IMPOSSIBLE, segment_log_softmax
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.chunk_rows import index_sum
+from megatron_ext.ops.divergence import DivergenceOptions, divergence_terms
+from megatron_ext.ops.partition_kl.operands import ChainRows, Chains
+from megatron_ext.ops.row_sums import local_column
+from megatron_ext.ops.unit_gradient import kept_gradient
+
+
+class ChosenColumns(NamedTuple):
+    """Some columns of some rows of a [T, Vp] tensor; steps first, then last rows."""
+
+    row: torch.Tensor
+    """int64 [R]: rows of the logits, each once."""
+
+    column: torch.Tensor
+    """int64 [N]: chosen columns over all shards, those of a row together and each once; negative
+    for none."""
+
+    local: torch.Tensor
+    """int64 [N]: this rank's column, -1 where it has none."""
+
+    place: torch.Tensor
+    """int64 [N] ascending: which of the R rows each belongs to."""
+
+    pointers: tuple[int, ...]
+    """[R + 1] where the columns of each row start, on the host."""
+
+    @classmethod
+    def of(cls, rows: ChainRows, chains: Chains, shard: VocabShard) -> ChosenColumns:
+        """The label of every step and the completions of every last row, S + H rows."""
+        steps = len(rows.step_row)
+        device = rows.step_row.device
+        column = torch.cat([rows.step_label, rows.completion])
+        return cls(
+            row=torch.cat([rows.step_row, rows.last_row]),
+            column=column,
+            local=local_column(column, shard),
+            place=torch.cat([torch.arange(steps, device=device), chains.completion_chain + steps]),
+            pointers=(
+                *range(steps),
+                *(steps + pointer for pointer in chains.completion_pointers),
+            ),
+        )
+
+    def at_rows(self) -> torch.Tensor:
+        """int64 [N]: the row of the logits of each."""
+        return self.row[self.place]
+
+    def entries(self, part: slice) -> slice:
+        """The chosen columns of some of the R rows."""
+        return slice(self.pointers[part.start], self.pointers[part.stop])
+
+    def mask(self, part: slice, width: int) -> torch.Tensor:
+        """bool [R', width]: this rank's chosen columns of some of the R rows."""
+        entries = self.entries(part)
+        local = self.local[entries]
+        # Those of other ranks are written beyond the end, where nothing reads them.
+        column = torch.where(local < 0, width, local)
+        shape = (part.stop - part.start, width + 1)
+        found = torch.zeros(shape, dtype=torch.bool, device=local.device)
+        found[self.place[entries] - part.start, column] = True
+        return found[:, :width]
+
+
+IMPOSSIBLE: Final = -1e9
+"""Log-mass of an event that cannot happen: finite, so that sums and gradients of it are."""
+
+
+def segment_log_softmax(values: torch.Tensor, segment: torch.Tensor, count: int) -> torch.Tensor:
+    """``values`` [N] minus the log-sum-exp of their segment; finite values, ids below ``count``."""
+    peak = values.detach().new_full((count,), -torch.inf)
+    peak = peak.scatter_reduce(0, segment, values.detach(), "amax")
+    shifted = values - peak[segment]
+    total = index_sum(shifted.exp(), segment, count)
+    return shifted - total[segment].log()
+
+
+def event_divergence(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    segment: torch.Tensor,
+    count: int,
+    options: DivergenceOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """D(P || Q) [G] of each segment's events at a temperature.
+
+    Args:
+        student: [N] log-masses; the only argument with a gradient. Those below half of
+            ``IMPOSSIBLE`` are no event.
+        teacher: [N]
+        segment: int64 [N]
+
+    Returns:
+        D [G]; log Q and log P [N] at the temperature, without a graph, -inf for what is no event.
+    """
+
+    def evaluate(
+        events: torch.Tensor, gradient: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        log_q, log_p = (
+            segment_log_softmax(side / options.temperature, segment, count).masked_fill_(
+                side < IMPOSSIBLE / 2, -torch.inf
+            )
+            for side in (events[:, 0], teacher.to(events.dtype))
+        )
+        terms = divergence_terms(log_p, log_q, options.direction, options.mixture)
+        if gradient is not None:
+            total = index_sum(terms.slope, segment, count)
+            slope = (terms.slope - log_q.exp() * total[segment]).div_(options.temperature)
+            gradient.copy_(slope[:, None])
+        return index_sum(terms.value, segment, count), log_q, log_p
+
+    divergence, log_q, log_p = kept_gradient(student[:, None], evaluate, slots=segment)
+    return divergence, log_q, log_p
+
+
+def segment_top(values: torch.Tensor, segment: torch.Tensor, count: int) -> torch.Tensor:
+    """Index into ``values`` [N] of the largest of each segment [G], the first on a tie."""
+    peak = values.new_full((count,), -torch.inf).scatter_reduce(0, segment, values, "amax")
+    index = torch.arange(len(values), device=values.device)
+    index = index.masked_fill(values < peak[segment], len(values))
+    first = torch.full((count,), len(values), dtype=torch.int64, device=values.device)
+    return first.scatter_reduce(0, segment, index, "amin")
 
 
 class RowMasses(NamedTuple):

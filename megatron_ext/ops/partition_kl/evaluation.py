@@ -12,29 +12,33 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.ops.implementation import Implementation, uses_triton
-from megatron_ext.ops.partition_kl.chain_chunks import ChosenLogits, compare_chains
-from megatron_ext.ops.partition_kl.chain_gradient import (
+from megatron_ext.ops.launch import Implementation, uses_triton
+from megatron_ext.ops.partition_kl.chain_chunks import (
     ChainGradient,
+    ChosenLogits,
+    compare_chains,
     write_other_rows_,
     write_other_rows_by_kernel_,
 )
-from megatron_ext.ops.partition_kl.chain_masses import RowMasses
-from megatron_ext.ops.partition_kl.chosen_columns import ChosenColumns
-from megatron_ext.ops.partition_kl.plan import PartitionPlan, TokenTerm
+from megatron_ext.ops.partition_kl.chain_masses import ChosenColumns, RowMasses
+from megatron_ext.ops.partition_kl.operands import (
+    EventComparison,
+    PartitionPlan,
+    PartitionValues,
+    TokenTerm,
+)
 from megatron_ext.ops.partition_kl.single_chunks import (
     PartitionNorm,
     SingleChunks,
     partition_norm,
     single_divergences,
+    single_divergences_by_kernel,
 )
-from megatron_ext.ops.partition_kl.single_kernels import single_divergences_by_kernel
 from megatron_ext.ops.partition_kl.split_statistics import (
     RowSplit,
     SplitStatistics,
     split_statistics,
 )
-from megatron_ext.ops.partition_kl.values import EventComparison, PartitionValues
 from megatron_ext.ops.row_sums import (
     ExpSums,
     local_column,
@@ -71,7 +75,7 @@ def evaluate_partition_kl(
             it is not looked at.
         gradient: [Ts, Vps], written in whole, in its dtype; can be ``student_logits`` itself.
             None: no gradient, and no cost of one.
-        implementation: See ``ops.implementation``.
+        implementation: See ``ops.launch``.
 
     Accumulates in fp32 (fp64 for fp64 logits). Makes nothing in it that is as large as the logits.
     Collectives on the shards' group, as many on every rank: two all-reduces of the statistics of

@@ -17,7 +17,7 @@ from megatron_ext.distributed.vocab_parallel import (
     scaled_logits,
 )
 from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, small_block
-from megatron_ext.ops.partition_kl.chosen_columns import ChosenColumns
+from megatron_ext.ops.partition_kl.chain_masses import ChosenColumns
 from megatron_ext.ops.row_sums import ExpSums
 
 

@@ -9,15 +9,18 @@ import torch
 
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
-from megatron_ext.ops.implementation import Implementation, check_implementation, uses_triton
-from megatron_ext.ops.projected_kl.chunk_statistics import chunk_statistics
-from megatron_ext.ops.projected_kl.cross_entropy import label_columns, token_losses
-from megatron_ext.ops.projected_kl.evaluation_parts import RequestedOutputs
+from megatron_ext.ops.launch import Implementation, check_implementation, uses_triton
 from megatron_ext.ops.projected_kl.kernel_evaluation import KernelEvaluation, sum_over_rows
-from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries
-from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
+from megatron_ext.ops.projected_kl.operands import (
+    LearnedEntries,
+    ProjectedKL,
+    ProjectedKLOptions,
+    RequestedOutputs,
+    ShardedProjection,
+    WeightedLabels,
+)
+from megatron_ext.ops.projected_kl.statistics import chunk_statistics, label_columns, token_losses
 from megatron_ext.ops.projected_kl.torch_evaluation import TorchEvaluation
-from megatron_ext.ops.projected_kl.values import ProjectedKL, ProjectedKLOptions, WeightedLabels
 
 
 @torch.no_grad()

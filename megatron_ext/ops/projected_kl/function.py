@@ -10,11 +10,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.projected_kl.evaluation import evaluate_projected_kl
-from megatron_ext.ops.projected_kl.learned_entries import LearnedEntries
-from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
-from megatron_ext.ops.projected_kl.values import ProjectedKL, ProjectedKLOptions
+from megatron_ext.ops.projected_kl.operands import (
+    LearnedEntries,
+    ProjectedKL,
+    ProjectedKLOptions,
+    ShardedProjection,
+)
 from megatron_ext.ops.unit_gradient import kept_gradient
 
 

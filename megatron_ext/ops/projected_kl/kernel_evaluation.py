@@ -15,12 +15,14 @@ from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.divergence import probability_floor
 from megatron_ext.ops.launch import LaunchConfig, chosen_config, fitting_config, small_block
-from megatron_ext.ops.projected_kl.chunk_statistics import ChunkStatistics
-from megatron_ext.ops.projected_kl.cross_entropy import label_columns
-from megatron_ext.ops.projected_kl.evaluation_parts import ProjectedValues, RequestedOutputs
-from megatron_ext.ops.projected_kl.segments import ENTRIES
-from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
-from megatron_ext.ops.projected_kl.values import ProjectedKLOptions
+from megatron_ext.ops.projected_kl.column_plan import ENTRIES
+from megatron_ext.ops.projected_kl.operands import (
+    ProjectedKLOptions,
+    ProjectedValues,
+    RequestedOutputs,
+    ShardedProjection,
+)
+from megatron_ext.ops.projected_kl.statistics import ChunkStatistics, label_columns
 
 _SCRATCH_BYTES: Final = 1 << 27
 _SLOT_BLOCK: Final = 1024

@@ -1,14 +1,14 @@
 """Projected KL straight from its formula, dense and unsharded. T rows, V columns, C chunks.
 
-The truth that ``function.py`` is tested against; differentiable by autograd, in fp64 if given fp64.
+The truth that the operation is tested against; differentiable by autograd, in fp64 if given fp64.
 """
 
 from __future__ import annotations
 
 import torch
 
-from megatron_ext.ops.chunk_distributions.reference import chunk_mean_softmax_reference
-from megatron_ext.ops.divergence.reference import divergence_reference
+from megatron_ext.ops.chunk_distributions.model_rows import chunk_mean_softmax_reference
+from megatron_ext.ops.divergence import divergence_reference
 
 
 def projected_kl_reference(

@@ -5,6 +5,9 @@ T rows, C chunks, Vps Vpt local columns; primes are those of a slice.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 
 from megatron_ext.distributed.shard_collectives import (
@@ -14,6 +17,7 @@ from megatron_ext.distributed.shard_collectives import (
     sum_columns,
 )
 from megatron_ext.distributed.vocab_parallel import (
+    SLICE_ELEMENTS,
     LogSumExp,
     local_argmax,
     merge_argmax,
@@ -21,14 +25,80 @@ from megatron_ext.distributed.vocab_parallel import (
 )
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.divergence import ProjectedTerms, probability_floor, projected_terms
-from megatron_ext.ops.projected_kl.chunk_slices import ChunkSlice, HostChunks, chunk_slices
-from megatron_ext.ops.projected_kl.chunk_statistics import ChunkStatistics
-from megatron_ext.ops.projected_kl.comparison import kept_threshold, pool_rest
-from megatron_ext.ops.projected_kl.cross_entropy import add_label_gradient_, label_columns
-from megatron_ext.ops.projected_kl.evaluation_parts import ProjectedValues, RequestedOutputs
-from megatron_ext.ops.projected_kl.learned_entries import entry_gradient
-from megatron_ext.ops.projected_kl.sharded_projection import ShardedProjection
-from megatron_ext.ops.projected_kl.values import ProjectedKLOptions
+from megatron_ext.ops.projected_kl.operands import (
+    ProjectedKLOptions,
+    ProjectedValues,
+    RequestedOutputs,
+    ShardedProjection,
+    entry_gradient,
+)
+from megatron_ext.ops.projected_kl.statistics import (
+    ChunkStatistics,
+    add_label_gradient_,
+    kept_threshold,
+    label_columns,
+    pool_rest,
+)
+
+
+class ChunkSlice(NamedTuple):
+    """Chunks ``[start, stop)`` and places of their rows in ``ChunkRows.order`` on either side."""
+
+    chunks: slice
+    student: slice
+    teacher: slice
+    is_scaled: bool
+    """Whether one of the chunks is scaled up (``CarriedRows``)."""
+
+
+class HostChunks(NamedTuple):
+    """What the host has to know of the chunks."""
+
+    student: list[int]
+    """[C + 1] ``ChunkRows.offsets``."""
+
+    teacher: list[int]
+
+    scaled: list[int]
+    """[C + 1] how many of the chunks before are scaled up."""
+
+    @classmethod
+    def of(cls, student: ChunkRows, teacher: ChunkRows, is_scaled: torch.Tensor) -> HostChunks:
+        """Waits for the device once."""
+        scaled = torch.nn.functional.pad(is_scaled.int().cumsum(0, dtype=torch.int32), (1, 0))
+        return cls(*torch.stack([student.offsets, teacher.offsets, scaled]).tolist())
+
+
+def chunk_slices(
+    ends: HostChunks, widths: tuple[int, int, int], device: torch.device
+) -> Iterator[ChunkSlice]:
+    """Cut all chunks into slices whose temporaries hold at most ``SLICE_ELEMENTS`` elements.
+
+    Collectives run once a slice: chunks and widths must be the same on every rank. A chunk that
+    alone holds more is a slice of its own.
+
+    Args:
+        ends: Of all chunks.
+        widths: Columns of a student row, a teacher row, and of what a chunk has of its own.
+    """
+    limit, count = SLICE_ELEMENTS[device.type], len(ends.student) - 1
+    start = 0
+    while start < count:
+        stop = start + 1
+        while stop < count and _largest(ends, start, stop + 1, widths) <= limit:
+            stop += 1
+        yield ChunkSlice(
+            slice(start, stop),
+            slice(ends.student[start], ends.student[stop]),
+            slice(ends.teacher[start], ends.teacher[stop]),
+            ends.scaled[stop] > ends.scaled[start],
+        )
+        start = stop
+
+
+def _largest(ends: HostChunks, start: int, stop: int, widths: tuple[int, int, int]) -> int:
+    rows = [side[stop] - side[start] for side in (ends.student, ends.teacher)]
+    return max(count * width for count, width in zip((*rows, stop - start), widths, strict=True))
 
 
 class TorchEvaluation:

@@ -1,4 +1,7 @@
-from megatron_ext.ops.softmax_statistics.function import RowStatistics, row_statistics
-from megatron_ext.ops.softmax_statistics.reference import row_statistics_reference
+from megatron_ext.ops.softmax_statistics.function import (
+    RowStatistics,
+    row_statistics,
+    row_statistics_reference,
+)
 
 __all__ = ["RowStatistics", "row_statistics", "row_statistics_reference"]

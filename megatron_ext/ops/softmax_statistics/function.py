@@ -14,8 +14,14 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
     scaled_logits,
 )
-from megatron_ext.ops.implementation import Implementation, uses_triton
-from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.launch import (
+    ROW_CONFIGS,
+    Implementation,
+    LaunchConfig,
+    chosen_config,
+    small_block,
+    uses_triton,
+)
 
 _SAFE_DISTANCE: Final = 40.0
 """Nats from the peak at which fp32 exponentials have all their digits, those around them too."""
@@ -134,3 +140,12 @@ def _by_kernel(
     if members is None:
         peak[1], total[1] = peak[0], total[0]
     return RowStatistics(peak, total, column)
+
+
+def row_statistics_reference(
+    logits: torch.Tensor, *, temperature: float = 1.0, members: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-sum-exps [T] over all columns and over ``members`` bool [V], and the argmax [T]."""
+    scaled = logits / temperature
+    inside = scaled if members is None else scaled.masked_fill(~members, -torch.inf)
+    return scaled.logsumexp(dim=-1), inside.logsumexp(dim=-1), scaled.argmax(dim=-1)

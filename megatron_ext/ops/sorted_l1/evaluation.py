@@ -21,7 +21,7 @@ from megatron_ext.ops.chunk_distributions import (
     write_row_gradients,
 )
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.implementation import Implementation, check_implementation, uses_triton
+from megatron_ext.ops.launch import Implementation, check_implementation, uses_triton
 from megatron_ext.ops.sorted_l1.comparison import compare_sorted, select_largest
 from megatron_ext.ops.sorted_l1.kernel_steps import (
     capacity_of,

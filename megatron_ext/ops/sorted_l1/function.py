@@ -1,6 +1,6 @@
-"""Sorted L1 of probabilities over vocabulary shards. C rows, Vp local columns, U compared places.
+"""Sorted L1 with a graph, of probabilities or of the logits of chunks.
 
-``chunks.py`` has it of logits. ``reference.py`` says the same in dense torch.
+C rows or chunks, Vp local columns, U compared places. ``reference.py`` says it in dense torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.shard_collectives import group_size
 from megatron_ext.distributed.vocab_parallel import row_slices
+from megatron_ext.ops.chunk_rows import ChunkedLogits
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.sorted_l1.comparison import compare_sorted, select_largest
+from megatron_ext.ops.sorted_l1.evaluation import ChunkSortedL1, evaluate_sorted_l1
+from megatron_ext.ops.unit_gradient import kept_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,3 +96,43 @@ class _SortedL1(torch.autograd.Function):
         out = torch.zeros(len(columns), ctx.width, dtype=ctx.dtype, device=columns.device)
         out.scatter_(1, columns.to(torch.int64), signs.to(ctx.dtype).mul_(grad[:, None]))
         return out, None, None, None, None
+
+
+def chunk_sorted_l1(
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
+    *,
+    temperature: float = 1.0,
+    top_u: int | None = None,
+    grad_scale: torch.Tensor | None = None,
+    in_place: bool = False,
+    implementation: Implementation = "auto",
+) -> ChunkSortedL1:
+    """``evaluate_sorted_l1`` with a graph from ``chunk_loss`` to the student's logits.
+
+    Args:
+        in_place: Write the gradient over the student's logits, which nobody may read afterwards.
+
+    Keeps the gradient [Ts, Vps] for backward, which has no collectives.
+    """
+
+    def evaluate(logits: torch.Tensor, gradient: torch.Tensor | None) -> ChunkSortedL1:
+        return evaluate_sorted_l1(
+            student._replace(logits=logits),
+            teacher,
+            temperature=temperature,
+            top_u=top_u,
+            grad_scale=grad_scale,
+            gradient=gradient,
+            implementation=implementation,
+        )
+
+    values = kept_gradient(
+        student.logits,
+        evaluate,
+        grad_scale=grad_scale,
+        slots=student.rows.slots,
+        in_place=in_place,
+        implementation=implementation,
+    )
+    return ChunkSortedL1(*values)

@@ -1,11 +1,11 @@
-from megatron_ext.ops.token_likelihood.evaluation import (
+from megatron_ext.ops.token_likelihood.function import (
     EvaluatedLikelihood,
     TokenLikelihood,
     TokenRows,
     evaluate_token_likelihood,
+    token_likelihood,
     write_likelihood_gradient,
 )
-from megatron_ext.ops.token_likelihood.function import token_likelihood
 from megatron_ext.ops.token_likelihood.token_gradient import RowGradient, write_token_gradient
 
 __all__ = [

@@ -1,23 +1,140 @@
-"""What is likely next, in two numbers a row, for two models, with the student's graph.
+"""Likelihoods of tokens and of sets of tokens, for two models, with the student's graph.
 
-T rows, Vp local columns. ``reference.py`` says the same in dense torch.
+T rows, Vp local columns. Equations are in the README.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_ext.distributed.vocab_parallel import LogSumExp
-from megatron_ext.ops.implementation import Implementation, check_implementation
-from megatron_ext.ops.token_likelihood.evaluation import (
-    TokenLikelihood,
-    TokenRows,
-    evaluate_token_likelihood,
-    write_likelihood_gradient,
+from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
+from megatron_ext.ops.launch import Implementation, check_implementation
+from megatron_ext.ops.row_sums import (
+    ExpSums,
+    local_column,
+    merge_exp_sums,
+    token_exp_sums,
+    token_log_probs,
 )
+from megatron_ext.ops.softmax_statistics import row_statistics
+from megatron_ext.ops.token_likelihood.token_gradient import RowGradient, write_token_gradient
+
+
+class TokenRows(NamedTuple):
+    """One model's rows and what is asked of them."""
+
+    logits: torch.Tensor
+    """[T, Vp], any float dtype, contiguous in its columns."""
+
+    token_id: torch.Tensor
+    """int64 [T]; negative: not asked."""
+
+    members: torch.Tensor | None
+    """bool [Vp], this rank's columns of a set of tokens; None: not asked. Padding is no member."""
+
+    shard: VocabShard
+
+
+class TokenLikelihood(NamedTuple):
+    """[T] each, replicated over the group."""
+
+    log_prob: torch.Tensor
+    """log p of the row's token; 0 where not asked, NaN beyond the vocabulary."""
+
+    log_mass: torch.Tensor
+    """log p of any member of the set, -inf where all of them are masked; 0 where not asked."""
+
+
+class EvaluatedLikelihood(NamedTuple):
+    """What both models say, and what the student's gradient needs besides its logits."""
+
+    student: TokenLikelihood
+    teacher: TokenLikelihood | None
+
+    whole: LogSumExp
+    """[Ts], of all the student's columns."""
+
+    members: LogSumExp
+    """[Ts], of its set's; ``whole`` where there is none."""
+
+
+def evaluate_token_likelihood(
+    student: TokenRows,
+    teacher: TokenRows | None = None,
+    *,
+    implementation: Implementation = "auto",
+) -> EvaluatedLikelihood:
+    """Values of ``token_likelihood`` from one read of the logits.
+
+    Collectives: two all-reduces of at most [3 (Ts + Tt)], 24 (Ts + Tt) bytes in fp32.
+    """
+    sides = [student] if teacher is None else [student, teacher]
+    sums = [part for side in sides for part in _exp_sums(side, implementation)]
+    merged = merge_exp_sums(sums, student.shard)
+    found, known = [], []
+    for side in sides:
+        whole, token = merged.pop(0), merged.pop(0)
+        members = whole if side.members is None else merged.pop(0)
+        log_prob = token_log_probs(token, whole, side.token_id, side.shard)
+        log_mass = (members.peak - whole.peak).add_(members.log_sum).sub_(whole.log_sum)
+        mass = torch.zeros_like(log_mass) if side.members is None else log_mass
+        found.append(TokenLikelihood(log_prob, mass))
+        known.append((whole, members))
+    return EvaluatedLikelihood(found[0], found[1] if teacher is not None else None, *known[0])
+
+
+def write_likelihood_gradient(
+    student: TokenRows,
+    whole: LogSumExp,
+    members: LogSumExp,
+    on_token: torch.Tensor,
+    on_mass: torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    implementation: Implementation = "auto",
+) -> None:
+    """Write d(on_token . log_prob + on_mass . log_mass)/d logits into ``gradient`` [Ts, Vp].
+
+    ``gradient`` may be the logits themselves. Rows that get nothing give exactly 0, whatever they
+    hold. No collectives.
+
+    Args:
+        whole: Of ``EvaluatedLikelihood``, as is ``members``.
+        on_token: [Ts], ignored where the token is not asked.
+        on_mass: [Ts], ignored where the set is not asked.
+    """
+    arrives = RowGradient(
+        local_column(student.token_id, student.shard),
+        on_token.masked_fill(student.token_id < 0, 0.0),
+        whole,
+        None if student.members is None else on_mass,
+        None if student.members is None else members,
+    )
+    write_token_gradient(
+        student.logits.detach(),
+        student.members,
+        arrives,
+        student.shard,
+        gradient,
+        implementation=implementation,
+    )
+
+
+def _exp_sums(side: TokenRows, implementation: Implementation) -> list[ExpSums]:
+    """Of all columns, of the token, and of the set if it is asked."""
+    statistics = row_statistics(
+        side.logits,
+        side.shard,
+        members=side.members,
+        with_column=False,
+        implementation=implementation,
+    )
+    whole, members = map(ExpSums, statistics.peak, statistics.total)
+    token = token_exp_sums(side.logits, local_column(side.token_id, side.shard))
+    return [whole, token] if side.members is None else [whole, token, members]
 
 
 def token_likelihood(
@@ -91,3 +208,12 @@ class _TokenLikelihood(torch.autograd.Function):
         if ctx.in_place:
             torch.autograd.graph.increment_version(logits)
         return gradient, None, None, None, None
+
+
+def token_likelihood_reference(
+    logits: torch.Tensor, token_id: torch.Tensor, members: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p of ``token_id`` [T], 0 where it is negative, and log p of ``members`` [T] bool [V]."""
+    log_probs = torch.log_softmax(logits, dim=-1)
+    picked = log_probs.gather(-1, token_id.clamp(min=0)[:, None])[:, 0]
+    return torch.where(token_id >= 0, picked, 0.0), torch.logsumexp(log_probs[:, members], dim=-1)

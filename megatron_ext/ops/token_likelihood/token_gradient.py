@@ -7,9 +7,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_slices, scaled_logits
-from megatron_ext.ops.implementation import Implementation, uses_triton
-from megatron_ext.ops.launch import LaunchConfig
-from megatron_ext.ops.row_launch import launch_rows
+from megatron_ext.ops.launch import Implementation, LaunchConfig, launch_rows, uses_triton
 
 
 class RowGradient(NamedTuple):

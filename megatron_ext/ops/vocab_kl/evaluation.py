@@ -12,7 +12,7 @@ import torch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import VocabShard, accumulation_dtype
 from megatron_ext.ops.divergence import FORWARD_KL, DivergenceOptions
-from megatron_ext.ops.implementation import Implementation, uses_triton
+from megatron_ext.ops.launch import Implementation, uses_triton
 from megatron_ext.ops.row_sums import (
     local_column,
     merge_exp_sums,
@@ -20,8 +20,7 @@ from megatron_ext.ops.row_sums import (
     token_exp_sums,
     token_log_probs,
 )
-from megatron_ext.ops.vocab_kl.pair_evaluation import LabelTerm, PairEvaluation
-from megatron_ext.ops.vocab_kl.statistics import pair_statistics
+from megatron_ext.ops.vocab_kl.pair_evaluation import LabelTerm, PairEvaluation, pair_statistics
 
 
 class VocabKLValues(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.divergence import FORWARD_KL, DivergenceOptions
-from megatron_ext.ops.implementation import Implementation, check_implementation
+from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.unit_gradient import kept_gradient
 from megatron_ext.ops.vocab_kl.evaluation import VocabKLValues, evaluate_vocab_kl
 

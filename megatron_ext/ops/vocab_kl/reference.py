@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.ops.divergence.reference import divergence_reference
+from megatron_ext.ops.divergence import divergence_reference
 
 
 def vocab_kl_reference(

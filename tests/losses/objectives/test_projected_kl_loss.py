@@ -19,7 +19,7 @@ from megatron_ext.losses import (
     TeacherTargets,
 )
 from megatron_ext.ops.divergence import Divergence
-from megatron_ext.ops.implementation import Implementation
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.projected_kl import projected_kl_reference
 from megatron_ext.projection import SparseProjection
 from tests.losses.microbatch import Microbatch, projection_shard

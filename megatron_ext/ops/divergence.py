@@ -199,3 +199,19 @@ def check_divergence(
             expected="above 0 and below 1",
             fix="take direction forward or reverse for a KL in one direction",
         )
+
+
+def divergence_reference(
+    p: torch.Tensor, q: torch.Tensor, *, direction: str = "forward", mixture: float = 0.5
+) -> torch.Tensor:
+    """D(P || Q) [...] of probabilities [..., V]; differentiable by autograd."""
+
+    def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (torch.xlogy(a, a) - torch.xlogy(a, b)).sum(dim=-1)
+
+    if direction == "forward":
+        return kl(p, q)
+    if direction == "reverse":
+        return kl(q, p)
+    mix = mixture * p + (1 - mixture) * q
+    return mixture * kl(p, mix) + (1 - mixture) * kl(q, mix)

@@ -129,3 +129,16 @@ def _is_selected(column: torch.Tensor, here: torch.Tensor, like: torch.Tensor) -
     """bool [T', Vp]: columns that are selected on this rank."""
     hits = torch.zeros_like(like, dtype=torch.int32)
     return hits.scatter_add_(-1, column, here.to(torch.int32)) > 0
+
+
+def selected_log_prob_reference(
+    logits: torch.Tensor, token_id: torch.Tensor, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """[T, K + 1] of logits [T, V] and ids [T, K], a negative id being no token."""
+    probs = torch.softmax(logits / temperature, dim=-1)
+    is_selected = torch.zeros_like(probs, dtype=torch.bool)
+    for row, ids in enumerate(token_id):
+        is_selected[row, ids[ids >= 0]] = True
+    picked = probs.gather(-1, token_id.clamp(min=0))
+    rest = torch.where(is_selected, 0.0, probs).sum(dim=-1, keepdim=True)
+    return torch.cat([torch.where(token_id >= 0, picked, 0.0), rest], dim=-1).log()

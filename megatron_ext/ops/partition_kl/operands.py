@@ -1,0 +1,151 @@
+"""What a partition KL is called with, and what it says.
+
+T rows, Vp local columns, C chunks of one token a side, H chains of S steps and E completions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
+from megatron_ext.ops.divergence import DivergenceOptions
+from megatron_ext.ops.partition_kl.shared_columns import SharedColumns
+
+
+class SingleRows(NamedTuple):
+    """Rows that predict the chunks of one token a side. C chunks."""
+
+    student: torch.Tensor
+    """int64 [C], each once."""
+
+    teacher: torch.Tensor
+    """int64 [C]"""
+
+
+class ChainRows(NamedTuple):
+    """One model's rows of all chains: an observed prefix, step by step, and a last prediction.
+
+    No row comes twice.
+    """
+
+    step_row: torch.Tensor
+    """int64 [S]: row of the logits that predicts a token of an observed prefix."""
+
+    step_label: torch.Tensor
+    """int64 [S]: that token."""
+
+    step_chain: torch.Tensor
+    """int64 [S]: the chain it belongs to."""
+
+    step_place: torch.Tensor
+    """int64 [S]: how many tokens of its chain come before it."""
+
+    last_row: torch.Tensor
+    """int64 [H]: row that predicts the token behind the prefix."""
+
+    completion: torch.Tensor
+    """int64 [E]: tokens that may stand there, each once in a chain; negative for none."""
+
+
+class Chains(NamedTuple):
+    """Both models' rows of the same chunks; completion ``e`` is the same text on both sides."""
+
+    student: ChainRows
+    teacher: ChainRows
+
+    completion_chain: torch.Tensor
+    """int64 [E] ascending: the chain of each completion."""
+
+    completion_pointers: tuple[int, ...]
+    """[H + 1] where the completions of each chain start, on the host."""
+
+    longest: int
+    """Most steps of a chain on either side, on the host."""
+
+    @property
+    def chain_count(self) -> int:
+        """H."""
+        return len(self.completion_pointers) - 1
+
+
+class PartitionPlan(NamedTuple):
+    """What is compared in one call, and how."""
+
+    singles: SingleRows
+    """Rows of chunks of one token a side."""
+
+    shared: SharedColumns
+    """The tokens over which these are compared."""
+
+    chains: Chains
+    """Rows and completions of the other chunks. No student row is in two chunks."""
+
+    counted: torch.Tensor
+    """bool [H]: chains to look at; the others have a divergence of 0."""
+
+    student_shard: VocabShard
+    teacher_shard: VocabShard
+    options: DivergenceOptions = DivergenceOptions()
+
+
+class TokenTerm(NamedTuple):
+    """Cross-entropy of the student's labels at temperature 1, and its gradient's weights."""
+
+    label: torch.Tensor
+    """int64 [T] over all shards, negative for none."""
+
+    column: torch.Tensor
+    """int64 [T]: this rank's column of the label, -1 where it has none."""
+
+    weight: torch.Tensor
+    """fp32 [T], 0 where there is no label. A row at 0 gets no gradient, whatever it holds."""
+
+    whole: LogSumExp
+    """[T] over all columns."""
+
+    def gradient(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Of this rank's columns ``logits`` [T', Vp] of ``rows``, -inf in padding; overwrites them.
+
+        The whole row is finite where its weight is 0.
+        """
+        grad = LogSumExp(self.whole.peak[rows], self.whole.log_sum[rows]).normalise_(
+            logits, slice(None)
+        )
+        weight = self.weight[rows].to(grad.dtype)[:, None]
+        grad.exp_().mul_(weight).masked_fill_(weight == 0, 0.0)
+        column = self.column[rows, None]
+        return grad.scatter_add_(-1, column.clamp(min=0), weight.neg().masked_fill(column < 0, 0.0))
+
+
+class EventComparison(NamedTuple):
+    """One number a chunk, replicated over the group; only ``divergence`` can have a graph."""
+
+    divergence: torch.Tensor
+    """D, in nats, without tau^2."""
+
+    student_rest: torch.Tensor
+    """Probability of the rest, at the temperature."""
+
+    teacher_rest: torch.Tensor
+
+    agreement: torch.Tensor
+    """bool: both models have the same most probable event."""
+
+
+class PartitionValues(NamedTuple):
+    """Without a graph, replicated over the group. C singles, H chains, T student rows."""
+
+    singles: EventComparison
+    """[C]"""
+
+    chains: EventComparison
+    """[H]"""
+
+    token_loss: torch.Tensor | None
+    """[T] cross-entropy of each label, 0 where there is none; None without labels."""
+
+    def divergences(self) -> torch.Tensor:
+        """[C + H]"""
+        return torch.cat([self.singles.divergence, self.chains.divergence])

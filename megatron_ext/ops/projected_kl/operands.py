@@ -1,0 +1,141 @@
+"""What a projected KL is called with, and what it says.
+
+T rows, C chunks, N entries, Vps Vpt local columns, Vt the teacher's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatron_ext.ops.divergence import DivergenceOptions
+from megatron_ext.ops.projected_kl.column_plan import ColumnPlan
+
+
+class ProjectedKL(NamedTuple):
+    """What is known of each chunk [C], replicated over the group."""
+
+    chunk_loss: torch.Tensor
+    """tau^2 D_c; the only one with a graph, if any."""
+
+    teacher_entropy: torch.Tensor
+    """Entropy of P_c in nats; 0 without diagnostics."""
+
+    top1_agreement: torch.Tensor
+    """bool: Q_c and P_c have the same largest column; False without diagnostics."""
+
+    offsupport_mass: torch.Tensor
+    """Teacher mass on columns the projection cannot reach, summed over the chunk's rows."""
+
+    teacher_rows: torch.Tensor
+    """int64: teacher rows in the chunk."""
+
+    rest_mass: torch.Tensor
+    """Mass of P_c outside the top ``vocab_topk`` columns; 0 without the option."""
+
+    token_loss: torch.Tensor | None = None
+    """[Ts] cross-entropy of each label, 0 where there is none; None without the term."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectedKLOptions(DivergenceOptions):
+    """How P_c and Q_c are compared."""
+
+    vocab_topk: int | None = None
+    """Compare on so many columns a chunk, those of the largest teacher mass, and on the rest as
+    one; of equals at the end all are kept. None: on every column."""
+
+    diagnostics: bool = True
+    """Whether to say ``teacher_entropy`` and ``top1_agreement``."""
+
+
+class WeightedLabels(NamedTuple):
+    """The term ``sum_i weight_i CE_i``, at temperature 1, of the student's labels."""
+
+    label: torch.Tensor
+    """int64 [Ts] over all shards; a negative one has no loss. One beyond the vocabulary gives NaN,
+    since to raise the host would have to wait for the device."""
+
+    weight: torch.Tensor
+    """fp32 [Ts]. A row at 0 gets no gradient, whatever it holds."""
+
+
+class ShardedProjection(NamedTuple):
+    """This rank's rows of W, and which of its teacher columns they reach."""
+
+    weight: torch.Tensor
+    """CSR [Vps, Vt], this rank's rows of the projection and all its columns."""
+
+    weight_transposed: torch.Tensor
+    """CSR [Vt, Vps], the same entries."""
+
+    row_mass: torch.Tensor
+    """[Vps], sum of each row of ``weight``."""
+
+    reachable: torch.Tensor
+    """bool [Vpt], this rank's teacher columns with an entry in any rank's ``weight``."""
+
+    plan: ColumnPlan | None = None
+    """How kernels walk the entries; None: there are none to walk them."""
+
+    @property
+    def has_unit_rows(self) -> bool:
+        """Whether every row on every rank is known to sum to 1 or 0."""
+        return self.plan is not None and self.plan.has_unit_rows
+
+
+class LearnedEntries(NamedTuple):
+    """Some entries of this rank's rows; ``value`` is where their gradient goes."""
+
+    value: torch.Tensor
+    """[N] with a graph; the same numbers as in ``weight``."""
+
+    row: torch.Tensor
+    """int64 [N] student column of this rank."""
+
+    column: torch.Tensor
+    """int64 [N] teacher column, over all shards."""
+
+
+def entry_gradient(
+    means: torch.Tensor,
+    slope: torch.Tensor,
+    scale: torch.Tensor,
+    row: torch.Tensor,
+    column: torch.Tensor,
+) -> torch.Tensor:
+    """``sum_c scale_c * means_c[row] * slope_c[column]`` (README, equation 11): [N].
+
+    Args:
+        means: [C, Vps] the student's chunk means.
+        slope: [C, Vt] dD_c/dQ~_c of every teacher column.
+        scale: [C]; a chunk at 0 is not looked at, NaN included.
+    """
+    weight = scale[:, None]
+    terms = means[:, row].mul_(slope[:, column]).mul_(weight)
+    return terms.masked_fill_(weight == 0, 0.0).sum(dim=0)
+
+
+class ProjectedValues(NamedTuple):
+    """[C] each, over all shards."""
+
+    value: torch.Tensor
+    """D_c."""
+
+    entropy: torch.Tensor
+    agreement: torch.Tensor
+    rest_mass: torch.Tensor
+
+
+class RequestedOutputs(NamedTuple):
+    """Where gradients go."""
+
+    gradient: torch.Tensor | None
+    grad_scale: torch.Tensor
+    """[C] fp32 or fp64."""
+
+    cross_entropy: WeightedLabels | None
+    learned: LearnedEntries | None
+    entry_gradient: torch.Tensor | None

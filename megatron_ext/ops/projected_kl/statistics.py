@@ -1,0 +1,223 @@
+"""Statistics of both models' rows, and the numbers of chunks and labels that come from them.
+
+T rows, C chunks, Vps Vpt local columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from megatron_ext.distributed.shard_collectives import all_reduce_sum, gather_columns
+from megatron_ext.distributed.vocab_parallel import (
+    LogSumExp,
+    VocabShard,
+    merge_log_sum_exp,
+    row_slices,
+    scaled_logits,
+)
+from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
+from megatron_ext.ops.launch import Implementation
+from megatron_ext.ops.projected_kl.operands import ShardedProjection, WeightedLabels
+from megatron_ext.ops.softmax_statistics import row_statistics
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class CarriedRows(NamedTuple):
+    """Normalisers of the columns that W carries over; README, equation 14."""
+
+    lse: LogSumExp
+    """[T] the row's own, but in chunks that are scaled up."""
+
+    is_scaled: torch.Tensor
+    """bool [C]: no row has more than a unit of rounding of its mass on mapped columns."""
+
+    is_empty: torch.Tensor
+    """bool [C]: no row has any mass there, every mapped column being masked."""
+
+
+def carried_rows(own: LogSumExp, inside: LogSumExp, rows: ChunkRows) -> CarriedRows:
+    """From the rows' sums over all columns and over the mapped ones, [T]. No collectives."""
+    share = log_ratio(inside, own)
+    largest = share.new_full((rows.chunk_count + 1,), -torch.inf)
+    largest.scatter_reduce_(0, rows.slots, share, "amax")
+    is_scaled = (largest > -torch.inf) & (largest.exp() < torch.finfo(share.dtype).eps)
+    # Rows of no chunk are not read; a row without mapped mass has nothing to scale.
+    is_scaled[-1] = False
+    scaled = is_scaled[rows.slots] & (share > -torch.inf)
+    below = (share - largest[rows.slots]).masked_fill(~scaled, 0.0)
+    lse = LogSumExp(
+        torch.where(scaled, inside.peak, own.peak),
+        torch.where(scaled, inside.log_sum - below, own.log_sum),
+    )
+    return CarriedRows(lse, is_scaled[:-1], largest[:-1] == -torch.inf)
+
+
+def log_ratio(part: LogSumExp, whole: LogSumExp) -> torch.Tensor:
+    """Logarithm of the share of ``part`` in ``whole``, [T]."""
+    return (part.peak - whole.peak).add_(part.log_sum).sub_(whole.log_sum)
+
+
+class ChunkStatistics(NamedTuple):
+    """In fp32 (fp64 for fp64 logits), the same on every rank."""
+
+    student: LogSumExp
+    """[Ts] of ``z / tau`` over all columns."""
+
+    carried: CarriedRows
+    """How the columns that W carries over are read."""
+
+    mapped: torch.Tensor
+    """[Ts] ``sum_s q_i[s] row_mass[s]`` as they are read: what of the row W carries over."""
+
+    teacher: LogSumExp
+    """[Tt] of ``y / tau`` over the reachable columns."""
+
+    left_out: torch.Tensor
+    """[Tt] teacher's mass on the others."""
+
+    untempered: LogSumExp | None
+    """[Ts] of ``z``; ``student`` where tau is 1, None unless asked for."""
+
+
+def chunk_statistics(
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
+    projection: ShardedProjection,
+    *,
+    temperature: float,
+    untempered: bool,
+    implementation: Implementation,
+) -> ChunkStatistics:
+    """Read both models' logits once. No graph.
+
+    Two all-reduces of [2 Ts + 2 Tt], and of Ts more for ``untempered`` at another temperature. One
+    all-reduce of [Ts] and another read of the student unless ``projection.has_unit_rows``.
+    """
+    by = implementation
+    sides = [
+        row_statistics(
+            side.logits,
+            side.shard,
+            temperature=temperature,
+            members=members,
+            with_column=False,
+            implementation=by,
+        )
+        for side, members in ((student, projection.row_mass > 0), (teacher, projection.reachable))
+    ]
+    peaks, totals = ([part for x in sides for part in x[index]] for index in (0, 1))
+    if untempered and temperature != 1.0:
+        plain = row_statistics(student.logits, student.shard, with_column=False, implementation=by)
+        peaks.append(plain.peak[0])
+        totals.append(plain.total[0])
+    merged = merge_log_sum_exp(torch.cat(peaks), torch.cat(totals), student.shard.group)
+    rows = [len(peak) for peak in peaks]
+    parts = [LogSumExp(*pair) for pair in zip(*(x.split(rows) for x in merged), strict=True)]
+    own, inside, whole, reached = parts[:4]
+    carried = carried_rows(own, inside, student.rows)
+    if projection.has_unit_rows:
+        mapped = log_ratio(inside, carried.lse).exp_()
+    else:
+        mapped = _mapped_mass(student, carried.lse, projection, temperature)
+    left_out = -torch.expm1(log_ratio(reached, whole))
+    plain_rows = (parts[4:] or [own])[0] if untempered else None
+    return ChunkStatistics(own, carried, mapped, reached, left_out, plain_rows)
+
+
+def _mapped_mass(
+    student: ChunkedLogits, lse: LogSumExp, projection: ShardedProjection, temperature: float
+) -> torch.Tensor:
+    """``sum_s q_i[s] row_mass[s]`` of rows of any sum, [Ts]. One all-reduce."""
+    logits, shard = student.logits, student.shard
+    row_mass = projection.row_mass.to(lse.peak.dtype)
+    excluded = shard.excluded_columns(logits.device, row_mass > 0)
+    out = torch.empty_like(lse.peak)
+    for rows in row_slices(*logits.shape, device=logits.device):
+        scaled = scaled_logits(logits[rows], temperature, excluded)
+        out[rows] = lse.normalise_(scaled, rows).exp_() @ row_mass
+    return all_reduce_sum(out, shard.group)
+
+
+def label_columns(label: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """int64 [T]: this rank's column of each label, -1 where another rank has it or none."""
+    column = label - shard.start
+    return column.masked_fill((column < 0) | (column >= shard.valid_width), -1)
+
+
+def token_losses(
+    logits: torch.Tensor,
+    column: torch.Tensor,
+    label: torch.Tensor,
+    lse: LogSumExp,
+    shard: VocabShard,
+) -> torch.Tensor:
+    """``lse - z[label]`` [T]; 0 for negative labels, NaN for those beyond the vocabulary.
+
+    One all-reduce of [T].
+    """
+    picked = logits.detach().gather(-1, column.clamp(min=0)[:, None])[:, 0].to(lse.peak.dtype)
+    picked = all_reduce_sum(picked.masked_fill_(column < 0, 0.0), shard.group)
+    loss = (lse.peak - picked).add_(lse.log_sum)
+    return loss.masked_fill_(label >= shard.vocab_size, torch.nan).masked_fill_(label < 0, 0.0)
+
+
+def add_label_gradient_(
+    out: torch.Tensor,
+    logits: torch.Tensor,
+    lse: LogSumExp,
+    column: torch.Tensor,
+    term: WeightedLabels,
+    rows: torch.Tensor,
+    excluded: torch.Tensor | None,
+) -> None:
+    """Add ``weight_i (softmax(z_i) - onehot(label_i))`` to ``out`` in place.
+
+    Args:
+        out: [T', Vp] in the accumulation dtype.
+        logits: [T', Vp] of ``rows``.
+        lse: [T] at temperature 1.
+        column: int64 [T] from ``label_columns``.
+        rows: int64 [T'].
+    """
+    weight = term.weight[rows].to(out.dtype).masked_fill(term.label[rows] < 0, 0.0)[:, None]
+    scaled = scaled_logits(logits, 1.0, excluded)
+    scaled.sub_(lse.peak[rows, None]).sub_(lse.log_sum[rows, None])
+    out.add_(scaled.exp_().mul_(weight).masked_fill_(weight == 0, 0.0))
+    place = column[rows, None]
+    out.scatter_add_(-1, place.clamp(min=0), weight.neg().masked_fill(place < 0, 0.0))
+
+
+def kept_threshold(
+    p: torch.Tensor, vocab_topk: int, vocab_size: int, group: ProcessGroup | None
+) -> torch.Tensor | None:
+    """The ``vocab_topk``-th largest probability of each chunk [C], over all shards.
+
+    None where that is every column. Columns below it make up the rest; of equals all are kept, so
+    that which ones are does not depend on the layout. One all-gather of [C, vocab_topk].
+    """
+    if vocab_topk >= vocab_size:
+        return None
+    local = p.topk(min(vocab_topk, p.shape[-1]), dim=-1).values
+    everywhere = gather_columns(local, group)
+    return everywhere.topk(min(vocab_topk, everywhere.shape[-1]), dim=-1).values[:, -1]
+
+
+def pool_rest(
+    p: torch.Tensor, projected: torch.Tensor, rest: torch.Tensor, group: ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``p`` and ``projected`` with the pooled masses in every column of ``rest``, and these [2, C].
+
+    The masses are sums of what is pooled, not one minus what is kept: a small rest stays exact.
+    One all-reduce of [2, C].
+    """
+    sides = (p, projected)
+    local = torch.stack([torch.where(rest, side, 0.0).sum(dim=-1) for side in sides])
+    pooled = all_reduce_sum(local, group)
+    p, projected = (
+        torch.where(rest, mass[:, None], side) for mass, side in zip(pooled, sides, strict=True)
+    )
+    return p, projected, pooled
