@@ -45,6 +45,17 @@ class ChunkRows(NamedTuple):
         """C"""
         return len(self.offsets) - 1
 
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums [C] of ``values`` [T] over the rows of each chunk, 0 where there is none."""
+        # In the order of rows: index_add_ on a GPU would add in another order each time.
+        return torch.segment_reduce(
+            values[self.order.long()], "sum", offsets=self.offsets.long(), initial=0, unsafe=True
+        )
+
+    def means(self, values: torch.Tensor) -> torch.Tensor:
+        """Means [C] of ``values`` [T] over the rows of each chunk, 0 where there is none."""
+        return self.sums(values) / self.sizes().clamp(min=1)
+
     def sizes(self) -> torch.Tensor:
         """int32 [C]: rows of each chunk."""
         return self.offsets.diff()

@@ -6,6 +6,9 @@ import triton.language as tl
 LOG_TINY: tl.constexpr = tl.constexpr(-87.33654475055310898657)
 """Logarithm of the smallest normal number of fp32."""
 
+FLOOR: tl.constexpr = tl.constexpr(1024 * 1.1754943508222875e-38)
+"""``probability_floor`` of fp32."""
+
 
 @triton.jit
 def scaled(logits, temperature, HAS_TEMPERATURE: tl.constexpr):
@@ -69,4 +72,24 @@ def divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION: tl.constex
     else:
         slope = q * log_q * (1.0 - mixture)
         value = mixture * p * log_p + slope
+    return value, slope
+
+
+@triton.jit
+def projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION: tl.constexpr):
+    """Terms of D and ``dD/dQ``, columns taken as free, as ``ops/divergence`` has them."""
+    log_q = log_projected - tl.log(mass)
+    if DIRECTION == "forward":
+        value = p * (log_p - log_q)
+        slope = -(p / tl.where(projected < FLOOR, FLOOR, projected)) * mass
+    else:
+        q = projected / mass
+        if DIRECTION == "reverse":
+            slope = log_q - log_p
+            value = q * slope
+        else:
+            mixed = mixture * p + (1 - mixture) * q
+            log_mix = tl.log(tl.where(mixed < FLOOR, FLOOR, mixed))
+            slope = (log_q - log_mix) * (1 - mixture)
+            value = mixture * p * (log_p - log_mix) + q * slope
     return value, slope

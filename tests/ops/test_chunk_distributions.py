@@ -66,7 +66,7 @@ def test_the_mass_of_members_is_their_probability() -> None:
     for model, chosen, truth in zip(
         models_of(case, (members[0], members[1])), members, means_of(case), strict=True
     ):
-        mass = model.mean_over_rows(model.member_mass)
+        mass = model.rows.means(model.member_mass)
         inside = truth[:, chosen[: truth.shape[1]]].sum(dim=-1)
         torch.testing.assert_close(mass.double(), inside, rtol=1e-5, atol=1e-7)
 
@@ -75,7 +75,7 @@ def test_rows_of_no_chunk_do_not_reach_a_mean_over_rows() -> None:
     case = ChunkPair.random((20, 10), sizes=((2, 1), (0, 1), (3, 1)))
     model, _ = models_of(case)
     values = torch.where(case.chunk_ids[0] < 0, torch.nan, 1.0)
-    assert model.mean_over_rows(values).tolist() == [1.0, 0.0, 1.0]
+    assert model.rows.means(values).tolist() == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.usefixtures("nan_filled")

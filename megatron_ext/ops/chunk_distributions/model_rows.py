@@ -48,18 +48,6 @@ class ModelRows(NamedTuple):
         scaled = scaled_logits(self.logits[row], self.temperature, excluded)
         return scaled.sub_(self.lse.peak[row, None]).sub_(self.lse.log_sum[row, None]).exp_()
 
-    def mean_over_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean of ``values`` [T] over the rows of each chunk [C], 0 where there is none."""
-        # In the order of rows: index_add_ on a GPU would add in another order each time.
-        sums = torch.segment_reduce(
-            values[self.rows.order.long()],
-            "sum",
-            offsets=self.rows.offsets.long(),
-            initial=0,
-            unsafe=True,
-        )
-        return sums / self.rows.sizes().clamp(min=1)
-
 
 def pair_of_models(
     student: ChunkedLogits,

@@ -103,7 +103,7 @@ def _rest(
     student: ModelRows, teacher: ModelRows, matching: Matching, options: MatchedOptions
 ) -> RestMasses:
     models = (student, teacher)
-    mass = [model.mean_over_rows(model.member_mass) for model in models]
+    mass = [model.rows.means(model.member_mass) for model in models]
     if matching.with_rest:
         one = torch.ones_like(mass[0])
         value, slope = divergence_slope(mass[1], mass[0], options)

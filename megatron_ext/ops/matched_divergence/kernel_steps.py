@@ -249,5 +249,5 @@ def _centre(
         slope = task.rest.slope[slot]
         return torch.zeros_like(used), row_slope + model.member_mass * slope + chosen
     # Not over its square, which can underflow.
-    shift = model.mean_over_rows(row_slope) / used / used
+    shift = model.rows.means(row_slope) / used / used
     return shift, row_slope / used[slot] - shift[slot] * model.member_mass + chosen

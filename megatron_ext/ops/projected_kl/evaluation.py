@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.launch import Implementation, check_implementation, uses_triton
 from megatron_ext.ops.projected_kl.kernel_evaluation import KernelEvaluation, sum_over_rows
 from megatron_ext.ops.projected_kl.operands import (
@@ -85,7 +85,7 @@ def evaluate_projected_kl(
     compared = (student.rows.sizes() > 0) & (teacher.rows.sizes() > 0)
     # A teacher that masks all that the projection reaches says nothing about it.
     says_nothing = (statistics.teacher.log_sum == -torch.inf) & (statistics.left_out == 1)
-    compared &= _by_chunk(says_nothing.to(statistics.left_out.dtype), teacher.rows) == 0
+    compared &= teacher.rows.sums(says_nothing.to(statistics.left_out.dtype)) == 0
     # Nor does a student that masks all that it maps.
     compared &= ~statistics.carried.is_empty
     weights = statistics.mapped.new_ones(len(compared)) if grad_scale is None else grad_scale
@@ -98,11 +98,13 @@ def evaluate_projected_kl(
     )
     by = KernelEvaluation if by_kernels else TorchEvaluation
     values = by(student, teacher, projection, statistics, options, requested).run()
+    left_out, rows = statistics.left_out, teacher.rows
+    offsupport_mass = sum_over_rows(left_out, rows) if by_kernels else rows.sums(left_out)
     return ProjectedKL(
         torch.where(compared, options.temperature**2 * values.value, 0.0),
         torch.where(compared, values.entropy, 0.0),
         values.agreement & compared,
-        (sum_over_rows if by_kernels else _by_chunk)(statistics.left_out, teacher.rows),
+        offsupport_mass,
         teacher.rows.sizes().long(),
         values.rest_mass,
         token_loss,
@@ -133,8 +135,3 @@ def _runs_kernels(
             )
         return False
     return uses_triton(implementation, *logits)
-
-
-def _by_chunk(values: torch.Tensor, rows: ChunkRows) -> torch.Tensor:
-    """Sums [C] of ``values`` [T]."""
-    return values.new_zeros(rows.chunk_count + 1).index_add_(0, rows.slots, values)[:-1]

@@ -287,7 +287,5 @@ class TorchEvaluation:
 
 def mean_mapped_mass(statistics: ChunkStatistics, rows: ChunkRows) -> torch.Tensor:
     """M_c [C]: the mean over a chunk's rows of what W carries over, at least the floor."""
-    mapped = statistics.mapped
-    total = mapped.new_zeros(rows.chunk_count + 1).index_add_(0, rows.slots, mapped)[:-1]
-    mean = total / rows.sizes().clamp(min=1)
-    return mean.clamp_(min=probability_floor(mapped))
+    mean = rows.means(statistics.mapped)
+    return mean.clamp_(min=probability_floor(mean))

@@ -1,4 +1,4 @@
-"""Projected KL by kernels: sums over columns of several entries, their slopes, and the sweep.
+"""Projected KL by kernels: sums over columns of several entries, their slopes, and direct pairs.
 
 Rows of chunk c of a side are ``order[offsets[c]:offsets[c + 1]]``. Tiles hold chunks from
 ``first_chunk`` on; scratch is indexed by the chunk within the tile. Programs of one chunk are next
@@ -10,10 +10,7 @@ import math
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import row_values, scaled
-
-FLOOR = tl.constexpr(1024 * 1.1754943508222875e-38)
-"""``probability_floor`` of fp32."""
+from megatron_ext.ops.triton_math import FLOOR, projected_terms, row_values, scaled
 
 LOG_FLOOR = tl.constexpr(math.log(1024 * 1.1754943508222875e-38))
 
@@ -82,26 +79,6 @@ def chunk_mean(
     # A comparison that NaN fails keeps NaN.
     log_mean = tl.where(log_mean < LOG_FLOOR, LOG_FLOOR, log_mean)
     return mean, log_mean
-
-
-@triton.jit
-def comparison(p, log_p, projected, log_projected, mass, mixture, DIRECTION: tl.constexpr):
-    """Terms of D and ``dD/dQ``, columns taken as free (equations 5, 7 and 8)."""
-    log_q = log_projected - tl.log(mass)
-    if DIRECTION == "forward":
-        value = p * (log_p - log_q)
-        slope = -(p / tl.where(projected < FLOOR, FLOOR, projected)) * mass
-    else:
-        q = projected / mass
-        if DIRECTION == "reverse":
-            slope = log_q - log_p
-            value = q * slope
-        else:
-            mixed = mixture * p + (1 - mixture) * q
-            log_mix = tl.log(tl.where(mixed < FLOOR, FLOOR, mixed))
-            slope = (log_q - log_mix) * (1 - mixture)
-            value = mixture * p * (log_p - log_mix) + q * slope
-    return value, slope
 
 
 @triton.jit
@@ -434,7 +411,7 @@ def slopes_kernel(
         log_p = tl.where(crosses, tl.log(tl.where(p < FLOOR, FLOOR, p)), log_p)
     log_projected = tl.log(tl.where(projected < FLOOR, FLOOR, projected))
     mass = tl.load(mass_ptr + first_chunk + chunk)
-    value, slope = comparison(p, log_p, projected, log_projected, mass, mixture, DIRECTION)
+    value, slope = projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION)
     tl.store(place, slope, mask=exists)
     store_partials(
         partial_ptr,
@@ -610,7 +587,7 @@ def sweep_kernel(
             BLOCK,
         )
         mass = tl.load(mass_ptr + first_chunk + chunk)
-        value, slope = comparison(p, log_p, q, log_q, mass, mixture, DIRECTION)
+        value, slope = projected_terms(p, log_p, q, log_q, mass, mixture, DIRECTION)
         if PASS == "values":
             store_partials(
                 partial_ptr,
