@@ -110,10 +110,13 @@ def test_shards_keep_what_one_rank_does() -> None:
     torch.testing.assert_close(merged.log_sum, truth.normaliser.log_sum)
 
 
-def test_packed_numbers_come_back_bit_for_bit() -> None:
+def test_keys_order_as_the_numbers_do_and_come_back_bit_for_bit() -> None:
     values = torch.tensor([-math.inf, -3e38, -1.5, -1e-45, 0.0, 1e-45, 2.0, math.inf])
     columns = torch.tensor([0, 5, 2**31, 2**32 - 1, 7, 1, 3, 4])
     keys = sort_keys(values, columns)
+    assert (keys.diff() > 0).all()
+    equal = sort_keys(torch.tensor([-0.0, 0.0, 0.0]), torch.tensor([7, 5, 2**31]))
+    assert equal.argsort().tolist() == [2, 0, 1]
     assert torch.equal(key_values(keys), values)
     assert torch.equal(key_columns(keys), columns)
     for first, second in ((values, values.flip(0)), (values, torch.full_like(values, torch.nan))):
