@@ -35,15 +35,14 @@ from megatron_ext.conversation.rendering.filters import (
 )
 from megatron_ext.conversation.rendering.jinja_compiler import ProvenanceCompiler
 from megatron_ext.conversation.rendering.provenance import TEMPLATE
+from megatron_ext.conversation.rendering.template_attributes import MAPPING, is_allowed
 from megatron_ext.conversation.rendering.template_clock import template_time
 from megatron_ext.conversation.rendering.template_limits import (
     CALL_STEPS,
-    MAPPING,
     NESTING,
     SOURCE_LENGTH,
     SOURCE_NODES,
     enter_call,
-    is_allowed,
     leave_call,
     spend,
     spend_on,
