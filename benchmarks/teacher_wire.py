@@ -2,10 +2,9 @@
 
     python -m benchmarks.teacher_wire --output benchmarks/results/teacher_wire.json
 
-5,120 bytes a token (2,560 wide in bf16), a global batch of 4 microbatches of 4 rows of 2,048 tokens
-asked ahead of the one that is read. The teacher computes nothing: it gives the same tensor again.
-Memory is kept as in runs on a CPU. Each number is of a few seconds; of the processor, what the
-student's process took.
+Answers of 1 to 64 MiB, 4,096 bytes a token (2,048 wide in bf16), each asked ahead of the one that
+is read. The teacher computes nothing: it gives the same tensor again. Memory is kept as in runs on
+a CPU. Each number is of a few seconds; of the processor, what both processes took for each GB.
 """
 
 from __future__ import annotations
@@ -16,55 +15,66 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
+import psutil
 import torch
 
 from benchmarks.alignment import machine
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers import TokenInputs
-from megatron_ext.teachers.serving import ReplicaRanks, TeacherListener, TeacherServer, connect
 from megatron_ext.teachers.serving.channels import offers
+from megatron_ext.teachers.serving.connection import Connection
+from megatron_ext.teachers.serving.listener import TeacherListener
+from megatron_ext.teachers.serving.remote_server import RemoteServer
+from megatron_ext.teachers.serving.replica_ranks import ReplicaRanks
+from megatron_ext.teachers.serving.teacher_server import TeacherServer
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.teachers.token_rows import TokenRows
 from megatron_ext.training import cpu_megatron
 
-WIDTH, VOCAB, ROWS, LENGTH, MICROBATCHES = 2_560, 100, 4, 2_048, 4
-SECONDS: Final = 4.0
-REPEATS: Final = 3
+WIDTH, VOCAB = 2_048, 100
+TOKENS_PER_MIB: Final = (1 << 20) // (2 * WIDTH)
+MIB: Final = (1, 4, 16, 64)
+SECONDS: Final = 2.0
 FORM = TargetForm.of("hidden", precision="bf16", top_k=0, hidden_size=WIDTH, vocab_size=VOCAB)
-KEY = b"benchmark"
-TIMEOUT = timedelta(seconds=60)
+TOKEN = "benchmark"
+TIMEOUT_S: Final = 60.0
 
 
 class SameTeacher:
-    """Gives one tensor for whatever it is asked."""
+    """Gives one tensor, or the first rows of it, for whatever it is asked."""
 
     def __init__(self) -> None:
-        self.hidden = torch.randn(ROWS, LENGTH, WIDTH).bfloat16()
+        self.hidden = torch.randn(1, MIB[-1] * TOKENS_PER_MIB, WIDTH).bfloat16()
         self.shard = VocabShard(start=0, stop=VOCAB, vocab_size=VOCAB)
 
     def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
         """See ``Teacher``."""
         head = self.hidden[0, :VOCAB]
         return [
-            TeacherTargets(kind="hidden", shard=self.shard, hidden=self.hidden, head_weight=head)
-            for _ in microbatches
+            TeacherTargets(
+                kind="hidden",
+                shard=self.shard,
+                hidden=self.hidden[:, : batch.tokens.shape[1]],
+                head_weight=head,
+            )
+            for batch in microbatches
         ]
 
 
-def serve(there: Connection, channel: str) -> None:
+def serve(there: Pipe, channel: str) -> None:
     """In a process of its own."""
     torch.set_num_threads(1)
     cpu_megatron.install()
-    own = {} if channel == offers.TCP else offers.CHANNELS
+    own = {} if channel == offers.FLIGHT else offers.CHANNELS
     with patch.dict(offers.CHANNELS, own, clear=True):
-        listener = TeacherListener("127.0.0.1:0", KEY)
+        listener = TeacherListener("127.0.0.1:0", TOKEN)
         there.send(listener.address)
         TeacherServer(
             SameTeacher(),
@@ -73,41 +83,54 @@ def serve(there: Connection, channel: str) -> None:
             head=None,
             identity={},
             ranks=ReplicaRanks(device=torch.device("cpu")),
-            timeout=TIMEOUT,
+            timeout=timedelta(seconds=TIMEOUT_S),
         ).serve(listener, until_client_leaves=True)
 
 
+def connected(address: str) -> Connection:
+    """To the server in the other process."""
+    server = RemoteServer(name="same", address=address, token=TOKEN, timeout_s=TIMEOUT_S)
+    return Connection(
+        server,
+        form=FORM,
+        identity={},
+        device=torch.device("cpu"),
+        deadline=time.monotonic() + TIMEOUT_S,
+    )
+
+
 def measure(channel: str) -> Iterator[dict[str, Any]]:
-    """Several times over one connection."""
+    """Answers of all sizes over one connection."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, channel))
     process.start()
-    ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    rows = [TokenRows(tokens=ids, position_ids=ids)] * MICROBATCHES
-    client = connect(
-        [here.recv()],
-        KEY,
-        name="same",
-        form=FORM,
-        identity={},
-        device=torch.device("cpu"),
-        timeout=TIMEOUT,
-    )
-    assert client.channels == [channel]
-    asked = [client.ask(rows), client.ask(rows)]
-    client.answer(asked.pop(0))
-    for _ in range(REPEATS):
-        started, busy, received = time.perf_counter(), time.process_time(), client.received_bytes
-        while (seconds := time.perf_counter() - started) < SECONDS:
+    client = connected(here.recv())
+    assert client.channel == channel
+    both = psutil.Process(), psutil.Process(process.pid)
+    for mib in MIB:
+        ids = torch.zeros(1, mib * TOKENS_PER_MIB, dtype=torch.int64)
+        rows = [TokenRows(tokens=ids, position_ids=ids)]
+        asked = [client.ask(rows), client.ask(rows)]
+        client.answer(asked.pop(0))
+        started, received = time.perf_counter(), client.received_bytes
+        busy = [sum(its.cpu_times()[:2]) for its in both]
+        while time.perf_counter() - started < SECONDS:
             asked.append(client.ask(rows))
             client.answer(asked.pop(0))
-        rate = (client.received_bytes - received) / seconds
+        seconds = time.perf_counter() - started
+        gigabytes = (client.received_bytes - received) / 1e9
+        student, teacher = (
+            (sum(its.cpu_times()[:2]) - before) / gigabytes
+            for its, before in zip(both, busy, strict=True)
+        )
+        client.answer(asked.pop(0))
         yield {
             "channel": channel,
-            "mb_per_s": rate / 1e6,
-            "tokens_per_s": rate / FORM.bytes_per_token,
-            "student_processor": (time.process_time() - busy) / seconds,
+            "mib": mib,
+            "mb_per_s": gigabytes * 1e3 / seconds,
+            "student_s_per_gb": student,
+            "teacher_s_per_gb": teacher,
         }
     client.close()
     process.join()
@@ -122,12 +145,13 @@ def main() -> None:
     torch.set_num_threads(1)
     cpu_megatron.install()
     rows = []
-    for channel in (offers.TCP, "shared_memory"):
+    for channel in (offers.FLIGHT, "shared_memory"):
         for row in measure(channel):
             rows.append(row)
             print(
-                f"{channel:>14} {row['mb_per_s']:>7,.0f} MB/s {row['tokens_per_s']:>9,.0f} tokens/s"
-                f" {row['student_processor']:>5.2f} of a core",
+                f"{channel:>14} {row['mib']:>3} MiB {row['mb_per_s']:>7,.0f} MB/s, processor for a"
+                f" GB: student {row['student_s_per_gb']:.2f} s, teacher"
+                f" {row['teacher_s_per_gb']:.2f} s",
                 flush=True,
             )
     if output is not None:

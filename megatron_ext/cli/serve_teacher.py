@@ -5,8 +5,9 @@
 The configuration is the run's, whose teacher has placement: server and serving.address. Its layout
 is serving.tensor_model_parallel_size and serving.pipeline_model_parallel_size; replicas beyond the
 first listen at the ports behind the given one. Students come and go. The environment variable
-MEGATRON_EXT_TEACHER_KEY is a key that a student must have as well; without it a server listens on
-its own machine alone.
+MEGATRON_EXT_TEACHER_KEY, or the file serving.token_file, has a secret that a student must have as
+well. Beyond its own machine a server needs that and TLS (--tls-cert, --tls-key); its students then
+have serving.root_certificate.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from pathlib import Path
 
 from megatron_ext.cli.named_teacher import named_teacher
 from megatron_ext.errors import ConfigError
@@ -30,6 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which of several teachers; the one there is when left out",
     )
     serving.add_argument("--address", metavar="HOST:PORT", help="where to listen")
+    serving.add_argument(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="PEM file of the server's certificate, with the chain behind it",
+    )
+    serving.add_argument(
+        "--tls-key", type=Path, metavar="FILE", help="PEM file of the certificate's private key"
+    )
     # Of a process that a student's rank starts: the end of a socket pair.
     serving.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     add_config_arguments(parser)
@@ -41,6 +52,14 @@ def run(arguments: argparse.Namespace) -> None:
     name = named_teacher(config, arguments.teacher, what_for="serve")
     if (arguments.address is None) == (arguments.parent_fd is None):
         raise ConfigError("a server needs an address to listen at", fix="pass --address HOST:PORT")
+    certificate, key = arguments.tls_cert, arguments.tls_key
+    if (certificate is None) != (key is None):
+        raise ConfigError(
+            "a certificate and its private key go together",
+            got="--tls-cert alone" if key is None else "--tls-key alone",
+            expected="both or none",
+            fix="pass both files",
+        )
     from megatron_ext.training.device import announce_device
 
     announce_device(require_gpu=config.training.require_gpu)
@@ -52,7 +71,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.parent_fd is not None:
         serve_parent(config, name, tokenizer, arguments.parent_fd)
         return
+    from megatron_ext.teachers.serving.listener import ServerTls
+
+    tls = ServerTls(certificate, key) if certificate is not None else None
     try:
-        serve_at(config, name, tokenizer, arguments.address)
+        serve_at(config, name, tokenizer, arguments.address, tls=tls)
     except KeyboardInterrupt:
         sys.stdout.write(f"teacher {name} is served no more\n")

@@ -44,6 +44,18 @@ class ServingConfig:
     address: tuple[str, ...] = ()
     """Where ``server`` listens, HOST:PORT; of a server with several replicas, each one's."""
 
+    root_certificate: str | None = None
+    """PEM file that the certificate of ``server`` is checked by: itself, or that of who signed it.
+    Without it connections are not encrypted."""
+
+    token_file: str | None = None
+    """File with the secret that ``server`` and its students share; when not given, it is the
+    environment variable MEGATRON_EXT_TEACHER_KEY."""
+
+    plain_connection: bool = False
+    """Let ``server`` and its students talk without TLS beyond one machine, over a network that is
+    trusted."""
+
     def __post_init__(self) -> None:
         for name in (
             "ranks",
@@ -70,6 +82,13 @@ class ServingConfig:
                 f"{self.tensor_model_parallel_size} x serving.pipeline_model_parallel_size "
                 f"{self.pipeline_model_parallel_size})",
             )
+        if self.root_certificate is not None and self.plain_connection:
+            raise ConfigError(
+                "a connection with TLS is not plain",
+                got=f"root_certificate {self.root_certificate} and plain_connection",
+                expected="one of them",
+                fix="remove the other",
+            )
         for address in self.address:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():
@@ -79,6 +98,12 @@ class ServingConfig:
     def replica_size(self) -> int:
         """Processes of one replica of the teacher."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach HOST:PORT."""
+    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def check_placement(
@@ -106,17 +131,30 @@ def check_placement(
             expected="a teacher on the student's devices",
             fix="remove offload",
         )
-    for name, given, needed in (
-        ("serving.ranks", serving.ranks is not None, placement == "own_ranks"),
-        ("serving.address", bool(serving.address), placement == "server"),
+    for name, given, its_placement, is_needed in (
+        ("ranks", serving.ranks is not None, "own_ranks", True),
+        ("address", bool(serving.address), "server", True),
+        ("root_certificate", serving.root_certificate is not None, "server", False),
+        ("token_file", serving.token_file is not None, "server", False),
+        ("plain_connection", serving.plain_connection, "server", False),
     ):
-        if given != needed:
+        is_there = placement == its_placement
+        if (given and not is_there) or (is_there and is_needed and not given):
             raise ConfigError(
-                f"{name} and placement do not go together",
-                got=f"placement {placement} {'with' if given else 'without'} {name}",
-                expected=f"{name} with placement "
-                + ("own_ranks" if name == "serving.ranks" else "server")
-                + ", and with no other",
+                f"serving.{name} and placement do not go together",
+                got=f"placement {placement} {'with' if given else 'without'} serving.{name}",
+                expected=f"serving.{name} with placement {its_placement}, and with no other",
+                fix="change one of them",
+            )
+    for address in serving.address:
+        is_safe = serving.root_certificate is not None or is_local(address)
+        if not (is_safe or serving.plain_connection):
+            raise ConfigError(
+                "a teacher's server on another machine needs TLS",
+                where=address,
+                got="no serving.root_certificate",
+                expected="the certificate that the server's is checked by",
+                fix="set it, or set serving.plain_connection where the network is trusted",
             )
     whole = {
         "a teacher process has the whole model": placement == "process",

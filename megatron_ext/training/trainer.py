@@ -18,6 +18,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LossWeighting, TeacherTargets
 from megatron_ext.teachers import Teacher
+from megatron_ext.teachers.serving.remote_teacher import leave, remote_teachers
 from megatron_ext.training import rank_phase
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.held_out import HeldOut
@@ -38,7 +39,6 @@ from megatron_ext.training.metrics import (
 from megatron_ext.training.metrics_writers import open_writers
 from megatron_ext.training.non_finite import DivergedError, NonFinitePolicy, finite_only
 from megatron_ext.training.saved_run import SavedRun
-from megatron_ext.training.serving.elsewhere_teacher import elsewhere, leave
 from megatron_ext.training.step_clock import StepClock, StepWatch
 from megatron_ext.training.student import Student
 from megatron_ext.training.teacher_cache.cached_teacher import CachedTeacher
@@ -97,7 +97,7 @@ class Trainer:
         reader = ReadAhead(
             self.batches,
             lambda microbatches: [self._on_host(rows) for rows in microbatches],
-            depth=max((its.prefetch for its in elsewhere(self.teachers).values()), default=0),
+            depth=max((its.prefetch for its in remote_teachers(self.teachers).values()), default=0),
             total=self.config.training.train_iters,
         )
         object.__setattr__(self, "reader", reader)
@@ -128,7 +128,7 @@ class Trainer:
             raise
         finally:
             self.batches.close()
-            leave(elsewhere(self.teachers), is_finished=is_finished)
+            leave(remote_teachers(self.teachers), is_finished=is_finished)
 
     def _train(self, saved: SavedRun) -> None:
         rank_phase.enter("loading")
@@ -153,7 +153,7 @@ class Trainer:
     ) -> None:
         training, held_out = self.config.training, self.data.held_out
         watch = StepWatch(self.clock, self.batches)
-        teacher_watch = TeacherWatch(elsewhere(self.teachers))
+        teacher_watch = TeacherWatch(remote_teachers(self.teachers))
         for iteration in range(done + 1, total + 1):
             started = time.perf_counter()
             teacher_watch.begin()
@@ -254,7 +254,7 @@ class Trainer:
         """
         reader = self.reader
         on_host = reader.take()
-        for name, teacher in elsewhere(self.teachers).items():
+        for name, teacher in remote_teachers(self.teachers).items():
             teacher.ask_ahead(
                 [
                     (iteration, [batch.teachers[name] for batch in batches])

@@ -16,11 +16,12 @@ from tests.training.tiny_run import student_run, write_corpus
     ("flags", "message"),
     [
         ((), "a server needs an address to listen at"),
+        (("--address", "here:1", "--tls-cert", "c"), "got --tls-cert alone; expected both or none"),
         (("--address", "here:1", "--teacher", "nobody"), "no such teacher; got nobody"),
         (("--address", "here:1"), "teacher.checkpoint"),
         (("--address", "here:1", "--teacher-placement", "server"), "without serving.address"),
     ],
-    ids=["address", "name", "checkpoint", "placement"],
+    ids=["address", "key", "name", "checkpoint", "placement"],
 )
 def test_what_cannot_be_served_is_said_in_one_line(
     flags: tuple[str, ...],

@@ -31,6 +31,16 @@ def teacher(serving: dict[str, Any] | None = None, **fields: Any) -> TeacherConf
         ({"placement": "process"}, {"address": ("a:1",)}, "got placement process with serving.add"),
         (
             {"placement": "process"},
+            {"token_file": "f"},
+            "got placement process with serving.token_file",
+        ),
+        (
+            {"placement": "server"},
+            {"address": ("node7:7000",)},
+            "node7:7000: a teacher's server on another machine needs TLS",
+        ),
+        (
+            {"placement": "process"},
             {"tensor_model_parallel_size": 2},
             "a teacher process has the whole model; got serving.tensor_model_parallel_size 2",
         ),

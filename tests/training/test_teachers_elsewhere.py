@@ -14,6 +14,7 @@ import yaml
 
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.metrics import read_metrics
+from tests.certificates import OPENSSL, make_certificate
 from tests.huggingface.tiny_models import save_model
 from tests.process_group import run_ranks
 from tests.training.elsewhere_runs import ITERATIONS, elsewhere_run, train_beside, write_config
@@ -95,14 +96,21 @@ def test_losses_with_teachers_on_ranks_of_their_own(name: str, folder: Path) -> 
 
 
 def test_losses_with_a_teacher_in_a_process_and_one_on_a_server(folder: Path) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address, token = f"127.0.0.1:{free_port()}", folder / "token"
+    token.write_text("a secret of this test\n")
+    serving: dict[str, Any] = {"address": (address,), "token_file": str(token)}
+    flags: list[str] = []
+    if OPENSSL is not None:
+        tls = make_certificate(folder / "tls")
+        serving["root_certificate"] = str(tls.certificate)
+        flags = ["--tls-cert", str(tls.certificate), "--tls-key", str(tls.key)]
     teachers = {
         "near": {"placement": "process"},
-        "far": TWO["far"] | {"placement": "server", "serving": {"address": (address,)}},
+        "far": TWO["far"] | {"placement": "server", "serving": serving},
     }
     config = write_config(elsewhere_run(folder, "places", teachers))
-    serving = ["serve-teacher", "--config", config, "--teacher", "far", "--address", address]
-    server = Launch(serving, world_size=None, folder=folder, name="server")
+    argv = ["serve-teacher", "--config", config, "--teacher", "far", "--address", address, *flags]
+    server = Launch(argv, world_size=None, folder=folder, name="server")
     try:
         student = ["distill", "--config", config]
         (ended,) = Launch(student, world_size=None, folder=folder, name="places").wait(240)
@@ -111,6 +119,10 @@ def test_losses_with_a_teacher_in_a_process_and_one_on_a_server(folder: Path) ->
         (log,) = (folder / "places" / "teachers").glob("near-0.log")
         # The server waits for the next student, and the process has ended with its own.
         assert server.processes[0].exitcode is None, server.said()
+        secret = token.read_text().strip()
+        left = [path for path in (folder / "places").rglob("*") if path.is_file()]
+        assert not any(secret.encode() in path.read_bytes() for path in left)
+        assert secret not in ended.output + server.said()
         assert re.fullmatch("device: .*, 1 rank\n", log.read_text())
     finally:
         server.kill()

@@ -1,24 +1,19 @@
-"""What two processes say to one another: a line of JSON and tensors, never pickled objects.
+"""Messages between two processes: a line of JSON and tensors, never pickled objects.
 
-A frame is one message of JSON, ``{"kind", "values", "tensors": [[name, dtype, shape], ...]}``, and
-behind it the bytes of each tensor as they are. These are read into the tensor's memory: a message
-of ``multiprocessing.connection`` would be copied twice more.
+A frame is a header of JSON, ``{"kind", "values", "tensors": [[name, dtype, shape], ...]}``, and
+the bytes of each tensor as they are.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from megatron_ext.errors import DistributedError
-
-_MOST_HEADER_BYTES: Final = 1 << 24
 
 _DTYPES: Final = {
     str(dtype).removeprefix("torch."): dtype
@@ -47,70 +42,31 @@ class Frame(NamedTuple):
     """By name, in order; on the CPU."""
 
 
-def send_frame(connection: Connection, frame: Frame) -> None:
-    """Send all of it.
-
-    Raises:
-        OSError: The other side is gone.
-    """
-    connection.send_bytes(_header(frame))
-    descriptor = connection.fileno()
-    for tensor in frame.tensors.values():
-        left = _view(bytes_of(tensor))
-        while left:
-            left = left[os.write(descriptor, left) :]
-
-
-def receive_frame(
-    connection: Connection,
-    *,
-    heard: Callable[[int], None] = lambda _: None,
-    allocate: Callable[[int], torch.Tensor] | None = None,
-) -> Frame:
-    """The next frame; waits for it.
-
-    Args:
-        heard: Is told how many bytes have arrived, whenever some have.
-        allocate: Makes the memory of a tensor's bytes, uint8.
-
-    Raises:
-        EOFError: The other side closed the connection.
-        OSError: It is gone, or does not answer within the time-out of the socket.
-        DistributedError: What arrived is no frame.
-    """
-
-    def fill(view: memoryview) -> None:
-        descriptor = connection.fileno()
-        while view:
-            count = os.readv(descriptor, [view])
-            if not count:
-                raise EOFError
-            heard(count)
-            view = view[count:]
-
-    header = connection.recv_bytes(_MOST_HEADER_BYTES)
-    heard(len(header))
-    return _read(header, fill, allocate or _empty)
-
-
 def to_bytes(frame: Frame) -> bytes:
     """One run of bytes, for ``from_bytes``."""
-    header = _header(frame)
+    header = header_of(frame)
     parts = [_view(bytes_of(tensor)) for tensor in frame.tensors.values()]
     return b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
 
 def from_bytes(content: bytes | bytearray) -> Frame:
-    """The frame that ``to_bytes`` wrote."""
+    """The frame that ``to_bytes`` wrote.
+
+    Raises:
+        DistributedError: It did not.
+    """
     size, place = int.from_bytes(content[:8], "little"), 8
     header, place = content[place : place + size], place + size
 
     def fill(view: memoryview) -> None:
         nonlocal place
-        view[:] = content[place : place + len(view)]
+        part = content[place : place + len(view)]
+        if len(part) != len(view):
+            raise _no_frame(f"{len(part)} of {len(view)} bytes of a tensor")
+        view[:] = part
         place += len(view)
 
-    return _read(bytes(header), fill, _empty)
+    return read_frame(bytes(header), fill, empty)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +74,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
-def _header(frame: Frame) -> bytes:
+def header_of(frame: Frame) -> bytes:
+    """The header alone."""
     tensors = [[n, _NAMES[t.dtype], list(t.shape)] for n, t in frame.tensors.items()]
     header = {"kind": frame.kind, "values": dict(frame.values), "tensors": tensors}
     return json.dumps(header, separators=(",", ":")).encode()
@@ -128,9 +85,18 @@ def _view(content: torch.Tensor) -> memoryview:
     return memoryview(content.numpy().data)
 
 
-def _read(
+def read_frame(
     header: bytes, fill: Callable[[memoryview], None], allocate: Callable[[int], torch.Tensor]
 ) -> Frame:
+    """The frame of a header.
+
+    Args:
+        fill: Reads the next bytes into memory, one tensor after the other.
+        allocate: Makes the memory of a tensor's bytes, uint8.
+
+    Raises:
+        DistributedError: It is no header.
+    """
     try:
         values = json.loads(header)
         described = [(str(n), _DTYPES[d], [int(x) for x in s]) for n, d, s in values["tensors"]]
@@ -147,7 +113,8 @@ def _read(
     return Frame(kind, said, tensors)
 
 
-def _empty(size: int) -> torch.Tensor:
+def empty(size: int) -> torch.Tensor:
+    """uint8 [size] in main memory."""
     return torch.empty(size, dtype=torch.uint8)
 
 

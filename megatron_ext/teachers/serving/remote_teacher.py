@@ -1,12 +1,13 @@
-"""A teacher elsewhere, on the student's ranks.
+"""A teacher in other processes, on the student's ranks.
 
 B rows, T positions, S own, V vocabulary, Vp partition, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,14 @@ from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.teachers.base import TokenInputs
+from megatron_ext.teachers.base import Teacher, TokenInputs
 from megatron_ext.teachers.serving.payload import Fields, empty_fields
-from megatron_ext.teachers.serving.teacher_client import TeacherClient
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.teachers.token_rows import TokenRows
+
+if TYPE_CHECKING:
+    # A run without such a teacher loads no transport.
+    from megatron_ext.teachers.serving.connection import Connection
 
 
 class _Asked(NamedTuple):
@@ -29,20 +33,25 @@ class _Asked(NamedTuple):
     """Of its first microbatch, wherever that has been moved; held, so that no other can be taken
     for it."""
 
-    number: int
+    numbers: Sequence[int]
+    """Of each replica's part of it."""
 
 
 class RemoteTeacher:
-    """Asks, ahead where it is told to, and gives what comes to the ranks of the last stage.
+    """Asks, ahead of use, and gives what comes to the ranks of the last stage; a ``Teacher``.
 
     Args:
-        client: On the main rank of each replica (``is_replica_main``), None on the others.
-        form: Of what the client receives.
+        replicas: Those that the main rank of each of the student's replicas (``is_replica_main``)
+            asks; none on the others.
+        form: Of what they send.
         shard: This rank's columns of the teacher's vocabulary, as a model of it would be cut.
         groups: The student's.
         last_stage: The tensor- and context-parallel group of this rank
             (``parallel_state.get_tensor_and_context_parallel_group``).
         dtype: Of the head and the hidden states where they are read: the run's.
+        prefetch: Global batches that it is asked for ahead.
+        finish: Tells its processes that the student needs them no more.
+        end: Ends its processes, where the student's rank has started any.
 
     Collectives of the constructor: for ``hidden`` one broadcast over ``last_stage`` for each of
     its tensor-parallel ranks, on the last stage.
@@ -53,51 +62,81 @@ class RemoteTeacher:
 
     def __init__(
         self,
-        client: TeacherClient | None,
+        replicas: Sequence[Connection],
         *,
         form: TargetForm,
         shard: VocabShard,
         groups: ProcessGroups,
         last_stage: dist.ProcessGroup,
         dtype: torch.dtype,
+        prefetch: int = 0,
+        finish: Callable[[], None] = lambda: None,
+        end: Callable[[], None] = lambda: None,
     ) -> None:
-        assert (client is not None) == groups.is_replica_main
-        self._client = client
+        assert bool(replicas) == groups.is_replica_main
+        self.prefetch = prefetch
+        self._replicas = list(replicas)
         self._form = form
         self._shard = shard
         self._groups = groups
         self._last_stage = last_stage
         self._dtype = dtype
+        self._finish = finish
+        self._end = end
         self._asked: list[_Asked] = []
+        self._asked_iteration = 0
         is_hidden = form.kind == "hidden" and groups.is_last_stage
         self._head = self._own_head() if is_hidden else None
 
     @property
     def waited_s(self) -> float:
         """How long the main rank has waited for answers; 0 elsewhere."""
-        return self._client.waited_s if self._client else 0.0
+        return sum(replica.waited_s for replica in self._replicas)
 
     @property
     def received_bytes(self) -> int:
         """What the main rank has received; 0 elsewhere."""
-        return self._client.received_bytes if self._client else 0
+        return sum(replica.received_bytes for replica in self._replicas)
 
     @property
     def received_tokens(self) -> int:
         """Positions whose targets the main rank has received; 0 elsewhere."""
-        return self._client.received_tokens if self._client else 0
+        return sum(replica.received_tokens for replica in self._replicas)
 
-    def ask(self, microbatches: Sequence[TokenInputs]) -> None:
-        """Ask for the targets of microbatches that ``targets`` will be called with later.
+    def ask_ahead(self, batches: Sequence[tuple[int, Sequence[TokenInputs]]]) -> None:
+        """Ask for what was not asked for, at most ``prefetch`` global batches ahead.
 
         Only the main rank of a replica does something. No collectives.
+
+        Args:
+            batches: Iteration and microbatches of the global batch that is trained on next, and of
+                those behind it.
 
         Raises:
             DistributedError: The teacher is gone.
         """
-        if self._client is not None:
-            number = self._client.ask([_whole(batch) for batch in microbatches])
-            self._asked.append(_Asked(_whole(microbatches[0]), number))
+        for iteration, microbatches in batches[: 1 + self.prefetch] if self.prefetch else ():
+            if iteration > self._asked_iteration:
+                self.ask(microbatches)
+                self._asked_iteration = iteration
+
+    def ask(self, microbatches: Sequence[TokenInputs]) -> None:
+        """Ask for the targets of microbatches that ``targets`` will be called with later.
+
+        Contiguous parts of them go to the teacher's replicas, as equal as they can be.
+
+        Raises:
+            DistributedError: The teacher is gone.
+        """
+        if not self._replicas:
+            return
+        rows, count = [_whole(batch) for batch in microbatches], len(self._replicas)
+        bounds = [len(rows) * index // count for index in range(count + 1)]
+        numbers = [
+            replica.ask(rows[start:stop])
+            for replica, start, stop in zip(self._replicas, bounds, bounds[1:], strict=False)
+        ]
+        self._asked.append(_Asked(rows[0], numbers))
 
     def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
         """Targets of each microbatch; see ``Teacher``. What was not asked for is asked for now.
@@ -111,25 +150,38 @@ class RemoteTeacher:
         if not self._groups.is_last_stage:
             return []
         found: list[Fields | None] = [None] * len(microbatches)
-        if self._client is not None:
-            found[:] = self._client.answer(self._number_of(microbatches))
+        if self._replicas:
+            found[:] = self._answers(microbatches)
         return [
             self._targets(_whole(batch), fields)
             for batch, fields in zip(microbatches, found, strict=True)
         ]
 
-    def close(self) -> None:
-        """Leave the teacher."""
-        if self._client is not None:
-            self._client.close()
+    def close(self, *, is_finished: bool) -> None:
+        """Leave the teacher.
 
-    def _number_of(self, microbatches: Sequence[TokenInputs]) -> int:
-        for place, asked in enumerate(self._asked):
-            if asked.first is microbatches[0].rows:
-                del self._asked[place]
-                return asked.number
-        self.ask(microbatches)
-        return self._asked.pop().number
+        Args:
+            is_finished: Whether the run has ended well.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            for replica in self._replicas:
+                stack.callback(replica.close)
+            if is_finished:
+                self._finish()
+
+    def _answers(self, microbatches: Sequence[TokenInputs]) -> list[Fields]:
+        places = (at for at, its in enumerate(self._asked) if its.first is microbatches[0].rows)
+        place = next(places, None)
+        if place is None:
+            self.ask(microbatches)
+            place = len(self._asked) - 1
+        numbers = self._asked.pop(place).numbers
+        return [
+            fields
+            for replica, number in zip(self._replicas, numbers, strict=True)
+            for fields in replica.answer(number)
+        ]
 
     def _targets(self, rows: TokenRows, received: Fields | None) -> TeacherTargets:
         device = self._groups.device
@@ -150,7 +202,7 @@ class RemoteTeacher:
 
     def _own_head(self) -> torch.Tensor:
         """[Vp, D] this rank's rows of the head, zeros for padding."""
-        head = self._client.head() if self._client else None
+        head = self._replicas[0].head() if self._replicas else None
         width, vocab_size = self._shard.width, self._form.vocab_size
         own = None
         for start in range(0, width * self._groups.tp.size(), width):
@@ -176,3 +228,20 @@ class RemoteTeacher:
 def _whole(batch: TokenInputs) -> TokenRows:
     assert batch.rows is not None, "batches of a run have their rows"
     return batch.rows
+
+
+def remote_teachers(teachers: Mapping[str, Teacher]) -> dict[str, RemoteTeacher]:
+    """Those of a run that are remote, by name."""
+    return {name: its for name, its in teachers.items() if isinstance(its, RemoteTeacher)}
+
+
+def leave(teachers: Mapping[str, RemoteTeacher], *, is_finished: bool) -> None:
+    """Close all of them.
+
+    Collectives: one barrier where there are any and the run has ended well, so that no replica's
+    leaving looks to a teacher as if all had left.
+    """
+    if teachers and is_finished:
+        dist.barrier()
+    for teacher in teachers.values():
+        teacher.close(is_finished=is_finished)

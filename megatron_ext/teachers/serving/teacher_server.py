@@ -1,9 +1,7 @@
-"""A teacher that answers students elsewhere. B rows, T positions, V vocabulary, D hidden."""
+"""A teacher that answers students of other processes. B rows, T positions, V vocabulary."""
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +17,10 @@ from megatron_ext.teachers.serving.frames import Frame, from_bytes, to_bytes
 from megatron_ext.teachers.serving.hello import Hello
 from megatron_ext.teachers.serving.listener import TeacherListener
 from megatron_ext.teachers.serving.payload import payload_of
-from megatron_ext.teachers.serving.protocol import HEAD, REQUEST
+from megatron_ext.teachers.serving.protocol import HEAD, HELLO, REQUEST
 from megatron_ext.teachers.serving.replica_ranks import ReplicaRanks
 from megatron_ext.teachers.serving.request import Request
-from megatron_ext.teachers.serving.served_client import Event, ServedClient
-from megatron_ext.teachers.serving.wire import BEAT_S
+from megatron_ext.teachers.serving.student_session import Event, StudentSession
 from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.teachers.token_rows import TokenRows
 
@@ -81,8 +78,8 @@ class TeacherServer:
         self._on_idle = on_idle
         self._hello = Hello(teacher=name, form=formed.form, identity=identity)
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self._connections: list[ServedClient] = []
-        self._clients: list[ServedClient] = []
+        self._sessions: list[StudentSession] = []
+        self._students: list[StudentSession] = []
 
     def serve(self, listener: TeacherListener | None, *, until_client_leaves: bool) -> None:
         """Answer until the last student has left, or for ever.
@@ -102,32 +99,40 @@ class TeacherServer:
         if listener is None:
             self._follow()
             return
-        stopped = threading.Event()
-        tasks = (
-            lambda: listener.accept_all(lambda connected: self._welcome(connected, listener)),
-            lambda: self._beat_until(stopped),
-        )
-        threads = [threading.Thread(target=task, name="server", daemon=True) for task in tasks]
-        for thread in threads:
-            thread.start()
+        listener.open(self)
         try:
             self._lead(until_client_leaves)
         except BaseException as error:
-            for client in self._connections:
-                client.fail(error)
+            for session in self._sessions:
+                session.fail(error)
             raise
         finally:
-            stopped.set()
+            for session in self._sessions:
+                session.end()
             listener.close()
-            for thread in threads:
-                thread.join(5)
-            for client in self._connections:
-                client.end()
         self._ranks.broadcast(_END)
+
+    def hello(self) -> Frame:
+        """See ``Desk``."""
+        return Frame(HELLO, self._hello.values(), {})
+
+    def begin(self, peer: str) -> StudentSession:
+        """See ``Desk``."""
+        session = StudentSession(
+            peer,
+            form=self._formed.form,
+            device=self._ranks.device,
+            events=self._events,
+            timeout_s=self._timeout_s,
+        )
+        self._sessions = [*(its for its in self._sessions if its.is_there), session]
+        return session
 
     def _lead(self, until_client_leaves: bool) -> None:
         has_come, started = False, time.monotonic()
         while True:
+            for session in self._students:
+                session.check_reads()
             try:
                 event = self._events.get(timeout=_IDLE_S)
             except Empty:
@@ -138,14 +143,14 @@ class TeacherServer:
                 continue
             if event.kind == "joined":
                 has_come = True
-                self._clients.append(event.client)
+                self._students.append(event.session)
             elif event.kind == "left":
-                self._clients.remove(event.client)
-                if until_client_leaves and not self._clients:
+                self._students.remove(event.session)
+                if until_client_leaves and not self._students:
                     return
-            elif event.client in self._clients:
+            elif event.session in self._students:
                 assert event.frame is not None
-                self._answer(event.client, event.frame)
+                self._answer(event.session, event.frame)
 
     def _check_patience(self, waited_s: float) -> None:
         if waited_s > self._timeout_s:
@@ -155,23 +160,23 @@ class TeacherServer:
                 fix="look at the student's log",
             )
 
-    def _answer(self, client: ServedClient, frame: Frame) -> None:
+    def _answer(self, session: StudentSession, frame: Frame) -> None:
         """On the main rank."""
         self._on_idle()
         try:
             request = self._understood(frame)
         except DistributedError as error:
             # Its own fault: the others are served on.
-            client.fail(error)
+            session.fail(error)
             return
         self._ranks.broadcast(to_bytes(frame))
         if request is None:
             assert self._head is not None
             head = self._head()
             assert head is not None
-            client.say(Frame(HEAD, {}, {"head": head.contiguous()}))
+            session.say(Frame(HEAD, {}, {"head": head.contiguous()}))
             return
-        client.answer(request.number, self._payloads(request.rows))
+        session.answer(request.number, self._payloads(request.rows))
 
     def _follow(self) -> None:
         """On the other ranks."""
@@ -216,19 +221,3 @@ class TeacherServer:
             if self._ranks.is_main:
                 payloads.append(payload_of(fields, self._formed.form))
         return payloads
-
-    def _welcome(self, connected: socket.socket, listener: TeacherListener) -> None:
-        client = ServedClient(
-            connected,
-            hello=self._hello,
-            device=self._ranks.device,
-            authkey=listener.authkey,
-            events=self._events,
-            timeout_s=self._timeout_s,
-        )
-        self._connections = [*(its for its in self._connections if its.is_there), client]
-
-    def _beat_until(self, stopped: threading.Event) -> None:
-        while not stopped.wait(BEAT_S):
-            for client in list(self._clients):
-                client.beat()

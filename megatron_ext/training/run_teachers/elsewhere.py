@@ -1,32 +1,34 @@
-"""A teacher in other processes: found, connected to, and known to be the one that is meant."""
+"""A remote teacher of a run: starting or finding its processes, and connecting to them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.errors import DistributedError, MegatronExtError
-from megatron_ext.teachers.serving import RemoteTeacher, TeacherClient, connect, own_addresses
+from megatron_ext.teachers.serving.connection import Connection, connect, own_addresses
+from megatron_ext.teachers.serving.remote_server import RemoteServer
+from megatron_ext.teachers.serving.remote_teacher import RemoteTeacher
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.training.first_weights import teacher_vocab_shard
 from megatron_ext.training.learning_step import TaughtBy, run_projection
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.rank_report import first_line
 from megatron_ext.training.run_teachers.teacher_parts import StudentParts, TeacherParts
-from megatron_ext.training.serving.elsewhere_teacher import ElsewhereTeacher
 from megatron_ext.training.serving.role_store import RoleStore
-from megatron_ext.training.serving.serve_teacher import server_key
 from megatron_ext.training.serving.served_targets import (
     described,
     served_form,
     served_identity,
     with_weights,
 )
+from megatron_ext.training.serving.server_token import server_token
 from megatron_ext.training.serving.teacher_process import TeacherProcess
 
 
@@ -34,7 +36,8 @@ class _Found(NamedTuple):
     """Where a teacher is, on a rank that asks it."""
 
     addresses: Sequence[str]
-    authkey: bytes
+    token: str
+    root_certificate: Path | None = None
     why_gone: Callable[[], str | None] = lambda: None
     finish: Callable[[], None] = lambda: None
     end: Callable[[], None] = lambda: None
@@ -53,35 +56,35 @@ def teacher_elsewhere(name: str, run: StudentParts) -> TeacherParts:
     form = served_form(config, name, run.tokenizer(name))
     shard = teacher_vocab_shard(config, name, run.tokenizer(name), groups)
     identity = _identity(name, run)
-    found, client = None, None
+    found: _Found | None = None
+    replicas: list[Connection] = []
     error: Exception | None = None
     if groups.is_replica_main:
         try:
             found = _FINDERS[run.teacher(name).placement](name, run)
-            client = _connect(found, name, run, form, identity)
+            replicas = _connect(found, name, run, form, identity)
         except Exception as failure:
             if found is not None:
                 found.end()
             error = _named(failure, name)
     _raise_everywhere(error)
+    processes = found or _Found((), "")
     remote = RemoteTeacher(
-        client,
+        replicas,
         form=form,
         shard=shard,
         groups=groups,
         last_stage=parallel_state.get_tensor_and_context_parallel_group(),
         dtype=DTYPES[config.training.precision],
+        prefetch=run.teacher(name).serving.prefetch,
+        finish=processes.finish,
+        end=processes.end,
     )
     if groups.is_main:
         sys.stdout.write(described(name, run.teacher(name).placement, form) + "\n")
         sys.stdout.flush()
     projection = run_projection(config, run.inputs, name, groups)
-    prefetch = run.teacher(name).serving.prefetch
-    if found is None:
-        teacher = ElsewhereTeacher(remote, prefetch=prefetch)
-    else:
-        teacher = ElsewhereTeacher(remote, prefetch=prefetch, finish=found.finish, end=found.end)
-    return TeacherParts(TaughtBy(name, None, shard, projection, None), teacher=teacher)
+    return TeacherParts(TaughtBy(name, None, shard, projection, None), teacher=remote)
 
 
 def _connect(
@@ -90,18 +93,20 @@ def _connect(
     run: StudentParts,
     form: TargetForm,
     identity: Mapping[str, str | int],
-) -> TeacherClient:
+) -> list[Connection]:
     groups = run.groups
-    return connect(
-        own_addresses(found.addresses, client=groups.dp_rank, clients=groups.dp_size),
-        found.authkey,
-        name=name,
-        form=form,
-        identity=identity,
-        device=groups.device,
-        timeout=_patience(run),
-        why_gone=found.why_gone,
-    )
+    servers = [
+        RemoteServer(
+            name=name,
+            address=address,
+            token=found.token,
+            root_certificate=found.root_certificate,
+            timeout_s=_patience(run).total_seconds(),
+            why_gone=found.why_gone,
+        )
+        for address in own_addresses(found.addresses, client=groups.dp_rank, clients=groups.dp_size)
+    ]
+    return connect(servers, form=form, identity=identity, device=groups.device)
 
 
 def _on_own_ranks(name: str, run: StudentParts) -> _Found:
@@ -111,7 +116,7 @@ def _on_own_ranks(name: str, run: StudentParts) -> _Found:
     addresses = store.addresses(replicas, timeout=_patience(run))
     return _Found(
         [its.address for its in addresses],
-        addresses[0].authkey.encode(),
+        addresses[0].token,
         why_gone=store.why_gone,
         finish=store.finish if run.groups.is_main else lambda: None,
     )
@@ -126,12 +131,17 @@ def _in_process(name: str, run: StudentParts) -> _Found:
         raise
     # Every replica has started one for itself.
     addresses = [address.address] * run.groups.dp_size
-    return _Found(addresses, address.authkey.encode(), why_gone=process.why_gone, end=process.close)
+    return _Found(addresses, address.token, why_gone=process.why_gone, end=process.close)
 
 
 def _on_server(name: str, run: StudentParts) -> _Found:
-    addresses = run.teacher(name).serving.address
-    return _Found(addresses, server_key(addresses))
+    serving = run.teacher(name).serving
+    root = serving.root_certificate
+    return _Found(
+        serving.address,
+        server_token(serving, serving.address),
+        None if root is None else Path(root),
+    )
 
 
 _FINDERS: Final[Mapping[str, Callable[[str, StudentParts], _Found]]] = {

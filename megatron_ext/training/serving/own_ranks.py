@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.errors import ConfigError
-from megatron_ext.teachers.serving import ReplicaRanks, TeacherListener
+from megatron_ext.teachers.serving.listener import TeacherListener
+from megatron_ext.teachers.serving.replica_ranks import ReplicaRanks
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import DistillConfig
@@ -59,9 +60,9 @@ def _serve(
     _check_same(identity)
 
     def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
-        authkey = store.authkey()
-        listener = TeacherListener(f"{own_host()}:0", authkey.encode())
-        store.announce(replica, Address(listener.address, authkey))
+        token = store.token()
+        listener = TeacherListener(f"{own_host()}:0", token)
+        store.announce(replica, Address(listener.address, token))
         return listener
 
     served = ServedTeacher(

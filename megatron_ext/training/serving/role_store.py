@@ -26,7 +26,7 @@ class Address(NamedTuple):
     """Where one replica of a teacher listens."""
 
     address: str
-    authkey: str
+    token: str
 
 
 class RoleStore:
@@ -41,9 +41,9 @@ class RoleStore:
         store = process_groups.launch_place().store
         self._store = PrefixStore(f"megatron_ext/teachers/{teacher}", store)
 
-    def authkey(self) -> str:
+    def token(self) -> str:
         """That of all replicas of the teacher: the first one's."""
-        found: bytes = self._store.compare_set("authkey", "", secrets.token_hex(32))
+        found: bytes = self._store.compare_set("token", "", secrets.token_hex(32))
         return found.decode()
 
     def announce(self, replica: int, address: Address) -> None:

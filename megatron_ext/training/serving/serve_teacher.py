@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.errors import ConfigError
-from megatron_ext.teachers.serving import ReplicaRanks, TeacherListener
-from megatron_ext.teachers.serving.listener import split_address
+from megatron_ext.teachers.serving.listener import ServerTls, TeacherListener, split_address
+from megatron_ext.teachers.serving.replica_ranks import ReplicaRanks
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import DistillConfig
@@ -25,52 +23,46 @@ from megatron_ext.training.serving.served_targets import (
     with_weights,
 )
 from megatron_ext.training.serving.served_teacher import ServedTeacher
+from megatron_ext.training.serving.server_token import server_token
 from megatron_ext.training.serving.teacher_process import ParentSocket
+from megatron_ext.training.serving_config import is_local
 from megatron_ext.training.watchdog import GRACE, Watchdog
-
-KEY_VARIABLE: Final = "MEGATRON_EXT_TEACHER_KEY"
-"""Of the environment of a server and of its students: the key that they must have alike."""
-
-
-_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
-
-
-def server_key(addresses: Sequence[str]) -> bytes:
-    """That of the environment; on one machine it may be left out.
-
-    Args:
-        addresses: Where the server listens, HOST:PORT.
-
-    Raises:
-        ConfigError: It is not set, and other machines can reach the server.
-    """
-    key = os.environ.get(KEY_VARIABLE, "")
-    for address in addresses:
-        if not key and split_address(address)[0] not in _LOOPBACK:
-            raise ConfigError(
-                "a teacher's server that other machines can reach needs a key",
-                where=address,
-                got=f"no environment variable {KEY_VARIABLE}",
-                fix="set it to the same secret where the server and its students start",
-            )
-    return (key or "megatron-ext").encode()
 
 
 def serve_at(
-    config: DistillConfig, name: str, tokenizer: MegatronTokenizerText, address: str
+    config: DistillConfig,
+    name: str,
+    tokenizer: MegatronTokenizerText,
+    address: str,
+    *,
+    tls: ServerTls | None = None,
 ) -> None:
     """Serve at an address until interrupted; under torchrun or alone.
 
     Args:
         tokenizer: The teacher's.
         address: HOST:PORT of the first replica; the next ones listen at the ports behind it.
+        tls: Of the server; None for connections that are not encrypted.
+
+    Raises:
+        ConfigError: Other machines can reach it without a token, or without TLS unless
+            ``serving.plain_connection`` says that they may.
     """
     host, port = split_address(address)
-    key = server_key([address])
+    serving = config.named_teachers[name].serving
+    token = server_token(serving, [address])
+    if tls is None and not (is_local(address) or serving.plain_connection):
+        raise ConfigError(
+            "a teacher's server that other machines can reach needs TLS",
+            where=address,
+            got="no certificate",
+            expected="--tls-cert and --tls-key",
+            fix="pass them, or set serving.plain_connection where the network is trusted",
+        )
 
     def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
         at = port + replica if port else 0
-        listener = TeacherListener(f"[{host}]:{at}" if ":" in host else f"{host}:{at}", key)
+        listener = TeacherListener(f"[{host}]:{at}" if ":" in host else f"{host}:{at}", token, tls)
         form = served_form(config, name, tokenizer)
         _say(f"{described(name, f'replica {replica} at {listener.address}', form)}")
         return listener
@@ -93,7 +85,7 @@ def serve_parent(
     parent = ParentSocket(descriptor)
 
     def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
-        listener = TeacherListener("127.0.0.1:0", parent.authkey.encode())
+        listener = TeacherListener("127.0.0.1:0", parent.token)
         parent.announce(listener.address)
         return listener
 

@@ -15,7 +15,9 @@ from megatron_ext.distributed.layout import Layout
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import BoundaryColumns
-from megatron_ext.teachers.serving import ReplicaRanks, TeacherListener, TeacherServer
+from megatron_ext.teachers.serving.listener import TeacherListener
+from megatron_ext.teachers.serving.replica_ranks import ReplicaRanks
+from megatron_ext.teachers.serving.teacher_server import TeacherServer
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.teachers.targets.whole_head import whole_head

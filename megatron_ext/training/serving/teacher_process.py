@@ -1,6 +1,6 @@
 """A teacher in a process of its own beside a student's rank, which starts and ends it.
 
-The two hold the ends of a socket pair: the child reads the key from it and says where it listens.
+The two hold the ends of a socket pair: the child reads the token from it and says where it listens.
 Whichever way one of them ends, the other reads the end of the pair and ends too.
 """
 
@@ -52,7 +52,7 @@ class TeacherProcess:
         folder.mkdir(parents=True, exist_ok=True)
         settings, self.log = folder / f"{name}-{rank}.yaml", folder / f"{name}-{rank}.log"
         write_text(settings, yaml.safe_dump(config_values(config), sort_keys=False))
-        self._authkey = secrets.token_hex(32)
+        self._token = secrets.token_hex(32)
         self._socket, its = socket.socketpair()
         command = [sys.executable, "-m", "megatron_ext", "serve-teacher"]
         command += ["--config", str(settings), "--teacher", name, "--parent-fd", str(its.fileno())]
@@ -65,7 +65,7 @@ class TeacherProcess:
                 pass_fds=[its.fileno()],
                 env=_environment(),
             )
-        self._socket.sendall(f"{self._authkey}\n".encode())
+        self._socket.sendall(f"{self._token}\n".encode())
 
     @property
     def pid(self) -> int:
@@ -90,7 +90,7 @@ class TeacherProcess:
                 where=self.log,
                 fix="look at its log",
             )
-        return Address(str(json.loads(line)), self._authkey)
+        return Address(str(json.loads(line)), self._token)
 
     def why_gone(self) -> str | None:
         """How it ended, with the last line of its log; None while it runs."""
@@ -119,7 +119,7 @@ class ParentSocket:
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._file = self._socket.makefile("rw")
-        self.authkey = self._file.readline().strip()
+        self.token = self._file.readline().strip()
         threading.Thread(target=self._end_with_parent, name="parent", daemon=True).start()
 
     def announce(self, address: str) -> None:

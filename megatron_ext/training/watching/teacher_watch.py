@@ -1,17 +1,17 @@
-"""What a row of the log says about teachers elsewhere."""
+"""The part of a row of the log that is about remote teachers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ext.training.serving.elsewhere_teacher import ElsewhereTeacher
+from megatron_ext.teachers.serving.remote_teacher import RemoteTeacher
 
 SHARE = "teacher_waiting_share"
 
 
 class TeacherWatch:
-    """Reads how long teachers elsewhere were waited for in a step, and what they sent.
+    """Reads how long remote teachers were waited for in a step, and what they sent.
 
     Waiting between steps, for an evaluation, is not counted.
 
@@ -19,11 +19,11 @@ class TeacherWatch:
         teachers: By name; none is fine.
     """
 
-    def __init__(self, teachers: Mapping[str, ElsewhereTeacher]) -> None:
+    def __init__(self, teachers: Mapping[str, RemoteTeacher]) -> None:
         self._teachers = dict(teachers)
         self._waited_s = 0.0
         # The head, which comes once at the start, is not counted.
-        self._at_start = {name: its.remote.received_bytes for name, its in teachers.items()}
+        self._at_start = {name: its.received_bytes for name, its in teachers.items()}
 
     def begin(self) -> None:
         """A step begins."""
@@ -43,10 +43,10 @@ class TeacherWatch:
         waited = self._all_waited_s() - self._waited_s
         values = {
             f"teacher_bytes_per_token/{name}": (
-                (its.remote.received_bytes - self._at_start[name]) / its.remote.received_tokens
+                (its.received_bytes - self._at_start[name]) / its.received_tokens
             )
             for name, its in self._teachers.items()
-            if its.remote.received_tokens
+            if its.received_tokens
         }
         return {"seconds/teacher_waiting": waited, SHARE: waited / seconds, **values}
 
@@ -55,4 +55,4 @@ class TeacherWatch:
         return {"waiting": f"{row[SHARE]:.0%}"} if SHARE in row else {}
 
     def _all_waited_s(self) -> float:
-        return sum(its.remote.waited_s for its in self._teachers.values())
+        return sum(its.waited_s for its in self._teachers.values())

@@ -22,14 +22,12 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher, head_weight
-from megatron_ext.teachers.serving import (
-    RemoteTeacher,
-    ReplicaRanks,
-    TeacherListener,
-    TeacherServer,
-    connect,
-    own_addresses,
-)
+from megatron_ext.teachers.serving.connection import Connection, connect, own_addresses
+from megatron_ext.teachers.serving.listener import TeacherListener
+from megatron_ext.teachers.serving.remote_server import RemoteServer
+from megatron_ext.teachers.serving.remote_teacher import RemoteTeacher
+from megatron_ext.teachers.serving.replica_ranks import ReplicaRanks
+from megatron_ext.teachers.serving.teacher_server import TeacherServer
 from megatron_ext.teachers.targets.form import FormKind, TargetForm
 from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.teachers.targets.records import from_records, to_records
@@ -38,7 +36,7 @@ from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.data.microbatch import TokenBatch
 from megatron_ext.training.models import build_gpt_model, freeze
-from tests.teachers.serving.stand_in_teacher import KEY
+from tests.teachers.serving.stand_in_teacher import TOKEN
 
 VOCAB, PADDED_VOCAB, WIDTH, LENGTH, TOP_K = 53, 56, 32, 16, 7
 TIMEOUT = timedelta(seconds=60)
@@ -78,7 +76,7 @@ def serve(rank: int, folder: Path, runs: Sequence[Run]) -> None:
         groups, gpt, shard = _model(run.serving)
         listener = None
         if groups.is_replica_main:
-            listener = TeacherListener("127.0.0.1:0", KEY)
+            listener = TeacherListener("127.0.0.1:0", TOKEN)
             _publish(folder / f"{run.name}-{groups.dp_rank}", listener.address)
         teacher = MegatronTeacher([gpt], shard=shard)
         formed = FormedTargets(form=run.form, boundary=_boundary(shard), tile_rows=9)
@@ -116,22 +114,20 @@ def learn(rank: int, folder: Path, runs: Sequence[Run]) -> dict[str, dict[str, A
 
 def _learn(folder: Path, run: Run) -> dict[str, Any]:
     groups, gpt, shard = _model(run.student)
-    client = None
+    replicas: list[Connection] = []
     if groups.is_replica_main:
         addresses = _addresses(folder / run.name, 2 if run.serving == "dp2" else 1)
-        client = connect(
-            own_addresses(addresses, client=groups.dp_rank, clients=groups.dp_size),
-            KEY,
-            name="served",
-            form=run.form,
-            identity={"model": "tiny"},
-            device=groups.device,
-            timeout=TIMEOUT,
-        )
+        servers = [
+            RemoteServer(
+                name="served", address=address, token=TOKEN, timeout_s=TIMEOUT.total_seconds()
+            )
+            for address in own_addresses(addresses, client=groups.dp_rank, clients=groups.dp_size)
+        ]
+        replicas = connect(servers, form=run.form, identity={"model": "tiny"}, device=groups.device)
     # None leaves before all are there: a server ends with its last student.
     dist.barrier()
     remote = RemoteTeacher(
-        client,
+        replicas,
         form=run.form,
         shard=shard,
         groups=groups,
@@ -156,12 +152,12 @@ def _learn(folder: Path, run: Run) -> dict[str, Any]:
                 FormedTargets(form=run.form, boundary=_boundary(shard), context=context),
                 worst,
             )
-    remote.close()
+    remote.close(is_finished=True)
     tokens = sum(batch.rows.tokens.numel() for batch in first + second if batch.rows)
-    if client is not None:
+    if replicas:
         assert remote.received_tokens == tokens
         assert remote.received_bytes > tokens * run.form.bytes_per_token
-        assert client.channels[0] == "shared_memory"
+        assert replicas[0].channel == "shared_memory"
     if not groups.is_last_stage:
         assert remote.received_bytes == 0
     return worst

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,18 @@ import torch
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers import TokenInputs
-from megatron_ext.teachers.serving import (
-    ReplicaRanks,
-    TeacherClient,
-    TeacherListener,
-    TeacherServer,
-    connect,
-)
+from megatron_ext.teachers.serving.connection import Connection
+from megatron_ext.teachers.serving.listener import ServerTls, TeacherListener
+from megatron_ext.teachers.serving.remote_server import RemoteServer
+from megatron_ext.teachers.serving.replica_ranks import ReplicaRanks
+from megatron_ext.teachers.serving.teacher_server import TeacherServer
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.teachers.token_rows import TokenRows
 from tests.fork_server import fork_server
 
 VOCAB, WIDTH = 53, 8
-KEY = b"a key"
+TOKEN = "0123456789abcdef"
 IDENTITY: Mapping[str, str | int] = {"teacher checkpoint": "c" * 64, "teacher tokenizer": "t" * 64}
 CPU = torch.device("cpu")
 POISON = VOCAB - 1
@@ -99,14 +97,22 @@ def server_of(
 
 
 @contextmanager
-def serving(server: TeacherServer, *, until_client_leaves: bool = False) -> Iterator[str]:
+def serving(
+    server: TeacherServer, *, until_client_leaves: bool = False, tls: ServerTls | None = None
+) -> Iterator[str]:
     """The address of a server in a thread, which ends when its students have left."""
-    listener = TeacherListener("127.0.0.1:0", KEY)
+    listener = TeacherListener("127.0.0.1:0", TOKEN, tls)
+
+    errors: list[BaseException] = []
 
     def serve() -> None:
-        # What its students are told of an error is what the tests look at.
-        with suppress(ArithmeticError):
+        try:
             server.serve(listener, until_client_leaves=until_client_leaves)
+        except ArithmeticError:
+            # What its students are told of it is what the tests look at.
+            pass
+        except BaseException as error:
+            errors.append(error)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -114,19 +120,21 @@ def serving(server: TeacherServer, *, until_client_leaves: bool = False) -> Iter
     if until_client_leaves:
         thread.join(10)
         assert not thread.is_alive()
+        assert not errors
 
 
-def connected(*addresses: str, timeout_s: float = 10, **changes: Any) -> TeacherClient:
-    """A student."""
-    options: dict[str, Any] = {
-        "name": "table",
-        "form": HIDDEN,
-        "identity": IDENTITY,
-        "device": CPU,
-        "timeout": timedelta(seconds=timeout_s),
-    }
-    key = changes.pop("authkey", KEY)
-    return connect(addresses, key, **(options | changes))
+def connected(
+    address: str,
+    *,
+    form: TargetForm = HIDDEN,
+    identity: Mapping[str, str | int] = IDENTITY,
+    **server: Any,
+) -> Connection:
+    """A student; ``server`` are fields of its ``RemoteServer``."""
+    options = {"name": "table", "token": TOKEN, "timeout_s": 10.0} | server
+    known = RemoteServer(address=address, **options)
+    deadline = time.monotonic() + known.timeout_s
+    return Connection(known, form=form, identity=identity, device=CPU, deadline=deadline)
 
 
 class ServerProcess:
@@ -168,7 +176,7 @@ class ServerProcess:
 
 def _serve(path: Path, delay_s: float) -> None:
     torch.set_num_threads(1)
-    listener = TeacherListener("127.0.0.1:0", KEY)
+    listener = TeacherListener("127.0.0.1:0", TOKEN)
     partial = path.with_suffix(".partial")
     partial.write_text(listener.address)
     partial.rename(path)

@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_ext.teachers.serving.channels import cuda_ipc
-from megatron_ext.teachers.serving.channels.offers import TCP, ChannelOffers, choose
+from megatron_ext.teachers.serving.channels.offers import FLIGHT, ChannelOffers, choose
 from megatron_ext.teachers.serving.channels.ring import OpenSegments, SegmentRing
 from megatron_ext.teachers.serving.channels.shared_memory import SharedMemoryChannel
 from tests.teachers.serving.stand_in_teacher import CPU, HIDDEN
@@ -42,8 +42,8 @@ def test_shared_memory_is_chosen_where_its_bytes_can_be_read() -> None:
 def test_what_cannot_be_read_goes_through_the_connection(change: Any) -> None:
     offers = ChannelOffers(HIDDEN, CPU)
     change(offers.values["shared_memory"])
-    assert choose(offers.values, CPU) == TCP
-    assert choose({}, CPU) == TCP
+    assert choose(offers.values, CPU) == FLIGHT
+    assert choose({}, CPU) == FLIGHT
 
 
 def test_a_ring_has_two_segments_and_waits_for_one_to_come_back() -> None:

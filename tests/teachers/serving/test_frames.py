@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
-from multiprocessing import Pipe
-from typing import Any
+from types import SimpleNamespace
 
+import pyarrow
 import pytest
 import torch
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.teachers.serving.frames import (
-    Frame,
-    from_bytes,
-    receive_frame,
-    send_frame,
-    to_bytes,
-)
+from megatron_ext.teachers.serving.flight import receive, to_chunks
+from megatron_ext.teachers.serving.frames import Frame, empty, from_bytes, to_bytes
 
 TENSORS = {
     "ids": torch.arange(12, dtype=torch.int32).view(3, 4),
@@ -28,25 +21,26 @@ TENSORS = {
     "none": torch.empty(0, 4),
     "one": torch.tensor(7),
     "flags": torch.tensor([True, False]),
-    "large": torch.randint(256, ((1 << 21) + 3,), dtype=torch.uint8),
+    "large": torch.randint(256, ((9 << 20) + 3,), dtype=torch.uint8),
 }
 FRAME = Frame("answer", {"number": 3, "name": "größe", "list": [1, None]}, TENSORS)
 
 
-def test_a_frame_arrives_bit_for_bit_and_its_bytes_are_told() -> None:
-    here, there = Pipe()
-    sender = threading.Thread(target=send_frame, args=(here, FRAME))
-    sender.start()
-    heard: list[int] = []
-    assert_same(receive_frame(there, heard=heard.append))
-    sender.join()
-    content = sum(tensor.nbytes for tensor in TENSORS.values())
-    assert content < sum(heard) < content + 1000
-    assert len(heard) > 3
-
-
 def test_a_frame_comes_back_from_its_bytes() -> None:
     assert_same(from_bytes(to_bytes(FRAME)))
+
+
+def test_a_frame_comes_back_from_its_chunks_and_their_bytes_are_told() -> None:
+    stored = [
+        SimpleNamespace(data=batch, app_metadata=pyarrow.py_buffer(metadata))
+        for batch, metadata in to_chunks(FRAME)
+    ]
+    assert len(stored) > len(TENSORS)
+    heard: list[int] = []
+    reader = SimpleNamespace(read_chunk=iter(stored).__next__)
+    assert_same(receive(reader, heard=heard.append, allocate=empty))
+    content = sum(tensor.nbytes for tensor in TENSORS.values())
+    assert content < sum(heard) < content + 1000
 
 
 @pytest.mark.parametrize(
@@ -62,20 +56,14 @@ def test_a_frame_comes_back_from_its_bytes() -> None:
     ids=["another protocol", "no object", "no tensors", "a dtype", "a shape", "values"],
 )
 def test_what_is_no_frame_is_refused(header: bytes) -> None:
-    here, there = Pipe()
-    here.send_bytes(header)
+    content = len(header).to_bytes(8, "little") + header
     with pytest.raises(DistributedError, match="is no frame"):
-        receive_frame(there)
+        from_bytes(content)
 
 
-def test_a_tensor_that_ends_early_is_the_end_of_the_connection() -> None:
-    here, there = Pipe()
-    values: dict[str, Any] = {"kind": "x", "values": {}, "tensors": [["a", "uint8", [8]]]}
-    here.send_bytes(json.dumps(values).encode())
-    os.write(here.fileno(), b"four")
-    here.close()
-    with pytest.raises(EOFError):
-        receive_frame(there)
+def test_a_tensor_that_ends_early_is_no_frame() -> None:
+    with pytest.raises(DistributedError, match="is no frame"):
+        from_bytes(to_bytes(FRAME)[:-1])
 
 
 def assert_same(found: Frame) -> None:

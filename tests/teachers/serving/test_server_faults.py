@@ -5,15 +5,20 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.teachers.serving import TeacherClient
+from megatron_ext.losses import TeacherTargets
+from megatron_ext.teachers import TokenInputs
+from megatron_ext.teachers.serving.channels import offers
+from megatron_ext.teachers.serving.connection import Connection
 from tests.fork_server import fork_server
 from tests.teachers.serving.stand_in_teacher import (
     ServerProcess,
@@ -125,18 +130,35 @@ def test_shared_memory_goes_with_a_killed_student() -> None:
         here, there = context.Pipe()
         student = context.Process(target=_learn, args=(address, there), daemon=True)
         student.start()
-        assert here.recv() == ["shared_memory"]
+        assert here.recv() == "shared_memory"
         assert segments() > 0
         student.kill()
         student.join()
         wait_until_nothing_is_shared()
 
 
-def assert_shared(client: TeacherClient) -> None:
+def test_a_student_that_reads_nothing_is_given_up() -> None:
+    class Stopping(TableTeacher):
+        def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
+            assert student.pid is not None
+            os.kill(student.pid, signal.SIGSTOP)
+            return super().targets(microbatches)
+
+    with serving(server_of(Stopping(), timeout_s=1), until_client_leaves=True) as address:
+        student = fork_server().Process(target=_ask, args=(address,), daemon=True)
+        student.start()
+        deadline = time.monotonic() + 30
+        while not threads_of_students() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    student.kill()
+    student.join()
+
+
+def assert_shared(client: Connection) -> None:
     """Ask, so that this process has a segment."""
     before = set(os.listdir("/dev/shm"))
     client.answer(client.ask([rows_of(1)]))
-    assert client.channels == ["shared_memory"]
+    assert client.channel == "shared_memory"
     assert segments() == 1
     assert set(os.listdir("/dev/shm")) <= before
 
@@ -160,8 +182,20 @@ def _descriptors() -> int:
     return sum("megatron-ext-teacher" in str(link) for link in links)
 
 
+def threads_of_students() -> int:
+    """Of a server in this process."""
+    return sum(thread.name == "student" for thread in threading.enumerate())
+
+
+def _ask(address: str) -> None:
+    """For more than a connection keeps."""
+    with patch.dict(offers.CHANNELS, clear=True):
+        client = connected(address)
+    client.answer(client.ask([rows_of(1, (8, 1 << 18))]))
+
+
 def _learn(address: str, there: object) -> None:
     client = connected(address)
     client.answer(client.ask([rows_of(1)]))
-    there.send(client.channels)  # type: ignore[attr-defined]
+    there.send(client.channel)  # type: ignore[attr-defined]
     time.sleep(60)

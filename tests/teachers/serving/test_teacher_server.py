@@ -12,8 +12,9 @@ import torch
 
 from megatron_ext.errors import ConfigError, DistributedError, MegatronExtError
 from megatron_ext.losses import TeacherTargets
-from megatron_ext.teachers.serving import TeacherListener, own_addresses
 from megatron_ext.teachers.serving.channels import offers
+from megatron_ext.teachers.serving.connection import own_addresses
+from megatron_ext.teachers.serving.listener import TeacherListener
 from megatron_ext.teachers.targets.form import TargetForm
 from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.teachers.targets.records import from_records, to_records
@@ -34,16 +35,16 @@ from tests.teachers.serving.stand_in_teacher import (
 )
 
 
-@pytest.mark.parametrize("channel", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("channel", ["shared_memory", "flight"])
 def test_answers_come_back_whatever_their_channel_order_and_size(channel: str) -> None:
-    channels = {} if channel == "tcp" else offers.CHANNELS
+    channels = {} if channel == "flight" else offers.CHANNELS
     teacher = TableTeacher()
     with (
         patch.dict(offers.CHANNELS, channels, clear=True),
         serving(server_of(teacher), until_client_leaves=True) as address,
     ):
         client = connected(address)
-        assert client.channels == [channel]
+        assert client.channel == channel
         assert torch.equal(client.head(), HEAD)
         # Larger and larger: segments of shared memory are replaced on the way.
         asked = [
@@ -91,29 +92,26 @@ def test_other_forms_are_those_that_a_cache_keeps(kind: Any, top_k: int, precisi
         assert torch.equal(fields[name].flatten(0, 1), values)
 
 
-def test_replicas_get_contiguous_parts_and_a_replica_several_students() -> None:
+def test_students_ask_replicas_in_turn_and_a_replica_answers_several() -> None:
     assert own_addresses("abcde", client=1, clients=2) == ["b", "d"]
     assert own_addresses("ab", client=3, clients=4) == ["b"]
-    teachers = TableTeacher(), TableTeacher()
-    with (
-        serving(server_of(teachers[0]), until_client_leaves=True) as first,
-        serving(server_of(teachers[1]), until_client_leaves=True) as second,
-    ):
-        both, only = connected(first, second), connected(second)
+    teacher = TableTeacher()
+    with serving(server_of(teacher), until_client_leaves=True) as address:
+        students = connected(address), connected(address)
         rows = [rows_of(seed) for seed in range(5)]
-        for client in (both, only):
-            found = client.answer(client.ask(rows))
+        for student in students:
+            found = student.answer(student.ask(rows))
             for fields, its in zip(found, rows, strict=True):
                 assert torch.equal(fields["hidden"], expected(its))
-        both.close()
-        only.close()
-    assert (teachers[0].calls, sorted(teachers[1].calls)) == ([2], [3, 5])
+        for student in students:
+            student.close()
+    assert teacher.calls == [5, 5]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"authkey": b"another"}, "has another key"),
+        ({"token": "another"}, "has another token"),
         (
             {"identity": {**IDENTITY, "teacher checkpoint": "d" * 64}},
             "has another teacher checkpoint; got cccccccccccc; expected dddddddddddd",
@@ -125,7 +123,7 @@ def test_replicas_get_contiguous_parts_and_a_replica_several_students() -> None:
             "targets of another form; got hidden 8 in fp32; expected hidden 8 in bf16",
         ),
     ],
-    ids=["key", "checkpoint", "unknown", "vocabulary", "form"],
+    ids=["token", "checkpoint", "unknown", "vocabulary", "form"],
 )
 def test_another_teacher_than_the_run_means_is_refused(
     changes: dict[str, Any], message: str
@@ -189,14 +187,14 @@ def test_a_teacher_that_fails_says_why_to_all_its_students() -> None:
 def test_a_server_that_no_student_comes_to_gives_up() -> None:
     server = server_of(TableTeacher(), timeout_s=0.1)
     with (
-        TeacherListener("127.0.0.1:0", b"") as listener,
+        TeacherListener("127.0.0.1:0", "") as listener,
         pytest.raises(DistributedError, match="no student came to the teacher table"),
     ):
         server.serve(listener, until_client_leaves=True)
 
 
 def test_an_address_that_nobody_listens_at_is_refused_in_time() -> None:
-    with TeacherListener("127.0.0.1:0", b"") as listener:
+    with TeacherListener("127.0.0.1:0", "") as listener:
         address = listener.address
     with pytest.raises(DistributedError, match="does not answer; got Connection refused"):
         connected(address, timeout_s=0.5)
@@ -207,4 +205,4 @@ def test_an_address_that_nobody_listens_at_is_refused_in_time() -> None:
 @pytest.mark.parametrize("address", ["here", "here:", ":80", "here:port", "here:70000"])
 def test_an_address_is_a_host_and_a_port(address: str) -> None:
     with pytest.raises(MegatronExtError, match="HOST:PORT"):
-        TeacherListener(address, b"")
+        TeacherListener(address, "")

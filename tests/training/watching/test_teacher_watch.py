@@ -10,8 +10,7 @@ from megatron_ext.training.watching.teacher_watch import TeacherWatch
 
 def test_a_row_has_the_waiting_of_its_step_and_the_bytes_of_targets_without_the_head() -> None:
     remote: Any = SimpleNamespace(waited_s=5.0, received_bytes=1000, received_tokens=0)
-    far: Any = SimpleNamespace(remote=remote)
-    watch = TeacherWatch({"far": far})
+    watch = TeacherWatch({"far": remote})
     watch.begin()
     remote.waited_s, remote.received_bytes, remote.received_tokens = 7.0, 1800, 10
     row = watch.row(seconds=4.0)

@@ -13,7 +13,7 @@ from megatron_ext.teachers.serving.channels.segment import Channel, Segment
 from megatron_ext.teachers.serving.channels.shared_memory import SharedMemoryChannel
 from megatron_ext.teachers.targets.form import TargetForm
 
-TCP: Final = "tcp"
+FLIGHT: Final = "flight"
 """What is there without any channel: targets go through the connection."""
 
 CHANNELS: Final[Mapping[str, Channel]] = {
@@ -52,7 +52,7 @@ class ChannelOffers:
 
 
 def choose(offers: Mapping[str, Any], device: torch.device) -> str:
-    """The best channel that works from here; ``TCP`` where none does.
+    """The best channel that works from here; ``FLIGHT`` where none does.
 
     Args:
         offers: ``ChannelOffers.values``.
@@ -67,4 +67,4 @@ def choose(offers: Mapping[str, Any], device: torch.device) -> str:
                 return name
         except (OSError, RuntimeError, KeyError, ValueError, TypeError):
             continue
-    return TCP
+    return FLIGHT
