@@ -22,14 +22,14 @@ from megatron_ext.training.models import DTYPES
 from megatron_ext.training.rank_report import first_line
 from megatron_ext.training.run_teachers.teacher_parts import StudentParts, TeacherParts
 from megatron_ext.training.serving.role_store import RoleStore
-from megatron_ext.training.serving.served_targets import (
-    described,
-    served_form,
-    served_identity,
-    with_weights,
-)
+from megatron_ext.training.serving.served_targets import described, served_form
 from megatron_ext.training.serving.server_token import server_token
 from megatron_ext.training.serving.teacher_process import TeacherProcess
+from megatron_ext.training.teacher_cache.identity import (
+    launch_identity,
+    server_identity,
+    weights_on_all,
+)
 
 
 class _Found(NamedTuple):
@@ -157,23 +157,14 @@ def _patience(run: StudentParts) -> timedelta:
 
 
 def _identity(name: str, run: StudentParts) -> Mapping[str, str | int]:
-    """What a teacher must say of itself; of a server with the weights, which the main rank reads.
+    """What a teacher must say of itself.
 
-    Collectives: one all-gather of objects for a server.
+    Collectives: those of ``weights_on_all`` for a server.
     """
-    identity = served_identity(run.config, name, run.tokenizer(name))
     if run.teacher(name).placement != "server":
-        return identity
-    error: Exception | None = None
-    try:
-        own = with_weights(identity, run.config, name) if run.groups.is_main else None
-    except Exception as failure:
-        own, error = None, _named(failure, name)
-    _raise_everywhere(error)
-    everywhere: list[dict[str, str | int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    (found,) = (values for values in everywhere if values is not None)
-    return found
+        return launch_identity(run.config, name, run.tokenizer(name))
+    weights = weights_on_all(run.config, name, run.groups)
+    return server_identity(run.config, name, run.tokenizer(name), weights)
 
 
 def _named(error: Exception, name: str) -> MegatronExtError:

@@ -7,18 +7,16 @@ import socket
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext.distributed import process_groups
-from megatron_ext.errors import ConfigError
 from megatron_ext.teachers.serving.listener import TeacherListener
 from megatron_ext.teachers.serving.replica_ranks import ReplicaRanks
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.serving.role_store import Address, RoleStore
-from megatron_ext.training.serving.served_targets import served_identity
 from megatron_ext.training.serving.served_teacher import ServedTeacher
+from megatron_ext.training.teacher_cache.identity import check_same_identity, launch_identity
 from megatron_ext.training.watchdog import GRACE, Watchdog, is_communication
 
 
@@ -56,8 +54,8 @@ def _serve(
     store: RoleStore,
     timeout: timedelta,
 ) -> None:
-    identity = served_identity(config, name, tokenizer)
-    _check_same(identity)
+    identity = launch_identity(config, name, tokenizer)
+    check_same_identity(identity)
 
     def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
         token = store.token()
@@ -69,25 +67,6 @@ def _serve(
         config=config, name=name, tokenizer=tokenizer, identity=lambda: identity, timeout=timeout
     )
     served.serve(listen, until_client_leaves=True, collective_timeout=timeout + GRACE)
-
-
-def _check_same(identity: dict[str, str | int]) -> None:
-    """Check that all ranks of the teacher are about to be the same one. One all-gather of objects.
-
-    Raises:
-        ConfigError: On every rank.
-    """
-    everywhere: list[dict[str, str | int]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, identity)
-    for rank, other in enumerate(everywhere):
-        for key, value in everywhere[0].items():
-            if other[key] != value:
-                raise ConfigError(
-                    f"rank {rank} of the teacher was started with another {key} than rank 0",
-                    got=other[key],
-                    expected=value,
-                    fix="start every rank with the same configuration, files and installation",
-                )
 
 
 def own_host() -> str:

@@ -16,16 +16,16 @@ from megatron_ext.teachers.serving.replica_ranks import ReplicaRanks
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.serving.served_targets import (
-    described,
-    served_form,
-    served_identity,
-    with_weights,
-)
+from megatron_ext.training.serving.served_targets import described, served_form
 from megatron_ext.training.serving.served_teacher import ServedTeacher
 from megatron_ext.training.serving.server_token import server_token
 from megatron_ext.training.serving.teacher_process import ParentSocket
 from megatron_ext.training.serving_config import is_local
+from megatron_ext.training.teacher_cache.identity import (
+    launch_identity,
+    server_identity,
+    weights_of,
+)
 from megatron_ext.training.watchdog import GRACE, Watchdog
 
 
@@ -68,7 +68,7 @@ def serve_at(
         return listener
 
     def identity() -> Mapping[str, str | int]:
-        return with_weights(served_identity(config, name, tokenizer), config, name)
+        return server_identity(config, name, tokenizer, weights_of(config, name))
 
     _serve(config, name, tokenizer, identity, listen, until_client_leaves=False)
 
@@ -90,7 +90,7 @@ def serve_parent(
         return listener
 
     def identity() -> Mapping[str, str | int]:
-        return served_identity(config, name, tokenizer)
+        return launch_identity(config, name, tokenizer)
 
     _serve(config, name, tokenizer, identity, listen, until_client_leaves=True)
 

@@ -1,4 +1,8 @@
-"""What the targets of a teacher depend on, as hashes."""
+"""Identity of a teacher: what its targets depend on, as hashes.
+
+A cache and a server have one each, with keys of their own: a cache is of texts, too, and its keys
+are in files. Both have the hash of the weights.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_ext.errors import CheckpointError
+import torch.distributed as dist
+
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.huggingface.checkpoint_files import (
     CONFIG_FILE,
     CheckpointFiles,
     is_checkpoint_folder,
 )
+from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
+from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import Inputs
 
 WEIGHTS: Final = "teacher weights"
 """Key of the identity whose value takes reading a checkpoint."""
 
-WITHOUT_INFLUENCE: Final = ("hf", "seq_length", "make_vocab_size_divisible_by", "init_method_std")
+_WITHOUT_INFLUENCE: Final = ("hf", "seq_length", "make_vocab_size_divisible_by", "init_method_std")
 """Keys of a model that change none of its predictions for tokens that fit its rows."""
 
 _BLOCK_BYTES: Final = 1 << 20
@@ -35,19 +44,14 @@ def cache_identity(config: DistillConfig, inputs: Inputs, teacher: str) -> dict[
     Texts are cut where all models of a run can be cut, to the shortest rows, so the windows depend
     on the other tokenizers and on the lengths too; not on how rows are filled.
     """
-    its, data = config.named_teachers[teacher], inputs.data
-    model = {
-        key: value
-        for key, value in dataclasses.asdict(its.model).items()
-        if key not in WITHOUT_INFLUENCE
-    }
+    data = inputs.data
     others = {name: inputs.teachers[name].tokenizer for name in inputs.teachers if name != teacher}
     cut_by = [inputs.tokenizer, *others.values()]
     return {
-        "teacher model": _hash(model),
+        "teacher model": _model(config, teacher),
         "training.precision": config.training.precision,
-        "teacher tokenizer": _hash(tokenizer_identity(inputs.teachers[teacher].tokenizer)),
-        "other tokenizers": sorted(_hash(tokenizer_identity(tokenizer)) for tokenizer in cut_by),
+        "teacher tokenizer": _tokenizer(inputs.teachers[teacher].tokenizer),
+        "other tokenizers": sorted(_tokenizer(tokenizer) for tokenizer in cut_by),
         "lengths": sorted(
             {
                 config.student.seq_length,
@@ -58,6 +62,68 @@ def cache_identity(config: DistillConfig, inputs: Inputs, teacher: str) -> dict[
         "data.conversations": config.data.conversations,
         "data": sorted({source.dataset.documents.sha256 for source in data.sources}),
     }
+
+
+def launch_identity(
+    config: DistillConfig, name: str, tokenizer: MegatronTokenizerText
+) -> dict[str, str | int]:
+    """Of a remote teacher in the run's own launch, with the name of its checkpoint.
+
+    A launch and its processes have one configuration, whose checkpoint may still have gone on
+    between two of them looking at it.
+    """
+    return {**_served(config, name, tokenizer), "checkpoint": _checkpoint(config, name).name}
+
+
+def server_identity(
+    config: DistillConfig, name: str, tokenizer: MegatronTokenizerText, weights: str
+) -> dict[str, str | int]:
+    """Of a remote teacher that somebody else started.
+
+    Args:
+        weights: The hash of all weights.
+    """
+    return {**_served(config, name, tokenizer), WEIGHTS: weights}
+
+
+def check_same_identity(identity: Mapping[str, str | int]) -> None:
+    """Check that all ranks of a teacher are about to be the same one. One all-gather of objects.
+
+    Raises:
+        ConfigError: On every rank.
+    """
+    everywhere: list[Mapping[str, str | int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, identity)
+    for rank, other in enumerate(everywhere):
+        for key, value in everywhere[0].items():
+            if other[key] != value:
+                raise ConfigError(
+                    f"rank {rank} of the teacher was started with another {key} than rank 0",
+                    got=other[key],
+                    expected=value,
+                    fix="start every rank with the same configuration, files and installation",
+                )
+
+
+def weights_on_all(config: DistillConfig, name: str, groups: ProcessGroups) -> str:
+    """The hash of a teacher's weights, which the main rank reads.
+
+    Collectives: that of ``ProcessGroups.on_main``, and one all-gather of objects.
+
+    Raises:
+        CheckpointError: A file cannot be read; on every rank.
+    """
+    found: list[str] = []
+    groups.on_main(lambda: found.append(weights_of(config, name)))
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, found)
+    (weights,) = (own[0] for own in everywhere if own)
+    return weights
+
+
+def weights_of(config: DistillConfig, name: str) -> str:
+    """``weights_identity`` of a teacher's checkpoint."""
+    return weights_identity(_checkpoint(config, name))
 
 
 def weights_identity(checkpoint: Path) -> str:
@@ -78,6 +144,30 @@ def weights_identity(checkpoint: Path) -> str:
         ) from error
     names = [path.relative_to(checkpoint).as_posix() for path in files]
     return _hash(dict(zip(names, hashes, strict=True)))
+
+
+def _served(
+    config: DistillConfig, name: str, tokenizer: MegatronTokenizerText
+) -> dict[str, str | int]:
+    return {
+        "model": _model(config, name),
+        "tokenizer": _tokenizer(tokenizer),
+        "precision": config.training.precision,
+    }
+
+
+def _checkpoint(config: DistillConfig, name: str) -> Path:
+    where = f"{config.section_of(name)}.checkpoint"
+    return find_checkpoint(config.named_teachers[name].checkpoint, where=where)
+
+
+def _model(config: DistillConfig, name: str) -> str:
+    model = dataclasses.asdict(config.named_teachers[name].model)
+    return _hash({key: value for key, value in model.items() if key not in _WITHOUT_INFLUENCE})
+
+
+def _tokenizer(tokenizer: MegatronTokenizerText) -> str:
+    return _hash(tokenizer_identity(tokenizer))
 
 
 def _files(checkpoint: Path) -> list[Path]:

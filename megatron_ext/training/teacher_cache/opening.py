@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.teacher_cache.cached_teacher import CachedTeacher
 from megatron_ext.training.teacher_cache.files.target_cache import TargetCache
-from megatron_ext.training.teacher_cache.identity import WEIGHTS, weights_identity
+from megatron_ext.training.teacher_cache.identity import WEIGHTS, weights_of
 
 
 def open_cached_teacher(
@@ -25,11 +24,9 @@ def open_cached_teacher(
     teacher = config.named_teachers[name]
     assert teacher.cache is not None
     cache = TargetCache(teacher.cache)
-    where = f"{config.section_of(name)}.checkpoint"
-    checkpoint = find_checkpoint(teacher.checkpoint, where=where)
 
     def check_weights() -> None:
-        identity = {**cache.manifest.identity, WEIGHTS: weights_identity(checkpoint)}
+        identity = {**cache.manifest.identity, WEIGHTS: weights_of(config, name)}
         cache.manifest.check_same(identity, cache.folder)
 
     groups.on_main(check_weights)

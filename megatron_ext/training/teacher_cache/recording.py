@@ -28,7 +28,6 @@ from megatron_ext.teachers.targets.formed_targets import FormedTargets
 from megatron_ext.teachers.targets.whole_head import whole_head
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training import cpu_megatron, rank_phase
-from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig, TeacherConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.live_teacher import check_gives_hidden, live_teacher
@@ -42,7 +41,7 @@ from megatron_ext.training.teacher_cache.files.shard_file import ShardHead, read
 from megatron_ext.training.teacher_cache.identity import (
     WEIGHTS,
     cache_identity,
-    weights_identity,
+    weights_on_all,
 )
 from megatron_ext.training.watchdog import GRACE, Watchdog
 
@@ -132,7 +131,10 @@ def record(
     rank_phase.enter("reading the teacher's checkpoint")
     manifest = Manifest(
         form=recording.form,
-        identity=_identity(config, inputs, name, groups),
+        identity={
+            **cache_identity(config, inputs, name),
+            WEIGHTS: weights_on_all(config, name, groups),
+        },
         shards=tuple(block.name for block in blocks),
         block_bytes=text_bytes,
     )
@@ -177,21 +179,6 @@ def _record_blocks(
                 recorder.record(own[groups.dp_rank])
             if shown is not None:
                 shown.update(len(own))
-
-
-def _identity(
-    config: DistillConfig, inputs: Inputs, name: str, groups: ProcessGroups
-) -> dict[str, object]:
-    """With the hash of the weights, which the main rank makes. One all-gather of objects."""
-    checkpoint = find_checkpoint(
-        config.named_teachers[name].checkpoint, where=f"{config.section_of(name)}.checkpoint"
-    )
-    found: list[str] = []
-    groups.on_main(lambda: found.append(weights_identity(checkpoint)))
-    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, found)
-    (weights,) = (own[0] for own in everywhere if own)
-    return cache_identity(config, inputs, name) | {WEIGHTS: weights}
 
 
 def _start(folder: Path, manifest: Manifest) -> None:
