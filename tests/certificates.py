@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.teachers.serving.listener import ServerTls
+from megatron_ext.teachers.listener import ServerTls
 
 OPENSSL = shutil.which("openssl")
 

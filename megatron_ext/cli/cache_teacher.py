@@ -26,7 +26,7 @@ from megatron_ext.training.start_warnings import write_warnings
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
-    from megatron_ext.teachers.targets.form import NUMBER_BYTES, FormKind
+    from megatron_ext.teachers.target_form import NUMBER_BYTES, FormKind
 
     recording = parser.add_argument_group("recording")
     recording.add_argument("--output", type=Path, required=True, help="folder of the cache")
@@ -67,10 +67,10 @@ def run(arguments: argparse.Namespace) -> None:
     world_size = launched_processes()
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    from megatron_ext.teachers.targets.form import TargetForm
+    from megatron_ext.teachers.target_form import TargetForm
     from megatron_ext.training.device import announce_device
     from megatron_ext.training.loss_check import teacher_objective
-    from megatron_ext.training.teacher_cache.recording import (
+    from megatron_ext.training.teachers.recording import (
         Recording,
         record_teacher,
         recording_config,

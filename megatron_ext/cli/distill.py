@@ -24,8 +24,8 @@ from megatron_ext.training.arguments import add_config_arguments, config_from_ar
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.run_folder import config_values
-from megatron_ext.training.serving.served_inputs import read_served_teacher
 from megatron_ext.training.start_warnings import write_warnings
+from megatron_ext.training.teachers.served_inputs import read_served_teacher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _serve(config: DistillConfig, teacher: str) -> None:
     """Be one of a teacher's own ranks."""
     tokenizer = read_served_teacher(config, teacher)
-    from megatron_ext.training.serving.own_ranks import serve_on_own_ranks
+    from megatron_ext.training.teachers.own_ranks import serve_on_own_ranks
 
     serve_on_own_ranks(config, teacher, tokenizer)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_ext.cli.named_teacher import named_teacher
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
-from megatron_ext.training.serving.served_inputs import read_served_teacher
+from megatron_ext.training.teachers.served_inputs import read_served_teacher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,12 +66,12 @@ def run(arguments: argparse.Namespace) -> None:
     tokenizer = read_served_teacher(config, name)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    from megatron_ext.training.serving.serve_teacher import serve_at, serve_parent
+    from megatron_ext.training.teachers.serve_teacher import serve_at, serve_parent
 
     if arguments.parent_fd is not None:
         serve_parent(config, name, tokenizer, arguments.parent_fd)
         return
-    from megatron_ext.teachers.serving.listener import ServerTls
+    from megatron_ext.teachers.listener import ServerTls
 
     tls = ServerTls(certificate, key) if certificate is not None else None
     try:

@@ -202,11 +202,11 @@ def _doubts(
 
 def _check_targets(config: DistillConfig, inputs: Inputs) -> None:
     if config.distils and any(its.cache for its in config.named_teachers.values()):
-        from megatron_ext.training.teacher_cache.cache_check import check_caches
+        from megatron_ext.training.teachers.target_checks import check_caches
 
         check_caches(config, inputs)
     if config.distils and any(its.is_elsewhere for its in config.named_teachers.values()):
-        from megatron_ext.training.serving.served_check import check_served
+        from megatron_ext.training.teachers.target_checks import check_served
 
         check_served(config, inputs)
 

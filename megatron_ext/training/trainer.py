@@ -18,7 +18,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LossWeighting, TeacherTargets
 from megatron_ext.teachers import Teacher
-from megatron_ext.teachers.serving.remote_teacher import leave, remote_teachers
+from megatron_ext.teachers.remote_teacher import leave, remote_teachers
 from megatron_ext.training import rank_phase
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.held_out import HeldOut
@@ -41,7 +41,7 @@ from megatron_ext.training.non_finite import DivergedError, NonFinitePolicy, fin
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.step_clock import StepClock, StepWatch
 from megatron_ext.training.student import Student
-from megatron_ext.training.teacher_cache.cached_teacher import CachedTeacher
+from megatron_ext.training.teachers.cached_teacher import CachedTeacher
 from megatron_ext.training.term_weighting import layer_gradients, observe
 from megatron_ext.training.validation import HeldOutScores, measure_held_out
 from megatron_ext.training.vocabulary_layout import BatchPlaces

@@ -16,18 +16,17 @@ from megatron_ext.distributed import process_groups
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers import Teacher
-from megatron_ext.teachers.targets.form import TargetForm
-from megatron_ext.teachers.targets.formed_targets import FormedTargets
+from megatron_ext.teachers.formed_targets import FormedTargets
+from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.data.microbatch import TokenBatch
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.saved_run import SavedRun
-from megatron_ext.training.teacher_cache.block_recorder import BlockRecorder
-from megatron_ext.training.teacher_cache.blocks import Block
-from megatron_ext.training.teacher_cache.files.manifest import Manifest
-from megatron_ext.training.teacher_cache.recording import Recording, record, recording_config
+from megatron_ext.training.teachers.block_recorder import Block, BlockRecorder
+from megatron_ext.training.teachers.cache_manifest import Manifest
+from megatron_ext.training.teachers.recording import Recording, record, recording_config
 from tests.training.rank_functions import _tokenizer, _train_teacher, _trainer
 from tests.training.tiny_run import TEACHER_PIECES, objective_run
 

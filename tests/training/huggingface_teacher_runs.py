@@ -16,16 +16,15 @@ from megatron.core import parallel_state
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher, StageWithoutTeacher
-from megatron_ext.teachers.megatron_teacher import MegatronTeacher
-from megatron_ext.teachers.offloaded_teacher import OffloadedTeacher
-from megatron_ext.teachers.targets.form import TargetForm
+from megatron_ext.teachers.megatron_teacher import MegatronTeacher, OffloadedTeacher
+from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.arguments import config_from_arguments
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.saved_run import SavedRun
-from megatron_ext.training.teacher_cache.recording import Recording, record, recording_config
+from megatron_ext.training.teachers.recording import Recording, record, recording_config
 from tests.training.rank_functions import _tokenizer, _trainer
 
 TEXT = "the theory of the other thing then there "

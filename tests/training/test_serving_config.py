@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.teachers.targets.form import TargetForm
+from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.config import LossConfig, TeacherConfig, TrainingConfig
 from megatron_ext.training.objective import make_objective
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.serving_config import ServingConfig
-from megatron_ext.training.teacher_cache.accepted_forms import check_targets
+from megatron_ext.training.teachers.target_checks import check_targets
 from tests.training.test_config import TEACHER, distill_config
 
 

@@ -17,7 +17,7 @@ from typing import Final
 from megatron_ext.distributed.layout import student_processes
 from megatron_ext.errors import CheckpointError
 from megatron_ext.projection import SparseProjection
-from megatron_ext.teachers.targets.form import TargetForm
+from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.checkpoint_record import checkpoint_record
 from megatron_ext.training.config import DistillConfig, ModelConfig
@@ -142,8 +142,8 @@ def _check_checkpoints(config: DistillConfig) -> dict[str, bool]:
 
 def _forms(config: DistillConfig, inputs: Inputs) -> dict[str, TargetForm]:
     """Of the teachers that are elsewhere or cached."""
-    from megatron_ext.training.serving.served_targets import served_form
-    from megatron_ext.training.teacher_cache.files.target_cache import TargetCache
+    from megatron_ext.training.teachers.served_form import served_form
+    from megatron_ext.training.teachers.target_cache import TargetCache
 
     found = {}
     for name, teacher in config.named_teachers.items() if config.distils else ():

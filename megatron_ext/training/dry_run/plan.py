@@ -16,7 +16,7 @@ import numpy as np
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.projection.layout.vocabulary_layout import LayoutStatistics
-from megatron_ext.teachers.targets.form import TargetForm
+from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training.config import DistillConfig, ModelConfig
 

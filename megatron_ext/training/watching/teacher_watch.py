@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ext.teachers.serving.remote_teacher import RemoteTeacher
+from megatron_ext.teachers.remote_teacher import RemoteTeacher
 
 SHARE = "teacher_waiting_share"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.teachers.targets.form import TargetForm
+from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.dry_run.memory import (
     RankMemory,

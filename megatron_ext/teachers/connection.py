@@ -1,0 +1,304 @@
+"""A replica of a remote teacher as a student sees it: a thread that reads its answers."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from queue import SimpleQueue
+from typing import Any, Final
+
+import torch
+
+from megatron_ext.teachers.channels import CHANNELS, FLIGHT, choose
+from megatron_ext.teachers.flight import SCHEMA, fl, receive, to_chunks
+from megatron_ext.teachers.frames import Frame, from_bytes, to_bytes
+from megatron_ext.teachers.messages import (
+    ANSWER,
+    BYE,
+    ERROR,
+    HEAD,
+    HELLO,
+    OFFERS,
+    READY,
+    RETURNED,
+    Fields,
+    Hello,
+    Request,
+    fields_of,
+    payload_size,
+)
+from megatron_ext.teachers.remote_server import RemoteServer
+from megatron_ext.teachers.shared_segments import OpenSegments, use_device
+from megatron_ext.teachers.target_form import TargetForm
+from megatron_ext.teachers.token_rows import TokenRows
+
+_POLL_S: Final = 0.2
+_LAST_WORDS_S: Final = 5.0
+
+
+class Connection:
+    """Asks, and keeps the answers until they are taken.
+
+    Args:
+        server: The replica.
+        form: What the run reads of the teacher.
+        identity: What its targets depend on; a server with another value is refused.
+        device: Where its targets are needed.
+        deadline: Until when a server is waited for that does not listen yet, by ``time.monotonic``.
+
+    Attributes:
+        channel: How targets come: ``cuda_ipc``, ``shared_memory`` or ``flight``.
+        received_bytes: All that has arrived, by whichever channel.
+        received_tokens: Positions whose targets have arrived.
+        waited_s: How long answers were waited for.
+
+    Raises:
+        ConfigError: The server has another teacher, token or certificate, or TLS is missing.
+        DistributedError: It does not answer, or its process has ended.
+    """
+
+    def __init__(
+        self,
+        server: RemoteServer,
+        *,
+        form: TargetForm,
+        identity: Mapping[str, str | int],
+        device: torch.device,
+        deadline: float,
+    ) -> None:
+        self._server = server
+        self._form = form
+        self._device = device
+        self._numbers = itertools.count()
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}
+        self._answers: dict[int, list[Fields]] = {}
+        self._offers: Mapping[str, Any] | None = None
+        self._head: torch.Tensor | None = None
+        self._failure: str | None = None
+        self._changed = threading.Condition()
+        self._heard_at = time.monotonic()
+        self._outbox: SimpleQueue[Frame | None] = SimpleQueue()
+        self._segments: OpenSegments | None = None
+        self.channel = FLIGHT
+        self.received_bytes = self.received_tokens = 0
+        self.waited_s = 0.0
+        self._flight = server.connected(deadline)
+        try:
+            self._check(form, identity)
+            self._writer, self._reader = self._flight.do_exchange(
+                fl.FlightDescriptor.for_command(b""), server.options(None)
+            )
+        except BaseException:
+            self._flight.close()
+            raise
+        self._threads = [
+            threading.Thread(target=task, name=f"teacher {server.name}", daemon=True)
+            for task in (self._read, self._write)
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, rows: Sequence[TokenRows]) -> int:
+        """Ask for the targets of microbatches; the number is for ``answer``.
+
+        The answer is read while the caller does other things.
+        """
+        number = next(self._numbers)
+        self._shapes[number] = [tuple(its.tokens.shape) for its in rows]
+        self._outbox.put(Request(number, rows).to_frame(self._form.kind))
+        return number
+
+    def answer(self, number: int) -> list[Fields]:
+        """Fields [B, T, ...] of each microbatch of a request, on the host; waits for them.
+
+        Raises:
+            DistributedError: The teacher is gone, or does not answer.
+        """
+        started = time.perf_counter()
+        try:
+            self._wait(lambda: number in self._answers)
+        finally:
+            self.waited_s += time.perf_counter() - started
+        return self._answers.pop(number)
+
+    def head(self) -> torch.Tensor:
+        """[V, D] on the CPU.
+
+        Raises:
+            DistributedError: As of ``answer``.
+        """
+        self._outbox.put(Frame(HEAD, {}, {}))
+        self._wait(lambda: self._head is not None)
+        head, self._head = self._head, None
+        assert head is not None
+        return head
+
+    def close(self) -> None:
+        """Leave."""
+        self._outbox.put(Frame(BYE, {}, {}))
+        self._outbox.put(None)
+        self._threads[1].join(_LAST_WORDS_S if self._failure is None else 0)
+        self._reader.cancel()
+        for thread in self._threads:
+            thread.join(_LAST_WORDS_S)
+        with suppress(fl.FlightError, OSError):
+            # Arrow prints what is wrong with a stream that nobody has closed.
+            self._writer.close()
+        self._flight.close()
+
+    def _check(self, form: TargetForm, identity: Mapping[str, str | int]) -> None:
+        action = fl.Action(HELLO, to_bytes(Frame(HELLO, {}, {})))
+        try:
+            (said,) = self._flight.do_action(action, self._server.options(self._server.timeout_s))
+        except fl.FlightError as error:
+            raise self._server.refused(error) from error
+        where = self._server.address
+        hello = Hello.of(from_bytes(said.body.to_pybytes()).values, where=where)
+        hello.check(form=form, identity=identity, name=self._server.name, where=where)
+
+    def _begin(self) -> None:
+        """Choose a channel, once the server has said which it has."""
+        self._wait(lambda: self._offers is not None)
+        assert self._offers is not None
+        self.channel = choose(self._offers, self._device)
+        if self.channel != FLIGHT:
+            self._segments = OpenSegments(CHANNELS[self.channel], self._device)
+        self._outbox.put(Frame(READY, {"channel": self.channel}, {}))
+
+    def _wait(self, is_there: Callable[[], bool]) -> None:
+        # A student that was stopped itself first reads what has come meanwhile.
+        started = time.monotonic()
+        with self._changed:
+            while not is_there():
+                if self._failure is not None:
+                    raise self._server.gone(self._failure)
+                if time.monotonic() - max(started, self._heard_at) > self._server.timeout_s:
+                    raise self._server.silent(time.monotonic() - self._heard_at)
+                self._changed.wait(_POLL_S)
+
+    def _write(self) -> None:
+        """Say what waits; in a thread of its own, since a server that is stopped reads nothing."""
+        try:
+            self._writer.begin(SCHEMA)
+            while (frame := self._outbox.get()) is not None:
+                for batch, metadata in to_chunks(frame):
+                    self._writer.write_with_metadata(batch, metadata)
+        except (fl.FlightError, OSError):
+            # The reading thread finds out why.
+            return
+
+    def _read(self) -> None:
+        """Read the server's stream to its end; in a thread of its own."""
+        try:
+            use_device(self._device)
+            while True:
+                frame = receive(self._reader, heard=self._heard, allocate=self._allocate)
+                if frame.kind == ERROR:
+                    reason = str(frame.values.get("reason"))
+                    break
+                self._take(frame)
+        except Exception as error:
+            reason = self._server.reason(error)
+        if self._segments is not None:
+            self._segments.close()
+        with self._changed:
+            self._failure = reason
+            self._changed.notify_all()
+        self._outbox.put(None)
+        # A server waits for it.
+        self._reader.cancel()
+
+    def _take(self, frame: Frame) -> None:
+        with self._changed:
+            if frame.kind == ANSWER:
+                number = int(frame.values["number"])
+                self._answers[number] = self._fields(frame, self._shapes.pop(number))
+            elif frame.kind == HEAD:
+                self._head = frame.tensors["head"]
+            elif frame.kind == OFFERS:
+                self._offers = frame.values["channels"]
+            self._changed.notify_all()
+
+    def _fields(self, frame: Frame, shapes: Sequence[Sequence[int]]) -> list[Fields]:
+        payloads = list(frame.tensors.values())
+        if self._segments is not None:
+            payloads = self._copied(self._segments, frame.values["segment"], shapes)
+        self.received_tokens += sum(rows * length for rows, length in shapes)
+        return [
+            fields_of(payload, self._form, shape)
+            for payload, shape in zip(payloads, shapes, strict=True)
+        ]
+
+    def _copied(
+        self, segments: OpenSegments, segment: Mapping[str, Any], shapes: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """Payloads out of shared memory, which the server gets back at once."""
+        number = int(segment["number"])
+        memory = segments.memory(number, segment)
+        payloads, start = [], 0
+        for shape in shapes:
+            size = payload_size(self._form, shape)
+            on_device = memory.device.type == "cuda"
+            payload = (
+                torch.empty(size, dtype=torch.uint8, device=self._device)
+                if on_device
+                else self._allocate(size)
+            )
+            payloads.append(payload.copy_(memory[start : start + size]))
+            start += size
+        if memory.device.type == "cuda":
+            for device in {memory.device, self._device}:
+                torch.cuda.current_stream(device).synchronize()
+        self.received_bytes += start
+        self._outbox.put(Frame(RETURNED, {"segment": number}, {}))
+        return payloads
+
+    def _heard(self, count: int) -> None:
+        self._heard_at = time.monotonic()
+        self.received_bytes += count
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        # What is in page-locked memory goes to the device while other things are computed.
+        is_pinned = self._device.type == "cuda"
+        return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+
+
+def own_addresses(addresses: Sequence[str], *, client: int, clients: int) -> list[str]:
+    """Those of a teacher's replicas that one of the student's replicas asks.
+
+    Args:
+        addresses: Of all replicas, one each.
+        client: Which of the student's replicas.
+        clients: How many there are.
+    """
+    if len(addresses) >= clients:
+        return list(addresses[client::clients])
+    return [addresses[client % len(addresses)]]
+
+
+def connect(
+    servers: Sequence[RemoteServer],
+    *,
+    form: TargetForm,
+    identity: Mapping[str, str | int],
+    device: torch.device,
+) -> list[Connection]:
+    """Connect to several replicas of one teacher, or to none; see ``Connection``."""
+    with ExitStack() as stack:
+        connections = []
+        deadline = time.monotonic() + max(server.timeout_s for server in servers)
+        for server in servers:
+            connections.append(
+                Connection(server, form=form, identity=identity, device=device, deadline=deadline)
+            )
+            stack.callback(connections[-1].close)
+        stack.pop_all()
+    return connections

@@ -1,0 +1,120 @@
+"""A teacher's hidden states as what a cache keeps, or a teacher elsewhere sends, of them.
+
+B rows, T positions, S those of this rank, Vp local columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed.context_parallel import ContextRank
+from megatron_ext.distributed.shard_collectives import group_size
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.losses import TeacherTargets
+from megatron_ext.losses.targets import topk_targets
+from megatron_ext.ops.token_likelihood import TokenRows, token_likelihood
+from megatron_ext.teachers.target_form import TargetForm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormedTargets:
+    """From targets of the kind ``hidden`` or ``logits`` to the fields of a form."""
+
+    form: TargetForm
+
+    boundary: torch.Tensor | None = None
+    """bool [Vp]: this rank's columns that begin a word; for ``label``."""
+
+    tile_rows: int = 1024
+    """Positions whose logits are made at a time."""
+
+    context: ContextRank | None = None
+    """This rank among those that share every row; None: it has them whole."""
+
+    def __call__(self, targets: TeacherTargets, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Fields [B, T, ...] of ``TeacherTargets``, of whole rows, without a graph.
+
+        Args:
+            labels: [B, S] int64 what each position predicts, negative for nothing.
+
+        Collectives: for ``label`` and ``topk`` those of ``token_likelihood``, for ``topk`` those of
+        ``topk_targets`` too, in every tile; over context-parallel ranks one all-gather a field.
+        """
+        with torch.no_grad():
+            fields = self._fields(targets, labels)
+            return {name: self._whole(values) for name, values in fields.items()}
+
+    def _fields(self, targets: TeacherTargets, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden, head = targets.hidden, targets.head_weight
+        if self.form.kind == "hidden":
+            assert hidden is not None
+            return {"hidden": hidden}
+        source = hidden if hidden is not None else targets.logits
+        assert source is not None
+        rows, flat_labels = source.flatten(0, 1), labels.flatten()
+        tiles = [
+            slice(start, start + self.tile_rows) for start in range(0, len(rows), self.tile_rows)
+        ]
+        parts = []
+        for tile in tiles:
+            logits = rows[tile] if head is None else rows[tile] @ head.t()
+            parts.append(self._of_logits(logits, flat_labels[tile], targets))
+        return {
+            name: torch.cat([part[name] for part in parts]).unflatten(0, labels.shape)
+            for name in parts[0]
+        }
+
+    def _of_logits(
+        self, logits: torch.Tensor, labels: torch.Tensor, targets: TeacherTargets
+    ) -> dict[str, torch.Tensor]:
+        shard = targets.shard
+        said, _ = token_likelihood(TokenRows(logits, labels, self.boundary, shard))
+        if self.form.kind == "label":
+            assert self.boundary is not None
+            return {"label_log_probs": said.log_prob, "boundary_log_probs": said.log_mass}
+        top = topk_targets(logits[None], self.form.count, shard)
+        assert top.topk_ids is not None
+        assert top.topk_logits is not None
+        assert top.log_normaliser is not None
+        return {
+            "topk_ids": top.topk_ids[0],
+            "topk_logits": top.topk_logits[0],
+            "log_normaliser": top.log_normaliser[0],
+            "label_log_probs": said.log_prob,
+        }
+
+    def _whole(self, values: torch.Tensor) -> torch.Tensor:
+        """[B, T, ...] of what ranks have of rows, [B, S, ...]."""
+        context = self.context
+        if context is None:
+            return values
+        parts = [torch.empty_like(values) for _ in range(context.size)]
+        dist.all_gather(parts, values.contiguous(), group=context.group)
+        length = values.shape[1] * context.size
+        whole = values.new_empty(values.shape[0], length, *values.shape[2:])
+        for rank, part in enumerate(parts):
+            its = ContextRank(rank=rank, size=context.size)
+            for first, own in zip(its.first_positions(length), part.chunk(2, dim=1), strict=True):
+                whole[:, first : first + own.shape[1]] = own
+        return whole
+
+
+def whole_head(own: torch.Tensor, shard: VocabShard, *, is_kept: bool) -> torch.Tensor | None:
+    """[V, D] on the CPU, without padding.
+
+    Args:
+        own: [Vp, D] this rank's rows.
+        is_kept: Whether this rank wants it; None is returned to one that does not.
+
+    Collectives: one all-gather over the shard's group.
+    """
+    parts = [own.detach().contiguous()]
+    if shard.group is not None:
+        parts = [torch.empty_like(parts[0]) for _ in range(group_size(shard.group))]
+        dist.all_gather(parts, own.detach().contiguous(), group=shard.group)
+    if not is_kept:
+        return None
+    return torch.cat([part.cpu() for part in parts])[: shard.vocab_size].contiguous()

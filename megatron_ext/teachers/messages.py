@@ -1,0 +1,250 @@
+"""What a student and a teacher's server say: kinds of frames, greeting, requests and targets.
+
+A student asks who is there by an action, ``hello``. It then opens a stream, on which the server
+says ``offers`` first and ``beat`` every second, and is ``ready`` once it has chosen how targets
+come. It asks ``request`` and ``head``, which come back as ``answer`` and ``head``, in order. An
+answer in shared memory is copied, and its memory ``returned``. A server that has to leave says
+``error`` with the reason, a student ``bye``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from megatron_ext.errors import ConfigError, DistributedError
+from megatron_ext.teachers.frames import Frame, bytes_of
+from megatron_ext.teachers.target_form import FormKind, Precision, TargetForm
+from megatron_ext.teachers.target_records import from_records, to_records
+from megatron_ext.teachers.token_rows import TokenRows
+
+PROTOCOL: Final = 2
+"""Changes whenever a student and a server of different versions would misunderstand each other."""
+
+HELLO: Final = "hello"
+OFFERS: Final = "offers"
+READY: Final = "ready"
+REQUEST: Final = "request"
+ANSWER: Final = "answer"
+RETURNED: Final = "returned"
+HEAD: Final = "head"
+BEAT: Final = "beat"
+ERROR: Final = "error"
+BYE: Final = "bye"
+
+BEAT_S: Final = 1.0
+"""How often a server says that it lives, whatever else it does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A teacher that is served."""
+
+    teacher: str
+    """Its name where it runs."""
+
+    form: TargetForm
+
+    identity: Mapping[str, str | int]
+    """What its targets depend on, by what it is called in an error."""
+
+    protocol: int = PROTOCOL
+
+    def values(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "protocol": self.protocol,
+            "teacher": self.teacher,
+            "form": self.form.values(),
+            "identity": dict(self.identity),
+        }
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], *, where: str) -> Hello:
+        """From plain values.
+
+        Raises:
+            ConfigError: They are of another version of the protocol.
+        """
+        if values.get("protocol") != PROTOCOL:
+            raise ConfigError(
+                "the teacher's server speaks another version of the protocol",
+                where=where,
+                got=values.get("protocol"),
+                expected=PROTOCOL,
+                fix="run the same version of megatron-ext on both sides",
+            )
+        return cls(
+            teacher=str(values["teacher"]),
+            form=TargetForm(**values["form"]),
+            identity=dict(values["identity"]),
+        )
+
+    def check(
+        self, *, form: TargetForm, identity: Mapping[str, str | int], name: str, where: str
+    ) -> None:
+        """Check that this is the teacher that a run means.
+
+        Args:
+            form: What the run reads.
+            identity: What must be the same, by name; a server may know more.
+            name: Of the teacher in the run.
+            where: The server's address.
+
+        Raises:
+            ConfigError: Something is not the same.
+        """
+        differences = [
+            (f"another {key}", self.identity.get(key), value) for key, value in identity.items()
+        ]
+        differences += [
+            ("another vocabulary", self.form.vocab_size, form.vocab_size),
+            ("targets of another form", str(self.form), str(form)),
+        ]
+        for what, got, expected in differences:
+            if got != expected:
+                raise ConfigError(
+                    f"the server of teacher {name} has {what}",
+                    where=where,
+                    got=_short(got),
+                    expected=_short(expected),
+                    fix="start the server with the configuration of this run",
+                )
+
+
+def _short(value: object) -> str:
+    """A value without the rest of a hash."""
+    text = "none" if value is None else str(value)
+    is_hash = len(text) >= 40 and all(digit in "0123456789abcdef" for digit in text)
+    return text[:12] if is_hash else text
+
+
+class Request(NamedTuple):
+    """Microbatches whose targets are wanted."""
+
+    number: int
+    """Comes back with the answer."""
+
+    rows: Sequence[TokenRows]
+
+    def to_frame(self, kind: FormKind) -> Frame:
+        """Ids take 4 bytes each; labels go along where the form is about them."""
+        tensors: dict[str, torch.Tensor] = {}
+        for index, rows in enumerate(self.rows):
+            parts = {
+                "tokens": rows.tokens,
+                "position_ids": rows.position_ids,
+                "labels": None if kind == "hidden" else rows.labels,
+                "cu_seqlens": rows.cu_seqlens,
+            }
+            tensors |= {
+                f"{name}/{index}": part.to(torch.int32)
+                for name, part in parts.items()
+                if part is not None
+            }
+        return Frame(REQUEST, {"number": self.number, "count": len(self.rows)}, tensors)
+
+    @classmethod
+    def of(cls, frame: Frame, kind: FormKind) -> Request:
+        """From what arrived.
+
+        Raises:
+            DistributedError: It is no request for targets of this kind.
+        """
+        try:
+            count = int(frame.values["count"])
+            rows = [_rows(frame.tensors, index, kind) for index in range(count)]
+            return cls(int(frame.values["number"]), rows)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise DistributedError(
+                "a student asked for targets in a way that cannot be understood", got=repr(error)
+            ) from error
+
+    def check(self, vocab_size: int) -> None:
+        """Check that a teacher can read it: a GPU does not survive an id out of its vocabulary.
+
+        Raises:
+            DistributedError: It cannot.
+        """
+        for rows in self.rows:
+            tokens = rows.tokens
+            if tokens.dim() != 2 or not tokens.numel():
+                raise DistributedError(
+                    "a student asked for targets of tokens that are no rows",
+                    got=f"shape {list(tokens.shape)}",
+                )
+            first, last = int(tokens.min()), int(tokens.max())
+            if first < 0 or last >= vocab_size:
+                raise DistributedError(
+                    "a student asked for targets of tokens that the teacher does not have",
+                    got=f"an id of {first if first < 0 else last}",
+                    expected=f"0 to {vocab_size - 1}",
+                )
+
+
+def _rows(tensors: Mapping[str, torch.Tensor], index: int, kind: FormKind) -> TokenRows:
+    tokens = tensors[f"tokens/{index}"].long()
+    parts: dict[str, Any] = {"position_ids": tensors[f"position_ids/{index}"].long()}
+    if kind != "hidden":
+        parts["labels"] = tensors[f"labels/{index}"].long()
+    if any(part.shape != tokens.shape for part in parts.values()):
+        raise ValueError("parts of different shapes")
+    return TokenRows(tokens=tokens, cu_seqlens=tensors.get(f"cu_seqlens/{index}"), **parts)
+
+
+Fields = Mapping[str, torch.Tensor]
+"""By the field of ``TeacherTargets``, [B, T, ...] each."""
+
+_DTYPES: Final[dict[Precision, torch.dtype]] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+def payload_of(fields: Fields, form: TargetForm) -> torch.Tensor:
+    """uint8 [B T R]; hidden states stay on their device, other forms are records on the CPU.
+
+    Raises:
+        LossError: A number cannot be kept; see ``to_records``.
+    """
+    if form.kind == "hidden":
+        return bytes_of(fields["hidden"].to(_DTYPES[form.precision]))
+    flat = {name: values.flatten(0, 1).cpu() for name, values in fields.items()}
+    return torch.from_numpy(to_records(flat, form)).flatten()
+
+
+def fields_of(payload: torch.Tensor, form: TargetForm, shape: Sequence[int]) -> Fields:
+    """The fields of ``payload``; hidden states are a view of it.
+
+    Args:
+        shape: B, T
+    """
+    if form.kind == "hidden":
+        return {"hidden": payload.view(_DTYPES[form.precision]).view(*shape, form.count)}
+    records = payload.numpy().reshape(-1, form.bytes_per_token)
+    return {
+        name: values.unflatten(0, tuple(shape))
+        for name, values in from_records(records, form).items()
+    }
+
+
+def empty_fields(form: TargetForm, shape: Sequence[int], device: torch.device) -> Fields:
+    """Memory for the fields of ``fields_of``."""
+    few = {"topk_ids": torch.int64, "topk_logits": _DTYPES[form.precision]}
+    many = few | {"hidden": _DTYPES[form.precision]}
+    return {
+        name: torch.empty(*shape, form.count, dtype=many[name], device=device)
+        if name in many
+        else torch.empty(*shape, dtype=torch.float32, device=device)
+        for name in form.parts
+    }
+
+
+def payload_size(form: TargetForm, shape: Sequence[int]) -> int:
+    """Bytes of the payload of B x T tokens."""
+    return math.prod(shape) * form.bytes_per_token

@@ -1,0 +1,262 @@
+"""A teacher that answers students of other processes. B rows, T positions, V vocabulary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.errors import DistributedError
+from megatron_ext.teachers.base import Teacher
+from megatron_ext.teachers.formed_targets import FormedTargets
+from megatron_ext.teachers.frames import Frame, from_bytes, to_bytes
+from megatron_ext.teachers.listener import TeacherListener
+from megatron_ext.teachers.messages import HEAD, HELLO, REQUEST, Hello, Request, payload_of
+from megatron_ext.teachers.student_session import Event, StudentSession
+from megatron_ext.teachers.token_rows import TokenRows
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRanks:
+    """Where this rank stands in its replica."""
+
+    device: torch.device
+
+    group: ProcessGroup | None = None
+    """All ranks of the replica, over tensor and pipeline parallelism; None: this one alone."""
+
+    main: int = 0
+    """Rank in the default group that listens and answers: of the last stage, where targets are."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is that rank."""
+        return self.group is None or dist.get_rank() == self.main
+
+    def broadcast(self, content: bytes | None) -> bytes:
+        """``content`` of the main rank, on every rank.
+
+        Collectives: one broadcast over the replica, and where there is content another.
+        """
+        if self.group is None:
+            assert content is not None
+            return content
+        size = torch.tensor([len(content or b"")], device=self.device)
+        dist.broadcast(size, src=self.main, group=self.group)
+        length = int(size)
+        if not length:
+            return b""
+        if content is None:
+            buffer = torch.empty(length, dtype=torch.uint8, device=self.device)
+        else:
+            buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
+        dist.broadcast(buffer, src=self.main, group=self.group)
+        return content if content is not None else buffer.cpu().numpy().tobytes()
+
+
+_END: Final = to_bytes(Frame("end", {}, {}))
+_IDLE_S: Final = 2.0
+"""How often the ranks of a replica meet where nobody asks: their collectives must not time out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ServedRows:
+    """Rows on the device; see ``TokenInputs``."""
+
+    tokens: torch.Tensor
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    rows: TokenRows
+
+
+class TeacherServer:
+    """One replica of a teacher, on each of its ranks.
+
+    Students come and go, several at a time; what one asks is answered in turn. The teacher keeps
+    nothing of it.
+
+    Args:
+        teacher: This rank's part.
+        name: Of the teacher, for errors.
+        formed: What is sent of its targets.
+        head: This rank's part in gathering the head [V, D], which the main rank gets on the CPU; a
+            collective. None where the form is not ``hidden``.
+        identity: What the targets depend on: hashes and plain values, by what an error calls them.
+        ranks: Those of the replica.
+        timeout: How long a student may leave an answer unread; and with ``until_client_leaves`` how
+            long the first one may take to come.
+        on_idle: Called every few seconds while nobody asks, and before each answer.
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        *,
+        name: str,
+        formed: FormedTargets,
+        head: Callable[[], torch.Tensor | None] | None,
+        identity: Mapping[str, str | int],
+        ranks: ReplicaRanks,
+        timeout: timedelta,
+        on_idle: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._teacher = teacher
+        self._formed = formed
+        self._head = head
+        self._ranks = ranks
+        self._timeout_s = timeout.total_seconds()
+        self._on_idle = on_idle
+        self._hello = Hello(teacher=name, form=formed.form, identity=identity)
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._sessions: list[StudentSession] = []
+        self._students: list[StudentSession] = []
+
+    def serve(self, listener: TeacherListener | None, *, until_client_leaves: bool) -> None:
+        """Answer until the last student has left, or for ever.
+
+        Args:
+            listener: On the replica's main rank; None on its others.
+            until_client_leaves: Return once students have come and all have left. Otherwise wait
+                for the next ones.
+
+        Collectives: those of ``ReplicaRanks.broadcast`` every few seconds and for each request, and
+        for a request those of the teacher and of ``FormedTargets``.
+
+        Raises:
+            DistributedError: No student came in time.
+        """
+        assert (listener is not None) == self._ranks.is_main
+        if listener is None:
+            self._follow()
+            return
+        listener.open(self)
+        try:
+            self._lead(until_client_leaves)
+        except BaseException as error:
+            for session in self._sessions:
+                session.fail(error)
+            raise
+        finally:
+            for session in self._sessions:
+                session.end()
+            listener.close()
+        self._ranks.broadcast(_END)
+
+    def hello(self) -> Frame:
+        """See ``Desk``."""
+        return Frame(HELLO, self._hello.values(), {})
+
+    def begin(self, peer: str) -> StudentSession:
+        """See ``Desk``."""
+        session = StudentSession(
+            peer,
+            form=self._formed.form,
+            device=self._ranks.device,
+            events=self._events,
+            timeout_s=self._timeout_s,
+        )
+        self._sessions = [*(its for its in self._sessions if its.is_there), session]
+        return session
+
+    def _lead(self, until_client_leaves: bool) -> None:
+        has_come, started = False, time.monotonic()
+        while True:
+            for session in self._students:
+                session.check_reads()
+            try:
+                event = self._events.get(timeout=_IDLE_S)
+            except Empty:
+                self._ranks.broadcast(b"")
+                self._on_idle()
+                if until_client_leaves and not has_come:
+                    self._check_patience(time.monotonic() - started)
+                continue
+            if event.kind == "joined":
+                has_come = True
+                self._students.append(event.session)
+            elif event.kind == "left":
+                self._students.remove(event.session)
+                if until_client_leaves and not self._students:
+                    return
+            elif event.session in self._students:
+                assert event.frame is not None
+                self._answer(event.session, event.frame)
+
+    def _check_patience(self, waited_s: float) -> None:
+        if waited_s > self._timeout_s:
+            raise DistributedError(
+                f"no student came to the teacher {self._hello.teacher}",
+                got=f"{waited_s:.0f} s without one",
+                fix="look at the student's log",
+            )
+
+    def _answer(self, session: StudentSession, frame: Frame) -> None:
+        """On the main rank."""
+        self._on_idle()
+        try:
+            request = self._understood(frame)
+        except DistributedError as error:
+            # Its own fault: the others are served on.
+            session.fail(error)
+            return
+        self._ranks.broadcast(to_bytes(frame))
+        if request is None:
+            assert self._head is not None
+            head = self._head()
+            assert head is not None
+            session.say(Frame(HEAD, {}, {"head": head.contiguous()}))
+            return
+        session.answer(request.number, self._payloads(request.rows))
+
+    def _follow(self) -> None:
+        """On the other ranks."""
+        while (content := self._ranks.broadcast(None)) != _END:
+            self._on_idle()
+            if not content:
+                continue
+            request = self._understood(from_bytes(content))
+            if request is not None:
+                self._payloads(request.rows)
+            elif self._head is not None:
+                self._head()
+
+    def _understood(self, frame: Frame) -> Request | None:
+        """None where the head is asked for."""
+        form = self._formed.form
+        if frame.kind == HEAD and self._head is not None:
+            return None
+        if frame.kind != REQUEST:
+            raise DistributedError("a student asked for something unknown", got=frame.kind)
+        request = Request.of(frame, form.kind)
+        request.check(form.vocab_size)
+        return request
+
+    def _payloads(self, asked: Sequence[TokenRows]) -> list[torch.Tensor]:
+        """uint8 of each microbatch on the main rank; nothing elsewhere."""
+        device = self._ranks.device
+        batches = [
+            _ServedRows(
+                rows.tokens.to(device),
+                rows.position_ids.to(device),
+                rows.attention_mask(device),
+                rows,
+            )
+            for rows in asked
+        ]
+        payloads = []
+        for batch, targets in zip(batches, self._teacher.targets(batches), strict=False):
+            # Without labels the form is not about them.
+            labels = batch.tokens if batch.rows.labels is None else batch.rows.labels.to(device)
+            fields = self._formed(targets, labels)
+            if self._ranks.is_main:
+                payloads.append(payload_of(fields, self._formed.form))
+        return payloads

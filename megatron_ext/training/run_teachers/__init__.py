@@ -1,1 +1,0 @@
-"""The teachers of a run, a file for each kind; ``run_teachers`` lists them."""

@@ -1,1 +1,0 @@
-"""Targets of a teacher in files: made once, and read by runs in any layout."""

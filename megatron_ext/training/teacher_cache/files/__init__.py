@@ -1,1 +1,0 @@
-"""The format: records of tokens, files of windows, and what a cache is of."""

@@ -1,0 +1,1 @@
+"""Teachers of a run: building or reaching them, serving them, and their targets in files."""

@@ -1,0 +1,115 @@
+"""A teacher whose targets were made before. B rows, T positions, S those of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.batch import CrossTokenizerBatch
+from megatron_ext.data.side import Side
+from megatron_ext.distributed.context_parallel import ContextRank
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.losses import TeacherTargets
+from megatron_ext.teachers.target_records import filler, from_records
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.models import DTYPES
+from megatron_ext.training.teachers.identity import WEIGHTS, weights_of
+from megatron_ext.training.teachers.target_cache import TargetCache
+from megatron_ext.training.teachers.windows import PlacedWindows
+
+Recorded = Mapping[str, torch.Tensor]
+"""Targets of a microbatch by the field of ``TeacherTargets``, [B, S, ...] each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedTeacher:
+    """Reads the windows of a microbatch from a cache, wherever in it they stand."""
+
+    name: str
+
+    cache: TargetCache
+
+    shard: VocabShard
+    """Of the teacher's vocabulary, as a model of it would be cut on this rank."""
+
+    head_weight: torch.Tensor | None = None
+    """[Vp, D] on this rank's device, beside hidden states."""
+
+    def recorded(
+        self,
+        samples: Sequence[PackedSample],
+        batch: CrossTokenizerBatch,
+        sides: Sequence[Side],
+        context: ContextRank | None = None,
+    ) -> Recorded:
+        """What the cache has of a microbatch; on the host.
+
+        Args:
+            samples: The rows.
+            batch: What the collator made of them.
+            sides: The collator's.
+            context: Whose part of the rows; None for whole ones.
+
+        Raises:
+            DataError: A window is not in the cache.
+            CheckpointError: The cache is damaged.
+        """
+        placed = PlacedWindows.of(samples, batch, sides, self.name)
+        fields = filler(self.cache.form, placed.row_count * placed.row_length)
+        if placed.windows:
+            records = [self.cache.records(key, length) for key, _, length in placed.windows]
+            places = np.concatenate(
+                [np.arange(start, start + length) for _, start, length in placed.windows]
+            )
+            found = from_records(np.concatenate(records), self.cache.form)
+            for name, values in found.items():
+                fields[name][torch.from_numpy(places)] = values
+        rows = {
+            name: values.unflatten(0, (placed.row_count, placed.row_length))
+            for name, values in fields.items()
+        }
+        if context is None:
+            return rows
+        return {name: context.cut(values) for name, values in rows.items()}
+
+    def targets(self, recorded: Recorded) -> TeacherTargets:
+        """``recorded``, on this rank's device, as an objective reads it."""
+        fields: dict[str, Any] = dict(recorded)
+        if self.head_weight is not None:
+            hidden = fields["hidden"].to(self.head_weight.dtype)
+            fields |= {"hidden": hidden, "head_weight": self.head_weight}
+        if "topk_logits" in fields:
+            fields["topk_logits"] = fields["topk_logits"].float()
+        return TeacherTargets(kind=self.cache.form.kind, shard=self.shard, **fields)
+
+
+def open_cached_teacher(
+    config: DistillConfig, name: str, *, shard: VocabShard, groups: ProcessGroups
+) -> CachedTeacher:
+    """The cache of a teacher on this rank, once its weights are known to be the configured ones.
+
+    Collectives: that of ``ProcessGroups.on_main``, behind which the checkpoint is read once.
+
+    Raises:
+        ConfigError: The cache was made with other weights; on every rank.
+    """
+    teacher = config.named_teachers[name]
+    assert teacher.cache is not None
+    cache = TargetCache(teacher.cache)
+
+    def check_weights() -> None:
+        identity = {**cache.manifest.identity, WEIGHTS: weights_of(config, name)}
+        cache.manifest.check_same(identity, cache.folder)
+
+    groups.on_main(check_weights)
+    head = None
+    if cache.form.kind == "hidden" and groups.is_last_stage:
+        dtype = DTYPES[config.training.precision]
+        head = cache.head(shard).to(device=groups.device, dtype=dtype)
+    return CachedTeacher(name=name, cache=cache, shard=shard, head_weight=head)

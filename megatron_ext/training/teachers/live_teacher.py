@@ -1,0 +1,133 @@
+"""A teacher with its model in these processes, whichever library runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megatron_ext.distributed.context_parallel import ContextRank
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import ConfigError
+from megatron_ext.teachers import Teacher
+from megatron_ext.teachers.causal_lm import load_causal_lm
+from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher, StageWithoutTeacher
+from megatron_ext.teachers.megatron_teacher import (
+    HostWeights,
+    MegatronTeacher,
+    OffloadedTeacher,
+    head_weight,
+)
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.config import DistillConfig, ParallelConfig
+from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
+from megatron_ext.training.models import DTYPES
+
+
+class LiveTeacher(NamedTuple):
+    """A loaded teacher on one rank, with its weights on the host where ``offload`` says so."""
+
+    teacher: Teacher
+
+    shard: VocabShard
+    """This rank's columns of its vocabulary."""
+
+    head: torch.Tensor | None
+    """[Vp, D] on the last stage; None elsewhere, and of a model whose targets are logits."""
+
+
+def live_teacher(
+    config: DistillConfig,
+    name: str,
+    tokenizer: MegatronTokenizerText,
+    groups: ProcessGroups,
+    *,
+    parallel: ParallelConfig | None = None,
+) -> LiveTeacher:
+    """Build and load a teacher.
+
+    Args:
+        tokenizer: The teacher's.
+        parallel: The layout of ``groups``; that of the run when not given.
+
+    Collectives: those that build a model of megatron-core, or of ``teacher_vocab_shard``.
+
+    Raises:
+        CheckpointError: It cannot be loaded.
+    """
+    its = config.named_teachers[name]
+    if its.library == "huggingface":
+        return _of_huggingface(config, name, tokenizer, groups, parallel)
+    chunks, shard = frozen_teacher(config, name, tokenizer, groups, parallel=parallel)
+    return live_megatron_teacher(chunks, shard, groups, offload=its.offload)
+
+
+def live_megatron_teacher(
+    chunks: Sequence[GPTModel], shard: VocabShard, groups: ProcessGroups, *, offload: bool
+) -> LiveTeacher:
+    """Of a model of megatron-core that is there."""
+    head = head_weight(chunks[-1]) if groups.is_last_stage else None
+    teacher: Teacher = MegatronTeacher(chunks, shard=shard)
+    if offload:
+        # Objectives read the head while the student runs.
+        teacher = OffloadedTeacher(
+            teacher, HostWeights(chunks, kept=[] if head is None else [head])
+        )
+    return LiveTeacher(teacher, shard, head)
+
+
+def check_gives_hidden(
+    teacher: LiveTeacher, groups: ProcessGroups, *, where: str, why: str
+) -> None:
+    """Check that targets are hidden states, where somebody needs these.
+
+    Args:
+        where: In the configuration.
+        why: Who needs them.
+
+    Raises:
+        ConfigError: They are logits; on the last stage.
+    """
+    if groups.is_last_stage and teacher.head is None:
+        raise ConfigError(
+            f"{why} hidden states whose product with the head is the teacher's logits",
+            where=where,
+            got="a model that does more with its logits, such as capping them or adding a bias",
+            fix="take another objective, or another kind of targets",
+        )
+
+
+def _of_huggingface(
+    config: DistillConfig,
+    name: str,
+    tokenizer: MegatronTokenizerText,
+    groups: ProcessGroups,
+    parallel: ParallelConfig | None,
+) -> LiveTeacher:
+    """A whole model on each rank of the last stage, and nothing on the others."""
+    its = config.named_teachers[name]
+    shard = teacher_vocab_shard(config, name, tokenizer, groups, parallel=parallel)
+    if not groups.is_last_stage:
+        return LiveTeacher(StageWithoutTeacher(), shard, None)
+    folder = find_checkpoint(its.checkpoint, where=f"{config.section_of(name)}.checkpoint")
+    model = load_causal_lm(
+        folder,
+        dtype=DTYPES[config.training.precision],
+        device=groups.device,
+        vocab_size=tokenizer.vocab_size,
+    )
+    teacher = HuggingFaceTeacher(
+        model,
+        shard=shard,
+        group=groups.tp_cp,
+        context=ContextRank.of(groups.cp),
+        keeps_head=its.offload,
+    )
+    if not its.offload:
+        return LiveTeacher(teacher, shard, teacher.head_weight)
+    weights = HostWeights([teacher.module])
+    return LiveTeacher(OffloadedTeacher(teacher, weights), shard, teacher.head_weight)

@@ -1,0 +1,270 @@
+"""``megatron-ext cache-teacher``: a run's teacher over the run's texts, into files; on every rank.
+
+Texts are recorded in blocks, a file each. Files that are there are not made again, so a recording
+that was killed goes on, over any number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save
+
+from megatron_ext.distributed import process_groups
+from megatron_ext.distributed.context_parallel import ContextRank
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.files import write_bytes
+from megatron_ext.losses import BoundaryColumns
+from megatron_ext.teachers.formed_targets import FormedTargets, whole_head
+from megatron_ext.teachers.target_form import TargetForm
+from megatron_ext.tokenizers.token_bytes import TokenBytes
+from megatron_ext.training import cpu_megatron, rank_phase
+from megatron_ext.training.config import DistillConfig, TeacherConfig
+from megatron_ext.training.inputs import Inputs
+from megatron_ext.training.metrics import progress_bar
+from megatron_ext.training.serving_config import ServingConfig
+from megatron_ext.training.start_agreement import check_same_start
+from megatron_ext.training.teachers.block_recorder import (
+    Block,
+    BlockRecorder,
+    block_bytes,
+    blocks_of,
+)
+from megatron_ext.training.teachers.cache_manifest import HEAD_FILE, MANIFEST_FILE, Manifest
+from megatron_ext.training.teachers.identity import (
+    WEIGHTS,
+    cache_identity,
+    weights_on_all,
+)
+from megatron_ext.training.teachers.live_teacher import check_gives_hidden, live_teacher
+from megatron_ext.training.teachers.shard_file import ShardHead, read_head
+from megatron_ext.training.watchdog import GRACE, Watchdog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What is to be made."""
+
+    teacher: str
+    """By name."""
+
+    form: TargetForm
+
+    folder: Path
+
+    file_bytes: int
+    """About how large a file may be."""
+
+
+def record_teacher(config: DistillConfig, inputs: Inputs, recording: Recording) -> Manifest:
+    """Make or finish a cache; call it on every rank, under torchrun or alone.
+
+    Args:
+        config: What ``recording_config`` returned.
+        inputs: What ``read_inputs`` read for it.
+
+    Raises:
+        MegatronExtError: Anything a user can mend.
+    """
+    if not torch.cuda.is_available():
+        cpu_megatron.install()
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    process_groups.join(timeout + GRACE)
+    with Watchdog(timeout):
+        check_same_start(config, inputs)
+        groups = process_groups.initialize(config.parallel.layout, timeout=timeout + GRACE)
+        manifest = record(config, groups, inputs, recording)
+    process_groups.finalize()
+    return manifest
+
+
+def recording_config(config: DistillConfig, folder: Path, *, world_size: int) -> DistillConfig:
+    """``config`` for the teacher alone: its caches, what is held out and the run's folder are of
+    no interest, and a global batch is of as many replicas as there are."""
+    parallel, training = config.parallel, config.training
+    replicas = parallel.layout.replicas(world_size)
+    stages = parallel.pipeline_model_parallel_size
+    rows = training.micro_batch_size * replicas * stages
+    teacher = config.teacher and _live(config.teacher)
+    teachers = {name: _live(its) for name, its in config.teachers.items()}
+    return dataclasses.replace(
+        config,
+        run_dir=str(folder),
+        initial_checkpoint=None,
+        teacher=teacher,
+        teachers=teachers,
+        data=dataclasses.replace(config.data, validation=()),
+        training=dataclasses.replace(
+            training,
+            global_batch_size=rows,
+            vocabulary_layout="original",
+            tensorboard_dir=None,
+            wandb_project=None,
+        ),
+    )
+
+
+def _live(teacher: TeacherConfig) -> TeacherConfig:
+    """With its model on the ranks that record, wherever a run has it."""
+    return dataclasses.replace(
+        teacher, cache=None, placement="student_ranks", serving=ServingConfig()
+    )
+
+
+def record(
+    config: DistillConfig, groups: ProcessGroups, inputs: Inputs, recording: Recording
+) -> Manifest:
+    """``record_teacher`` in a layout that is there.
+
+    Collectives: those of ``ProcessGroups.on_main`` three times, one all-gather of names, those that
+    load the teacher, those of ``BlockRecorder.record`` for each block, and one barrier.
+    """
+    name, folder = recording.teacher, recording.folder
+    assert recording.form.vocab_size == inputs.teachers[name].tokenizer.vocab_size
+    text_bytes = block_bytes(recording.form, recording.file_bytes)
+    blocks = blocks_of(inputs.data, text_bytes, stop_at_bad=config.data.bad_documents == "stop")
+    rank_phase.enter("reading the teacher's checkpoint")
+    manifest = Manifest(
+        form=recording.form,
+        identity={
+            **cache_identity(config, inputs, name),
+            WEIGHTS: weights_on_all(config, name, groups),
+        },
+        shards=tuple(block.name for block in blocks),
+        block_bytes=text_bytes,
+    )
+    groups.on_main(lambda: _start(folder, manifest))
+    missing = _missing(folder, manifest, blocks, groups)
+    if missing or not _has_head(folder, manifest):
+        live = live_teacher(config, name, inputs.teachers[name].tokenizer, groups)
+        if recording.form.kind == "hidden":
+            check_gives_hidden(live, groups, where="--targets", why="hidden targets are")
+        if recording.form.kind == "hidden" and live.head is not None:
+            _save_head(live.head, live.shard, folder, groups)
+        recorder = BlockRecorder(
+            name=name,
+            teacher=live.teacher,
+            formed=_formed(config, inputs, recording, live.shard, groups),
+            collator=inputs.data.collator,
+            groups=groups,
+            micro_batch_size=config.training.micro_batch_size,
+            microbatch_count=config.parallel.pipeline_model_parallel_size,
+            manifest=manifest,
+            folder=folder,
+        )
+        _record_blocks(recorder, missing, done=len(blocks) - len(missing), groups=groups)
+    dist.barrier()
+    groups.on_main(lambda: _finish(folder, manifest))
+    return Manifest.load(folder)
+
+
+def _record_blocks(
+    recorder: BlockRecorder, missing: list[Block], *, done: int, groups: ProcessGroups
+) -> None:
+    rank_phase.enter("recording the teacher")
+    bar = (
+        progress_bar("cache", total=done + len(missing), done=done)
+        if groups.is_main
+        else nullcontext()
+    )
+    with bar as shown:
+        for start in range(0, len(missing), groups.dp_size):
+            own = missing[start : start + groups.dp_size]
+            if groups.dp_rank < len(own):
+                recorder.record(own[groups.dp_rank])
+            if shown is not None:
+                shown.update(len(own))
+
+
+def _start(folder: Path, manifest: Manifest) -> None:
+    """Write down what is about to be made, or check that it is what was begun."""
+    for part in folder.glob(".targets-*"):
+        part.unlink(missing_ok=True)
+    if not (folder / MANIFEST_FILE).exists():
+        manifest.save(folder)
+        return
+    before = Manifest.load(folder)
+    before.check_same(manifest.identity, folder)
+    if before.digest != manifest.digest:
+        raise ConfigError(
+            "the folder holds another cache of the teacher",
+            where=folder,
+            got=f"{manifest.form}, {len(manifest.shards)} files",
+            expected=f"{before.form}, {len(before.shards)} files",
+            fix="take another --output, or the options that the cache was begun with",
+        )
+
+
+def _missing(
+    folder: Path, manifest: Manifest, blocks: list[Block], groups: ProcessGroups
+) -> list[Block]:
+    """Blocks without a whole file, as the main rank sees them. One all-gather of objects."""
+    own = {block.name for block in blocks if _head(folder, manifest, block.name) is None}
+    everywhere: list[set[str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own if groups.is_main else None)
+    (seen,) = (names for names in everywhere if names is not None)
+    return [block for block in blocks if block.name in seen]
+
+
+def _head(folder: Path, manifest: Manifest, name: str) -> ShardHead | None:
+    try:
+        return read_head(
+            folder / name,
+            bytes_per_token=manifest.form.bytes_per_token,
+            digest=manifest.digest,
+        )
+    except CheckpointError:
+        return None
+
+
+def _has_head(folder: Path, manifest: Manifest) -> bool:
+    return manifest.form.kind != "hidden" or (folder / HEAD_FILE).exists()
+
+
+def _finish(folder: Path, manifest: Manifest) -> None:
+    heads = [
+        read_head(
+            folder / name, bytes_per_token=manifest.form.bytes_per_token, digest=manifest.digest
+        )
+        for name in manifest.shards
+    ]
+    manifest.completed(
+        windows=sum(len(head.windows) for head in heads),
+        tokens=sum(head.tokens for head in heads),
+    ).save(folder)
+
+
+def _formed(
+    config: DistillConfig,
+    inputs: Inputs,
+    recording: Recording,
+    shard: VocabShard,
+    groups: ProcessGroups,
+) -> FormedTargets:
+    boundary = None
+    if recording.form.kind == "label":
+        its = TokenBytes.of(inputs.teachers[recording.teacher].tokenizer)
+        boundary = BoundaryColumns.at_word_starts(
+            its, its, student_shard=shard, teacher_shard=shard, device=groups.device
+        ).teacher
+    return FormedTargets(
+        form=recording.form,
+        boundary=boundary,
+        tile_rows=config.loss.linear_tile_rows,
+        context=ContextRank.of(groups.cp),
+    )
+
+
+def _save_head(head: torch.Tensor, shard: VocabShard, folder: Path, groups: ProcessGroups) -> None:
+    """Write the teacher's head [V, D]. One all-gather over ``tp``."""
+    whole = whole_head(head, shard, is_kept=groups.is_main)
+    if whole is not None:
+        write_bytes(folder / HEAD_FILE, save({"head": whole}))

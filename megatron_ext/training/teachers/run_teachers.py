@@ -1,0 +1,132 @@
+"""All teachers of a run on this rank, each made as its kind is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_ext.teachers import Teacher
+from megatron_ext.training.config import TeacherConfig
+from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
+from megatron_ext.training.learning_step import TaughtBy, run_projection
+from megatron_ext.training.loss_check import teacher_objective
+from megatron_ext.training.teachers.cached_teacher import CachedTeacher, open_cached_teacher
+from megatron_ext.training.teachers.live_teacher import (
+    check_gives_hidden,
+    live_megatron_teacher,
+    live_teacher,
+)
+from megatron_ext.training.teachers.remote import teacher_elsewhere
+from megatron_ext.training.teachers.teacher_parts import StudentParts, TeacherParts
+from megatron_ext.training.vocabulary_layout import RunLayout, lay_out
+
+
+def teacher_from_cache(name: str, run: StudentParts) -> TeacherParts:
+    """Open its cache.
+
+    Collectives: those of ``teacher_vocab_shard``, ``open_cached_teacher`` and ``run_projection``.
+    """
+    shard = teacher_vocab_shard(run.config, name, run.tokenizer(name), run.groups)
+    cached = open_cached_teacher(run.config, name, shard=shard, groups=run.groups)
+    projection = run_projection(run.config, run.inputs, name, run.groups)
+    return TeacherParts(TaughtBy(name, None, shard, projection, None), cached=cached)
+
+
+def teacher_from_huggingface(name: str, run: StudentParts) -> TeacherParts:
+    """Load it.
+
+    Collectives: those of ``live_teacher`` and ``run_projection``.
+
+    Raises:
+        ConfigError: The objective reads hidden states, of which this model's logits are no product.
+    """
+    config, groups = run.config, run.groups
+    live = live_teacher(config, name, run.tokenizer(name), groups)
+    if teacher_objective(config, name).needs.hidden:
+        objective = config.loss.of_teacher(run.teacher(name)).objective
+        where = f"{config.section_of(name)}.checkpoint"
+        check_gives_hidden(live, groups, where=where, why=f"the objective {objective} reads")
+    # After the model, which may not load: a projection of the run's own is its first file.
+    projection = run_projection(config, run.inputs, name, groups)
+    return TeacherParts(
+        TaughtBy(name, live.head, live.shard, projection, None), teacher=live.teacher
+    )
+
+
+def teacher_on_student_ranks(name: str, run: StudentParts) -> TeacherParts:
+    """Build and load it, and permute the heads of both models where the run lays them out.
+
+    Collectives: those that build and load a model, of ``run_projection`` and of ``lay_out``.
+    """
+    config, groups = run.config, run.groups
+    chunks, shard = frozen_teacher(config, name, run.tokenizer(name), groups)
+    # After the model, which may not load: a projection of the run's own is its first file.
+    projection = run_projection(config, run.inputs, name, groups)
+    laid_out = None
+    if config.training.vocabulary_layout == "co_sharded":
+        assert projection is not None, "checked with the objective"
+        laid_out = lay_out(
+            config,
+            projection,
+            student=run.chunks,
+            teacher=chunks,
+            shards=(run.shard, shard),
+            groups=groups,
+        )
+    live = live_megatron_teacher(chunks, shard, groups, offload=run.teacher(name).offload)
+    layout = laid_out and laid_out.layout
+    return TeacherParts(
+        TaughtBy(name, live.head, shard, projection, layout),
+        teacher=live.teacher,
+        laid_out=laid_out,
+    )
+
+
+_MAKERS: Final[Mapping[str, Callable[[str, StudentParts], TeacherParts]]] = {
+    "cache": teacher_from_cache,
+    "elsewhere": teacher_elsewhere,
+    "huggingface": teacher_from_huggingface,
+    "megatron": teacher_on_student_ranks,
+}
+"""By kind: ``cache`` where targets are read from files, ``elsewhere`` where other processes send
+them, otherwise the library that runs it on the student's ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTeachers:
+    """By name, and in the order of the configuration."""
+
+    teachers: Mapping[str, Teacher]
+    """Those that predict microbatches."""
+
+    cached: Mapping[str, CachedTeacher]
+    """Those whose targets are recorded."""
+
+    taught_by: list[TaughtBy]
+
+    laid_out: RunLayout | None
+    """The order of the heads, which is one of a pair."""
+
+
+def make_run_teachers(run: StudentParts) -> RunTeachers:
+    """Make every teacher of a run, one after the other; none where it does not distil.
+
+    Collectives: those of each kind.
+    """
+    names = run.config.named_teachers if run.config.distils else {}
+    parts = {name: _MAKERS[kind_of(teacher)](name, run) for name, teacher in names.items()}
+    layouts = [its.laid_out for its in parts.values() if its.laid_out is not None]
+    return RunTeachers(
+        teachers={n: its.teacher for n, its in parts.items() if its.teacher is not None},
+        cached={n: its.cached for n, its in parts.items() if its.cached is not None},
+        taught_by=[its.taught_by for its in parts.values()],
+        laid_out=layouts[0] if layouts else None,
+    )
+
+
+def kind_of(teacher: TeacherConfig) -> str:
+    """A key of the table of kinds."""
+    if teacher.cache is not None:
+        return "cache"
+    return "elsewhere" if teacher.is_elsewhere else teacher.library

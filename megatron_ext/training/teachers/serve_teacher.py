@@ -1,0 +1,124 @@
+"""``megatron-ext serve-teacher``: a teacher for students that come, on every rank of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed import process_groups
+from megatron_ext.errors import ConfigError
+from megatron_ext.teachers.listener import ServerTls, TeacherListener, split_address
+from megatron_ext.teachers.server import ReplicaRanks
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.training import cpu_megatron
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.serving_config import is_local
+from megatron_ext.training.teachers.identity import (
+    launch_identity,
+    server_identity,
+    weights_of,
+)
+from megatron_ext.training.teachers.served_form import described, served_form
+from megatron_ext.training.teachers.served_teacher import ServedTeacher
+from megatron_ext.training.teachers.server_token import server_token
+from megatron_ext.training.teachers.teacher_process import ParentSocket
+from megatron_ext.training.watchdog import GRACE, Watchdog
+
+
+def serve_at(
+    config: DistillConfig,
+    name: str,
+    tokenizer: MegatronTokenizerText,
+    address: str,
+    *,
+    tls: ServerTls | None = None,
+) -> None:
+    """Serve at an address until interrupted; under torchrun or alone.
+
+    Args:
+        tokenizer: The teacher's.
+        address: HOST:PORT of the first replica; the next ones listen at the ports behind it.
+        tls: Of the server; None for connections that are not encrypted.
+
+    Raises:
+        ConfigError: Other machines can reach it without a token, or without TLS unless
+            ``serving.plain_connection`` says that they may.
+    """
+    host, port = split_address(address)
+    serving = config.named_teachers[name].serving
+    token = server_token(serving, [address])
+    if tls is None and not (is_local(address) or serving.plain_connection):
+        raise ConfigError(
+            "a teacher's server that other machines can reach needs TLS",
+            where=address,
+            got="no certificate",
+            expected="--tls-cert and --tls-key",
+            fix="pass them, or set serving.plain_connection where the network is trusted",
+        )
+
+    def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
+        at = port + replica if port else 0
+        listener = TeacherListener(f"[{host}]:{at}" if ":" in host else f"{host}:{at}", token, tls)
+        form = served_form(config, name, tokenizer)
+        _say(f"{described(name, f'replica {replica} at {listener.address}', form)}")
+        return listener
+
+    def identity() -> Mapping[str, str | int]:
+        return server_identity(config, name, tokenizer, weights_of(config, name))
+
+    _serve(config, name, tokenizer, identity, listen, until_client_leaves=False)
+
+
+def serve_parent(
+    config: DistillConfig, name: str, tokenizer: MegatronTokenizerText, descriptor: int
+) -> None:
+    """Serve the student's rank that started this process, until it leaves.
+
+    Args:
+        tokenizer: The teacher's.
+        descriptor: Of this process's end of the pair.
+    """
+    parent = ParentSocket(descriptor)
+
+    def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
+        listener = TeacherListener("127.0.0.1:0", parent.token)
+        parent.announce(listener.address)
+        return listener
+
+    def identity() -> Mapping[str, str | int]:
+        return launch_identity(config, name, tokenizer)
+
+    _serve(config, name, tokenizer, identity, listen, until_client_leaves=True)
+
+
+def _serve(
+    config: DistillConfig,
+    name: str,
+    tokenizer: MegatronTokenizerText,
+    identity: Callable[[], Mapping[str, str | int]],
+    listen: Callable[[ReplicaRanks, int], TeacherListener],
+    *,
+    until_client_leaves: bool,
+) -> None:
+    if not torch.cuda.is_available():
+        cpu_megatron.install()
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    process_groups.join(timeout + GRACE)
+    with Watchdog(timeout):
+        served = ServedTeacher(
+            config=config, name=name, tokenizer=tokenizer, identity=identity, timeout=timeout
+        )
+        served.serve(
+            listen, until_client_leaves=until_client_leaves, collective_timeout=timeout + GRACE
+        )
+    if dist.is_initialized():
+        process_groups.finalize()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

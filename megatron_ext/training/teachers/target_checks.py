@@ -1,0 +1,120 @@
+"""Checks of targets, cached or remote, before any model is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.losses import (
+    DskdLoss,
+    Objective,
+)
+from megatron_ext.teachers.target_form import FormKind, TargetForm
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.inputs import Inputs
+from megatron_ext.training.loss_check import teacher_objective
+from megatron_ext.training.objective import projector_start
+from megatron_ext.training.teachers.identity import WEIGHTS, cache_identity
+from megatron_ext.training.teachers.served_form import served_form
+from megatron_ext.training.teachers.target_cache import TargetCache
+
+
+def check_targets(
+    config: DistillConfig,
+    name: str,
+    objective: Objective,
+    form: TargetForm,
+    *,
+    key: Literal["cache", "serving.targets"],
+) -> None:
+    """Check that what a cache keeps of a teacher, or one elsewhere sends, is what the run reads.
+
+    Args:
+        key: Of the teacher's section that the form is of.
+
+    Raises:
+        ConfigError: The objective, or how teachers are combined, needs more.
+    """
+    loss, kind = config.loss, form.kind
+    its = config.named_teachers[name]
+    where, own = f"{config.section_of(name)}.{key}", loss.of_teacher(its)
+    forms = objective.target_forms
+    is_cache = key == "cache"
+    cached = "cached targets" if is_cache else "targets from elsewhere"
+    if kind not in forms:
+        at = " at its temperature" if kind in _at_temperature_1(objective) else ""
+        raise ConfigError(
+            f"the objective {own.objective} cannot use {cached} of this form{at}",
+            where=where,
+            got=str(form),
+            expected=" or ".join(forms),
+            fix=("cache the teacher" if is_cache else "have it send targets")
+            + " in that form, or take another objective, see docs/teachers.md",
+        )
+    if isinstance(objective, DskdLoss) and projector_start(own) == "heads":
+        raise ConfigError(
+            "projectors that start from the heads need the teacher's model",
+            where=where,
+            got="a cache" if is_cache else f"placement {its.placement}",
+            fix="set the option projectors to random, or "
+            + ("leave the cache out" if is_cache else "place the teacher on the student's ranks"),
+        )
+    combined = {
+        "loss.teacher_mode": (loss.teacher_mode, "sum"),
+        "loss.teacher_weights": (loss.teacher_weights, "static"),
+    }
+    for combining, (value, plain) in combined.items():
+        if value != plain and kind != "hidden":
+            of_what = "which this cache does not have" if is_cache else "which it does not send"
+            raise ConfigError(
+                f"{combining} {value} reads the teacher's logits, {of_what}",
+                where=where,
+                got=str(form),
+                expected="hidden",
+            )
+    if config.training.vocabulary_layout != "original":
+        raise ConfigError(
+            f"{cached} are in the order of the ids",
+            where=where,
+            got=f"training.vocabulary_layout {config.training.vocabulary_layout}",
+            expected="original",
+        )
+
+
+def _at_temperature_1(objective: Objective) -> tuple[FormKind, ...]:
+    if not hasattr(objective, "temperature"):
+        return ()
+    plain: Objective = dataclasses.replace(objective, temperature=1.0)  # type: ignore[type-var]
+    return plain.target_forms
+
+
+def check_served(config: DistillConfig, inputs: Inputs) -> None:
+    """Check the form of each teacher elsewhere.
+
+    Raises:
+        ConfigError: An objective, or how teachers are combined, needs more than it sends.
+    """
+    for name, teacher in config.named_teachers.items():
+        if teacher.is_elsewhere:
+            form = served_form(config, name, inputs.teachers[name].tokenizer)
+            objective = teacher_objective(config, name)
+            check_targets(config, name, objective, form, key="serving.targets")
+
+
+def check_caches(config: DistillConfig, inputs: Inputs) -> None:
+    """Check every cache that a run names but for the weights that it was made with.
+
+    Raises:
+        ConfigError: One is missing, of something else, or of a form that an objective cannot use.
+        CheckpointError: One is unfinished, cut off or damaged.
+    """
+    for name, teacher in config.named_teachers.items():
+        if teacher.cache is None:
+            continue
+        cache = TargetCache(teacher.cache)
+        manifest = cache.manifest
+        objective = teacher_objective(config, name)
+        check_targets(config, name, objective, manifest.form, key="cache")
+        weights = {WEIGHTS: manifest.identity[WEIGHTS]}
+        manifest.check_same(cache_identity(config, inputs, name) | weights, cache.folder)

@@ -1,0 +1,148 @@
+"""A teacher in a process of its own beside a student's rank, which starts and ends it.
+
+The two hold the ends of a socket pair: the child reads the token from it and says where it listens.
+Whichever way one of them ends, the other reads the end of the pair and ends too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+from megatron_ext.errors import DistributedError
+from megatron_ext.files import write_text
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.run_folder import config_values
+from megatron_ext.training.teachers.role_store import Address
+
+FOLDER: Final = "teachers"
+"""In the run's folder: configuration and log of each process."""
+
+_NOT_ITS = ("RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Of the environment, what would make the child a rank of the launch. Its device is that of
+``LOCAL_RANK``, the student's."""
+
+_END_S: Final = 10.0
+_LAST_WORDS_S: Final = 3.0
+
+
+class TeacherProcess:
+    """The parent's side.
+
+    Args:
+        config: The run.
+        name: Of the teacher.
+        rank: Of the student's rank that starts it.
+    """
+
+    def __init__(self, config: DistillConfig, name: str, *, rank: int) -> None:
+        self._name = name
+        folder = Path(config.run_dir) / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        settings, self.log = folder / f"{name}-{rank}.yaml", folder / f"{name}-{rank}.log"
+        write_text(settings, yaml.safe_dump(config_values(config), sort_keys=False))
+        self._token = secrets.token_hex(32)
+        self._socket, its = socket.socketpair()
+        command = [sys.executable, "-m", "megatron_ext", "serve-teacher"]
+        command += ["--config", str(settings), "--teacher", name, "--parent-fd", str(its.fileno())]
+        with its, self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[its.fileno()],
+                env=_environment(),
+            )
+        self._socket.sendall(f"{self._token}\n".encode())
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
+    def address(self, timeout_s: float) -> Address:
+        """Where it listens; waits until it does.
+
+        Raises:
+            DistributedError: It has ended, or does not say so in time.
+        """
+        self._socket.settimeout(timeout_s)
+        try:
+            line = self._socket.makefile("r").readline()
+        except TimeoutError:
+            line = None
+        if not line:
+            raise DistributedError(
+                f"the teacher {self._name} {'does not answer' if line is None else 'is gone'}",
+                got=self.why_gone() or "no address",
+                where=self.log,
+                fix="look at its log",
+            )
+        return Address(str(json.loads(line)), self._token)
+
+    def why_gone(self) -> str | None:
+        """How it ended, with the last line of its log; None while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(_LAST_WORDS_S)
+            ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return f"{ended}; {_last_line(self.log)}" if code > 0 else ended
+        return None
+
+    def close(self) -> None:
+        """End it, if it does not end by itself."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class ParentSocket:
+    """The child's side; the process ends when the parent does.
+
+    Args:
+        descriptor: Of its end of the pair.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._file = self._socket.makefile("rw")
+        self.token = self._file.readline().strip()
+        threading.Thread(target=self._end_with_parent, name="parent", daemon=True).start()
+
+    def announce(self, address: str) -> None:
+        """Say where the child listens."""
+        self._socket.sendall(f"{json.dumps(address)}\n".encode())
+
+    def _end_with_parent(self) -> None:
+        with suppress(OSError):
+            while self._socket.recv(1):
+                pass
+        sys.stderr.write("the student's rank that started this teacher has ended\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _environment() -> dict[str, str]:
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key not in _NOT_ITS and not key.startswith("TORCHELASTIC")
+    }
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else "no word"

@@ -1,0 +1,208 @@
+"""A server answers what it is asked, and nobody who means another teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_ext.errors import ConfigError, DistributedError, MegatronExtError
+from megatron_ext.losses import TeacherTargets
+from megatron_ext.teachers import channels as offers
+from megatron_ext.teachers.connection import own_addresses
+from megatron_ext.teachers.formed_targets import FormedTargets
+from megatron_ext.teachers.listener import TeacherListener
+from megatron_ext.teachers.target_form import TargetForm
+from megatron_ext.teachers.target_records import from_records, to_records
+from megatron_ext.teachers.token_rows import TokenRows
+from tests.teachers.stand_in_teacher import (
+    HEAD,
+    HIDDEN,
+    IDENTITY,
+    POISON,
+    VOCAB,
+    WIDTH,
+    TableTeacher,
+    connected,
+    expected,
+    rows_of,
+    server_of,
+    serving,
+)
+
+
+@pytest.mark.parametrize("channel", ["shared_memory", "flight"])
+def test_answers_come_back_whatever_their_channel_order_and_size(channel: str) -> None:
+    channels = {} if channel == "flight" else offers.CHANNELS
+    teacher = TableTeacher()
+    with (
+        patch.dict(offers.CHANNELS, channels, clear=True),
+        serving(server_of(teacher), until_client_leaves=True) as address,
+    ):
+        client = connected(address)
+        assert client.channel == channel
+        assert torch.equal(client.head(), HEAD)
+        # Larger and larger: segments of shared memory are replaced on the way.
+        asked = [
+            [rows_of(3 * n + k, (2, 2 << n)) for k in range(1 + n % 3)] for n in range(0, 16, 3)
+        ]
+        asked.append(asked[0])
+        numbers = [client.ask(rows) for rows in asked]
+        for number, rows in reversed(list(zip(numbers, asked, strict=True))):
+            found = client.answer(number)
+            assert len(found) == len(rows)
+            for fields, its in zip(found, rows, strict=True):
+                assert torch.equal(fields["hidden"], expected(its))
+        tokens = sum(its.tokens.numel() for rows in asked for its in rows)
+        assert client.received_tokens == tokens
+        assert 0 < client.received_bytes - tokens * HIDDEN.bytes_per_token < 20_000
+        client.close()
+    assert teacher.calls == [len(rows) for rows in asked]
+
+
+@pytest.mark.parametrize(
+    ("kind", "top_k", "precision"),
+    [("topk", 5, "fp32"), ("topk", 64, "fp16"), ("label", 0, None), ("hidden", 0, "bf16")],
+)
+def test_other_forms_are_those_that_a_cache_keeps(kind: Any, top_k: int, precision: Any) -> None:
+    form = TargetForm.of(
+        kind,
+        precision=precision,
+        top_k=min(top_k, VOCAB),
+        hidden_size=WIDTH,
+        vocab_size=VOCAB,
+    )
+    rows = rows_of(1)
+    with serving(server_of(TableTeacher(), form), until_client_leaves=True) as address:
+        client = connected(address, form=form)
+        (fields,) = client.answer(client.ask([rows]))
+        client.close()
+    formed = FormedTargets(form=form, boundary=torch.arange(VOCAB) % 3 == 0)
+    targets = TeacherTargets(
+        kind="hidden", shard=TableTeacher().shard, hidden=expected(rows), head_weight=HEAD
+    )
+    direct = {name: x.flatten(0, 1) for name, x in formed(targets, rows.labels).items()}
+    kept = from_records(to_records(direct, form), form)
+    assert fields.keys() == kept.keys()
+    for name, values in kept.items():
+        assert torch.equal(fields[name].flatten(0, 1), values)
+
+
+def test_students_ask_replicas_in_turn_and_a_replica_answers_several() -> None:
+    assert own_addresses("abcde", client=1, clients=2) == ["b", "d"]
+    assert own_addresses("ab", client=3, clients=4) == ["b"]
+    teacher = TableTeacher()
+    with serving(server_of(teacher), until_client_leaves=True) as address:
+        students = connected(address), connected(address)
+        rows = [rows_of(seed) for seed in range(5)]
+        for student in students:
+            found = student.answer(student.ask(rows))
+            for fields, its in zip(found, rows, strict=True):
+                assert torch.equal(fields["hidden"], expected(its))
+        for student in students:
+            student.close()
+    assert teacher.calls == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token": "another"}, "has another token"),
+        (
+            {"identity": {**IDENTITY, "teacher checkpoint": "d" * 64}},
+            "has another teacher checkpoint; got cccccccccccc; expected dddddddddddd",
+        ),
+        ({"identity": {**IDENTITY, "precision": "bf16"}}, "has another precision; got none"),
+        ({"form": dataclasses.replace(HIDDEN, vocab_size=9)}, "has another vocabulary; got 53"),
+        (
+            {"form": dataclasses.replace(HIDDEN, precision="bf16")},
+            "targets of another form; got hidden 8 in fp32; expected hidden 8 in bf16",
+        ),
+    ],
+    ids=["token", "checkpoint", "unknown", "vocabulary", "form"],
+)
+def test_another_teacher_than_the_run_means_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with serving(server_of(TableTeacher())) as address:
+        with pytest.raises(ConfigError, match=message) as caught:
+            connected(address, **changes)
+        assert str(caught.value).startswith(address)
+        assert len(str(caught.value).splitlines()) == 1
+        # The server is there for the next.
+        client = connected(address)
+        assert torch.equal(client.head(), HEAD)
+        client.close()
+
+
+def test_another_version_of_the_protocol_is_refused() -> None:
+    server = server_of(TableTeacher())
+    server._hello = dataclasses.replace(server._hello, protocol=0)
+    with (
+        serving(server) as address,
+        pytest.raises(ConfigError, match="another version of the protocol; got 0"),
+    ):
+        connected(address)
+
+
+def test_strangers_and_bad_requests_harm_no_other_student() -> None:
+    with serving(server_of(TableTeacher())) as address:
+        host, port = address.split(":")
+        silent = socket.create_connection((host, int(port)))
+        with socket.create_connection((host, int(port))) as rude:
+            rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        good, bad = connected(address), connected(address)
+        number = bad.ask([dataclasses.replace(rows_of(1), tokens=torch.full((2, 6), VOCAB))])
+        with pytest.raises(DistributedError, match="tokens that the teacher does not have"):
+            bad.answer(number)
+        rows = rows_of(2)
+        (fields,) = good.answer(good.ask([rows]))
+        assert torch.equal(fields["hidden"], expected(rows))
+        good.close()
+        silent.close()
+
+
+def test_a_teacher_that_fails_says_why_to_all_its_students() -> None:
+    with serving(server_of(TableTeacher())) as address:
+        students = connected(address), connected(address)
+        rows = rows_of(1)
+        poisoned = TokenRows(
+            tokens=rows.tokens.index_fill(1, torch.tensor([0]), POISON),
+            position_ids=rows.position_ids,
+        )
+        numbers = [students[0].ask([rows]), students[0].ask([poisoned])]
+        assert len(students[0].answer(numbers[0])) == 1
+        reason = "the teacher table is gone; got ArithmeticError: a number that no one; "
+        with pytest.raises(DistributedError, match=reason):
+            students[0].answer(numbers[1])
+        for student in students:
+            with pytest.raises(DistributedError, match=reason):
+                student.answer(student.ask([rows]))
+
+
+def test_a_server_that_no_student_comes_to_gives_up() -> None:
+    server = server_of(TableTeacher(), timeout_s=0.1)
+    with (
+        TeacherListener("127.0.0.1:0", "") as listener,
+        pytest.raises(DistributedError, match="no student came to the teacher table"),
+    ):
+        server.serve(listener, until_client_leaves=True)
+
+
+def test_an_address_that_nobody_listens_at_is_refused_in_time() -> None:
+    with TeacherListener("127.0.0.1:0", "") as listener:
+        address = listener.address
+    with pytest.raises(DistributedError, match="does not answer; got Connection refused"):
+        connected(address, timeout_s=0.5)
+    with pytest.raises(DistributedError, match="is gone; got exit code 3"):
+        connected(address, timeout_s=30, why_gone=lambda: "exit code 3")
+
+
+@pytest.mark.parametrize("address", ["here", "here:", ":80", "here:port", "here:70000"])
+def test_an_address_is_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(MegatronExtError, match="HOST:PORT"):
+        TeacherListener(address, "")

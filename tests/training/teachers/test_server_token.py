@@ -1,0 +1,68 @@
+"""The token of a teacher's server, which only one machine does without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.serving_config import ServingConfig
+from megatron_ext.training.teachers.server_token import TOKEN_VARIABLE, server_token
+
+ENVIRONMENT = ServingConfig()
+
+
+@pytest.fixture(autouse=True)
+def without_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize("address", ["node7:7000", "0.0.0.0:7000", "[::]:7000"])
+def test_a_server_that_others_reach_needs_a_token(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    with pytest.raises(ConfigError, match=TOKEN_VARIABLE) as refused:
+        server_token(ENVIRONMENT, ["127.0.0.1:7000", address])
+    assert str(refused.value).startswith(address)
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    assert server_token(ENVIRONMENT, [address]) == "secret"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7000", "localhost:7000", "[::1]:7000"])
+def test_one_machine_does_without(address: str) -> None:
+    assert server_token(ENVIRONMENT, [address])
+
+
+def test_a_file_goes_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "another")
+    file = tmp_path / "token"
+    file.write_text("secret\n")
+    assert server_token(ServingConfig(token_file=str(file)), ["node7:7000"]) == "secret"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read; got No such file"),
+        (b" \n", "cannot be read; got an empty file"),
+        (b"\xff", "cannot be read; got no text"),
+        ("schlüssel".encode(), "cannot be sent; got characters that are not printable ASCII"),
+        (b"two\nlines", "cannot be sent"),
+    ],
+    ids=["none", "empty", "bytes", "letters", "lines"],
+)
+def test_a_file_that_has_no_token_is_named_and_what_it_has_is_not(
+    content: bytes | None, words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        server_token(ServingConfig(token_file=str(file)), ["127.0.0.1:7000"])
+    assert str(refused.value).startswith(str(file))
+    assert words in str(refused.value)
+    assert "schl" not in str(refused.value)
+    assert "lines" not in str(refused.value)
