@@ -24,7 +24,6 @@ from megatron_ext.teachers.messages import (
     OFFERS,
     READY,
     RETURNED,
-    Fields,
     Hello,
     Request,
     fields_of,
@@ -33,6 +32,7 @@ from megatron_ext.teachers.messages import (
 from megatron_ext.teachers.remote_server import RemoteServer
 from megatron_ext.teachers.shared_segments import OpenSegments, use_device
 from megatron_ext.teachers.target_form import TargetForm
+from megatron_ext.teachers.target_records import Fields
 from megatron_ext.teachers.token_rows import TokenRows
 
 _POLL_S: Final = 0.2

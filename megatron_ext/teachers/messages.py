@@ -18,8 +18,13 @@ import torch
 
 from megatron_ext.errors import ConfigError, DistributedError
 from megatron_ext.teachers.frames import Frame, bytes_of
-from megatron_ext.teachers.target_form import FormKind, Precision, TargetForm
-from megatron_ext.teachers.target_records import from_records, to_records
+from megatron_ext.teachers.target_form import FormKind, TargetForm
+from megatron_ext.teachers.target_records import (
+    PRECISION_DTYPES,
+    Fields,
+    from_records,
+    to_records,
+)
 from megatron_ext.teachers.token_rows import TokenRows
 
 PROTOCOL: Final = 2
@@ -196,24 +201,16 @@ def _rows(tensors: Mapping[str, torch.Tensor], index: int, kind: FormKind) -> To
     return TokenRows(tokens=tokens, cu_seqlens=tensors.get(f"cu_seqlens/{index}"), **parts)
 
 
-Fields = Mapping[str, torch.Tensor]
-"""By the field of ``TeacherTargets``, [B, T, ...] each."""
-
-_DTYPES: Final[dict[Precision, torch.dtype]] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
-
-
 def payload_of(fields: Fields, form: TargetForm) -> torch.Tensor:
-    """uint8 [B T R]; hidden states stay on their device, other forms are records on the CPU.
+    """uint8 [B T R] of fields [B, T, ...].
+
+    Hidden states stay on their device, other forms are records on the CPU.
 
     Raises:
         LossError: A number cannot be kept; see ``to_records``.
     """
     if form.kind == "hidden":
-        return bytes_of(fields["hidden"].to(_DTYPES[form.precision]))
+        return bytes_of(fields["hidden"].to(PRECISION_DTYPES[form.precision]))
     flat = {name: values.flatten(0, 1).cpu() for name, values in fields.items()}
     return torch.from_numpy(to_records(flat, form)).flatten()
 
@@ -225,7 +222,7 @@ def fields_of(payload: torch.Tensor, form: TargetForm, shape: Sequence[int]) -> 
         shape: B, T
     """
     if form.kind == "hidden":
-        return {"hidden": payload.view(_DTYPES[form.precision]).view(*shape, form.count)}
+        return {"hidden": payload.view(PRECISION_DTYPES[form.precision]).view(*shape, form.count)}
     records = payload.numpy().reshape(-1, form.bytes_per_token)
     return {
         name: values.unflatten(0, tuple(shape))
@@ -235,8 +232,8 @@ def fields_of(payload: torch.Tensor, form: TargetForm, shape: Sequence[int]) -> 
 
 def empty_fields(form: TargetForm, shape: Sequence[int], device: torch.device) -> Fields:
     """Memory for the fields of ``fields_of``."""
-    few = {"topk_ids": torch.int64, "topk_logits": _DTYPES[form.precision]}
-    many = few | {"hidden": _DTYPES[form.precision]}
+    few = {"topk_ids": torch.int64, "topk_logits": PRECISION_DTYPES[form.precision]}
+    many = few | {"hidden": PRECISION_DTYPES[form.precision]}
     return {
         name: torch.empty(*shape, form.count, dtype=many[name], device=device)
         if name in many

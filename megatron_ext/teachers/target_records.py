@@ -20,7 +20,7 @@ Records = NDArray[np.uint8]
 Fields = Mapping[str, torch.Tensor]
 """By the field of ``TeacherTargets``, [L, ...] each."""
 
-_DTYPES: Final[dict[Precision, torch.dtype]] = {
+PRECISION_DTYPES: Final[dict[Precision, torch.dtype]] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -86,7 +86,7 @@ def filler(form: TargetForm, length: int) -> dict[str, torch.Tensor]:
 
 def _dtype(name: str, form: TargetForm) -> torch.dtype:
     is_many = name in ("topk_logits", "hidden")
-    return _DTYPES[form.precision] if is_many else torch.float32
+    return PRECISION_DTYPES[form.precision] if is_many else torch.float32
 
 
 def _rounded_top_k(fields: Fields, form: TargetForm) -> dict[str, torch.Tensor]:

@@ -60,20 +60,21 @@ def test_another_token_is_refused_and_told_to_nobody(secure: str, pair: ServerTl
     assert TOKEN not in str(refused.value)
 
 
-def test_another_certificate_is_refused(secure: str, other: ServerTls) -> None:
-    with pytest.raises(ConfigError, match=r"another certificate; got self.signed cert"):
-        connected(secure, root_certificate=other.certificate)
-
-
-def test_a_certificate_for_another_name_is_refused(secure: str, pair: ServerTls) -> None:
-    address = secure.replace("127.0.0.1", "localhost")
-    with pytest.raises(ConfigError, match="certificate; got Hostname mismatch"):
-        connected(address, root_certificate=pair.certificate)
-
-
-def test_a_student_without_tls_is_told_that_the_server_has_it(secure: str) -> None:
-    with pytest.raises(ConfigError, match=r"has TLS; got no root cert.*set serving.root_certi"):
-        connected(secure)
+@pytest.mark.parametrize(
+    ("host", "root", "words"),
+    [
+        ("127.0.0.1", "other", r"another certificate; got self.signed cert"),
+        ("localhost", "own", "another certificate; got Hostname mismatch"),
+        ("127.0.0.1", None, r"has TLS; got no root certificate; .*; set serving\.root_certificate"),
+    ],
+    ids=["certificate", "name", "plain"],
+)
+def test_a_connection_that_is_not_to_be_trusted_is_refused(
+    secure: str, pair: ServerTls, other: ServerTls, host: str, root: str | None, words: str
+) -> None:
+    files = {"own": pair.certificate, "other": other.certificate, None: None}
+    with pytest.raises(ConfigError, match=words):
+        connected(secure.replace("127.0.0.1", host), root_certificate=files[root])
 
 
 def test_a_server_without_tls_is_refused_by_a_student_that_has_it(pair: ServerTls) -> None:
