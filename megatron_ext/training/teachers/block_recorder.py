@@ -12,6 +12,7 @@ import torch
 
 from megatron_ext.data.aligned_text import PackedSample
 from megatron_ext.data.collator import CrossTokenizerCollator
+from megatron_ext.data.packed_dataset import PackedTextDataset
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers import Teacher
@@ -19,7 +20,6 @@ from megatron_ext.teachers.formed_targets import FormedTargets
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.teachers.target_records import to_records
 from megatron_ext.training import rank_phase
-from megatron_ext.training.cross_tokenizer.packing.packed_dataset import PackedTextDataset
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.data.run_data import RunData
 from megatron_ext.training.teachers.cache_manifest import Manifest
