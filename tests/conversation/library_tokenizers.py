@@ -6,13 +6,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from megatron_ext.conversation import ConversationTokenizer
 from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
 from megatron_ext.tokenizers.libraries.sentencepiece import SentencePieceTokenizer
 from megatron_ext.tokenizers.libraries.tiktoken import TiktokenTokenizer
 from tests.conversation.byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
+from tests.tokenizers.tokenizer_files import byte_level
 
 LIBRARIES = ("bytes", "huggingface", "sentencepiece", "tiktoken")
 OWN_TEMPLATE = (
@@ -38,7 +37,7 @@ def library_tokenizer(library: str, folder: Path) -> ConversationTokenizer:
 def _tokenizer(library: str, folder: Path) -> Any:
     data = files("mistral_common") / "data"
     if library == "huggingface":
-        path = byte_level_bpe(folder)
+        path = byte_level(folder) / "tokenizer.json"
         return HuggingFaceTokenizer(path, additional_special_tokens=CONTROL_TOKENS, **ROLES)
     if library == "sentencepiece":
         path = Path(str(data / "mistral_instruct_tokenizer_240323.model.v3"))
@@ -47,20 +46,3 @@ def _tokenizer(library: str, folder: Path) -> Any:
         path = Path(str(data / "tekken_240911.json"))
         return TiktokenTokenizer(path, additional_special_tokens=CONTROL_TOKENS, **ROLES)
     return ByteTokenizer()
-
-
-def byte_level_bpe(folder: Path) -> Path:
-    """A small byte-level BPE that has learned the tests themselves."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1000,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    source = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.py")]
-    tokenizer.train_from_iterator(source, trainer)
-    path = folder / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path

@@ -250,7 +250,7 @@ SLOWEST = (
 
 def _main(names: list[str], steps: int | None) -> None:
     if steps is not None:
-        template_limits._STEPS = steps  # type: ignore[misc]
+        template_limits._STEPS = steps
     question = [{"role": "user", "content": "hi"}]
     render("{{ messages[0].content }}", question, special_tokens={}, variables={})
     before = _peak()

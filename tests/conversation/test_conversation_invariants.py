@@ -41,6 +41,7 @@ from tests.conversation.library_tokenizers import LIBRARIES, OWN_TEMPLATE
 from tests.conversation.random_conversations import conversations as random_conversations
 
 Conversation = list[dict[str, Any]]
+TokenizerOf = Callable[[str], ConversationTokenizer]
 Pieces = Iterator[tuple[str, bool]]
 """Text, and whether it is trained."""
 
@@ -214,10 +215,7 @@ def tokens_with_spans(encoded: EncodedConversation) -> Iterator[tuple[int, bool,
 @examples
 @given(conversation=conversations)
 def test_trained_is_what_the_assistant_says_with_its_stop_marker(
-    tokenizer_of: Callable[[str], ConversationTokenizer],
-    library: str,
-    name: str,
-    conversation: Conversation,
+    tokenizer_of: TokenizerOf, library: str, name: str, conversation: Conversation
 ) -> None:
     tokenizer = tokenizer_of(library)
     before = copy.deepcopy(conversation)
@@ -241,10 +239,7 @@ def test_trained_is_what_the_assistant_says_with_its_stop_marker(
 @few_examples
 @given(data=st.data())
 def test_a_trained_token_is_of_an_answer_and_an_answer_is_trained(
-    tokenizer_of: Callable[[str], ConversationTokenizer],
-    library: str,
-    name: str,
-    data: st.DataObject,
+    tokenizer_of: TokenizerOf, library: str, name: str, data: st.DataObject
 ) -> None:
     tokenizer = tokenizer_of(library)
     conversation = data.draw(conversations_for(name))
@@ -274,10 +269,7 @@ def test_a_trained_token_is_of_an_answer_and_an_answer_is_trained(
 @few_examples
 @given(data=st.data())
 def test_the_masked_prefix_is_the_prompt(
-    tokenizer_of: Callable[[str], ConversationTokenizer],
-    library: str,
-    name: str,
-    data: st.DataObject,
+    tokenizer_of: TokenizerOf, library: str, name: str, data: st.DataObject
 ) -> None:
     tokenizer = tokenizer_of(library)
     conversation = data.draw(conversations_for(name))
@@ -306,10 +298,7 @@ def test_the_masked_prefix_is_the_prompt(
 @few_examples
 @given(data=st.data())
 def test_a_target_is_never_all_masked_nor_all_trained(
-    tokenizer_of: Callable[[str], ConversationTokenizer],
-    library: str,
-    name: str,
-    data: st.DataObject,
+    tokenizer_of: TokenizerOf, library: str, name: str, data: st.DataObject
 ) -> None:
     tokenizer = tokenizer_of(library)
     config = prompt_config_of(name, tokenizer)
@@ -332,10 +321,7 @@ def test_a_target_is_never_all_masked_nor_all_trained(
 @few_examples
 @given(data=st.data())
 def test_content_makes_no_control_token(
-    tokenizer_of: Callable[[str], ConversationTokenizer],
-    library: str,
-    name: str,
-    data: st.DataObject,
+    tokenizer_of: TokenizerOf, library: str, name: str, data: st.DataObject
 ) -> None:
     tokenizer = tokenizer_of(library)
     conversation = data.draw(conversations_for(name))
@@ -359,7 +345,7 @@ def test_content_makes_no_control_token(
 @examples
 @given(text=st.text(st.characters(exclude_categories=["Cs"])), answer=st.text("ab", min_size=1))
 def test_any_characters_may_be_said(
-    tokenizer_of: Callable[[str], ConversationTokenizer], library: str, text: str, answer: str
+    tokenizer_of: TokenizerOf, library: str, text: str, answer: str
 ) -> None:
     tokenizer = tokenizer_of(library)
     conversation = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]

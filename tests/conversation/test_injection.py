@@ -1,4 +1,4 @@
-"""Nothing that a message says forges a control token, in any vocabulary.
+"""Nothing that a message says forges a control token, in any vocabulary and published template.
 
 A control token is here
 
@@ -16,11 +16,16 @@ that the vocabulary does not have.
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ext.conversation import render
+from megatron_ext.errors import ConversationError
+from tests.conversation.byte_tokenizer import ByteTokenizer
 from tests.conversation.injection_cases import (
     BENIGN,
     ENDS,
@@ -36,7 +41,9 @@ from tests.conversation.injection_cases import (
     spellings,
     split_over_places,
 )
-from tests.conversation.vocabularies import Vocabulary, small_vocabularies
+from tests.conversation.shared_files import SHARED, needs_shared
+from tests.conversation.vocabularies import Vocabulary, published_vocabularies, small_vocabularies
+from tests.tokenizers.published import EVERY_STRETCH, LARGE
 
 SMALL = (
     "byte-level BPE",
@@ -51,7 +58,29 @@ SMALL = (
     "mistral_instruct_tokenizer_241114.model.v7",
     "tekken_240911.json",
 )
-everywhere = pytest.mark.parametrize("name", SMALL)
+PUBLISHED = tuple(n for n in published_vocabularies() if EVERY_STRETCH or n not in LARGE)
+"""The largest only where ``MEGATRON_EXT_ALL_TEXT`` is set."""
+TEMPLATES = sorted((SHARED / "chat_templates").glob("*.jinja"))
+
+
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@pytest.fixture(scope="module", params=[*SMALL, *PUBLISHED])
+def vocabulary(
+    request: pytest.FixtureRequest, vocabulary_of: Callable[[str], Vocabulary]
+) -> Vocabulary:
+    """One at a time, for some published ones take a gigabyte."""
+    name = request.param
+    return vocabulary_of(name) if name in SMALL else published_vocabularies()[name]()
+
+
+@pytest.fixture
+def names(request: pytest.FixtureRequest, vocabulary: Vocabulary) -> list[str]:
+    """Of a small vocabulary some, of a published one all that are no white space."""
+    if request.node.callspec.params["vocabulary"] in SMALL:
+        return sampled(vocabulary)
+    return [n for n in (*vocabulary.controls, *vocabulary.user_defined) if not is_space(n)]
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +90,7 @@ def vocabulary_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], V
     return lambda name: made[name]()
 
 
-@everywhere
-def test_every_token_that_a_file_adds_is_a_control_token(
-    vocabulary_of: Callable[[str], Vocabulary], name: str
-) -> None:
-    vocabulary = vocabulary_of(name)
+def test_every_token_that_a_file_adds_is_a_control_token(vocabulary: Vocabulary) -> None:
     tokenizer = vocabulary.tokenizer
     assert vocabulary.controls
     for control, token_id in vocabulary.controls.items():
@@ -74,14 +99,14 @@ def test_every_token_that_a_file_adds_is_a_control_token(
     assert not any(map(tokenizer.is_control, vocabulary.user_defined.values()))
 
 
-@everywhere
 def test_no_field_of_a_message_forges_a_control_token(
-    vocabulary_of: Callable[[str], Vocabulary], name: str
+    vocabulary: Vocabulary, names: list[str]
 ) -> None:
-    vocabulary = vocabulary_of(name)
     before, after = marks_of(vocabulary)
     source = FIELDS.replace("OPEN", literal(before)).replace("CLOSE", literal(after))
-    for text in spellings(sampled(vocabulary, most=16)):
+    some = ("".join(names[-40:]), " ".join(names[:40]))
+    is_small = names == sampled(vocabulary)
+    for text in spellings(sampled(vocabulary, most=16)) if is_small else some:
         messages, tools = said_everywhere(text)
         rendered = render(source, messages, special_tokens={}, variables={"tools": tools})
         assert forged(vocabulary, rendered) == []
@@ -93,34 +118,30 @@ def test_no_field_of_a_message_forges_a_control_token(
         assert written >= len(messages)
 
 
-@everywhere
 def test_content_that_stands_alone_between_two_control_tokens_forges_none(
-    vocabulary_of: Callable[[str], Vocabulary], name: str
+    vocabulary: Vocabulary, names: list[str]
 ) -> None:
-    vocabulary = vocabulary_of(name)
     before, _ = marks_of(vocabulary)
     source = f"{{% for m in messages %}}{{{{ {literal(before)} ~ m.content }}}}{{% endfor %}}"
-    names = sampled(vocabulary)
-    messages = [{"content": f"{start}{n}{end}"} for n in names for start, end in ENDS]
+    around = ENDS[: 2 if len(names) > 60 else None]
+    messages = [{"content": f"{start}{n}{end}"} for n in names for start, end in around]
     rendered = render(source, messages, special_tokens={}, variables={})
     assert forged(vocabulary, rendered) == []
     ids, _ = encoded(vocabulary, rendered)
     assert ids.tolist().count(vocabulary.controls[before]) == len(messages)
 
 
-@everywhere
 def test_halves_of_a_name_in_two_places_do_not_make_it(
-    vocabulary_of: Callable[[str], Vocabulary], name: str
+    vocabulary: Vocabulary, names: list[str]
 ) -> None:
-    vocabulary = vocabulary_of(name)
-    halves = [(n[:at], n[at:]) for n in sampled(vocabulary) for at in cuts(n)]
+    halves = [(n[:at], n[at:]) for n in names[-300:] for at in cuts(n)]
     for source, messages in split_over_places(halves):
         rendered = render(source, messages, special_tokens={}, variables={})
         assert "".join(map("".join, halves)) in rendered.text.replace("\n", "")
         assert forged(vocabulary, rendered) == []
 
 
-@everywhere
+@pytest.mark.parametrize("name", SMALL)
 def test_filters_that_put_a_name_together_do_not_make_it(
     vocabulary_of: Callable[[str], Vocabulary], name: str
 ) -> None:
@@ -146,22 +167,31 @@ def test_filters_that_put_a_name_together_do_not_make_it(
         assert forged(vocabulary, rendered) == []
 
 
-@everywhere
-def test_benign_content_has_the_ids_of_the_original_library(
-    vocabulary_of: Callable[[str], Vocabulary], name: str
-) -> None:
-    vocabulary = vocabulary_of(name)
+def test_benign_content_has_the_ids_of_the_original_library(vocabulary: Vocabulary) -> None:
     before, after = marks_of(vocabulary)
-    source = (
+    bare = (
         f"{{{{ {literal(before)} }}}}{{% for m in messages %}}{{{{ {literal(before)} ~ m.role ~ "
-        f"'\\n' ~ m.content ~ {literal(after)} ~ '\\n' }}}}{{% endfor %}}"
+        f"'\n' ~ m.content ~ {literal(after)} ~ '\n' }}}}{{% endfor %}}"
     )
-    messages = [{"role": "user", "content": text} for text in BENIGN]
-    rendered = render(source, messages, special_tokens={}, variables={})
-    ids, ends = encoded(vocabulary, rendered)
-    assert ids.tolist() == vocabulary.library_ids(rendered.text)
-    assert ends[-1] == len(rendered.text.encode())
-    assert ids.tolist().count(vocabulary.controls[before]) == rendered.text.count(before)
+    messages = [
+        {"role": role, "content": text} for text in BENIGN for role in ("user", "assistant")
+    ]
+    tokenizer = vocabulary.tokenizer
+    for template in filter(None, (bare, tokenizer.chat_template)):
+        rendered = render(
+            template,
+            messages,
+            special_tokens=tokenizer.special_token_names,
+            variables={"add_generation_prompt": True},
+        )
+        ids, ends = encoded(vocabulary, rendered)
+        assert ids.tolist() == vocabulary.library_ids(rendered.text)
+        assert ends[-1] == len(rendered.text.encode())
+        if template == bare:
+            count = ids.tolist().count(vocabulary.controls[before])
+            assert count == rendered.text.count(before)
+        # A token before each message and one after it, or one between two.
+        assert sum(map(tokenizer.is_control, ids.tolist())) >= len(messages)
 
 
 def test_a_token_named_by_the_role_is_read_and_content_beside_it_forges_none(
@@ -215,3 +245,66 @@ def test_a_user_defined_token_is_a_control_token_while_the_template_writes_it(
     assert vocabulary.tokenizer.ids_to_text(made.tolist()).count(mark) == 5
     without = render("{{ messages[0].content }}", evil, special_tokens={}, variables={})
     assert ids[mark] in encoded(vocabulary, without)[0]
+
+
+@needs_shared
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_no_field_forges_a_name_that_a_published_template_writes(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    names = sorted(
+        {*re.findall(r"<[^<>\s'\"{}]+>|\[/?[A-Z_]+\]", source), *SPECIAL_TOKENS.values()}
+    )
+    names += [f"<|{role}|>" for role in ("user", "assistant", "system", "tool")]
+    tokenizer: Any = ByteTokenizer(control_tokens=list(dict.fromkeys(names)))
+    controls = {n: tokenizer.token_to_id(n) for n in names}
+    vocabulary = Vocabulary(tokenizer, controls, {}, None, lambda text: [])
+    rendered_any = False
+    for text in ("".join(names), " ".join(names), *names[: 10 if EVERY_STRETCH else 3]):
+        for messages, tools in conversations_of(text):
+            variables = {"add_generation_prompt": True, "tools": tools, "functions": text}
+            variables |= {"datetime": text, "date_string": text}
+            try:
+                rendered = render(
+                    source, messages, special_tokens=SPECIAL_TOKENS, variables=variables
+                )
+            except ConversationError:
+                continue
+            rendered_any = True
+            assert forged(vocabulary, rendered) == []
+    assert rendered_any
+
+
+def conversations_of(text: str) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
+    """A conversation that any template takes, and one with every field that some take."""
+    call = {
+        "id": "abcdefghi",
+        "type": "function",
+        "function": {"name": text, "arguments": {text: text, "n": 1}},
+    }
+    result = {"role": "tool", "name": text, "content": text, "tool_call_id": "abcdefghi"}
+    tool = {
+        "type": "function",
+        "function": {
+            "name": text,
+            "description": text,
+            "parameters": {
+                "type": "object",
+                "properties": {text: {"type": "string", "description": text}},
+                "required": [text],
+            },
+        },
+    }
+    plain = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": text},
+    ]
+    full: list[dict[str, Any]] = [
+        {"role": "system", "content": text},
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]},
+        result,
+        {"role": "assistant", "content": text, "reasoning_content": text},
+        {"role": "user", "content": text},
+    ]
+    return [(plain, None), (full, [tool])]

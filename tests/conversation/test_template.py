@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from jinja2.exceptions import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_ext.conversation import Rendered, render
 from megatron_ext.errors import ConfigError, ConversationError
+from tests.conversation.plain_jinja import plain_environment
 
 CONVERSATION = [
     {"role": "system", "content": "Be <brief>."},
@@ -28,16 +27,12 @@ def rendered(source: str, conversation: Any = CONVERSATION, **variables: Any) ->
     return render(source, conversation, special_tokens=SPECIAL_TOKENS, variables=variables)
 
 
-def as_jinja_does(source: str, **variables: Any) -> str:
-    """The render of an environment without provenance, set up as transformers sets it up."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
-        value, ensure_ascii=ensure_ascii, **options
-    )
-    return environment.from_string(source).render(
-        messages=CONVERSATION, tools=None, documents=None, **SPECIAL_TOKENS, **variables
+def as_jinja_does(source: str) -> str:
+    """The render of an environment without provenance."""
+    return (
+        plain_environment()
+        .from_string(source)
+        .render(messages=CONVERSATION, tools=None, documents=None, **SPECIAL_TOKENS)
     )
 
 

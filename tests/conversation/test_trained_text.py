@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -12,26 +13,31 @@ from typing import Any
 
 import pytest
 from jinja2 import Template
-from jinja2.exceptions import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_ext.conversation import (
     EncodedConversation,
     TrainingPolicy,
     encode_conversation,
     prompt_config_of,
+    render,
 )
 from megatron_ext.conversation.rendering.template_limits import TemplateLimitError
 from megatron_ext.errors import ConversationError
 from tests.conversation.answer_shapes import ANSWER_SHAPES, RESULT_END, RESULT_START
 from tests.conversation.marker_tokenizer import MarkerTokenizer
+from tests.conversation.plain_jinja import plain_environment
 from tests.conversation.published_conversations import Conversation, published_conversations
 from tests.conversation.shared_files import SHARED, needs_shared, published_tokenizer
-from tests.conversation.test_published_templates import SPECIAL_TOKENS, TEMPLATES, Generation
 
 pytestmark = needs_shared
 
+TEMPLATES = sorted((SHARED / "chat_templates").glob("*.jinja"))
+SPECIAL_TOKENS = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+}
 ALL_TEXT = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
 DATE = "20 Nov 2026"
 VARIABLES = {
@@ -42,6 +48,11 @@ VARIABLES = {
     "strftime_now": lambda form: DATE,
     "functions": "[]",
 }
+OF_CONTENT = (
+    *("Grüße", "Zufrieden", "Отвечай", "再见", "再会", "שלום", "مرحبا", "नमस्ते"),
+    *("musing", "Łódź", "Oslo", "Balmy", "Chilly"),
+)
+"""Words of the conversations that no template says."""
 NO_TOOLS = ("'NoneType' object is not iterable", None)
 APPENDS = ("access to attribute 'append' of 'list' object is unsafe", "conversation[1]")
 ONE_CALL = ("This model only supports single tool-calls at once!", "conversation[1]")
@@ -199,13 +210,7 @@ CONVERSATIONS: dict[str, Conversation] = {
 
 @lru_cache(maxsize=2)
 def plain_template(path: Path) -> Template:
-    """A template in an environment without provenance, set up as transformers sets it up."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _refuse
-    return environment.from_string(path.read_text(encoding="utf-8"))
+    return plain_environment().from_string(path.read_text(encoding="utf-8"))
 
 
 @lru_cache(maxsize=2)
@@ -222,10 +227,10 @@ def corpora() -> dict[str, list[Conversation]]:
     return {name: chats[3 :: max(1, len(chats) // 2)][:2] for name, chats in found.items()}
 
 
-def plain_text(path: Path, conversation: Conversation) -> str | Exception:
+def plain_text(path: Path, conversation: Conversation, **more: Any) -> str | Exception:
     messages, variables = conversation
     shown = [{k: v for k, v in message.items() if k != "train"} for message in messages]
-    known = {"tools": None, "documents": None, **SPECIAL_TOKENS, **VARIABLES, **variables}
+    known = {"tools": None, "documents": None, **SPECIAL_TOKENS, **VARIABLES, **variables, **more}
     try:
         return plain_template(path).render(messages=shown, **known)
     except Exception as error:
@@ -284,21 +289,60 @@ def test_answers_with_their_stop_markers_are_trained(path: Path, case: str) -> N
             encoded(path, conversation)
         assert str(caught.value).startswith(f"{place}: " if place else "the template")
     assert check(path, conversation) is (case not in REFUSED.get(path.stem, {}))
+    plain = plain_text(path, conversation)
+    if isinstance(plain, str):
+        read = ANSWER_SHAPES[path.stem].trained_text(plain)
+        assert_answers_are_read(read, plain, CONVERSATIONS[case][0])
+        assert_content_keeps_its_source(encoded(path, conversation), conversation[0])
 
 
-@pytest.mark.parametrize("case", CONVERSATIONS)
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_what_is_read_in_the_plain_text_is_what_assistants_say(path: Path, case: str) -> None:
-    plain = plain_text(path, readable(path, CONVERSATIONS[case]))
-    if isinstance(plain, Exception):
-        return
-    read = ANSWER_SHAPES[path.stem].trained_text(plain)
-    for message in CONVERSATIONS[case][0]:
+def test_the_generation_prompt_is_that_of_plain_jinja(path: Path) -> None:
+    prompt = {"add_generation_prompt": True}
+    for case in ("scripts", "tools"):
+        messages, variables = CONVERSATIONS[case]
+        plain = plain_text(path, (messages, variables), **prompt)
+        if isinstance(plain, str):
+            shown = render(
+                path.read_text(encoding="utf-8"),
+                messages,
+                special_tokens=SPECIAL_TOKENS,
+                variables={**VARIABLES, **variables, **prompt},
+            )
+            assert shown.text == plain
+
+
+def assert_answers_are_read(read: str, plain: str, messages: list[dict[str, Any]]) -> None:
+    """What is read in the plain text is what assistants say."""
+    for message in messages:
         content = message["content"].split("</think>")[-1].strip()
         if content and content in plain and message["role"] == "assistant":
             assert content in read
         elif content:
             assert content not in read
+
+
+def assert_content_keeps_its_source(
+    found: EncodedConversation, messages: list[dict[str, Any]]
+) -> None:
+    """No content passes for the template's text, and a message's text is in the message."""
+    own = "".join(found.text[span.start : span.end] for span in found.spans if span.is_template)
+    assert not [word for word in OF_CONTENT if word in own]
+    for span in found.spans:
+        index = span.provenance.message
+        if index is None or span.provenance.field == "role":
+            continue
+        known = "".join(texts(messages[index].values())) + json.dumps(messages[index])
+        text = found.text[span.start : span.end].replace('"', " ")
+        assert all(word in known for word in text.split() if word.isalpha())
+
+
+def texts(values: Iterable[Any]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            yield from texts(value.values() if isinstance(value, dict) else value)
 
 
 NEED_TOOLS = tuple(name for name, cases in REFUSED.items() if "a question" in cases)
@@ -313,8 +357,8 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES if ALL_TEXT else ["neither"])
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_thinking_and_tool_calls_are_left_out_where_asked(path: Path, policy: str) -> None:
-    for conversation in CONVERSATIONS.values():
-        check(path, readable(path, conversation), **POLICIES[policy])
+    for case in (*CALLS, "thinking in a field", "thinking in the text"):
+        check(path, readable(path, CONVERSATIONS[case]), **POLICIES[policy])
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
@@ -408,11 +452,3 @@ def _known_error(error: BaseException | None) -> tuple[str, str]:
     # Messages name classes, and ours are others.
     message = re.sub(r"'[\w.]+ object'|Object of type \w+", "an object", str(error))
     return type(error).__name__, message
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

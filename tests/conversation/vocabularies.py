@@ -22,8 +22,8 @@ from megatron_ext.tokenizers.libraries.byte_level import ByteLevelTokenizer
 from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
 from megatron_ext.tokenizers.libraries.sentencepiece import SentencePieceTokenizer
 from megatron_ext.tokenizers.libraries.tiktoken import TiktokenTokenizer
-from tests.conversation.library_tokenizers import byte_level_bpe
 from tests.conversation.shared_files import SHARED
+from tests.tokenizers.tokenizer_files import byte_level as byte_level_bpe
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _saved(folder: Path, name: str, document: Mapping[str, Any]) -> Path:
 
 def _byte_level(folder: Path) -> Path:
     """Added tokens with every flag, some in the model's vocabulary, with merges that give them."""
-    document = json.loads(byte_level_bpe(folder).read_text(encoding="utf-8"))
+    document = json.loads((byte_level_bpe(folder) / "tokenizer.json").read_text(encoding="utf-8"))
     vocab = document["model"]["vocab"]
     merges = document["model"]["merges"]
     for name in ("<s>", "</s>"):

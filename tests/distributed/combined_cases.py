@@ -61,7 +61,7 @@ def run(
     head = torch.zeros(shard.width, HEAD.shape[1])
     head[: shard.valid_width] = HEAD[shard.start : shard.start + shard.valid_width]
     head.requires_grad_()
-    head.tensor_model_parallel = True  # type: ignore[attr-defined]
+    head.tensor_model_parallel = True
     gradients = LayerGradients([head], ("kd", "ce"), tp_group=tp, dp_group=dp)
     loss, grad = torch.tensor(0.0), torch.zeros_like(head)
     for rows, batch in zip(microbatches, batches, strict=True):

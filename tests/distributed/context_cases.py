@@ -82,8 +82,6 @@ def microbatch(chunks: Chunks) -> Microbatch:
 def whole_inputs(chunks: Chunks, **shards: Any) -> DistillationInputs:
     """Everything that the objectives look at; some chunks are masked."""
     inputs = microbatch(chunks).inputs(padding=PADDING, **shards)
-    assert inputs.alignment is not None
-    assert inputs.teacher is not None
     labels = torch.arange(2 * LENGTHS[1]).view(2, -1) % 23
     labels[:, 3] = -100
     student, teacher = inputs.student_shard, inputs.teacher.shard
@@ -118,10 +116,6 @@ def on_this_rank(
     cp_rank, cp_size, cp_group = cp
     layout = SequenceLayout(size=cp_size, order=order)
     whole = whole_inputs(chunks, rank=tp[0], ranks=tp[1], group=tp[2])
-    assert whole.alignment is not None
-    assert whole.teacher is not None
-    assert whole.teacher_labels is not None
-    assert whole.teacher.logits is not None
     student = held(layout, LENGTHS[0], cp_rank)
     logits = whole.student_logits.detach()[:, student].clone().requires_grad_()
     teacher = held(layout, LENGTHS[1], cp_rank)
@@ -159,8 +153,6 @@ def on_this_rank(
 
 
 def text_of(inputs: DistillationInputs, group: Any = None) -> TeacherText:
-    assert inputs.teacher is not None
-    assert inputs.teacher_labels is not None
     return TeacherText(
         targets=inputs.teacher,
         labels=inputs.teacher_labels,

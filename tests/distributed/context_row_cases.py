@@ -66,10 +66,6 @@ def whole_rows(
     batch = microbatch(chunks)
     inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=PADDING)
     of_hidden = with_hidden_states(batch, (0, 0))
-    assert inputs.teacher is not None
-    assert of_hidden.teacher is not None
-    assert of_hidden.teacher.head_weight is not None
-    assert of_hidden.student_head_weight is not None
     teacher_head = columns(of_hidden.teacher.head_weight.t(), inputs.teacher.shard).t()
     return replace(
         inputs,
@@ -93,7 +89,6 @@ def rows_of(
     rank, size, group = cp
     layout = SequenceLayout(size=size, order=order)
     whole = whole_rows(name, chunks, tp=tp)
-    assert whole.teacher is not None
     places = [held(layout, length, rank) for length in (LENGTHS[0], whole.teacher.positions[1])]
     logits = whole.student_logits.detach()[:, places[0]].clone().requires_grad_()
     teacher = {
@@ -111,8 +106,6 @@ def rows_of(
     trained: list[torch.Tensor] = [logits]
     options: dict[str, Any] = {}
     if name == "dskd":
-        assert whole.student_hidden is not None
-        assert whole.alignment is not None
         options = {"projectors": DskdProjectors(student_hidden=5, teacher_hidden=6), "gate": "none"}
         hidden = whole.student_hidden[:, places[0]].clone().requires_grad_()
         trained += [hidden, *options["projectors"].parameters()]

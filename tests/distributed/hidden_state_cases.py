@@ -29,7 +29,6 @@ def sharded_inputs(rank: int, ranks: int, group: Any, chunks: int) -> Distillati
     batch = Microbatch.random(chunks=chunks)
     whole = inputs_of(batch, (0, 0))
     inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=PADDING)
-    assert inputs.teacher is not None
     shards = inputs.student_shard, inputs.teacher.shard
     # Padding belongs to the sets: no rank may count it.
     sets = [torch.arange(shard.start, shard.stop) % 4 == 1 for shard in shards]
@@ -55,11 +54,6 @@ def hidden_states(*, chunks: int = 4, from_heads: bool = False, **options: Any) 
     def run(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
         whole = with_hidden_states(Microbatch.random(chunks=chunks), (0, 0))
         inputs = sharded_inputs(rank, ranks, group, chunks)
-        assert whole.teacher is not None
-        assert whole.teacher.head_weight is not None
-        assert whole.student_hidden is not None
-        assert whole.student_head_weight is not None
-        assert inputs.teacher is not None
         head = columns(whole.student_head_weight.t(), inputs.student_shard).t()
         teacher_head = columns(whole.teacher.head_weight.t(), inputs.teacher.shard).t()
         hidden = whole.student_hidden.requires_grad_()

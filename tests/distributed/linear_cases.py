@@ -74,7 +74,6 @@ def _student(inputs: DistillationInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _teacher(inputs: DistillationInputs) -> TeacherTargets:
-    assert inputs.teacher is not None
     shard = inputs.teacher.shard
     states = _normal(3, *inputs.teacher.positions, HIDDEN)
     return TeacherTargets(kind="hidden", shard=shard, hidden=states, head_weight=_head(4, shard))

@@ -42,8 +42,6 @@ def partition(
         inputs = completed(batch, inputs)
         if kind == "topk":
             top = as_kind(batch.inputs(), kind, top_k=9).teacher
-            assert top is not None
-            assert inputs.teacher is not None
             inputs = replace(inputs, teacher=replace(top, shard=inputs.teacher.shard))
         elements = slice_elements or vocab_parallel.SLICE_ELEMENTS["cpu"]
         with patch.dict(vocab_parallel.SLICE_ELEMENTS, cpu=elements):
@@ -61,7 +59,6 @@ def learned_projection(
     """The gradient of the shares, which every rank has whole, and of the logits."""
     batch = Microbatch.random()
     inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=PADDING)
-    assert inputs.teacher is not None
     module = LearnedProjection(
         SparseProjection(*csr_arrays(batch.projection), (37, 23)),
         student_shard=inputs.student_shard,

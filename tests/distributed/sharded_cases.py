@@ -124,8 +124,6 @@ def _objective(
         inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=padding)
         if kind == "topk":
             whole = as_kind(batch.inputs(), kind, top_k=9).teacher
-            assert whole is not None
-            assert inputs.teacher is not None
             inputs = replace(inputs, teacher=replace(whole, shard=inputs.teacher.shard))
         output: LossOutput = LOSS_REGISTRY[name](**options)(inputs)
         (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)

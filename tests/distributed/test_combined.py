@@ -32,13 +32,6 @@ def test_replicas_with_different_chunks_add_up_to_the_whole(
     torch.testing.assert_close(torch.cat(grads), whole.grad, rtol=0, atol=1e-6 * scale)
 
 
-def test_one_sample_a_microbatch_gives_what_all_in_one_do(whole: Result) -> None:
-    split = run([slice(row, row + 1) for row in range(4)])
-    torch.testing.assert_close(split.loss, whole.loss, rtol=1e-6, atol=0)
-    scale = whole.grad.abs().max().item()
-    torch.testing.assert_close(split.grad, whole.grad, rtol=0, atol=1e-6 * scale)
-
-
 def test_dynamic_weights_and_norms_are_the_same_on_every_rank_and_of_the_whole(
     whole: Result, ranks: list[Result]
 ) -> None:

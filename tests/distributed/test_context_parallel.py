@@ -23,6 +23,13 @@ from tests.distributed.context_cases import (
     text_of,
     whole_inputs,
 )
+from tests.distributed.context_row_cases import (
+    ROW_CASES,
+    RowCase,
+    Rows,
+    rows_of,
+    rows_of_every_layout,
+)
 from tests.process_group import run_ranks
 
 
@@ -41,7 +48,6 @@ def test_sums_and_gradients_over_the_ranks_are_those_of_whole_sequences(
 ) -> None:
     chunks, order, _, objective = case
     whole = whole_inputs(chunks)
-    assert whole.alignment is not None
     truth = LOSS_REGISTRY[objective](temperature=1.3)(whole)
     assert (int(truth.count) > 0) == (chunks != "none")
     (true_grad,) = torch.autograd.grad(truth.loss_sum, whole.student_logits)
@@ -56,7 +62,6 @@ def test_sums_and_gradients_over_the_ranks_are_those_of_whole_sequences(
             loss = loss + shards[0].loss_sum
             count += int(shards[0].count)
             owned += shards[0].chunks.tolist()
-            assert truth.chunk_loss is not None
             torch.testing.assert_close(
                 shards[0].chunk_loss, truth.chunk_loss[shards[0].chunks], rtol=1e-6, atol=1e-6
             )
@@ -113,3 +118,45 @@ def test_packed_sequences_are_cut_one_by_one() -> None:
 def test_a_sequence_that_does_not_divide_is_refused() -> None:
     with pytest.raises(LossError, match=r"zigzag layout; got length 6; expected a multiple of 4"):
         SequenceLayout(size=2).holders(np.array([0, 4, 10]))
+
+
+@pytest.fixture(scope="module")
+def row_ranks() -> list[dict[str, dict[RowCase, Rows]]]:
+    """One spawn for all layouts."""
+    return run_ranks(4, rows_of_every_layout)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("case", ROW_CASES, ids=" ".join)
+def test_sums_and_every_gradient_over_the_ranks_are_those_of_whole_sequences(
+    case: RowCase, name: str, row_ranks: list[dict[str, dict[RowCase, Rows]]]
+) -> None:
+    _, order, _ = case
+    truth = rows_of(*case)
+    assert truth.count > 0
+    assert truth.logits.any()
+    cp_size, tp_size = GROUPS[name]
+    layout = SequenceLayout(size=cp_size, order=order)
+    for first in range(0, 4, cp_size * tp_size):
+        parts = [
+            [row_ranks[first + part * tp_size + i][name][case] for i in range(tp_size)]
+            for part in range(cp_size)
+        ]
+        assert sum(shards[0].count for shards in parts) == truth.count
+        total = torch.stack([shards[0].loss_sum for shards in parts]).sum()
+        torch.testing.assert_close(total, truth.loss_sum, rtol=1e-6, atol=0)
+        for part, shards in enumerate(parts):
+            rows = held(layout, LENGTHS[0], part)
+            logits = torch.cat([shard.logits for shard in shards], dim=-1)
+            assert_near(logits[..., : truth.logits.shape[-1]], truth.logits[:, rows], truth.logits)
+            for shard in shards:
+                assert_near(shard.hidden, truth.hidden[:, rows], truth.hidden)
+        for place, gradient in enumerate(truth.projectors):
+            summed = torch.stack([shards[0].projectors[place] for shards in parts]).sum(dim=0)
+            assert_near(summed, gradient, gradient)
+
+
+def assert_near(value: torch.Tensor, truth: torch.Tensor, whole: torch.Tensor) -> None:
+    """Errors are at most 1e-6 of the largest of ``whole``."""
+    scale = whole.abs().max().item() if whole.numel() else 0.0
+    torch.testing.assert_close(value, truth, rtol=0, atol=1e-6 * scale)

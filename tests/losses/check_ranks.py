@@ -1,4 +1,4 @@
-"""What the ranks of ``test_finite_check.py`` and ``test_shard_check.py`` run."""
+"""What the ranks of ``test_checks.py`` run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ def errors_of_poison(rank: int) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for side in ("nothing", "student", "teacher", "both"):
         inputs = Microbatch.random().inputs(rank=rank, ranks=2, group=group, padding=(3, 1))
-        assert inputs.teacher is not None
-        assert inputs.teacher.logits is not None
-        assert inputs.alignment is not None
         if rank == 1:
             poison = inputs.student_logits.detach().clone()
             if side in ("student", "both"):

@@ -72,8 +72,6 @@ class AnyCompletions(CompletionTable):
 def with_completions(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs:
     """What ``partition_kl`` looks up where data is loaded."""
     inputs = inputs_of(batch, padding)
-    assert inputs.alignment is not None
-    assert inputs.teacher_labels is not None
     vocabs = (batch.student_logits.shape[-1], batch.teacher_logits.shape[-1])
     table = AnyCompletions.from_token_bytes(*([b""] * vocab for vocab in vocabs))
     completions = ChunkCompletions.of(inputs.alignment, inputs.labels, inputs.teacher_labels, table)
@@ -90,7 +88,6 @@ def with_hidden_states(batch: Microbatch, padding: tuple[int, int]) -> Distillat
         states.append(2 * torch.tanh(logits[..., :width].detach().float()))
         head = torch.randn(logits.shape[-1], width, generator=torch.Generator().manual_seed(width))
         heads.append(torch.nn.functional.pad(head, (0, 0, 0, extra), value=40.0))
-    assert inputs.teacher is not None
     teacher = TeacherTargets(
         kind="hidden", shard=inputs.teacher.shard, hidden=states[1], head_weight=heads[1]
     )
@@ -147,137 +144,86 @@ TOP_K: dict[str, Any] = {"kinds": ("logits", "hidden", "topk")}
 LIKELIHOODS: dict[str, Any] = {"kinds": ("logits", "hidden", "label")}
 HIDDEN: dict[str, Any] = {"kinds": ("hidden",), "build": with_hidden_states}
 ONE_TOKENIZER: dict[str, Any] = {"over": "tokens", "same_tokenizer": True}
+COMPLETED: dict[str, Any] = {**TOP_K, "build": with_completions}
+UNCOMMON: dict[str, Any] = {"build": with_uncommon_tokens}
+JENSEN_SHANNON: dict[str, Any] = {"direction": "jensen_shannon", "mixture": 0.3}
+PROJECTORS = DskdProjectors(student_hidden=5, teacher_hidden=6)
+
+
+def case(name: str, known: dict[str, Any] | None = None, /, **options: Any) -> ObjectiveCase:
+    """An objective with ``options``, of which ``known`` is so."""
+    return ObjectiveCase(name=name, options=options, **(known or {}))
+
 
 CASES: dict[str, ObjectiveCase] = {
-    "next_token": ObjectiveCase(
-        name="next_token", over="tokens", kinds=(), no_identity="it has no teacher"
+    "next_token": case(
+        "next_token", {"over": "tokens", "kinds": (), "no_identity": "it has no teacher"}
     ),
-    "vocab_kl": ObjectiveCase(name="vocab_kl", options={"temperature": 1.5}, **ONE_TOKENIZER),
-    "vocab_kl reverse": ObjectiveCase(
-        name="vocab_kl", options={"direction": "reverse"}, **TOP_K, **ONE_TOKENIZER
+    "vocab_kl": case("vocab_kl", ONE_TOKENIZER, temperature=1.5),
+    "vocab_kl reverse": case("vocab_kl", TOP_K | ONE_TOKENIZER, direction="reverse"),
+    "vocab_kl jensen-shannon": case("vocab_kl", TOP_K | ONE_TOKENIZER, **JENSEN_SHANNON),
+    "strict_topk": case("strict_topk", TOP_K, top_k=5),
+    "strict_topk at another temperature": case("strict_topk", top_k=5, temperature=1.5),
+    "strict_topk reverse": case("strict_topk", TOP_K, top_k=5, direction="reverse"),
+    "strict_topk renormalised": case("strict_topk", TOP_K, top_k=5, tail="renormalise"),
+    "strict_topk jensen-shannon of every shared token": case(
+        "strict_topk", TOP_K, direction="jensen_shannon"
     ),
-    "vocab_kl jensen-shannon": ObjectiveCase(
-        name="vocab_kl",
-        options={"direction": "jensen_shannon", "mixture": 0.3},
-        **TOP_K,
-        **ONE_TOKENIZER,
+    "alm": case("alm", LIKELIHOODS),
+    "alm without debiasing": case("alm", LIKELIHOODS, debias=False),
+    "alm merged up to likely boundaries": case(
+        "alm", LIKELIHOODS, merge="likely_boundaries", temperature=1.0
     ),
-    "strict_topk": ObjectiveCase(name="strict_topk", options={"top_k": 5}, **TOP_K),
-    "strict_topk at another temperature": ObjectiveCase(
-        name="strict_topk", options={"top_k": 5, "temperature": 1.5}
+    "alm merged up to words": case("alm", LIKELIHOODS, merge="words"),
+    "alm as cross-entropy": case(
+        "alm",
+        {**LIKELIHOODS, "no_identity": "it keeps the entropy of the teacher's likelihoods"},
+        difference="binary_ce",
     ),
-    "strict_topk reverse": ObjectiveCase(
-        name="strict_topk", options={"top_k": 5, "direction": "reverse"}, **TOP_K
+    "alm reverse": case("alm", LIKELIHOODS, difference="reverse_binary_kl"),
+    "alm at the limit of the temperature": case(
+        "alm", LIKELIHOODS, difference="binary_kl_temp_limit"
     ),
-    "strict_topk renormalised": ObjectiveCase(
-        name="strict_topk",
-        options={"top_k": 5, "tail": "renormalise"},
-        **TOP_K,
+    "alm of absolute differences": case("alm", LIKELIHOODS, difference="abs"),
+    "alm of total variation": case("alm", LIKELIHOODS, difference="abs_exp", temperature=20.0),
+    "alm of Renyi's divergence": case("alm", LIKELIHOODS, difference="renyi"),
+    "alm of squared log-ratios": case("alm", LIKELIHOODS, difference="joschu_k2"),
+    "alm of exponential log-ratios": case("alm", LIKELIHOODS, difference="joschu_k3"),
+    "partition_kl": case("partition_kl", COMPLETED, temperature=1.5),
+    "partition_kl reverse": case("partition_kl", COMPLETED, direction="reverse", chain_weight=0.5),
+    "partition_kl jensen-shannon": case("partition_kl", COMPLETED, **JENSEN_SHANNON),
+    "mined": case("mined", temperature=1.5),
+    "mined with copies": case("mined", sharing="copy"),
+    "mined reverse": case("mined", direction="reverse"),
+    "dskd": case(
+        "dskd",
+        {**HIDDEN, "no_identity": "its projected logits are held to the labels"},
+        projectors=PROJECTORS,
+        gate="none",
     ),
-    "strict_topk jensen-shannon of every shared token": ObjectiveCase(
-        name="strict_topk", options={"direction": "jensen_shannon"}, **TOP_K
+    "dskd at chunk starts to the teacher's tokens": case(
+        "dskd",
+        {**HIDDEN, "no_identity": "its projected logits are held to the teacher's first choice"},
+        projectors=PROJECTORS,
+        positions="chunk_starts",
+        target="teacher",
+        gate="none",
+        direction="reverse",
     ),
-    "alm": ObjectiveCase(name="alm", **LIKELIHOODS),
-    "alm without debiasing": ObjectiveCase(name="alm", options={"debias": False}, **LIKELIHOODS),
-    "alm merged up to likely boundaries": ObjectiveCase(
-        name="alm", options={"merge": "likely_boundaries", "temperature": 1.0}, **LIKELIHOODS
+    "projected_kl": case("projected_kl", temperature=1.5),
+    "projected_kl reverse": case("projected_kl", direction="reverse"),
+    "projected_kl jensen-shannon": case("projected_kl", **JENSEN_SHANNON),
+    "projected_kl on the teacher's top tokens": case("projected_kl", vocab_topk=4, temperature=1.5),
+    "gold": case("gold", UNCOMMON, temperature=1.5),
+    "gold reverse, over the largest uncommon": case(
+        "gold", UNCOMMON, direction="reverse", uncommon_topk=3
     ),
-    "alm merged up to words": ObjectiveCase(name="alm", options={"merge": "words"}, **LIKELIHOODS),
-    "alm as cross-entropy": ObjectiveCase(
-        name="alm",
-        options={"difference": "binary_ce"},
-        no_identity="it keeps the entropy of the teacher's likelihoods",
-        **LIKELIHOODS,
-    ),
-    "alm reverse": ObjectiveCase(
-        name="alm", options={"difference": "reverse_binary_kl"}, **LIKELIHOODS
-    ),
-    "alm at the limit of the temperature": ObjectiveCase(
-        name="alm", options={"difference": "binary_kl_temp_limit"}, **LIKELIHOODS
-    ),
-    "alm of absolute differences": ObjectiveCase(
-        name="alm", options={"difference": "abs"}, **LIKELIHOODS
-    ),
-    "alm of total variation": ObjectiveCase(
-        name="alm", options={"difference": "abs_exp", "temperature": 20.0}, **LIKELIHOODS
-    ),
-    "alm of Renyi's divergence": ObjectiveCase(
-        name="alm", options={"difference": "renyi"}, **LIKELIHOODS
-    ),
-    "alm of squared log-ratios": ObjectiveCase(
-        name="alm", options={"difference": "joschu_k2"}, **LIKELIHOODS
-    ),
-    "alm of exponential log-ratios": ObjectiveCase(
-        name="alm", options={"difference": "joschu_k3"}, **LIKELIHOODS
-    ),
-    "partition_kl": ObjectiveCase(
-        name="partition_kl",
-        options={"temperature": 1.5},
-        kinds=("logits", "hidden", "topk"),
-        build=with_completions,
-    ),
-    "partition_kl reverse": ObjectiveCase(
-        name="partition_kl",
-        options={"direction": "reverse", "chain_weight": 0.5},
-        kinds=("logits", "hidden", "topk"),
-        build=with_completions,
-    ),
-    "partition_kl jensen-shannon": ObjectiveCase(
-        name="partition_kl",
-        options={"direction": "jensen_shannon", "mixture": 0.3},
-        kinds=("logits", "hidden", "topk"),
-        build=with_completions,
-    ),
-    "mined": ObjectiveCase(name="mined", options={"temperature": 1.5}),
-    "mined with copies": ObjectiveCase(name="mined", options={"sharing": "copy"}),
-    "mined reverse": ObjectiveCase(name="mined", options={"direction": "reverse"}),
-    "dskd": ObjectiveCase(
-        name="dskd",
-        options={
-            "projectors": DskdProjectors(student_hidden=5, teacher_hidden=6),
-            "gate": "none",
-        },
-        no_identity="its projected logits are held to the labels",
-        **HIDDEN,
-    ),
-    "dskd at chunk starts to the teacher's tokens": ObjectiveCase(
-        name="dskd",
-        options={
-            "projectors": DskdProjectors(student_hidden=5, teacher_hidden=6),
-            "positions": "chunk_starts",
-            "target": "teacher",
-            "gate": "none",
-            "direction": "reverse",
-        },
-        no_identity="its projected logits are held to the teacher's first choice",
-        **HIDDEN,
-    ),
-    "projected_kl": ObjectiveCase(name="projected_kl", options={"temperature": 1.5}),
-    "projected_kl reverse": ObjectiveCase(name="projected_kl", options={"direction": "reverse"}),
-    "projected_kl jensen-shannon": ObjectiveCase(
-        name="projected_kl", options={"direction": "jensen_shannon", "mixture": 0.3}
-    ),
-    "projected_kl on the teacher's top tokens": ObjectiveCase(
-        name="projected_kl", options={"vocab_topk": 4, "temperature": 1.5}
-    ),
-    "gold": ObjectiveCase(name="gold", options={"temperature": 1.5}, build=with_uncommon_tokens),
-    "gold reverse, over the largest uncommon": ObjectiveCase(
-        name="gold",
-        options={"direction": "reverse", "uncommon_topk": 3},
-        build=with_uncommon_tokens,
-    ),
-    "gold jensen-shannon": ObjectiveCase(
-        name="gold",
-        options={"direction": "jensen_shannon", "uncommon_weight": 0.5},
-        build=with_uncommon_tokens,
-    ),
-    "hybrid_kl": ObjectiveCase(name="hybrid_kl", build=with_uncommon_tokens),
-    "hybrid_kl of one vocabulary": ObjectiveCase(name="hybrid_kl"),
-    "uld": ObjectiveCase(name="uld", options={"temperature": 1.5}),
-    "uld over the largest": ObjectiveCase(name="uld", options={"top_u": 5}),
-    "uld by position": ObjectiveCase(
-        name="uld", options={"alignment": "position", "top_u": None}, over="tokens"
-    ),
+    "gold jensen-shannon": case("gold", UNCOMMON, direction="jensen_shannon", uncommon_weight=0.5),
+    "hybrid_kl": case("hybrid_kl", UNCOMMON),
+    "hybrid_kl of one vocabulary": case("hybrid_kl"),
+    "uld": case("uld", temperature=1.5),
+    "uld over the largest": case("uld", top_u=5),
+    "uld by position": case("uld", {"over": "tokens"}, alignment="position", top_u=None),
 }
 """Readable id -> case. An objective has a row for each option that changes its formula."""
 
@@ -285,8 +231,6 @@ CASES: dict[str, ObjectiveCase] = {
 def as_kind(inputs: DistillationInputs, kind: TargetKind, top_k: int) -> DistillationInputs:
     """The same unsharded teacher, given as logits, in another form."""
     teacher = inputs.teacher
-    assert teacher is not None
-    assert teacher.logits is not None
     shard = teacher.shard
     real = teacher.logits[..., : shard.vocab_size]
     lse = torch.logsumexp(real, dim=-1)
@@ -307,7 +251,6 @@ def as_kind(inputs: DistillationInputs, kind: TargetKind, top_k: int) -> Distill
             log_normaliser=lse,
         )
     elif kind == "label":
-        assert inputs.teacher_labels is not None
         labels = inputs.teacher_labels
         picked = real.gather(-1, labels.clamp(min=0)[..., None])[..., 0] - lse
         boundary = None

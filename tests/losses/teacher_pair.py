@@ -46,7 +46,6 @@ def known_of(inputs: dict[str, DistillationInputs]) -> dict[str, KnownAhead]:
 
 def teacher_labels(inputs: DistillationInputs) -> torch.Tensor:
     """Any labels of the teacher's positions, the first of each row left out."""
-    assert inputs.teacher is not None
     rows, length = inputs.teacher.positions
     labels = (torch.arange(length) % inputs.teacher.shard.vocab_size).repeat(rows, 1)
     labels[:, 0] = -100

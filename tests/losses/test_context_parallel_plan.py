@@ -64,7 +64,6 @@ def test_rows_of_no_chunk_stay_behind_and_the_next_sequence_is_not_after_a_chunk
     )
     # Rank 0 has rows 0, 1, 4, 5. Chunk 1 ends the first sequence.
     assert first.alignment.student_chunk_id.tolist() == [[0, -1, 1, 1, -1]]
-    assert first.alignment.student_cu_seqlens is not None
     assert first.alignment.student_cu_seqlens.tolist() == [0, 2, 5]
     assert first.alignment.sample.tolist() == [0, 1]
     assert first.student.leaving.tolist() == [0]
@@ -78,7 +77,6 @@ def test_rows_of_no_chunk_stay_behind_and_the_next_sequence_is_not_after_a_chunk
 def test_what_is_known_of_a_chunk_goes_to_its_owner() -> None:
     batch = Microbatch.random(batch=1, lengths=(8, 8))
     inputs = batch.inputs()
-    assert inputs.alignment is not None
     layout = SequenceLayout(size=1)
     plan = ContextParallelPlan.from_alignment(
         inputs.alignment, student=layout, teacher=layout, rank=0, group=None
@@ -89,11 +87,8 @@ def test_what_is_known_of_a_chunk_goes_to_its_owner() -> None:
     out = plan.inputs(
         replace(inputs, chunk_mask=mask, chunk_script=script, teacher_labels=torch.arange(8)[None])
     )
-    assert out.chunk_mask is not None
     assert out.chunk_mask.tolist() == [False, True]
-    assert out.chunk_script is not None
     assert out.chunk_script.tolist() == [1, 2]
-    assert out.teacher_labels is not None
     # Rows of chunks and after them, in order; what follows the last one is blank.
     assert out.teacher_labels.shape == plan.alignment.teacher_chunk_id.shape
     of_chunks = plan.alignment.teacher_chunk_id[0] >= 0
@@ -108,7 +103,6 @@ def test_what_is_known_of_a_chunk_goes_to_its_owner() -> None:
 
 def test_rows_of_another_length_are_refused() -> None:
     inputs = Microbatch.random(batch=1, lengths=(8, 8)).inputs()
-    assert inputs.alignment is not None
     layout = SequenceLayout(size=2)
     plan = ContextParallelPlan.from_alignment(
         inputs.alignment, student=layout, teacher=layout, rank=0, group=GROUP
@@ -119,12 +113,10 @@ def test_rows_of_another_length_are_refused() -> None:
 
 def test_completions_of_whole_sequences_are_refused() -> None:
     inputs = with_completions(Microbatch.random(batch=1, lengths=(8, 8)), (0, 0))
-    assert inputs.alignment is not None
     layout = SequenceLayout(size=1)
     plan = ContextParallelPlan.from_alignment(
         inputs.alignment, student=layout, teacher=layout, rank=0, group=None
     )
-    assert inputs.completions is not None
     other = replace(inputs.completions, chunk_count=9)
     with pytest.raises(LossError, match=r"got 9 chunks; expected 4; make them of plan.alignment"):
         plan.inputs(replace(inputs, completions=other))

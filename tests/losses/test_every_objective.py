@@ -12,7 +12,12 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
-from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, LossOutput, TargetKind
+from megatron_ext.losses import (
+    LOSS_REGISTRY,
+    DistillationInputs,
+    LossOutput,
+    TargetKind,
+)
 from megatron_ext.losses.completions import ChunkCompletions
 from tests.losses import microbatch
 from tests.losses.microbatch import Microbatch
@@ -239,16 +244,24 @@ def test_masking_the_chunks_of_a_sample_is_leaving_the_sample_out(name: str) -> 
     case = CASES[name]
     batch = case.batch()
     inputs = case.build(batch, (3, 1))
-    assert inputs.alignment is not None
-    # Nothing of the sample is looked at: it may be another teacher's.
+    # Nothing of the sample is looked at: it may be another teacher's, and hold anything.
     kept = inputs.alignment.sample > 0
-    masked, grad = run(case, replace(inputs, chunk_mask=kept))
+    logits = inputs.student_logits.detach().clone()
+    # strict_topk multiplies a masked row's gradient of zero by what the row holds.
+    anything = (1e4, -1e4) if case.name == "strict_topk" else (torch.nan, torch.inf)
+    logits[0] = anything[0]
+    teacher = inputs.teacher
+    if teacher is not None and teacher.logits is not None:
+        others = teacher.logits.clone()
+        others[0] = anything[1]
+        teacher = replace(teacher, logits=others)
+    other = replace(inputs, student_logits=logits.requires_grad_(), teacher=teacher)
+    masked, grad = run(case, replace(other, chunk_mask=kept))
     alone, alone_grad = run(case, case.build(batch.samples(slice(1, 3)), (3, 1)))
     assert int(masked.count) == int(alone.count) > 0
     assert_close(masked.loss_sum.detach(), alone.loss_sum.detach(), 1e-6)
     assert not grad[:1].any()
     assert_close(grad[1:], alone_grad, 1e-6)
-    assert masked.chunk_loss is not None
     assert not masked.chunk_loss[~kept].any()
     assert_close(masked.chunk_loss.sum(), masked.loss_sum.detach(), 1e-6)
     nothing, no_grad = run(case, replace(inputs, chunk_mask=torch.zeros_like(kept)))
@@ -330,3 +343,59 @@ def test_teacher_targets_of_any_form_serve_as_logits_do_or_are_refused_by_name(
     for key, value in sums_of(truth).items():
         torch.testing.assert_close(sums_of(output)[key], value, rtol=2e-6, atol=1e-6)
     assert_close(grad, true_grad, 2e-6)
+
+
+def with_last_rows_that_predict_nothing(batch: Microbatch) -> Microbatch:
+    """As the packed layout has it; samples have different numbers of labels."""
+    pairs = []
+    for student, teacher in batch.chunk_ids:
+        gone = torch.stack([student[-1], teacher[-1]])
+        kept = [side.masked_fill(torch.isin(side, gone), -1) for side in (student, teacher)]
+        numbers = torch.cat([side[side >= 0] for side in kept]).unique()
+        first, second = (
+            torch.where(side >= 0, torch.searchsorted(numbers, side), -1) for side in kept
+        )
+        pairs.append((first, second))
+    labels = batch.labels.clone()
+    labels[:, -1] = IGNORE_INDEX
+    labels[0, 1] = IGNORE_INDEX
+    return replace(batch, chunk_ids=pairs, labels=labels)
+
+
+def packed(inputs: DistillationInputs) -> DistillationInputs:
+    """The samples of ``inputs`` one behind the other in one row."""
+
+    def flat(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.detach().flatten(0, 1)[None]
+
+    alignment, teacher = inputs.alignment, inputs.teacher
+    sides = alignment.student_chunk_id, alignment.teacher_chunk_id
+    bounds = [torch.arange(0, side.numel() + 1, side.shape[1], dtype=torch.int32) for side in sides]
+    logits, labels = flat(inputs.student_logits), flat(inputs.labels)
+    if teacher is not None:
+        teacher = replace(teacher, logits=flat(teacher.logits), hidden=flat(teacher.hidden))
+    return replace(
+        inputs,
+        student_logits=logits.requires_grad_(),
+        labels=labels,
+        teacher=teacher,
+        teacher_labels=flat(inputs.teacher_labels),
+        student_hidden=flat(inputs.student_hidden),
+        alignment=AlignmentBatch.from_chunk_ids(
+            *(side.reshape(1, -1) for side in sides),
+            student_cu_seqlens=bounds[0],
+            teacher_cu_seqlens=bounds[1],
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_rows_have_the_sums_and_gradients_of_rows_of_their_own(name: str) -> None:
+    case = CASES[name]
+    inputs = case.build(with_last_rows_that_predict_nothing(case.batch()), (3, 1))
+    truth, true_grad = run(case, inputs)
+    output, grad = run(case, packed(inputs))
+    assert int(truth.count) > 0
+    for key, value in sums_of(truth).items():
+        torch.testing.assert_close(sums_of(output)[key], value, rtol=1e-6, atol=1e-6)
+    assert_close(grad, true_grad.flatten(0, 1)[None], 1e-6)

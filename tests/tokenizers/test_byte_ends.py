@@ -97,6 +97,11 @@ def test_a_batch_gives_the_ids_of_each_text(tokenizer, name):
     assert [row.tolist() for row in batch] == [tokenizer(name).tokenize(text) for text in texts]
     assert {row.dtype for row in batch} == {np.dtype(np.int32)}
     assert tokenizer(name)._tokenizer.text_to_ids_batch([]) == []
+    ids, offsets = tokenizer(name).text_to_flat_ids(texts)
+    assert (ids.dtype, offsets.dtype) == (np.int32, np.int64)
+    assert [ids[a:b].tolist() for a, b in pairwise(offsets)] == [row.tolist() for row in batch]
+    empty, none = tokenizer(name).text_to_flat_ids([])
+    assert (empty.tolist(), none.tolist()) == ([], [0])
 
 
 def test_an_emoji_cut_into_bytes_keeps_its_bytes_apart_beside_composed_letters(tokenizer):
@@ -132,19 +137,6 @@ def test_lower_cased_words_end_where_they_end_in_the_text(tokenizer):
     assert words <= {text.encode()[:end] for end in ends}
 
 
-@pytest.mark.parametrize("token_id", [-1, 10**6], ids=["negative", "too-large"])
-@pytest.mark.parametrize("name", MAKERS)
-def test_an_id_outside_the_vocabulary_is_refused(tokenizer, name, token_id):
-    for ask in (
-        tokenizer(name).token_bytes,
-        tokenizer(name).id_to_token,
-        lambda i: tokenizer(name).byte_ends([0, i]),
-        lambda i: tokenizer(name).detokenize([0, i]),
-    ):
-        with pytest.raises(TokenizerError, match=f"got {token_id}"):
-            ask(token_id)
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_character_of_each_token_is_where_its_bytes_begin(tokenizer, name):
     text = "The parser, the café 🙂"
@@ -153,9 +145,3 @@ def test_the_character_of_each_token_is_where_its_bytes_begin(tokenizer, name):
     begins = [0, *ends[:-1].tolist()]
     assert offsets == [len(text.encode()[:at].decode(errors="ignore")) for at in begins]
     assert tokenizer(name).offsets([], "") == []
-
-
-def test_offsets_of_ids_of_another_text_are_refused(tokenizer):
-    ids = tokenizer("tekken").tokenize("hello")
-    with pytest.raises(TokenizerError, match="not a tokenization of the text"):
-        tokenizer("tekken").offsets(ids, "a longer text")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -134,18 +133,6 @@ def test_parse_special_tokens_is_a_choice_of_the_tokenizer(tokenizer_path, token
     assert parsing.text_to_ids_batch([text, "", text])[2].tolist() == wanted.tolist()
     assert parsing.encode_with_byte_ends(text)[0].tolist() == wanted.tolist()
     assert "parse_special_tokens" in parsing.unique_identifiers
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_flat_ids_are_the_ids_of_each_text_one_after_another(tokenizer, name):
-    ours = tokenizer(name)
-    texts = ["", "the parser", "é\n", "", "日本"]
-    ids, offsets = ours.text_to_flat_ids(texts)
-    assert (ids.dtype, offsets.dtype) == (np.int32, np.int64)
-    parts = [ids[a:b].tolist() for a, b in pairwise(offsets)]
-    assert parts == [ours.tokenize(text) for text in texts]
-    empty, none = ours.text_to_flat_ids([])
-    assert (empty.tolist(), none.tolist()) == ([], [0])
 
 
 def bpe_with(folder, *added, pre_tokenizer, normalizer=None):

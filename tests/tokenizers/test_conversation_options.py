@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron_ext.tokenizers import (
     build_tokenizer,
 )
 
-TEKKEN = str(files("mistral_common") / "data" / "tekken_240911.json")
+Built = Callable[..., MegatronTokenizerText]
 TEMPLATE = "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
 CONVERSATION = [
     {"role": "user", "content": "Hi"},
@@ -26,10 +26,11 @@ CONVERSATION = [
 ]
 
 
-def built(**options: Any) -> MegatronTokenizerText:
-    return build_tokenizer(
-        TokenizerConfig(model=TEKKEN, mode="sft", chat_template=TEMPLATE, **options)
-    )
+@pytest.fixture
+def built(tokenizer_path: Callable[[str], Path]) -> Built:
+    model = str(tokenizer_path("huggingface-byte-level"))
+    known = {"mode": "sft", "chat_template": TEMPLATE, "special_tokens": ("[INST]", "[/INST]")}
+    return lambda **options: build_tokenizer(TokenizerConfig(model=model, **(known | options)))
 
 
 def trained_text(tokenizer: MegatronTokenizerText) -> str:
@@ -37,13 +38,13 @@ def trained_text(tokenizer: MegatronTokenizerText) -> str:
     return tokenizer.detokenize(target[target >= 0].tolist())
 
 
-def test_the_policy_of_the_options_is_that_of_the_mask() -> None:
+def test_the_policy_of_the_options_is_that_of_the_mask(built: Built) -> None:
     assert trained_text(built()) == "[INST]Yes[/INST]No[/INST]"
     assert trained_text(built(train_on="last-assistant")) == "No[/INST]"
     assert trained_text(built(train_on="user")) == "Hi[/INST]Bye[/INST]"
 
 
-def test_names_of_control_tokens_in_messages_are_text_unless_allowed() -> None:
+def test_names_of_control_tokens_in_messages_are_text_unless_allowed(built: Built) -> None:
     counts = {}
     for allowed in (False, True):
         tokenizer = built(allow_control_tokens_in_content=allowed)
@@ -52,7 +53,7 @@ def test_names_of_control_tokens_in_messages_are_text_unless_allowed() -> None:
     assert counts == {False: 4, True: 5}
 
 
-def test_a_template_on_its_own_has_the_options_too() -> None:
+def test_a_template_on_its_own_has_the_options_too(built: Built) -> None:
     template = (
         "{% for m in messages %}{{ m.content }}{{ sign }}{{ m.train is defined }}{% endfor %}"
     )
@@ -70,20 +71,14 @@ def test_a_template_on_its_own_has_the_options_too() -> None:
 )
 def test_a_value_of_another_type_is_refused(option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{option}: the value has the wrong type"):
-        TokenizerConfig(model=TEKKEN, mode="sft", **{option: value})
+        TokenizerConfig(model="m", mode="sft", **{option: value})
 
 
-def test_template_variables_reach_every_template() -> None:
+def test_template_variables_reach_every_template(built: Built) -> None:
     template = "{% for m in messages %}{{ m.content }}{{ sign }}{{ count }}{% endfor %}"
-    tokenizer = build_tokenizer(
-        TokenizerConfig(
-            model=TEKKEN,
-            mode="sft",
-            chat_template=template,
-            template_variables=("sign=!", "count=3", 'x={"a": [1]}'),
-        )
+    tokenizer = built(
+        chat_template=template, template_variables=("sign=!", "count=3", 'x={"a": [1]}')
     )
-    assert tokenizer.prompt_config is not None
     assert tokenizer.prompt_config.template_variables == {"sign": "!", "count": 3, "x": {"a": [1]}}
     ids = tokenizer.tokenize_conversation(CONVERSATION[:1], False, False)
     assert tokenizer.detokenize(ids.tolist()) == "Hi!3"
@@ -99,10 +94,12 @@ def test_template_variables_reach_every_template() -> None:
 )
 def test_what_is_no_template_variable_is_refused(said: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TokenizerConfig(model=TEKKEN, mode="sft", template_variables=(said,))
+        TokenizerConfig(model="m", mode="sft", template_variables=(said,))
 
 
-def test_options_travel_with_a_saved_tokenizer_and_enter_its_identity(tmp_path: Path) -> None:
+def test_options_travel_with_a_saved_tokenizer_and_enter_its_identity(
+    built: Built, tmp_path: Path
+) -> None:
     tokenizer = built(train_on="last-assistant", train_thinking=False, template_variables=("x=1",))
     assert tokenizer.unique_identifiers["train_on"] == "last-assistant"
     assert tokenizer.unique_identifiers["train_thinking"] == "False"
@@ -115,14 +112,13 @@ def test_options_travel_with_a_saved_tokenizer_and_enter_its_identity(tmp_path: 
     config = TokenizerConfig(model=str(tmp_path / "saved"), train_on="all-assistant")
     undone = build_tokenizer(config)
     assert trained_text(undone) == "[INST]Yes[/INST]No[/INST]"
-    assert undone.prompt_config is not None
     assert not undone.prompt_config.policy.thinking
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
+def test_what_cannot_be_meant_is_refused(built: Built) -> None:
     with pytest.raises(ConfigError, match=r"^train_on: unknown role to train on; got 'last'"):
-        TokenizerConfig(model=TEKKEN, train_on="last")
+        TokenizerConfig(model="m", train_on="last")
     with pytest.raises(ConfigError, match=r"^train_on: the option is for conversations"):
-        build_tokenizer(TokenizerConfig(model=TEKKEN, train_on="last-assistant"))
+        built(mode="text", chat_template=None, train_on="last-assistant")
     with pytest.raises(ConfigError, match=r"^default: the prompt format trains every token"):
         built(prompt_format="default", train_tool_calls=False)

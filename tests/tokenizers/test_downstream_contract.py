@@ -83,7 +83,7 @@ def test_every_special_id_is_an_id_or_none_under_both_of_its_names(plain, name):
         assert getattr(tokenizer, short) == (-1 if is_absent else token_id)
         assert token_id is None or 0 <= token_id < tokenizer.vocab_size
         assert getattr(tokenizer._tokenizer, f"{short}_id") == token_id
-    assert tokenizer.eod is None or 0 <= tokenizer.eod < tokenizer.vocab_size
+    assert tokenizer.eod == tokenizer.eos_id
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

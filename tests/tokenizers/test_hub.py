@@ -135,12 +135,17 @@ def hub() -> Iterator[tuple[str, type[Hub]]]:
     server.server_close()
 
 
-@pytest.mark.parametrize("name", ["one", "org/two"])
-def test_a_cached_name_is_read_without_the_network(tmp_path, name):
+OUT_OF_REACH = {
+    "offline": {"HF_HUB_OFFLINE": "1"},
+    # Nobody listens at this address.
+    "no-network": {"HF_ENDPOINT": "http://127.0.0.1:9"},
+}
+
+
+@pytest.mark.parametrize(("name", "way"), [("one", "no-network"), ("org/two", "offline")])
+def test_a_cached_name_is_read_without_the_network(tmp_path, name, way):
     cached(tmp_path, name, FILES)
-    assert printed(tmp_path, name, HF_HUB_OFFLINE="1") == PRINTED
-    # Nobody listens at this address: it is not asked.
-    assert printed(tmp_path, name, HF_ENDPOINT="http://127.0.0.1:9") == PRINTED
+    assert printed(tmp_path, name, **OUT_OF_REACH[way]) == PRINTED
 
 
 def test_a_cache_with_a_part_of_the_files_serves_when_the_hub_is_out_of_reach(tmp_path):
@@ -148,11 +153,7 @@ def test_a_cache_with_a_part_of_the_files_serves_when_the_hub_is_out_of_reach(tm
     assert printed(tmp_path, "org/part", HF_HUB_OFFLINE="1") == "[0, 1] 2 None"
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}],
-    ids=["offline", "no-network"],
-)
+@pytest.mark.parametrize("environment", OUT_OF_REACH.values(), ids=OUT_OF_REACH)
 def test_a_name_out_of_reach_is_one_clear_error_in_short_time(tmp_path, environment):
     begin = time.perf_counter()
     message = printed(tmp_path, "org/none", **environment)

@@ -156,8 +156,6 @@ def test_a_role_that_two_listed_names_could_have_is_asked_for(built):
     ("options", "words"),
     [
         ({"special_tokens": "<s>"}, "list of names"),
-        ({"special_tokens": ["<s>", "<s>"]}, "named twice"),
-        ({"special_tokens": ["<SPECIAL_1>"]}, "named twice"),
         ({"additional_special_tokens": ["a", "a"]}, "additional_special_tokens.*named twice"),
         ({"engine": "warp"}, "unknown engine"),
     ],

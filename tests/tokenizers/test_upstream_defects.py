@@ -86,8 +86,8 @@ def test_a_chat_template_that_is_given_wins_over_the_metadata_beside_the_tokeniz
     tokenizer_path, tmp_path
 ):
     # The metadata's won without a word.
-    file = Path(shutil.copy(tokenizer_path("sentencepiece-v1"), tmp_path / "tokenizer.model"))
-    MegatronTokenizer.write_metadata(file, "sentencepiece", chat_template="theirs")
+    file = Path(shutil.copy(tokenizer_path("json-rank-list"), tmp_path / "ranks.json"))
+    MegatronTokenizer.write_metadata(file, "tiktoken", chat_template="theirs")
     config = TokenizerConfig(model=str(file))
     assert build_tokenizer(config).chat_template == "theirs"
     said = build_tokenizer(replace(config, chat_template="mine"))

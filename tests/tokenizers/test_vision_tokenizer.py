@@ -20,10 +20,11 @@ from megatron_ext.tokenizers import (
     build_tokenizer,
 )
 from megatron_ext.tokenizers.vision_tokenizer import TaggedText
+from tests.tokenizers.published import EVERY_STRETCH
 
 LIBRARIES = {
     "sentencepiece-v3": "sentencepiece",
-    "tekken": "tiktoken",
+    **({"tekken": "tiktoken"} if EVERY_STRETCH else {}),
     "json-rank-list": "tiktoken",
     "rank-file": "tiktoken",
     "huggingface-byte-level": "huggingface",

@@ -99,7 +99,6 @@ def test_a_teacher_without_text_has_no_weight_and_none_with_text_is_equal_weight
 
 def test_label_and_top_k_targets_know_their_measures_and_no_others() -> None:
     full = targets(padding=0)
-    assert full.logits is not None
     top = full.logits.topk(3)
     labels = torch.where(LABELS >= 0, -true_nats("bits_per_byte"), 0.0).float()
     bytes_of = torch.tensor([3, 3])
@@ -121,7 +120,7 @@ def test_label_and_top_k_targets_know_their_measures_and_no_others() -> None:
     )
     for text, measure in ((label, "bits_per_byte"), (topk, "max_prob")):
         torch.testing.assert_close(
-            sample_scores(text, measure)[:, 0],  # type: ignore[arg-type]
+            sample_scores(text, measure)[:, 0],
             true_nats(measure).sum(-1),
             rtol=1e-5,
             atol=0,

@@ -1,12 +1,18 @@
+"""Weights of the terms of a loss, by schedule, by their means or by norms of gradients."""
+
 from __future__ import annotations
 
 import math
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.gradient_magnitude import GradientMagnitudeWeighting
+from megatron_ext.losses.gradient_magnitude import (
+    GradientMagnitudeWeighting,
+    LayerGradients,
+)
 from megatron_ext.losses.weighting import (
     FixedWeighting,
     LossWeighting,
@@ -115,7 +121,7 @@ BAD = {
     "a negative weight": lambda: FixedWeighting(kd=-1.0),
     "a weight that is no number": lambda: FixedWeighting(ce=math.nan),
     "no step": lambda: ScheduledWeighting(steps=0),
-    "an unknown schedule": lambda: ScheduledWeighting(steps=1, kd_schedule="up"),  # type: ignore[arg-type]
+    "an unknown schedule": lambda: ScheduledWeighting(steps=1, kd_schedule="up"),
     "a decay of 1": lambda: MatchedWeighting(decay=1.0),
     "bounds in the wrong order": lambda: MatchedWeighting(lowest=2.0, highest=1.0),
     "no term": lambda: GradientMagnitudeWeighting(terms=()),
@@ -130,3 +136,46 @@ BAD = {
 def test_what_cannot_be_used_is_refused(name: str) -> None:
     with pytest.raises(LossError):
         BAD[name]()
+
+
+def terms(weight: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    hidden = x @ weight
+    return {"kd": hidden.square().sum(), "ce": hidden.tanh().sum()}
+
+
+def test_norms_are_those_of_the_sum_over_microbatches_and_leave_no_gradient_behind() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(4, 3, generator=generator, requires_grad=True)
+    unused = torch.randn(2, 2, requires_grad=True)
+    parts = [torch.randn(5, 4, generator=generator) for _ in range(3)]
+    measured = LayerGradients([weight, unused], ("kd", "ce"))
+    for _ in range(2):
+        # The second time shows that it began anew.
+        for part in parts:
+            measured.add(terms(weight, part))
+        norms = measured.norms()
+        for name, norm in norms.items():
+            whole = terms(weight, torch.cat(parts))[name]
+            (truth,) = torch.autograd.grad(whole, weight)
+            assert norm == pytest.approx(truth.norm().item(), rel=1e-6)
+    assert weight.grad is None
+
+
+def test_the_graph_is_kept_for_the_backward_pass() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    found = terms(weight, torch.ones(1, 2))
+    LayerGradients([weight], ("kd", "ce")).add(found)
+    (found["kd"] + found["ce"]).backward()
+    assert weight.grad is not None
+
+
+def test_parameters_that_cannot_be_measured_are_refused() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    other = torch.ones(2, requires_grad=True)
+    with pytest.raises(LossError, match="need a parameter"):
+        LayerGradients([], ("kd",))
+    with pytest.raises(LossError, match=r"kd: no parameter .* leads to a term"):
+        LayerGradients([other], ("kd",)).add({"kd": weight.sum()})
+    other.sequence_parallel = True
+    with pytest.raises(LossError, match="partial gradient"):
+        LayerGradients([other], ("kd",))

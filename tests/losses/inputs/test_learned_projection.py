@@ -75,17 +75,6 @@ def entries(case: Case) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_gradient_of_free_entries_is_that_of_finite_differences(direction: str) -> None:
-    case = Case.random(vocabs=(9, 7), lengths=(6, 5), chunk_count=3)
-    values = entries(case)
-
-    def loss(given: torch.Tensor) -> torch.Tensor:
-        return loss_of_entries(case, given, direction=direction, temperature=1.7)
-
-    assert torch.autograd.gradcheck(loss, values)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_gradient_of_free_entries_is_that_of_the_dense_reference(
     direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,13 +90,18 @@ def test_the_gradient_of_free_entries_is_that_of_the_dense_reference(
         chunk_count=4,
         projection=dense,
         direction=direction,
+        temperature=1.7,
     )
     weighted = (losses * torch.arange(1, 5)).sum()
     (truth,) = torch.autograd.grad(weighted, values)
-    (grad,) = torch.autograd.grad(loss_of_entries(case, values, direction=direction), values)
+    (grad,) = torch.autograd.grad(
+        loss_of_entries(case, values, direction=direction, temperature=1.7), values
+    )
     torch.testing.assert_close(grad, truth, rtol=0, atol=1e-13 * truth.abs().max().item())
     monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 40)
-    (sliced,) = torch.autograd.grad(loss_of_entries(case, values, direction=direction), values)
+    (sliced,) = torch.autograd.grad(
+        loss_of_entries(case, values, direction=direction, temperature=1.7), values
+    )
     torch.testing.assert_close(sliced, truth, rtol=0, atol=1e-13 * truth.abs().max().item())
 
 
@@ -116,7 +110,6 @@ def test_the_first_shares_are_the_projections_and_its_loss_is_the_same() -> None
     inputs = batch.inputs(padding=(3, 1))
     module = learned(batch.projection, (3, 1))
     shard = module()
-    assert inputs.projection is not None
     for name in ("weight", "weight_transposed"):
         torch.testing.assert_close(
             getattr(shard, name).to_dense(),
@@ -135,8 +128,6 @@ def test_the_gradient_of_the_parameter_is_that_of_finite_differences() -> None:
     batch = Microbatch.random()
     inputs = batch.inputs()
     inputs = replace(inputs, student_logits=inputs.student_logits.detach().double())
-    assert inputs.teacher is not None
-    assert inputs.teacher.logits is not None
     teacher = replace(inputs.teacher, logits=inputs.teacher.logits.double())
     module = learned(batch.projection)
 

@@ -1,3 +1,5 @@
+"""A projection cut to the columns of a rank, padded or in the order of a layout."""
+
 from __future__ import annotations
 
 import warnings
@@ -10,9 +12,11 @@ import torch
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ProjectionError
 from megatron_ext.losses import ProjectionShard
-from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection import SparseProjection
+from megatron_ext.projection.layout import LayoutStatistics, VocabularyLayout
 from tests.losses.microbatch import csr_arrays, projection_shard, vocab_shard
 from tests.ops.projected_kl_case import random_projection
+from tests.projection.layout.random_pairs import random_pair
 
 DENSE = random_projection(37, 23).float()
 
@@ -83,3 +87,65 @@ def test_a_projection_that_maps_nothing_is_refused() -> None:
     empty = np.zeros(0, dtype=np.int32)
     with pytest.raises(ProjectionError, match="maps no token"):
         _cut(indptr=np.zeros(38, np.int64), indices=empty, values=empty.astype(np.float32))
+
+
+def test_padding_of_a_projection_changes_nothing_of_a_shard():
+    projection = SparseProjection.from_entries([0, 1, 1, 2], [2, 0, 1, 3], [1, 1, 3, 1], (3, 5))
+    shards = {
+        "student_shard": VocabShard(start=2, stop=4, vocab_size=3),
+        "teacher_shard": VocabShard(start=3, stop=6, vocab_size=5),
+    }
+    plain = ProjectionShard.from_projection(projection, **shards)
+    padded = ProjectionShard.from_projection(projection.padded(8, 8), **shards)
+    assert plain.weight.to_dense().tolist() == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]
+    for name in ("weight", "weight_transposed", "row_mass", "reachable"):
+        left, right = (getattr(shard, name) for shard in (plain, padded))
+        left, right = (t.to_dense() if t.layout == torch.sparse_csr else t for t in (left, right))
+        assert torch.equal(left, right)
+
+
+SIZES = (96, 128)
+
+
+def shard_of(projection: SparseProjection, rank: int, ranks: int) -> ProjectionShard:
+    """One rank's piece; its collectives, of which it has none here, would be over all ranks."""
+    shards = [
+        VocabShard(
+            start=rank * size // ranks, stop=(rank + 1) * size // ranks, vocab_size=vocab_size
+        )
+        for size, vocab_size in zip(SIZES, projection.vocab_sizes, strict=True)
+    ]
+    return ProjectionShard.from_projection(
+        projection, student_shard=shards[0], teacher_shard=shards[1]
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_direct_pairs_are_the_first_columns_of_both_sides(seed: int, ranks: int) -> None:
+    projection = random_pair(seed)
+    layout = VocabularyLayout.of(
+        projection, rank_count=ranks, student_size=SIZES[0], teacher_size=SIZES[1]
+    )
+    alone = np.bincount(projection.indices, minlength=SIZES[1]) == 1
+    permuted = projection.permuted(layout)
+    for rank, common in enumerate(layout.common_counts):
+        plan = shard_of(permuted, rank, ranks).plan
+        start = rank * layout.teacher.width
+        direct = int(alone[layout.teacher.ids[start : start + common]].sum())
+        assert plan.direct_pairs == direct > 0
+        assert torch.equal(plan.partner[:direct], torch.arange(direct, dtype=torch.int32))
+        assert (plan.partner[direct:] < 0).all()
+        assert plan.crossing == LayoutStatistics.of(projection, layout).crossing_columns
+
+
+def test_far_fewer_columns_cross_than_in_the_order_of_ids() -> None:
+    projection = random_pair(1)
+    layout = VocabularyLayout.of(
+        projection, rank_count=4, student_size=SIZES[0], teacher_size=SIZES[1]
+    )
+    crossing = []
+    for ordered in (projection, projection.permuted(layout)):
+        plan = shard_of(ordered, 0, 4).plan
+        crossing.append(plan.crossing)
+    assert crossing[1] < crossing[0] / 4

@@ -127,6 +127,4 @@ def by_tiles(
 
 def leaves(inputs: DistillationInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states and head of the student."""
-    assert inputs.student_hidden is not None
-    assert inputs.student_head_weight is not None
     return inputs.student_hidden, inputs.student_head_weight

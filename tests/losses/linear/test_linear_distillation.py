@@ -59,7 +59,6 @@ def assert_same(got: Numbers, truth: Numbers, tolerance: float = 2e-5) -> None:
         assert not mine.loss_sum.requires_grad
         pairs.append((mine.loss_sum, output.loss_sum))
         if output.chunk_loss is not None:
-            assert mine.chunk_loss is not None
             pairs.append((mine.chunk_loss, output.chunk_loss))
         for metric, (total, count) in output.metrics.items():
             pairs.append((mine.metrics[metric][0], total))
@@ -124,9 +123,6 @@ def test_lower_precision_is_no_further_from_the_truth_than_logits(
 def in_double(inputs: DistillationInputs) -> DistillationInputs:
     hidden, weight = (leaf.detach().double().requires_grad_() for leaf in leaves(inputs))
     teacher = inputs.teacher
-    assert teacher is not None
-    assert teacher.hidden is not None
-    assert teacher.head_weight is not None
     teacher = replace(
         teacher, hidden=teacher.hidden.double(), head_weight=teacher.head_weight.double()
     )
@@ -145,7 +141,6 @@ def test_kernels_write_the_gradient_over_a_tile(name: str) -> None:
 
 def test_a_chunk_mask_leaves_chunks_out() -> None:
     inputs = inputs_of_case(CASES["projected_kl"])
-    assert inputs.alignment is not None
     mask = torch.arange(inputs.alignment.chunk_count) % 3 != 0
     inputs = replace(inputs, chunk_mask=mask, chunk_script=mask.to(torch.int8))
     objectives = objectives_of("projected_kl", with_ce=True)
@@ -159,8 +154,6 @@ def test_one_microbatch_equals_eight() -> None:
     whole = with_hidden(case.build(batch, (3, 3)))
     hidden, weight = leaves(whole)
     truth = by_tiles(objectives, SCALES, whole, 7)
-    assert whole.teacher is not None
-    assert whole.teacher.hidden is not None
     parts = []
     for sample in range(8):
         rows = slice(sample, sample + 1)

@@ -68,12 +68,6 @@ def definition(
 ) -> torch.Tensor:
     """Position by position, in fp64 by autograd."""
     teacher, head = inputs.teacher, inputs.student_head_weight
-    assert teacher is not None
-    assert teacher.hidden is not None
-    assert teacher.head_weight is not None
-    assert inputs.student_hidden is not None
-    assert head is not None
-    assert projectors.student_to_teacher is not None
     table = dict(zip(COMMON.common_teacher.tolist(), COMMON.common_student.tolist(), strict=True))
     total = torch.zeros((), dtype=torch.float64)
     for own, other in rows:
@@ -119,7 +113,6 @@ def test_value_and_every_gradient_are_those_of_the_definition(
     truth = definition(inputs, projectors, rows, target=target, gate=gate, weights=weights)
     assert int(output.count) == len(rows)
     torch.testing.assert_close(output.loss_sum, truth, rtol=1e-10, atol=0)
-    assert inputs.student_hidden is not None
     trained = [inputs.student_logits, inputs.student_hidden, *projectors.parameters()]
     grads, true_grads = (
         torch.autograd.grad(value, trained, materialize_grads=True)
@@ -150,7 +143,6 @@ def test_the_count_is_known_ahead(positions: Any, count: int) -> None:
 def test_the_students_head_gets_no_gradient() -> None:
     inputs = random_inputs()
     output = DskdLoss(projectors=random_projectors(), gate="none")(inputs)
-    assert inputs.student_head_weight is not None
     (grad,) = torch.autograd.grad(
         output.loss_sum, inputs.student_head_weight, materialize_grads=True
     )
@@ -160,9 +152,6 @@ def test_the_students_head_gets_no_gradient() -> None:
 def test_models_that_agree_under_projectors_that_carry_over_have_no_divergence() -> None:
     inputs = random_inputs()
     teacher = inputs.teacher
-    assert teacher is not None
-    assert teacher.hidden is not None
-    assert teacher.head_weight is not None
     hidden, head = teacher.hidden, teacher.head_weight
     shard = teacher.shard
     everything = torch.arange(6)
@@ -184,7 +173,6 @@ def test_models_that_agree_under_projectors_that_carry_over_have_no_divergence()
     )
     loss = DskdLoss(projectors=projectors, gate="none", label_weight=0.0, positions="chunk_starts")
     output = loss(same)
-    assert same.student_hidden is not None
     grads = torch.autograd.grad(output.loss_sum, [same.student_logits, same.student_hidden])
     assert int(output.count) == 4
     # The maps are kept in fp32.
@@ -196,9 +184,6 @@ def test_projectors_from_heads_are_the_pseudo_inverses(monkeypatch: pytest.Monke
     monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 9)
     inputs = random_inputs()
     teacher = inputs.teacher
-    assert teacher is not None
-    assert teacher.head_weight is not None
-    assert inputs.student_head_weight is not None
     head = inputs.student_head_weight.detach()
     made = DskdProjectors.from_heads(
         head,
@@ -223,9 +208,6 @@ def test_projectors_from_heads_are_the_pseudo_inverses(monkeypatch: pytest.Monke
 def test_what_a_masked_position_holds_reaches_no_projector() -> None:
     inputs, projectors = random_inputs(), random_projectors()
     teacher = inputs.teacher
-    assert teacher is not None
-    assert teacher.hidden is not None
-    assert inputs.student_hidden is not None
     hidden, own = teacher.hidden.clone(), inputs.student_hidden.detach().clone()
     hidden[0, 4], own[0, 4] = torch.nan, torch.nan
     logits = inputs.student_logits.detach().clone()
@@ -273,7 +255,7 @@ def test_inputs_that_do_not_fit_are_refused(change: dict[str, Any], message: str
 
 def test_options_and_projectors_that_mean_nothing_are_refused() -> None:
     with pytest.raises(LossError, match="unknown gate of the objective dskd; got 'label'"):
-        DskdLoss(projectors=random_projectors(), gate="label")  # type: ignore[arg-type]
+        DskdLoss(projectors=random_projectors(), gate="label")
     with pytest.raises(LossError, match="label_weight of the objective dskd must not be negative"):
         DskdLoss(projectors=random_projectors(), label_weight=-1.0)
     nothing = torch.zeros(0, dtype=torch.int64)

@@ -187,7 +187,6 @@ def test_each_chunk_has_the_divergence_of_enumerated_texts(
 ) -> None:
     pair = Pair(text, VOCABULARIES[vocabularies], seeds=(1, 2))
     output, _ = run(pair.inputs(), chain_weight=0.5, **options)
-    assert output.chunk_loss is not None
     tau, direction, mixture = (
         options["temperature"],
         options["direction"],
@@ -230,8 +229,6 @@ def test_the_teachers_topk_gives_what_its_logits_give_on_fewer_events() -> None:
     pair = Pair(TEXTS[1], VOCABULARIES["overlapping"], seeds=(1, 2))
     whole, _ = run(pair.inputs())
     top, _ = run(pair.inputs("topk"))
-    assert whole.chunk_loss is not None
-    assert top.chunk_loss is not None
     # A coarser partition can only bring two distributions closer.
     assert (top.chunk_loss <= whole.chunk_loss + 1e-12).all()
 
@@ -240,9 +237,6 @@ def test_a_chunk_whose_observed_token_is_outside_the_topk_needs_its_log_probabil
     pair = Pair(TEXTS[0], PREFIX_FREE["pairs of bytes"], seeds=(1, 2))
     inputs = pair.inputs("topk")
     teacher, completions = inputs.teacher, inputs.completions
-    assert teacher is not None
-    assert teacher.topk_ids is not None
-    assert completions is not None
     rows = completions.chains.teacher
     unknown = {
         int(completions.chain_chunk[chain])
@@ -252,12 +246,9 @@ def test_a_chunk_whose_observed_token_is_outside_the_topk_needs_its_log_probabil
     assert unknown
     left_out, _ = run(inputs)
     assert int(left_out.count) == completions.chunk_count - len(unknown)
-    assert left_out.chunk_loss is not None
     assert not left_out.chunk_loss[list(unknown)].any()
 
     whole = pair.inputs().teacher
-    assert whole is not None
-    assert whole.logits is not None
     picked = whole.logits[0, torch.arange(len(pair.streams[1])), list(pair.streams[1])][None]
     known, _ = run(replace(inputs, teacher=replace(teacher, label_log_probs=picked)))
     assert int(known.count) == completions.chunk_count
@@ -266,8 +257,6 @@ def test_a_chunk_whose_observed_token_is_outside_the_topk_needs_its_log_probabil
 def test_a_chunk_without_a_label_is_left_out_unless_it_has_one_token_a_side() -> None:
     case = CASES["partition_kl"]
     inputs = case.build(case.batch(), (0, 0))
-    assert inputs.alignment is not None
-    assert inputs.completions is not None
     classes = inputs.alignment.chunk_class
     found = torch.cat([inputs.completions.single_chunk, inputs.completions.chain_chunk])
     output, _ = run(inputs)
@@ -279,7 +268,6 @@ def test_a_chunk_without_a_label_is_left_out_unless_it_has_one_token_a_side() ->
 def test_the_count_is_known_ahead(masked: bool) -> None:
     case = CASES["partition_kl"]
     inputs = case.build(case.batch(), (0, 0))
-    assert inputs.alignment is not None
     chunks = torch.arange(inputs.alignment.chunk_count)
     inputs = replace(inputs, chunk_mask=chunks % 3 != 1 if masked else None)
     known = KnownAhead(
@@ -295,13 +283,12 @@ def test_the_count_is_known_ahead(masked: bool) -> None:
 
 def test_an_implementation_that_is_none_is_refused() -> None:
     with pytest.raises(LossError, match=r"no such implementation of partition_kl; got 'cuda'"):
-        PartitionKLLoss(implementation="cuda")  # type: ignore[arg-type]
+        PartitionKLLoss(implementation="cuda")
 
 
 @pytest.mark.parametrize("kind", ["logits", "topk"])
 def test_kernels_give_what_torch_gives(kind: str) -> None:
     inputs = Pair(TEXTS[1], VOCABULARIES["overlapping"], seeds=(1, 2)).inputs(kind)
-    assert inputs.teacher is not None
     teacher = inputs.teacher
     if teacher.logits is not None:
         teacher = replace(teacher, logits=teacher.logits.float())
@@ -330,8 +317,6 @@ def test_what_is_missing_is_named(parts: dict[str, Any], message: str) -> None:
 def test_completions_of_another_batch_are_refused() -> None:
     inputs = Pair(TEXTS[0], PREFIX_FREE["pairs of bytes"], seeds=(1, 2)).inputs()
     other = Pair(TEXTS[1], VOCABULARIES["overlapping"], seeds=(1, 2)).inputs()
-    assert inputs.completions is not None
-    assert other.completions is not None
     assert inputs.completions.chunk_count != other.completions.chunk_count
     with pytest.raises(LossError, match="completions are of another alignment; got"):
         PartitionKLLoss()(replace(inputs, completions=other.completions))

@@ -53,63 +53,17 @@ def test_the_registered_objective_is_the_reference_over_the_flattened_batch(dire
     assert sum(counts[f"loss/{kind.name.lower()}"] for kind in ChunkClass) == 12
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jensen_shannon"])
-def test_sums_counts_and_gradients_do_not_change_with_the_split_into_microbatches(
-    direction: str,
-) -> None:
-    batch = Microbatch.random(batch=4)
-    objective = ProjectedKLLoss(direction=direction)  # type: ignore[arg-type]
-
-    def run(rows: slice) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        inputs = batch.samples(rows).inputs()
-        output = objective(inputs)
-        (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
-        sums = {"loss": output.loss_sum.detach(), "count": output.count}
-        for name, (total, count) in output.metrics.items():
-            sums |= {name: total, f"{name} count": count}
-        return sums, grad
-
-    whole, whole_grad = run(slice(0, 4))
-    parts = [run(slice(0, 1)), run(slice(1, 4))]
-    for name, value in whole.items():
-        torch.testing.assert_close(parts[0][0][name] + parts[1][0][name], value, rtol=1e-6, atol=0)
-    torch.testing.assert_close(
-        torch.cat([grad for _, grad in parts]), whole_grad, rtol=0, atol=1e-7
-    )
-
-
 def test_hidden_states_of_the_teacher_serve_as_its_logits_do() -> None:
     batch = Microbatch.random()
     inputs = batch.inputs()
     head = torch.randn(23, 16, generator=torch.Generator().manual_seed(1))
     hidden = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2))
-    assert inputs.teacher is not None
     targets = [
         TeacherTargets(kind="hidden", shard=inputs.teacher.shard, hidden=hidden, head_weight=head),
         TeacherTargets(kind="logits", shard=inputs.teacher.shard, logits=hidden @ head.t()),
     ]
     sums = [ProjectedKLLoss()(replace(inputs, teacher=target)).loss_sum for target in targets]
     assert sums[0].item() == pytest.approx(sums[1].item(), rel=1e-6)
-
-
-def test_no_chunk_gives_zero_with_a_graph() -> None:
-    inputs = Microbatch.random(chunks=0).inputs(padding=(3, 1))
-    output = ProjectedKLLoss()(inputs)
-    assert output.loss_sum.item() == 0.0
-    assert int(output.count) == 0
-    output.loss_sum.backward()
-    assert inputs.student_logits.grad is not None
-    assert not inputs.student_logits.grad.any()
-
-
-def test_the_inputs_are_left_as_they_were() -> None:
-    inputs = Microbatch.random().inputs()
-    assert inputs.teacher is not None
-    assert inputs.teacher.logits is not None
-    before = [inputs.student_logits.detach().clone(), inputs.teacher.logits.clone()]
-    ProjectedKLLoss(temperature=2.0)(inputs).loss_sum.backward()
-    assert torch.equal(inputs.student_logits, before[0])
-    assert torch.equal(inputs.teacher.logits, before[1])
 
 
 def _without(**parts: Any) -> DistillationInputs:
@@ -190,7 +144,7 @@ def test_a_temperature_that_is_no_positive_number_is_refused(temperature: float)
 
 def test_an_unknown_direction_is_refused_with_the_choices() -> None:
     with pytest.raises(LossError, match="got 'both'; expected one of forward, reverse"):
-        ProjectedKLLoss(direction="both")  # type: ignore[arg-type]
+        ProjectedKLLoss(direction="both")
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
@@ -226,8 +180,6 @@ def test_a_model_that_masks_all_that_is_projected_teaches_nothing(
     )
     out.loss_sum.backward()
 
-    assert out.chunk_loss is not None
-    assert student.grad is not None
     assert out.chunk_loss[1] == 0
     assert (out.chunk_loss[[0, 2]] > 0).all()
     assert not student.grad[0, 1].any()

@@ -84,8 +84,6 @@ def test_value_and_gradient_are_those_of_the_single_token_chunks(
 def test_of_few_targets_the_shared_ones_are_compared() -> None:
     batch = Microbatch.random(batch=5)
     inputs = as_kind(_inputs(batch), "topk", top_k=2)
-    assert inputs.teacher is not None
-    assert inputs.teacher.topk_ids is not None
     is_shared = torch.isin(inputs.teacher.topk_ids, SHARED_TEACHER)
     assert is_shared.any()
     assert not is_shared.all()
@@ -105,7 +103,7 @@ def test_a_chunk_without_a_shared_token_says_nothing_when_renormalised() -> None
     nothing = VocabularyMatch(common_student=SHARED_STUDENT[:0], common_teacher=SHARED_TEACHER[:0])
     for tail in ("bucket", "renormalise"):
         inputs = replace(_inputs(batch), match=nothing)
-        output = StrictTopKLoss(tail=tail)(inputs)  # type: ignore[arg-type]
+        output = StrictTopKLoss(tail=tail)(inputs)
         (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
         assert output.loss_sum.item() == pytest.approx(0.0, abs=1e-6)
         assert grad.abs().max() < 1e-6

@@ -65,8 +65,6 @@ def test_by_position_the_kth_trained_tokens_are_compared_up_to_the_shorter_side(
     pairs = [(0, 1, 0), (0, 2, 3), (1, 0, 2), (1, 1, 3), (1, 2, 4)]
     assert int(output.count) == len(pairs)
 
-    assert inputs.teacher is not None
-    assert inputs.teacher.logits is not None
     student = inputs.student_logits.detach().double().requires_grad_()
     q = torch.softmax(student[..., :37], dim=-1)
     p = torch.softmax(inputs.teacher.logits.double()[..., :23], dim=-1)
@@ -89,11 +87,6 @@ def test_what_it_counts_is_known_ahead() -> None:
     known = KnownAhead(labels=inputs.labels, teacher_labels=inputs.teacher_labels)
     assert int(loss.count_ahead(known)) == int(loss(inputs).count) == 5
     assert int(loss.count_ahead(replace(known, teacher_labels=None))) == 8
-    inputs = Microbatch.random().inputs()
-    mask = torch.arange(12) % 3 > 0
-    known = KnownAhead(labels=inputs.labels, alignment=inputs.alignment, chunk_mask=mask)
-    output = ULDLoss()(replace(inputs, chunk_mask=mask))
-    assert int(ULDLoss().count_ahead(known)) == int(output.count) == 8
 
 
 def test_it_does_not_know_which_token_has_a_probability() -> None:
@@ -119,9 +112,8 @@ def test_what_the_largest_leave_out_is_in_the_metrics() -> None:
 
 
 def _teacher_of(kind: str, inputs: DistillationInputs) -> TeacherTargets:
-    assert inputs.teacher is not None
     return TeacherTargets(
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         shard=inputs.teacher.shard,
         label_log_probs=torch.zeros(3, 6),
     )

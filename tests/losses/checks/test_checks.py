@@ -1,3 +1,5 @@
+"""Predictions that are no numbers and shards that do not fit are an error on every rank."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -6,10 +8,12 @@ import pytest
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.losses import TargetKind
+from megatron_ext.losses import LOSS_REGISTRY, TargetKind
+from megatron_ext.losses.checks import check_shard
 from megatron_ext.losses.diagnostics import FiniteCheck, check_finite
-from tests.losses.check_ranks import errors_of_poison
+from tests.losses.check_ranks import errors_of_poison, errors_of_shards
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import as_kind, inputs_of
 from tests.process_group import run_ranks
@@ -30,10 +34,8 @@ def test_every_form_of_teacher_targets_is_looked_at(kind: TargetKind, poison: fl
     batch = Microbatch.random()
     inputs = as_kind(inputs_of(batch, (3, 1)), kind, top_k=5)
     assert check_finite(inputs).bad.tolist() == [0, 0]
-    assert inputs.alignment is not None
     used = inputs.alignment.teacher_chunk_id >= 0
     teacher = inputs.teacher
-    assert teacher is not None
     name = {"logits": "logits", "hidden": "hidden", "topk": "topk_logits"}.get(
         kind, "label_log_probs"
     )
@@ -49,7 +51,6 @@ def test_every_form_of_teacher_targets_is_looked_at(kind: TargetKind, poison: fl
 
 def test_masked_tokens_padding_and_rows_that_nobody_reads_are_good() -> None:
     inputs = Microbatch.random().inputs(padding=(3, 1))
-    assert inputs.alignment is not None
     logits = inputs.student_logits.detach().clone()
     logits[..., 5] = -torch.inf
     logits[..., 37:] = torch.nan
@@ -67,3 +68,42 @@ def test_checks_of_several_microbatches_are_one_question() -> None:
     good.merged(good).raise_if_bad()
     with pytest.raises(LossError, match="the teacher's predictions hold NaN"):
         good.merged(bad).merged(good).raise_if_bad()
+
+
+def test_shards_that_differ_or_leave_tokens_out_are_an_error_on_every_rank() -> None:
+    first, second = run_ranks(2, errors_of_shards)
+    assert (first["right"], first["padded"]) == (None, None)
+    assert first["right, host alone"] is None
+    for name in ("gap", "other widths", "both the first", "other vocabularies"):
+        assert first[name] == second[name] is not None
+    assert "do not cover the vocabulary; got 2 of 9 columns" in first["gap"]
+    assert (
+        "rank 1 has columns 12 to 24 of 20 tokens; expected columns 10 to 20"
+        in (first["other widths"])
+    )
+    assert "rank 1 has columns 0 to 10" in first["both the first"]
+    assert "10 to 20 of 19 tokens" in first["other vocabularies"]
+    # Without asking the others, a rank knows its own place and the size of the group.
+    assert first["gap, host alone"] is not None
+    assert first["both the first, host alone"] is None
+    assert "is not that of rank 1" in second["both the first, host alone"]
+
+
+def test_one_rank_alone_holds_every_column() -> None:
+    check_shard(VocabShard(start=0, stop=24, vocab_size=20), side="student")
+    with pytest.raises(LossError, match=r"student's vocabulary shards do not cover.*1 of 18 col"):
+        check_shard(VocabShard(start=0, stop=18, vocab_size=20), side="student")
+    with pytest.raises(LossError, match="not that of rank 0; got columns 4 to 24"):
+        check_shard(VocabShard(start=4, stop=24, vocab_size=20), side="student")
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_objectives_check_the_shards_of_both_models(side: str) -> None:
+    inputs = Microbatch.random().inputs()
+    small = VocabShard(start=0, stop=37 if side == "student" else 23, vocab_size=64)
+    if side == "student":
+        inputs = replace(inputs, student_shard=small)
+    else:
+        inputs = replace(inputs, teacher=replace(inputs.teacher, shard=small))
+    with pytest.raises(LossError, match=f"{side}'s vocabulary shards do not cover"):
+        LOSS_REGISTRY["projected_kl"]()(inputs)

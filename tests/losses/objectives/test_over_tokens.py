@@ -1,3 +1,5 @@
+"""Objectives over tokens: cross-entropy, and the divergence of models of one tokenizer."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -9,11 +11,50 @@ import torch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.losses import DistillationInputs, TeacherTargets, VocabKLLoss
+from megatron_ext.losses import (
+    LOSS_REGISTRY,
+    DistillationInputs,
+    NextTokenLoss,
+    TeacherTargets,
+    VocabKLLoss,
+)
 from megatron_ext.ops.divergence import divergence_reference
 from megatron_ext.ops.vocab_kl import vocab_kl_reference
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import as_kind
+
+
+def test_sum_count_and_gradient_are_those_of_torchs_cross_entropy() -> None:
+    batch = Microbatch.random()
+    inputs = batch.inputs(padding=(3, 0))
+    output = LOSS_REGISTRY["next_token"]()(inputs)
+    (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
+
+    logits = batch.student_logits.double().requires_grad_()
+    truth = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    (true_grad,) = torch.autograd.grad(truth, logits)
+    assert output.loss_sum.item() == pytest.approx(truth.item(), rel=1e-6)
+    assert int(output.count) == 18
+    torch.testing.assert_close(grad[..., :37].double(), true_grad, rtol=0, atol=1e-6)
+    assert not grad[..., 37:].any()
+
+
+def test_accuracy_counts_trained_labels_that_are_the_largest_logit() -> None:
+    batch = Microbatch.random()
+    batch.student_logits[0, 0, batch.labels[0, 0]] = 30.0
+    hits = (batch.student_logits.argmax(dim=-1) == batch.labels).sum()
+    total, count = NextTokenLoss()(batch.inputs(padding=(3, 0))).metrics["accuracy"]
+    assert int(total) == int(hits) >= 1
+    assert int(count) == 18
+
+
+def test_labels_of_another_length_are_refused() -> None:
+    inputs = Microbatch.random().inputs()
+    with pytest.raises(LossError, match=r"got \(3, 8, 37\); expected \(3, 6, 37\)"):
+        NextTokenLoss()(replace(inputs, labels=inputs.labels[:, :6]))
+
 
 DIRECTIONS = ("forward", "reverse", "jensen_shannon")
 
@@ -27,7 +68,7 @@ def test_it_sums_the_reference_over_labels_with_the_temperature_squared_once(
     direction: str,
 ) -> None:
     batch = _batch()
-    output = VocabKLLoss(direction=direction, temperature=2.0)(batch.inputs(padding=(3, 1)))  # type: ignore[arg-type]
+    output = VocabKLLoss(direction=direction, temperature=2.0)(batch.inputs(padding=(3, 1)))
     used = batch.labels != IGNORE_INDEX
     truth = vocab_kl_reference(
         batch.student_logits.double()[used],
@@ -44,7 +85,7 @@ def test_top_k_targets_are_compared_with_all_other_tokens_as_one(direction: str)
     batch = _batch()
     whole = batch.inputs(padding=(3, 1))
     inputs = as_kind(whole, "topk", top_k=4)
-    objective = VocabKLLoss(direction=direction)  # type: ignore[arg-type]
+    objective = VocabKLLoss(direction=direction)
     output = objective(inputs)
     (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
 
