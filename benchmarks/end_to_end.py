@@ -59,6 +59,7 @@ from megatron_ext.training.first_weights import model_shard
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.model_chunks import sharded_weights
 from megatron_ext.training.models import build_model_chunks
+from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.step_clock import StepWatch, peak_memory_bytes
 from megatron_ext.training.trainer import Trainer
 
@@ -180,7 +181,7 @@ def _trainers(folder: Path, arguments: argparse.Namespace) -> tuple[Trainer, Tra
     data = read_inputs(alone, world_size=launched_processes()).data
     plain = dataclasses.replace(
         distil,
-        config=alone,
+        plan=RunPlan.of(alone),
         step=dataclasses.replace(distil.step, term=None, linear=None, hidden=None),
         teachers={},
         data=data,
@@ -194,7 +195,7 @@ def _save_teacher(config: DistillConfig, groups: ProcessGroups) -> None:
     assert config.teacher is not None
     model = config.teacher.model
     tokenizer = build_tokenizer(config.teacher.tokenizer)
-    shard = model_shard("teacher", model, tokenizer, config, groups)
+    shard = model_shard("teacher", model, tokenizer, groups, layout=config.parallel.layout)
     chunks = build_model_chunks(
         model,
         padded_vocab_size=shard.width,
@@ -226,12 +227,12 @@ def _measured(distil: Trainer, plain: Trainer, arguments: argparse.Namespace) ->
         _profile(kinds["distil"], arguments.profile)
     alone = _alone(distil, kinds["distil"], arguments.steps)
     medians = {name: median(values) for name, values in times.items()}
-    tokens = distil.config.training.global_batch_size * distil.config.student.seq_length
+    tokens = distil.plan.training.global_batch_size * distil.plan.student.seq_length
     return {
         "machine": machine(),
         "commit": commit(),
         "threads": torch.get_num_threads(),
-        "precision": distil.config.training.precision,
+        "precision": distil.plan.training.precision,
         "setting": {
             name: value
             for name, value in vars(arguments).items()

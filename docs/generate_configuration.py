@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from megatron_ext.training.arguments import Flag, config_flags
 from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.exclusions import exclusions_table
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
@@ -41,6 +42,12 @@ Every key of `megatron-ext distill`. The [quickstart](quickstart.md) shows a who
   one line that names the file, the line and the key, or the flag.
 """
 
+EXCLUDED = """\
+## What does not go together
+
+Each of these is an error with both keys, before a model is built.
+"""
+
 
 def configuration_page() -> str:
     """The text of ``configuration.md``."""
@@ -48,7 +55,7 @@ def configuration_page() -> str:
         _section(name, list(flags))
         for name, flags in groupby(_sections_together(), key=lambda flag: flag.section)
     ]
-    return "\n".join([INTRODUCTION, *sections])
+    return "\n".join([INTRODUCTION, *sections, EXCLUDED, *exclusions_table(), ""])
 
 
 def _sections_together() -> list[Flag]:

@@ -30,6 +30,7 @@ from megatron_ext.training.config import (
 from megatron_ext.training.dry_run.memory import rank_memory
 from megatron_ext.training.dry_run.plan import Plan, pair_cost
 from megatron_ext.training.dry_run.step_time import H100, step_seconds, wire_bytes
+from megatron_ext.training.run_plan import RunPlan
 
 PAGE = Path(__file__).with_name("scaling.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -125,7 +126,7 @@ def plan_of(layout: Layout, rows: int, *, distils: bool = True) -> Plan:
     config = _config(layout, rows, distils=distils)
     sizes = {name: _tokenizers()[name].vocab_size for name in TOKENIZERS}
     plan = Plan.of(
-        config,
+        RunPlan.of(config),
         world_size=layout.gpus,
         vocab_size=sizes["student"],
         teacher_vocab_sizes={"teacher": sizes["teacher"]},

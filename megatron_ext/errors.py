@@ -12,6 +12,9 @@ class MegatronExtError(Exception):
         where: File, ``file:line`` or configuration key the failure is about.
     """
 
+    where: object = None
+    """As it was given; lost where an error passes from one process to another."""
+
     def __init__(
         self,
         what: str,
@@ -28,6 +31,7 @@ class MegatronExtError(Exception):
             parts.append(f"expected {expected}")
         if fix is not None:
             parts.append(fix)
+        self.where = where
         super().__init__("; ".join(str(part).replace("\n", " ") for part in parts))
 
     def __str__(self) -> str:

@@ -105,3 +105,51 @@ def _fresh_interpreter(code: str) -> tuple[float, set[str]]:
     seconds, *modules = finished.stderr.split()
     assert "megatron_ext" in modules
     return float(seconds), set(modules)
+
+
+READS_CONFIGURATION = {
+    # The configuration itself, its table of exclusions, and its parts.
+    "training/config.py",
+    "training/exclusions.py",
+    "training/run_plan.py",
+    "training/run_folder.py",
+    # The reading of inputs, and checks on the way.
+    "training/inputs.py",
+    "training/loss_check.py",
+    "training/start_agreement.py",
+    "training/serving/served_check.py",
+    "training/teacher_cache/accepted_forms.py",
+    "training/teacher_cache/cache_check.py",
+    "training/teacher_cache/identity.py",
+    "training/data/run_data.py",
+    "training/data/sources.py",
+    # What begins a run, a recording or a plan.
+    "cli/distill.py",
+    "cli/named_teacher.py",
+    "training/distill.py",
+    "training/dry_run/dry_run.py",
+    "megatron_lm/loop_arguments.py",
+    "megatron_lm/pretrain.py",
+    "training/teacher_cache/recording.py",
+}
+"""Where a function may take the whole configuration; everything below takes a part of it."""
+
+
+def test_no_function_below_the_reading_of_inputs_takes_the_whole_configuration() -> None:
+    package = Path(__file__).parents[1] / "megatron_ext"
+    takers = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if "DistillConfig" in (text := path.read_text(encoding="utf-8"))
+        and any(_takes_all(node) for node in ast.walk(ast.parse(text)))
+    }
+    assert takers == READS_CONFIGURATION
+
+
+def _takes_all(node: ast.AST) -> bool:
+    """Whether a function has a parameter that is a ``DistillConfig``."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    taken = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    annotations = [parameter.annotation for parameter in taken]
+    return any(found and "DistillConfig" in ast.unparse(found) for found in annotations)

@@ -69,7 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
         warnings.simplefilter("ignore")
     from megatron_ext.teachers.target_form import TargetForm
     from megatron_ext.training.device import announce_device
-    from megatron_ext.training.loss_check import teacher_objective
+    from megatron_ext.training.objective import teacher_objective
+    from megatron_ext.training.run_plan import TeacherPlan
     from megatron_ext.training.teachers.recording import (
         Recording,
         record_teacher,
@@ -80,11 +81,12 @@ def run(arguments: argparse.Namespace) -> None:
     config = recording_config(given, arguments.output, world_size=world_size)
     inputs = read_inputs(config, world_size=world_size)
     write_warnings(inputs.warnings)
+    teacher = TeacherPlan.of(config, name)
     form = TargetForm.of(
-        arguments.targets or teacher_objective(config, name).target_forms[0],
+        arguments.targets or teacher_objective(teacher).target_forms[0],
         precision=arguments.target_precision,
         top_k=arguments.top_k,
-        hidden_size=config.named_teachers[name].model.hidden_size,
+        hidden_size=teacher.config.model.hidden_size,
         vocab_size=inputs.teachers[name].tokenizer.vocab_size,
     )
     is_shown = os.environ.get("RANK", "0") == "0"

@@ -24,6 +24,7 @@ from megatron_ext.training.arguments import add_config_arguments, config_from_ar
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.run_folder import config_values
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.start_warnings import write_warnings
 from megatron_ext.training.teachers.served_inputs import read_served_teacher
 
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         warnings.simplefilter("ignore")
     role = layout.take(config.teacher_ranks)
     if role is not None and role.teacher is not None:
-        _serve(config, role.teacher)
+        _serve(TeacherPlan.of(config, role.teacher))
         return
     evaluator = RunTasks(config.evaluation) if config.evaluation.tasks else None
     inputs = read_inputs(config, world_size=launched_processes())
@@ -81,12 +82,12 @@ def run(arguments: argparse.Namespace) -> None:
     distill(config, inputs, evaluator=evaluator)
 
 
-def _serve(config: DistillConfig, teacher: str) -> None:
+def _serve(teacher: TeacherPlan) -> None:
     """Be one of a teacher's own ranks."""
-    tokenizer = read_served_teacher(config, teacher)
+    tokenizer = read_served_teacher(teacher)
     from megatron_ext.training.teachers.own_ranks import serve_on_own_ranks
 
-    serve_on_own_ranks(config, teacher, tokenizer)
+    serve_on_own_ranks(teacher, tokenizer)
 
 
 def _plan(config: DistillConfig, arguments: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron_ext.cli.named_teacher import named_teacher
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.served_inputs import read_served_teacher
 
 
@@ -63,18 +64,19 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_ext.training.device import announce_device
 
     announce_device(require_gpu=config.training.require_gpu)
-    tokenizer = read_served_teacher(config, name)
+    teacher = TeacherPlan.of(config, name)
+    tokenizer = read_served_teacher(teacher)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     from megatron_ext.training.teachers.serve_teacher import serve_at, serve_parent
 
     if arguments.parent_fd is not None:
-        serve_parent(config, name, tokenizer, arguments.parent_fd)
+        serve_parent(teacher, tokenizer, arguments.parent_fd)
         return
     from megatron_ext.teachers.listener import ServerTls
 
     tls = ServerTls(certificate, key) if certificate is not None else None
     try:
-        serve_at(config, name, tokenizer, arguments.address, tls=tls)
+        serve_at(teacher, tokenizer, arguments.address, tls=tls)
     except KeyboardInterrupt:
         sys.stdout.write(f"teacher {name} is served no more\n")

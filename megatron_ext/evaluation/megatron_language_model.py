@@ -46,7 +46,6 @@ from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingCo
 from megatron_ext.training.first_weights import load_first_weights
 from megatron_ext.training.kept_tokenizer import KeptTokenizer
 from megatron_ext.training.models import DTYPES, build_gpt_model, freeze
-from megatron_ext.training.run_folder import CHECKPOINTS
 from megatron_ext.training.start_warnings import write_warnings
 
 Result = TypeVar("Result")
@@ -195,8 +194,6 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
     Raises:
         MegatronExtError: It cannot be read, or not be run so.
     """
-    if (checkpoint / CHECKPOINTS).is_dir():
-        checkpoint = checkpoint / CHECKPOINTS
     checkpoint = find_checkpoint(str(checkpoint), where="--checkpoint")
     if not torch.cuda.is_available():
         cpu_megatron.install()

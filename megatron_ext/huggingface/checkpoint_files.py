@@ -202,10 +202,36 @@ TOKENIZER_FILES: Final = (
 )
 
 
+_KNOWN: Final = (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES)
+
+_OF_WEIGHTS: Final = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"),
+    *(".index.json", ".npz"),
+)
+"""Ends of the names of files that hold weights, or say where they are."""
+
+_OF_OTHER_WEIGHTS: Final = ("README.md", "adapter_config.json", "trainer_state.json")
+"""Files that are untrue of any weights but those that they came with."""
+
+_LARGEST: Final = 1 << 26
+"""Bytes of a file by an unknown name, at most."""
+
+
 def side_files(folder: Path) -> list[Path]:
-    """Those that are there, in a HuggingFace folder or in what a checkpoint kept of one."""
-    names = (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES)
-    return [folder / name for name in names if (folder / name).is_file()]
+    """Those of a HuggingFace folder, or of what a checkpoint kept of one.
+
+    Whatever is there but weights: tokenizers have files of many names.
+    """
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and (path.name in _KNOWN or _is_small(path))
+    ]
+
+
+def _is_small(path: Path) -> bool:
+    is_of_weights = path.name.endswith(_OF_WEIGHTS) or path.name in _OF_OTHER_WEIGHTS
+    return not (is_of_weights or path.name.startswith(".") or path.stat().st_size > _LARGEST)
 
 
 def kept_folder(start: Path) -> Path | None:

@@ -18,12 +18,12 @@ from megatron_ext.losses.multi_teacher import (
 from megatron_ext.losses.nemo_rl_config import (
     CrossTokenizerLossConfig,
     TeacherLossConfig,
+    built,
     check_gold,
     from_mapping,
 )
 from megatron_ext.losses.objective import LOSS_REGISTRY
 from megatron_ext.losses.objectives.next_token import NextTokenLoss
-from megatron_ext.losses.option_check import check_keywords
 from megatron_ext.losses.plan import CombinedOutput, LossPart, LossPlan
 from megatron_ext.losses.teacher_scores import TeacherMeasure
 from megatron_ext.losses.weighting import FixedWeighting, LossWeighting, MatchedWeighting
@@ -180,13 +180,12 @@ def _teacher_objective(
     config: CrossTokenizerLossConfig, teacher: TeacherLossConfig
 ) -> TeacherObjective:
     name, options = objective_of(config, teacher)
-    constructor = LOSS_REGISTRY[name]
+    constructor: Any = LOSS_REGISTRY[name]
     if isinstance(constructor, type) and is_dataclass(constructor):
-        check_keywords(constructor, options, of=f"the objective {name}")
-    return TeacherObjective(
-        objective=constructor(**options),
-        weight=teacher.weight,
-    )
+        objective: Any = built(constructor, options, of=f"the objective {name}")
+    else:
+        objective = constructor(**options)
+    return TeacherObjective(objective=objective, weight=teacher.weight)
 
 
 def _named(teachers: Sequence[TeacherLossConfig]) -> dict[str, TeacherLossConfig]:

@@ -10,11 +10,13 @@ from typing import Any, Literal, TypeVar, get_args
 
 from megatron_ext.errors import LossError
 from megatron_ext.losses.multi_teacher import TeacherMode
-from megatron_ext.losses.option_check import Numerics, check_keywords
+from megatron_ext.losses.option_check import Numerics
+from megatron_ext.typed_mapping import build_config
 
 SumWeightsMetric = Literal["ce", "entropy", "max_prob"]
 
 Config = TypeVar("Config", "CrossTokenizerLossConfig", "TeacherLossConfig")
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,5 +198,20 @@ def from_mapping(kind: type[Config], values: Config | Mapping[str, Any]) -> Conf
     if isinstance(values, kind):
         return values
     assert not isinstance(values, (CrossTokenizerLossConfig, TeacherLossConfig))
-    check_keywords(kind, values, of=kind.__name__)
-    return kind(**values)
+    return built(kind, values, of=kind.__name__)
+
+
+def built(kind: type[Built], values: Mapping[str, Any], *, of: str) -> Built:
+    """A dataclass from its keys.
+
+    Args:
+        of: What the keys are of, for errors.
+
+    Raises:
+        LossError: A key that it does not have or that is missing, or a value of another type.
+    """
+
+    def where(keys: tuple[str, ...]) -> str:
+        return " of ".join((*reversed(keys), of))
+
+    return build_config(kind, values, where, error=LossError)

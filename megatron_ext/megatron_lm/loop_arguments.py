@@ -12,6 +12,7 @@ from megatron_ext.training.config import DistillConfig
 _SPELLED: Final = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
 """Arguments that flags of other names set."""
 
@@ -116,6 +117,8 @@ _ABSENT: Final[Mapping[str, Any]] = {
 def _shared(config: DistillConfig) -> dict[str, Any]:
     """By the names of Megatron-LM's arguments."""
     parallel, training, student = config.parallel, config.training, config.student
+    # Megatron-LM takes whole numbers alone: others are refused with the configuration.
+    stretch = student.rotary_seq_len_interpolation_factor
     chunks = parallel.virtual_pipeline_model_parallel_size
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
@@ -141,9 +144,11 @@ def _shared(config: DistillConfig) -> dict[str, Any]:
         "ffn_hidden_size": student.ffn_hidden_size or 4 * student.hidden_size,
         "position_embedding_type": student.position_embedding_type,
         "rotary_base": student.rotary_base,
+        "rotary_seq_len_interpolation_factor": None if stretch is None else int(stretch),
         "use_rope_scaling": student.use_rope_scaling,
         "normalization": student.normalization,
         "layernorm_epsilon": student.layernorm_epsilon,
+        "layernorm_zero_centered_gamma": student.layernorm_zero_centered_gamma,
         "swiglu": student.swiglu,
         "untie_embeddings_and_output_weights": student.untie_embeddings_and_output_weights,
     }

@@ -50,6 +50,7 @@ from megatron_ext.training.data.held_out import HeldOut
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.device import announce_device
 from megatron_ext.training.distill import teach
+from megatron_ext.training.exclusions import check_exclusions
 from megatron_ext.training.first_weights import load_first_weights, model_shard
 from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.lesson import Lesson
@@ -146,21 +147,9 @@ class TrainingStream:
 
 
 class HeldOutStream:
-    """This replica's held-out microbatches, from the first again behind the last.
-
-    Raises:
-        ConfigError: A teacher's targets come from a cache, which has none of held-out text.
-    """
+    """This replica's held-out microbatches, from the first again behind the last."""
 
     def __init__(self, trainer: Trainer, held_out: HeldOut) -> None:
-        for name in trainer.cached_teachers:
-            raise ConfigError(
-                "Megatron-LM measures the whole loss on held-out text, of which a cache has no "
-                "targets",
-                where="data.validation",
-                got=f"{trainer.config.section_of(name)}.cache",
-                fix="leave one of them out",
-            )
         self._trainer = trainer
         self._held_out = held_out
         self._microbatches = self._endless()
@@ -199,7 +188,7 @@ class PretrainDistillation:
     """
 
     def __init__(self, config: DistillConfig, arguments: Callable[[], Any]) -> None:
-        _check_settings(config)
+        check_exclusions(config, "megatron_lm")
         self.config = config
         self._arguments = arguments
         self._chunks: list[GPTModel] = []
@@ -373,7 +362,11 @@ class PretrainDistillation:
         check_same_start(self.config, self._inputs)
         self._groups = ProcessGroups.from_megatron(_device())
         self._shard = model_shard(
-            "student", self.config.student, self._inputs.tokenizer, self.config, self._groups
+            "student",
+            self.config.student,
+            self._inputs.tokenizer,
+            self._groups,
+            layout=self.config.parallel.layout,
         )
         check_padded_vocab_size(self._arguments(), self._padded_vocab_size)
 
@@ -396,26 +389,6 @@ class _LentStudent(Student):
 
     def __init__(self, chunks: Sequence[GPTModel], **_: Any) -> None:
         self.chunks = list(chunks)
-
-
-def _check_settings(config: DistillConfig) -> None:
-    for where, value, expected in (
-        ("training.vocabulary_layout", config.training.vocabulary_layout, "original"),
-        ("loss.weighting", config.loss.weighting, "fixed"),
-        ("parallel.context_parallel_size", getattr(config.parallel, "context_parallel_size", 1), 1),
-        ("evaluation.tasks", ", ".join(config.evaluation.tasks) or "none", "none"),
-        *(
-            (f"{config.section_of(name)}.placement", teacher.placement, "student_ranks")
-            for name, teacher in config.named_teachers.items()
-        ),
-    ):
-        if value != expected:
-            raise ConfigError(
-                "only megatron-ext distill has this, not Megatron-LM's loop",
-                where=where,
-                got=value,
-                expected=expected,
-            )
 
 
 def _device() -> torch.device:

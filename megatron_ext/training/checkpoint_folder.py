@@ -10,10 +10,14 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import flush, write_text
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
+
+CHECKPOINTS: Final = "checkpoints"
+"""Name of the folder in a run's."""
 
 _LATEST = "latest"
 _PREFIX = "iter_"
@@ -94,7 +98,7 @@ def set_latest_checkpoint(checkpoint: Path, *, keep: int) -> None:
 
 
 def find_checkpoint(path: str, *, where: str) -> Path:
-    """A checkpoint folder, the latest one of a run's ``checkpoints``, or one of HuggingFace.
+    """A checkpoint folder, the latest one of a run or of its ``checkpoints``, or HuggingFace's.
 
     Args:
         path: Any of them.
@@ -106,18 +110,27 @@ def find_checkpoint(path: str, *, where: str) -> Path:
     folder = Path(path)
     if (folder / _METADATA_FILE).is_file() or is_checkpoint_folder(folder):
         return folder
-    checkpoint = latest_checkpoint(folder) if folder.is_dir() else None
+    checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
         raise CheckpointError(
             "no checkpoint found",
             where=where,
             got=f"{path}, {_what_is_at(folder)}",
-            expected="a HuggingFace folder, a run's checkpoints folder or one iteration in it; "
+            expected="a HuggingFace folder, a run, its checkpoints or one iteration in them; "
             "models are not fetched by name",
             fix="correct the path, or train or download the model first: "
             f"hf download OWNER/NAME --local-dir {path}",
         )
     return checkpoint
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The latest complete checkpoint of a run, by its folder or by its ``checkpoints``, or None.
+
+    Raises:
+        CheckpointError: As ``latest_checkpoint``.
+    """
+    return latest_checkpoint(folder) or latest_checkpoint(folder / CHECKPOINTS)
 
 
 def _what_is_at(path: Path) -> str:

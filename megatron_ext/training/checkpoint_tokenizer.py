@@ -19,8 +19,8 @@ from megatron_ext.huggingface.model_settings import any_model_settings
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training.checkpoint_record import checkpoint_record
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.kept_tokenizer import KeptTokenizer
+from megatron_ext.training.run_plan import TeacherPlan
 
 _ADDED: Final = 64
 """Ids without a row that tokens added to a tokenizer explain: Gemma 3 has one."""
@@ -39,15 +39,13 @@ def check_same_tokenizer(checkpoint: Path, tokenizer: MegatronTokenizerText) -> 
         raise _error(checkpoint, tokenizer, _of_other_hash(checkpoint, tokenizer))
 
 
-def teacher_doubts(
-    config: DistillConfig, name: str, checkpoint: Path, tokenizer: MegatronTokenizerText
-) -> list[str]:
+def teacher_doubts(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> list[str]:
     """``tokenizer_doubts`` of a teacher of a run."""
     return tokenizer_doubts(
-        checkpoint,
+        teacher.checkpoint,
         tokenizer,
-        allow_other=config.named_teachers[name].allow_other_tokenizer,
-        switch=f"set {config.section_of(name)}.allow_other_tokenizer",
+        allow_other=teacher.config.allow_other_tokenizer,
+        switch=f"set {teacher.section}.allow_other_tokenizer",
     )
 
 

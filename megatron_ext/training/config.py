@@ -15,7 +15,8 @@ from typing import Any, Final, Literal
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
-from megatron_ext.training.evaluation_config import EvaluationConfig, check_evaluation
+from megatron_ext.training.evaluation_config import EvaluationConfig
+from megatron_ext.training.exclusions import check_exclusions
 from megatron_ext.training.serving_config import (
     STUDENT_RANKS,
     Placement,
@@ -199,7 +200,7 @@ class TeacherConfig:
     model: ModelConfig = field(metadata={"prefix": ""})
 
     checkpoint: str
-    """Checkpoint folder of the teacher: a run's ``checkpoints``, one iteration in it, or a
+    """Checkpoint of the teacher: a run's folder, its ``checkpoints``, one iteration in them, or a
     HuggingFace folder."""
 
     allow_other_tokenizer: bool = False
@@ -246,13 +247,7 @@ class TeacherConfig:
 
     def __post_init__(self) -> None:
         _check_positive(self, "temperature")
-        check_placement(
-            self.placement,
-            self.serving,
-            library=self.library,
-            cached=self.cache is not None,
-            offload=self.offload,
-        )
+        check_placement(self.placement, self.serving, library=self.library)
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ConfigError(
                 "a teacher's weight cannot be used", got=self.weight, expected="a number, >= 0"
@@ -642,9 +637,7 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         _check_teachers(self)
-        check_evaluation(
-            self.evaluation, self.parallel, vocabulary_layout=self.training.vocabulary_layout
-        )
+        check_exclusions(self, "configuration")
         if self.optimizer.lr_warmup_iters >= self.training.train_iters:
             raise ConfigError(
                 "lr_warmup_iters leaves no iteration at the full learning rate",
@@ -668,12 +661,6 @@ class DistillConfig:
         if self.parallel.sequence_parallel and self.training.variable_seq_lengths:
             multiple = self.training.seq_length_multiple
             _check_layout("run", "seq_length_multiple", multiple, tp, "tensor_model_parallel_size")
-        if self.parallel.overlap_param_gather and self.loss.linear:
-            raise ConfigError(
-                "the linear form reads the head before overlap_param_gather has gathered it",
-                got="overlap_param_gather and loss.linear",
-                fix="set one of them to false",
-            )
 
     @property
     def distils(self) -> bool:
@@ -727,29 +714,18 @@ class DistillConfig:
                 "serving.pipeline_model_parallel_size",
             )
             _check_model(_side(name), teacher.model, *sizes, axes)
-            if self.training.vocabulary_layout != "original":
-                raise ConfigError(
-                    "targets from elsewhere are in the order of the ids",
-                    where=f"{self.section_of(name)}.placement",
-                    got=f"training.vocabulary_layout {self.training.vocabulary_layout} with "
-                    f"placement {teacher.placement}",
-                    expected="original",
-                )
 
 
 def _check_teachers(config: DistillConfig) -> None:
-    teachers = config.named_teachers
-    if config.distils and not teachers:
+    if config.distils and not config.named_teachers:
+        # An error may wait for torch. A name that is none has a nearer one.
+        from megatron_ext.losses import LOSS_REGISTRY
+
+        _ = LOSS_REGISTRY[config.loss.objective]
         raise ConfigError(
             f"the objective {config.loss.objective!r} needs a teacher",
             got="no teacher section",
             fix="add one, or set loss.objective to next_token",
-        )
-    if config.teacher is not None and config.teachers:
-        raise ConfigError(
-            "teachers are given twice",
-            got="a section teacher, and teachers",
-            fix="put the one teacher among the others",
         )
     for name in config.teachers:
         # Part of metric names, file names and names of parameters.
@@ -760,15 +736,6 @@ def _check_teachers(config: DistillConfig) -> None:
                 expected="letters, digits, - and _, but not 'average'",
                 where="teachers",
             )
-    named = [name for name, teacher in teachers.items() if teacher.projection]
-    if config.projection and (named or config.teachers):
-        raise ConfigError(
-            "a projection is of one teacher",
-            got=f"projection {config.projection}, beside "
-            + ("that of a teacher" if named else "several teachers"),
-            fix="name the file in the section of the teacher",
-            where="projection",
-        )
 
 
 def _check_positive(config: object, *names: str) -> None:

@@ -20,7 +20,7 @@ from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.evaluator import Evaluator, evaluated
+from megatron_ext.training.evaluator import Evaluator, measurement
 from megatron_ext.training.first_weights import load_first_weights, model_part
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
@@ -28,9 +28,9 @@ from megatron_ext.training.learning_step import learning_step
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
     TOKENIZER_FOLDER,
-    config_values,
     record_run,
 )
+from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
 from megatron_ext.training.teachers.run_teachers import make_run_teachers
@@ -60,8 +60,7 @@ def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | Non
     process_groups.join(timeout + GRACE)
     with Watchdog(timeout):
         trainer = _start(config, inputs, timeout + GRACE)
-        trainer = evaluated(trainer, evaluator, inputs.tokenizer)
-        trainer.train()
+        trainer.train(measurement(trainer, evaluator, inputs.tokenizer))
     # Only now: a rank that failed must not wait in the teardown for peers that wait for it.
     process_groups.finalize()
     return trainer.run_dir
@@ -83,7 +82,14 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     """
     _seed(config.training.seed)
     tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
-    chunks, shard = model_part("student", config.student, tokenizer, config, groups)
+    chunks, shard = model_part(
+        "student",
+        config.student,
+        tokenizer,
+        groups,
+        parallel=config.parallel,
+        training=config.training,
+    )
     if config.initial_checkpoint and latest_checkpoint(run_dir / CHECKPOINTS) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         load_first_weights(start, chunks, config.student)
@@ -108,39 +114,46 @@ def teach(
 
     Collectives: those of ``build_trainer`` but for the student's own.
     """
-    tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
+    tokenizer, run = inputs.tokenizer, RunPlan.of(config)
     taught = make_run_teachers(
-        StudentParts(config=config, inputs=inputs, groups=groups, chunks=chunks, shard=shard)
+        StudentParts(plan=run, inputs=inputs, groups=groups, chunks=chunks, shard=shard)
     )
     laid_out = taught.laid_out
     step = learning_step(
         StudentStep(shard=shard, next_token=LOSS_REGISTRY["next_token"]()),
         taught.taught_by,
         student=chunks[-1],
-        config=config,
+        loss=run.loss,
         inputs=inputs,
         groups=groups,
     )
     # Behind the step: an objective may have parameters of its own, which are trained with these.
-    student = make_student(chunks, config=config, rows=laid_out and laid_out.student_rows)
-    replica = Replica(groups.dp_rank, groups.dp_size, config.training.micro_batch_size)
+    student = make_student(
+        chunks,
+        optimizer=run.optimizer,
+        training=run.training,
+        parallel=run.parallel,
+        rows=laid_out and laid_out.student_rows,
+    )
+    replica = Replica(groups.dp_rank, groups.dp_size, run.training.micro_batch_size)
     groups.on_main(lambda: record_run(config, inputs.data.summary()))
-    groups.on_main(lambda: tokenizer.save_pretrained(run_dir / TOKENIZER_FOLDER, overwrite=True))
+    groups.on_main(
+        lambda: tokenizer.save_pretrained(run.run_dir / TOKENIZER_FOLDER, overwrite=True)
+    )
     return Trainer(
-        config=config,
+        plan=run,
         groups=groups,
-        run_dir=run_dir,
         student=student,
         step=step,
         teachers=taught.teachers,
         cached_teachers=taught.cached,
-        weighting=make_weighting(config),
+        weighting=make_weighting(run.loss, train_iters=run.training.train_iters),
         data=inputs.data,
         replica=replica,
         batches=inputs.data.batches(replica),
         places=laid_out and laid_out.places,
         run_record={
-            "config": config_values(config),
+            "config": run.values,
             "tokenizer_fingerprint": tokenizer.fingerprint(),
         },
     )

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
 
 from megatron_ext.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron_ext.training.config import ParallelConfig
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -59,44 +55,3 @@ class EvaluationConfig:
         for name in ("interval", "micro_batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be positive", got=getattr(self, name))
-
-
-_WAY_ROUND: Final = "leave out evaluation.tasks, and call megatron-ext evaluate on a checkpoint"
-
-
-def check_evaluation(
-    evaluation: EvaluationConfig, parallel: ParallelConfig, *, vocabulary_layout: str
-) -> None:
-    """Refuse tasks in a run whose student cannot read texts of any length as it stands.
-
-    Raises:
-        ConfigError: The layout cuts sequences, or the heads are permuted.
-    """
-    if not evaluation.tasks:
-        return
-    reasons = {
-        "context_parallel_size": ("1", parallel.context_parallel_size == 1),
-        "sequence_parallel": ("false", not parallel.sequence_parallel),
-        "virtual_pipeline_model_parallel_size": (
-            "1",
-            parallel.virtual_pipeline_model_parallel_size == 1,
-        ),
-        "overlap_param_gather": ("false", not parallel.overlap_param_gather),
-    }
-    for name, (expected, is_good) in reasons.items():
-        if not is_good:
-            raise ConfigError(
-                "tasks between steps do not go with this layout",
-                where="evaluation.tasks",
-                got=f"{name} {getattr(parallel, name)}",
-                expected=f"{name} {expected}",
-                fix=_WAY_ROUND,
-            )
-    if vocabulary_layout != "original":
-        raise ConfigError(
-            "tasks between steps read heads in the order of ids",
-            where="evaluation.tasks",
-            got=f"training.vocabulary_layout {vocabulary_layout}",
-            expected="original",
-            fix=_WAY_ROUND,
-        )

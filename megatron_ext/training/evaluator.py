@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.trainer import Trainer
+from megatron_ext.training.trainer import Measurement, Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +37,10 @@ class Evaluator(Protocol):
         """``eval/TASK/METRIC``, the same on every rank; all ranks call it together."""
 
 
-def evaluated(
+def measurement(
     trainer: Trainer, evaluator: Evaluator | None, tokenizer: MegatronTokenizerText
-) -> Trainer:
-    """A trainer that measures its student by the tasks of its configuration, if there are any.
+) -> Measurement | None:
+    """What measures the student by the tasks of its configuration, if there are any.
 
     Args:
         tokenizer: The student's.
@@ -48,8 +48,8 @@ def evaluated(
     Raises:
         ConfigError: There are, and nobody who asks them.
     """
-    if not trainer.config.evaluation.tasks:
-        return trainer
+    if not trainer.plan.evaluation.tasks:
+        return None
     if evaluator is None:
         raise ConfigError(
             "nothing asks the tasks of this run",
@@ -62,6 +62,6 @@ def evaluated(
         shard=trainer.step.shard,
         tokenizer=tokenizer,
         groups=trainer.groups,
-        max_length=trainer.config.student.seq_length,
+        max_length=trainer.plan.student.seq_length,
     )
-    return replace(trainer, evaluator=partial(evaluator, student))
+    return partial(evaluator, student)

@@ -11,7 +11,7 @@ import torch
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import (
     CONFIG_FILE,
-    TOKENIZER_FILES,
+    GENERATION_FILE,
     CheckpointFiles,
     kept_folder,
     side_files,
@@ -31,7 +31,6 @@ from megatron_ext.training.checkpoint_slices import CheckpointSlices
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.kept_tokenizer import KeptTokenizer
 from megatron_ext.training.model_check import check_same_model, full_settings
-from megatron_ext.training.run_folder import CHECKPOINTS
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES: Final = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
@@ -63,8 +62,6 @@ def export_huggingface(
             transformers is, or the output cannot be written.
     """
     check_target(output)
-    if (source / CHECKPOINTS).is_dir():
-        source = source / CHECKPOINTS
     checkpoint = find_checkpoint(str(source), where="the checkpoint to export")
     model, slices = checkpoint_model(checkpoint), CheckpointSlices(checkpoint)
     tokenizer = KeptTokenizer(checkpoint)
@@ -164,9 +161,10 @@ def _config(
 def _copy_files(checkpoint: Path, tokenizer: KeptTokenizer, folder: Path) -> None:
     """Generation config, tokenizer and template, as they were."""
     kept = kept_folder(checkpoint)
-    left_out = {CONFIG_FILE, *(() if tokenizer.is_of_huggingface else TOKENIZER_FILES)}
     for file in side_files(kept) if kept else ():
-        if file.name not in left_out:
+        # Of another tokenizer than the run's, whatever its files are called.
+        is_wanted = tokenizer.is_of_huggingface or file.name == GENERATION_FILE
+        if is_wanted and file.name != CONFIG_FILE:
             shutil.copyfile(file, folder / file.name)
     if not tokenizer.is_of_huggingface:
         for name, content in tokenizer.files().items():

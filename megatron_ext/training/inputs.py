@@ -26,6 +26,7 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.metrics_writers import check_writers
 from megatron_ext.training.model_check import check_huggingface_teacher, check_if_huggingface
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.run_tokenizer import read_tokenizer
 from megatron_ext.training.start_warnings import write_warnings
 
@@ -54,7 +55,8 @@ class Inputs:
     data: RunData
 
     doubts: Mapping[str, list[str]] = field(default_factory=dict)
-    """What speaks against a tokenizer, short of an error, by the checkpoint of its model."""
+    """What a user may not have meant, by checkpoint: a tokenizer that may not be its model's, and
+    which checkpoint of a run is taken."""
 
     @property
     def warnings(self) -> list[str]:
@@ -79,7 +81,7 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     # Before the run folder: of a run that is there, a mistyped name is another experiment.
     _check_objectives(config)
     check_run_folder(config)
-    check_writers(config)
+    check_writers(config.training)
     _check_checkpoints(config)
     reads = config.data.conversations
     tokenizer = read_tokenizer(config.tokenizer, "tokenizer", conversations=reads)
@@ -90,7 +92,7 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     _check_loss(config, tokenizer, teachers)
     doubts = _doubts(config, tokenizer, teachers)
     data = _data(config, tokenizer, teachers)
-    check_same_text(config, data.summary())
+    check_same_text(Path(config.run_dir), data.summary())
     inputs = Inputs(tokenizer=tokenizer, teachers=teachers, data=data, doubts=doubts)
     _check_targets(config, inputs)
     return inputs
@@ -143,19 +145,14 @@ def _check_checkpoints(config: DistillConfig) -> None:
     checkpoints = Path(config.run_dir) / CHECKPOINTS
     if config.distils:
         for name, teacher in config.named_teachers.items():
-            folder = _teacher_checkpoint(config, name)
+            plan = TeacherPlan.of(config, name)
             if teacher.library == "huggingface":
-                check_huggingface_teacher(config, name, folder)
+                check_huggingface_teacher(plan)
             else:
-                check_if_huggingface(folder, teacher.model)
+                check_if_huggingface(plan.checkpoint, teacher.model)
     if config.initial_checkpoint and latest_checkpoint(checkpoints) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         check_if_huggingface(start, config.student)
-
-
-def _teacher_checkpoint(config: DistillConfig, name: str) -> Path:
-    where = f"{config.section_of(name)}.checkpoint"
-    return find_checkpoint(config.named_teachers[name].checkpoint, where=where)
 
 
 def _check_objectives(config: DistillConfig) -> None:
@@ -187,17 +184,26 @@ def _doubts(
         check_same_tokenizer(latest, tokenizer)
     elif config.initial_checkpoint:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
-        found[str(start)] = tokenizer_doubts(
+        doubts = tokenizer_doubts(
             start,
             tokenizer,
             allow_other=config.allow_other_tokenizer,
             switch="set allow_other_tokenizer",
         )
+        found[str(start)] = [*_chosen(config.initial_checkpoint, start), *doubts]
     for name in teachers if config.distils else ():
-        checkpoint = _teacher_checkpoint(config, name)
-        doubts = teacher_doubts(config, name, checkpoint, teachers[name].tokenizer)
-        found.setdefault(str(checkpoint), []).extend(doubts)
+        plan = TeacherPlan.of(config, name)
+        chosen = _chosen(plan.config.checkpoint, plan.checkpoint)
+        doubts = teacher_doubts(plan, teachers[name].tokenizer)
+        found.setdefault(str(plan.checkpoint), []).extend([*chosen, *doubts])
     return found
+
+
+def _chosen(path: str, checkpoint: Path) -> list[str]:
+    """Which checkpoint of a run was taken, where its folder is named."""
+    if checkpoint.parent == Path(path) / CHECKPOINTS:
+        return [f"the latest checkpoint of the run {path} is taken"]
+    return []
 
 
 def _check_targets(config: DistillConfig, inputs: Inputs) -> None:

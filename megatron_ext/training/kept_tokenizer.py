@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -56,9 +57,19 @@ class KeptTokenizer:
         try:
             theirs = build_tokenizer(TokenizerConfig(model=str(kept)))
         except TokenizerError:
-            return False
+            # Of a library that this folder does not name, as files of tiktoken.
+            return self._has_files_in(kept)
         is_same_template = theirs.chat_template == self.tokenizer.chat_template
         return is_same_template and theirs.fingerprint() == self.tokenizer.fingerprint()
+
+    def _has_files_in(self, folder: Path) -> bool:
+        """Whether every file of the tokenizer is in a folder, by whatever name."""
+        assert self.tokenizer is not None
+        own = list(file_names(self.tokenizer))
+        others = [other for other in folder.iterdir() if other.is_file()]
+        return bool(own) and all(
+            any(filecmp.cmp(file, other, shallow=False) for other in others) for file in own
+        )
 
     def files(self) -> dict[str, bytes]:
         """Its own files by the names that transformers knows, with its chat template."""

@@ -13,22 +13,22 @@ from megatron.core.models.gpt import GPTModel
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import DskdProjectors, LearnedProjection, Needs, Objective
+from megatron_ext.losses import DskdProjectors, LearnedProjection, Objective
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.projection.options import ProjectionMethod
 from megatron_ext.teachers.megatron_teacher import head_weight
 from megatron_ext.training.agreement import same_tokens
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
-from megatron_ext.training.config import TEACHER, DistillConfig
+from megatron_ext.training.config import TEACHER, LossConfig
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.linear_forms import linear_forms
-from megatron_ext.training.loss_check import teacher_objective
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.objective import make_objective, projector_start
+from megatron_ext.training.objective import projector_start, teacher_objective
 from megatron_ext.training.run_constants import RunConstants
 from megatron_ext.training.run_folder import CHECKPOINTS, projection_file
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.student_hidden import StudentHidden
 from megatron_ext.training.teacher_term import TeacherTerm, make_aggregator
 
@@ -44,7 +44,7 @@ PROJECTION = "distillation_projection"
 class TaughtBy(NamedTuple):
     """One teacher of a run, loaded."""
 
-    name: str
+    plan: TeacherPlan
 
     head: torch.Tensor | None
     """[Vp, D] this rank's rows of its head on the last stage; None where its model is elsewhere, or
@@ -64,7 +64,7 @@ def learning_step(
     teachers: Sequence[TaughtBy],
     *,
     student: GPTModel,
-    config: DistillConfig,
+    loss: LossConfig,
     inputs: Inputs,
     groups: ProcessGroups,
 ) -> StudentStep:
@@ -77,63 +77,62 @@ def learning_step(
     objectives: dict[str, Objective] = {}
     constants: dict[str, RunConstants] = {}
     for teacher in teachers:
-        objectives[teacher.name] = teacher_objective(config, teacher.name)
-        if not groups.is_last_stage:
-            continue
-        needs = objectives[teacher.name].needs
-        constants[teacher.name] = _constants(config, inputs, step, teacher, needs, student, groups)
-        if needs.hidden:
-            projectors = _projectors(config, student, teacher, step.shard, constants[teacher.name])
-            _add(student, PROJECTORS, teacher.name, projectors, config, groups)
-            its = config.named_teachers[teacher.name]
-            objectives[teacher.name] = make_objective(config.loss.of_teacher(its), projectors)
+        name = teacher.plan.name
+        objective = teacher_objective(teacher.plan)
+        if groups.is_last_stage:
+            constants[name] = _constants(inputs, step, teacher, objective, student, groups)
+            if objective.needs.hidden:
+                projectors = _projectors(student, teacher, step.shard, constants[name])
+                _add(student, PROJECTORS, teacher.plan, projectors, groups)
+                objective = teacher_objective(teacher.plan, projectors)
+        objectives[name] = objective
     reads_hidden = any(objective.needs.hidden for objective in objectives.values())
     step = dataclasses.replace(
         step, hidden=StudentHidden(student) if reads_hidden and groups.is_last_stage else None
     )
-    if config.loss.linear:
-        forms = linear_forms(step.next_token, objectives, tile_rows=config.loss.linear_tile_rows)
+    if loss.linear:
+        forms = linear_forms(step.next_token, objectives, tile_rows=loss.linear_tile_rows)
         step = dataclasses.replace(step, linear=forms)
     if not objectives:
         return step
     term = TeacherTerm(
-        aggregator=make_aggregator(config, objectives),
+        aggregator=make_aggregator(
+            loss, {teacher.plan.name: teacher.plan for teacher in teachers}, objectives
+        ),
         constants=constants,
-        is_single=config.teacher is not None,
+        is_single=teachers[0].plan.is_only,
         context=ContextRank.of(groups.cp),
     )
     return dataclasses.replace(step, term=term)
 
 
 def run_projection(
-    config: DistillConfig, inputs: Inputs, name: str, groups: ProcessGroups
+    teacher: TeacherPlan, inputs: Inputs, run_dir: Path, groups: ProcessGroups
 ) -> SparseProjection | None:
     """A teacher's configured projection, or the run's own where its objective needs one.
 
     Collectives: that of ``ProcessGroups.on_main``, where the run builds its projection.
     """
-    method = teacher_objective(config, name).needs.projection
-    configured = inputs.teachers[name].projection
+    method = teacher_objective(teacher).needs.projection
+    configured = inputs.teachers[teacher.name].projection
     if configured is not None or method is None:
         return configured
-    return _own_projection(config, inputs, name, method, groups)
+    return _own_projection(inputs, run_dir, teacher.name, method, groups)
 
 
 def _constants(
-    config: DistillConfig,
     inputs: Inputs,
     step: StudentStep,
     teacher: TaughtBy,
-    needs: Needs,
+    objective: Objective,
     student: GPTModel,
     groups: ProcessGroups,
 ) -> RunConstants:
-    is_learned = (
-        config.loss.learned_projection and teacher_objective(config, teacher.name).learns_projection
-    )
+    needs, tokenizer = objective.needs, inputs.teachers[teacher.plan.name].tokenizer
+    is_learned = teacher.plan.loss.learned_projection and objective.learns_projection
     constants = RunConstants.of(
         dataclasses.replace(needs, shard=needs.shard and not is_learned),
-        tokenizers=(inputs.tokenizer, inputs.teachers[teacher.name].tokenizer),
+        tokenizers=(inputs.tokenizer, tokenizer),
         shards=(step.shard, teacher.shard),
         projection=teacher.projection,
         layout=teacher.layout,
@@ -142,7 +141,7 @@ def _constants(
     if inputs.data.held_out:
         table = same_tokens(
             inputs.tokenizer,
-            inputs.teachers[teacher.name].tokenizer,
+            tokenizer,
             layout=teacher.layout,
             device=groups.device,
         )
@@ -156,16 +155,15 @@ def _constants(
         teacher_shard=teacher.shard,
         device=groups.device,
     )
-    _add(student, PROJECTION, teacher.name, learned, config, groups)
+    _add(student, PROJECTION, teacher.plan, learned, groups)
     return dataclasses.replace(constants, learned=learned)
 
 
 def _add(
     student: GPTModel,
     what: str,
-    teacher: str,
+    teacher: TeacherPlan,
     module: torch.nn.Module,
-    config: DistillConfig,
     groups: ProcessGroups,
 ) -> None:
     """Make ``module`` part of the student.
@@ -173,20 +171,15 @@ def _add(
     In the student's own precision: megatron-core's optimizers keep fp32 copies, and cannot save
     parameters of two dtypes.
     """
-    name = what if teacher == TEACHER else f"{what}_{teacher}"
-    dtype = DTYPES[config.training.precision]
+    name = what if teacher.name == TEACHER else f"{what}_{teacher.name}"
+    dtype = DTYPES[teacher.training.precision]
     student.add_module(name, module.to(device=groups.device, dtype=dtype))
 
 
 def _projectors(
-    config: DistillConfig,
-    student: GPTModel,
-    teacher: TaughtBy,
-    shard: VocabShard,
-    constants: RunConstants,
+    student: GPTModel, teacher: TaughtBy, shard: VocabShard, constants: RunConstants
 ) -> DskdProjectors:
-    its = config.named_teachers[teacher.name]
-    if projector_start(config.loss.of_teacher(its)) == "heads":
+    if projector_start(teacher.plan.loss) == "heads":
         assert constants.match is not None
         assert teacher.head is not None, "checked before"
         return DskdProjectors.from_heads(
@@ -197,15 +190,15 @@ def _projectors(
             teacher_shard=teacher.shard,
         )
     return DskdProjectors(
-        student_hidden=config.student.hidden_size,
-        teacher_hidden=its.model.hidden_size,
-        seed=config.training.seed,
+        student_hidden=student.config.hidden_size,
+        teacher_hidden=teacher.plan.config.model.hidden_size,
+        seed=teacher.plan.training.seed,
     )
 
 
 def _own_projection(
-    config: DistillConfig,
     inputs: Inputs,
+    run_dir: Path,
     name: str,
     method: ProjectionMethod,
     groups: ProcessGroups,
@@ -215,7 +208,6 @@ def _own_projection(
     One that a start without a checkpoint left is built again: it may be of another pair.
     """
     tokenizer, teacher = inputs.tokenizer, inputs.teachers[name].tokenizer
-    run_dir = Path(config.run_dir)
     path = run_dir / projection_file(name)
 
     def build() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from megatron_ext.extras import missing_package
-from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.run_folder import config_values
+from megatron_ext.training.config import TrainingConfig
+from megatron_ext.training.run_plan import RunPlan
 
 
 class MetricsWriter(Protocol):
@@ -29,29 +29,39 @@ class MetricsWriter(Protocol):
 
 class _Writer(NamedTuple):
     package: str
+
     key: str
-    is_wanted: Callable[[DistillConfig], bool]
-    open: Callable[[DistillConfig, int], MetricsWriter]
+    """Of the section ``training``."""
+
+    open: Callable[[RunPlan, str, int], MetricsWriter]
+
+    def where(self, training: TrainingConfig) -> str | None:
+        """What the run says of it: a folder or a project; None where it is not wanted."""
+        found: str | None = getattr(training, self.key)
+        return found
 
 
-def check_writers(config: DistillConfig) -> None:
+def check_writers(training: TrainingConfig) -> None:
     """Check that what a run is to write with is installed; nothing is imported.
 
     Raises:
         MissingDependencyError: A package is not.
     """
     for writer in _WRITERS:
-        if writer.is_wanted(config) and find_spec(writer.package) is None:
-            raise missing_package(writer.package, feature=writer.key)
+        if writer.where(training) is not None and find_spec(writer.package) is None:
+            raise missing_package(writer.package, feature=f"training.{writer.key}")
 
 
-def open_writers(config: DistillConfig, *, last_iteration: int) -> list[MetricsWriter]:
+def open_writers(run: RunPlan, *, last_iteration: int) -> list[MetricsWriter]:
     """The writers of a run; the main rank's.
 
     Args:
         last_iteration: Rows after it come again.
     """
-    return [w.open(config, last_iteration) for w in _WRITERS if w.is_wanted(config)]
+    wanted = [(writer, writer.where(run.training)) for writer in _WRITERS]
+    return [
+        writer.open(run, where, last_iteration) for writer, where in wanted if where is not None
+    ]
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -63,28 +73,17 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _open_tensorboard(config: DistillConfig, last_iteration: int) -> MetricsWriter:
-    assert config.training.tensorboard_dir is not None
-    return TensorBoardWriter(Path(config.training.tensorboard_dir), last_iteration=last_iteration)
+def _open_tensorboard(run: RunPlan, folder: str, last_iteration: int) -> MetricsWriter:
+    return TensorBoardWriter(Path(folder), last_iteration=last_iteration)
 
 
-def _open_wandb(config: DistillConfig, last_iteration: int) -> MetricsWriter:
-    return WandbWriter(config)
+def _open_wandb(run: RunPlan, project: str, last_iteration: int) -> MetricsWriter:
+    return WandbWriter(project, folder=run.run_dir, values=run.values)
 
 
 _WRITERS: Final = (
-    _Writer(
-        "tensorboard",
-        "training.tensorboard_dir",
-        lambda config: config.training.tensorboard_dir is not None,
-        _open_tensorboard,
-    ),
-    _Writer(
-        "wandb",
-        "training.wandb_project",
-        lambda config: config.training.wandb_project is not None,
-        _open_wandb,
-    ),
+    _Writer("tensorboard", "tensorboard_dir", _open_tensorboard),
+    _Writer("wandb", "wandb_project", _open_wandb),
 )
 
 
@@ -116,21 +115,23 @@ class WandbWriter:
     """A ``MetricsWriter``; a run that goes on is the same one there.
 
     Args:
-        config: The run; its folder gives the name and the id.
+        project: That it is in.
+        folder: Of the run; it gives the name and the id.
+        values: The run's configuration.
     """
 
-    def __init__(self, config: DistillConfig) -> None:
+    def __init__(self, project: str, *, folder: Path, values: Mapping[str, Any]) -> None:
         import wandb
 
-        folder = Path(config.run_dir).absolute()
+        folder = folder.absolute()
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=config.training.wandb_project,
+            project=project,
             name=folder.name,
             id=sha256(str(folder).encode()).hexdigest()[:16],
             resume="allow",
             dir=str(folder),
-            config=config_values(config),
+            config=dict(values),
         )
         # Its own steps only go up: a run that was taken back logs some iterations again.
         self._run.define_metric("*", step_metric="iteration")

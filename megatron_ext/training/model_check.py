@@ -27,7 +27,8 @@ from megatron_ext.huggingface.model_settings import (
     tensor_map,
 )
 from megatron_ext.huggingface.tensor_map import TensorMap
-from megatron_ext.training.config import DistillConfig, ModelConfig
+from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.run_plan import TeacherPlan
 
 _FREE: Final = ("window_size", "vocab_size", "init_method_std")
 """Settings that do not change what the model computes on the sequences of a run."""
@@ -88,28 +89,21 @@ def full_settings(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def check_huggingface_teacher(config: DistillConfig, name: str, folder: Path) -> None:
+def check_huggingface_teacher(teacher: TeacherPlan) -> None:
     """Check the files of a teacher with ``library`` huggingface, and what a run wants of it.
 
     Raises:
-        ConfigError: transformers is missing, or the run has an order of heads that needs weights of
-            megatron-core.
+        ConfigError: transformers is missing, or the sequences are longer than the model's.
         CheckpointError: The folder is not of HuggingFace or not whole, or the model is another.
     """
-    section, teacher = config.section_of(name), config.named_teachers[name]
+    section, model = teacher.section, teacher.config.model
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
             "library huggingface needs transformers, which is not installed",
             where=f"{section}.library",
             fix='install it: pip install "transformers>=4.56"',
         )
-    if config.training.vocabulary_layout != "original":
-        raise ConfigError(
-            "a model of transformers has its head in the order of the ids",
-            where=f"{section}.library",
-            got=f"training.vocabulary_layout {config.training.vocabulary_layout}",
-            expected="original",
-        )
+    folder = teacher.checkpoint
     if not is_checkpoint_folder(folder):
         raise CheckpointError(
             "library huggingface reads folders of HuggingFace",
@@ -120,7 +114,7 @@ def check_huggingface_teacher(config: DistillConfig, name: str, folder: Path) ->
     files = CheckpointFiles(folder)
     _ = files.tensors
     for key, value in any_model_settings(files).items():
-        given = getattr(teacher.model, key)
+        given = getattr(model, key)
         if key in ("hidden_size", "num_layers") and given != value:
             raise CheckpointError(
                 f"the checkpoint is of a model with another {key}",
@@ -130,10 +124,10 @@ def check_huggingface_teacher(config: DistillConfig, name: str, folder: Path) ->
                 fix="leave the keys of the model out: they are taken from the checkpoint",
             )
     longest = longest_sequence(files)
-    if longest is not None and teacher.model.seq_length > longest:
+    if longest is not None and model.seq_length > longest:
         raise ConfigError(
             "the teacher was not made for sequences as long",
             where=f"{section}.model.seq_length",
-            got=teacher.model.seq_length,
+            got=model.seq_length,
             expected=f"at most {longest}, as {folder / CONFIG_FILE} says",
         )

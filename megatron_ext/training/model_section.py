@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from megatron_ext.huggingface.checkpoint_files import TOKENIZER_FILES, CheckpointFiles, kept_folder
+from megatron_ext.errors import CheckpointError
+from megatron_ext.huggingface.checkpoint_files import (
+    CONFIG_FILE,
+    SIDE_FOLDER,
+    TOKENIZER_FILES,
+    CheckpointFiles,
+    kept_folder,
+)
 from megatron_ext.huggingface.model_settings import any_model_settings, model_settings
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
-from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
+from megatron_ext.training.checkpoint_folder import find_checkpoint, newest_checkpoint
 from megatron_ext.training.config_file import Where
 
 _SHAPE: Final = "num_layers"
@@ -27,8 +34,8 @@ def with_huggingface_models(values: Mapping[str, Any], where: Where = ".".join) 
         where: Names the place of a key path, for errors.
 
     Raises:
-        CheckpointError: There is no such folder and the shape of its model is not given, or the
-            folder is of a model that megatron-core has not, where that runs it.
+        CheckpointError: There is no such folder, or none that says its model, and the shape is not
+            given; or the folder is of a model that megatron-core has not, where that runs it.
     """
     filled = _with_model(values, "student", ("initial_checkpoint",), where)
     teacher = values.get("teacher")
@@ -68,7 +75,8 @@ def _with_model(
     folder = _folder(path)
     if folder is None:
         if isinstance(path, str) and _SHAPE not in given:
-            find_checkpoint(path, where=where(named_by))
+            place = where(named_by)
+            _refuse_without_shape(find_checkpoint(path, where=place), place, key)
         return filled
     files = CheckpointFiles(folder)
     is_run_by_transformers = section.get("library") == "huggingface"
@@ -79,6 +87,21 @@ def _with_model(
     if has_one and _is_open(tokenizer):
         filled["tokenizer"] = {**(tokenizer or {}), "model": str(folder)}
     return filled
+
+
+def _refuse_without_shape(checkpoint: Path, where: str, key: str) -> NoReturn:
+    """Say what a checkpoint of ours lacks, where the shape of its model is not given.
+
+    Raises:
+        CheckpointError: Always.
+    """
+    raise CheckpointError(
+        "the checkpoint does not say here which model it is of, and the configuration does not",
+        where=where,
+        got=f"no {checkpoint / SIDE_FOLDER / CONFIG_FILE}",
+        expected=f"that file, which runs from a HuggingFace folder keep, or the keys of {key}",
+        fix=f"give the model's keys ({_SHAPE} and so on), as the config.yaml of its run has them",
+    )
 
 
 def _is_open(tokenizer: object) -> bool:
@@ -98,6 +121,6 @@ def _folder(path: object) -> Path | None:
     folder = Path(path)
     kept = kept_folder(folder)
     if kept is None and folder.is_dir():
-        latest = latest_checkpoint(folder)
+        latest = newest_checkpoint(folder)
         kept = kept_folder(latest) if latest else None
     return kept

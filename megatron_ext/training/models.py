@@ -22,7 +22,6 @@ from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBloc
 from torch.nn import functional
 
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.errors import ConfigError
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.context_attention import ContextAttention
@@ -222,12 +221,7 @@ def _layer_spec(
 
 def _rotate_by_kind(layer: ModuleSpec, model: ModelConfig, parallel: ParallelConfig) -> None:
     """Give layers with a window rotary embeddings of their own, in the spec of all."""
-    if parallel.context_parallel_size > 1:
-        raise ConfigError(
-            "layers with rotary embeddings of their own do not share sequences",
-            got=f"context_parallel_size {parallel.context_parallel_size} and local_rotary_base",
-            fix="set context_parallel_size to 1",
-        )
+    assert parallel.context_parallel_size == 1, "refused with the configuration"
     attention = layer.submodules.self_attention
     attention.module = WindowAttention
     attention.params = {

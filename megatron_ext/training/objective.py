@@ -14,6 +14,7 @@ from megatron_ext.losses import (
 )
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.config_file import build_config
+from megatron_ext.training.run_plan import TeacherPlan
 
 _PROJECTORS: Final = "projectors"
 PROJECTOR_STARTS: Final = ("random", "heads")
@@ -53,6 +54,18 @@ def make_objective(
         return build_config(kind, values, where)  # type: ignore[no-any-return]
     except LossError as error:
         raise ConfigError(str(error), where=where(())) from error
+
+
+def teacher_objective(teacher: TeacherPlan, projectors: DskdProjectors | None = None) -> Objective:
+    """The objective for one teacher.
+
+    Args:
+        projectors: As in ``make_objective``.
+
+    Raises:
+        ConfigError: An option that it does not have or cannot use.
+    """
+    return make_objective(teacher.loss, projectors, section=teacher.options_section)
 
 
 def projector_start(loss: LossConfig, *, section: str = "loss") -> str:

@@ -14,12 +14,12 @@ import yaml
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import write_text
+from megatron_ext.training.checkpoint_folder import CHECKPOINTS as CHECKPOINTS
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import TEACHER, DistillConfig
 from megatron_ext.training.config_file import read_config_file
 
 CONFIG_FILE = "config.yaml"
-CHECKPOINTS = "checkpoints"
 DATA_FILE = "data.json"
 METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
@@ -115,13 +115,12 @@ def check_run_folder(config: DistillConfig) -> None:
         _check_same_run(read_config_file(stored)[0], _record(config), stored)
 
 
-def check_same_text(config: DistillConfig, data_summary: Mapping[str, Any]) -> None:
-    """Check that a run that goes on reads the text that it was started with.
+def check_same_text(folder: Path, data_summary: Mapping[str, Any]) -> None:
+    """Check that the run in ``folder``, if it goes on, reads the text that it was started with.
 
     Raises:
         ConfigError: The training or the held-out text is another.
     """
-    folder = Path(config.run_dir)
     stored = folder / DATA_FILE
     if latest_checkpoint(folder / CHECKPOINTS) is None or not stored.exists():
         return

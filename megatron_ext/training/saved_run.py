@@ -17,11 +17,11 @@ from megatron_ext.training import random_state, rank_phase
 from megatron_ext.training.checkpoint import load_checkpoint, load_common
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.checkpoint_writer import CheckpointWriter
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.quarantine import forget_refused
 from megatron_ext.training.fault_counts import FaultCounts
 from megatron_ext.training.learned_projections import LearnedProjections, learned_projection_file
 from megatron_ext.training.run_folder import CHECKPOINTS, PROJECTION_FILE, TOKENIZER_FOLDER
+from megatron_ext.training.run_plan import CheckpointPlan
 from megatron_ext.training.student import Student
 
 _FAILED_SAVES: Final = 3
@@ -42,6 +42,7 @@ class SavedRun:
     """The checkpoints of a run: weights, optimizer, scheduler, data, random numbers, counts.
 
     Args:
+        plan: What is saved, and how.
         record: Saved with every checkpoint: what one needs to know to use it.
         counts: Of faults; they are part of the state.
         parts: What else has a state, by its name in the checkpoint.
@@ -50,7 +51,7 @@ class SavedRun:
 
     def __init__(
         self,
-        config: DistillConfig,
+        plan: CheckpointPlan,
         *,
         groups: ProcessGroups,
         student: Student,
@@ -60,7 +61,7 @@ class SavedRun:
         parts: Mapping[str, Part] | None = None,
         learned: LearnedProjections | None = None,
     ) -> None:
-        self._config = config
+        self._plan = plan
         self._groups = groups
         self._student = student
         self._batches = batches
@@ -68,15 +69,15 @@ class SavedRun:
         self._counts = counts
         self._parts = {"faults": counts, **(parts or {})}
         self._learned = learned
-        self._folder = Path(config.run_dir) / CHECKPOINTS
+        self._folder = plan.run_dir / CHECKPOINTS
         self._failed_in_a_row = 0
         self._writer = CheckpointWriter(
             self._folder,
             groups=groups,
-            keep=config.training.keep_checkpoints,
-            is_async=config.training.async_save,
-            timeout_s=60.0 * config.parallel.distributed_timeout_minutes,
-            files=_files(config),
+            keep=plan.keep,
+            is_async=plan.is_async,
+            timeout_s=plan.timeout_s,
+            files=_files(plan),
         )
 
     def load(self) -> int:
@@ -87,7 +88,7 @@ class SavedRun:
             ConfigError: It is of other data.
         """
         checkpoint = latest_checkpoint(self._folder)
-        run_dir = Path(self._config.run_dir)
+        run_dir = self._plan.run_dir
         if checkpoint is None:
             self._groups.on_main(lambda: forget_refused(run_dir, last_iteration=0))
             return 0
@@ -105,8 +106,9 @@ class SavedRun:
         if random_state.KEY in state:
             random_state.load_random_state(state[random_state.KEY])
         else:
-            seed = self._config.training.seed
-            random_state.seed_random_state(seed, iteration=iteration, groups=self._groups)
+            random_state.seed_random_state(
+                self._plan.seed, iteration=iteration, groups=self._groups
+            )
         self._groups.on_main(lambda: forget_refused(run_dir, last_iteration=iteration))
         return iteration
 
@@ -174,13 +176,9 @@ class SavedRun:
         return self._batches.state(everywhere)
 
 
-def _files(config: DistillConfig) -> Sequence[Path]:
+def _files(plan: CheckpointPlan) -> Sequence[Path]:
     """What belongs to every checkpoint besides its state: tokenizer, projections, HuggingFace's."""
-    run_dir = Path(config.run_dir)
-    teachers = [*config.teachers.values(), *([config.teacher] if config.teacher else [])]
-    projections = [config.projection, *(teacher.projection for teacher in teachers)]
-    configured = sorted({Path(path) for path in projections if path})
+    run_dir = plan.run_dir
     own = sorted(run_dir.glob(f"{Path(PROJECTION_FILE).stem}*.safetensors"))
-    learners = config.named_teachers if config.loss.learned_projection else ()
-    learned = [run_dir / learned_projection_file(name) for name in learners]
-    return (run_dir / TOKENIZER_FOLDER, run_dir / SIDE_FOLDER, *own, *configured, *learned)
+    learned = [run_dir / learned_projection_file(name) for name in plan.learners]
+    return (run_dir / TOKENIZER_FOLDER, run_dir / SIDE_FOLDER, *own, *plan.projections, *learned)

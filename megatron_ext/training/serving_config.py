@@ -106,31 +106,15 @@ def is_local(address: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def check_placement(
-    placement: Placement, serving: ServingConfig, *, library: str, cached: bool, offload: bool
-) -> None:
+def check_placement(placement: Placement, serving: ServingConfig, *, library: str) -> None:
     """Check that what is said of where a teacher is goes together.
 
     Args:
         library: That runs it.
-        cached: Whether its targets are read from files.
 
     Raises:
         ConfigError: It does not.
     """
-    if placement != STUDENT_RANKS and cached:
-        raise ConfigError(
-            "a teacher whose targets are cached is nowhere",
-            got=f"cache and placement {placement}",
-            fix="remove one of them",
-        )
-    if offload and (cached or placement in ("own_ranks", "server")):
-        raise ConfigError(
-            "there is nothing to make room for where the teacher is",
-            got="offload with " + ("cache" if cached else f"placement {placement}"),
-            expected="a teacher on the student's devices",
-            fix="remove offload",
-        )
     for name, given, its_placement, is_needed in (
         ("ranks", serving.ranks is not None, "own_ranks", True),
         ("address", bool(serving.address), "server", True),

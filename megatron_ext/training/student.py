@@ -13,7 +13,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.finite_update import update_if_finite
 from megatron_ext.training.forward_step import StepReport
 from megatron_ext.training.lesson import Lesson
@@ -31,7 +31,9 @@ class Student:
 
     Args:
         chunks: It, in the order in which a microbatch passes it.
-        config: The run.
+        optimizer: What updates it.
+        training: The loop that it is for: iterations and precision.
+        parallel: Its layout.
         rows: How its head is permuted, so that checkpoints are not; None: it is not.
     """
 
@@ -39,17 +41,21 @@ class Student:
         self,
         chunks: ModelChunks,
         *,
-        config: DistillConfig,
+        optimizer: OptimizerConfig,
+        training: TrainingConfig,
+        parallel: ParallelConfig,
         rows: VocabularyRows | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self._rows = rows
-        self._gathers_late = config.parallel.overlap_param_gather
-        self.ddp = wrap_in_ddp(chunks, parallel=config.parallel)
+        self._gathers_late = parallel.overlap_param_gather
+        self.ddp = wrap_in_ddp(chunks, parallel=parallel)
         self.optimizer = get_megatron_optimizer(
-            _optimizer_config(config), self.ddp, use_gloo_process_groups=False
+            _optimizer_config(optimizer, training, parallel),
+            self.ddp,
+            use_gloo_process_groups=False,
         )
-        self.scheduler = _scheduler(self.optimizer, config)
+        self.scheduler = _scheduler(self.optimizer, optimizer, train_iters=training.train_iters)
         self._schedule = get_forward_backward_func()
         # megatron-core's schedules ask the first chunk for what they do with all.
         schedule_config = self.chunks[0].config
@@ -131,8 +137,9 @@ def _finalize_sums(
     finalize_model_grads(model, None, **groups_and_flags)
 
 
-def _optimizer_config(config: DistillConfig) -> MegatronOptimizerConfig:
-    optimizer = config.optimizer
+def _optimizer_config(
+    optimizer: OptimizerConfig, training: TrainingConfig, parallel: ParallelConfig
+) -> MegatronOptimizerConfig:
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
@@ -142,26 +149,27 @@ def _optimizer_config(config: DistillConfig) -> MegatronOptimizerConfig:
         adam_beta2=optimizer.adam_beta2,
         adam_eps=optimizer.adam_eps,
         clip_grad=optimizer.clip_grad,
-        bf16=config.training.precision == "bf16",
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        overlap_param_gather=config.parallel.overlap_param_gather,
+        bf16=training.precision == "bf16",
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
     )
 
 
-def _scheduler(optimizer: Any, config: DistillConfig) -> OptimizerParamScheduler:
+def _scheduler(
+    optimizer: Any, settings: OptimizerConfig, *, train_iters: int
+) -> OptimizerParamScheduler:
     """Counted in iterations; a resumed run follows the schedule of its own configuration."""
-    settings = config.optimizer
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.lr_warmup_iters,
-        lr_decay_steps=config.training.train_iters,
+        lr_decay_steps=train_iters,
         lr_decay_style=settings.lr_decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
-        wd_incr_steps=config.training.train_iters,
+        wd_incr_steps=train_iters,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,

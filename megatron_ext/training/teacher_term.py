@@ -24,14 +24,15 @@ from megatron_ext.losses import (
     reduce_scores,
 )
 from megatron_ext.losses.context_parallel import ContextParallelPlan
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config import LossConfig
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.lesson import Lesson
 from megatron_ext.training.run_constants import RunConstants
+from megatron_ext.training.run_plan import TeacherPlan
 
 
 def make_aggregator(
-    config: DistillConfig, objectives: Mapping[str, Objective]
+    loss: LossConfig, teachers: Mapping[str, TeacherPlan], objectives: Mapping[str, Objective]
 ) -> MultiTeacherLossAggregator:
     """The teachers of a run together.
 
@@ -41,13 +42,12 @@ def make_aggregator(
     Raises:
         ConfigError: Modes, weights and objectives that do not go together.
     """
-    loss, teachers = config.loss, config.named_teachers
     try:
         return MultiTeacherLossAggregator(
             teachers={
                 name: TeacherObjective(
                     objective=objective,
-                    weight=teachers[name].weight,
+                    weight=teachers[name].config.weight,
                 )
                 for name, objective in objectives.items()
             },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from megatron_ext.losses import (
     MatchedWeighting,
     ScheduledWeighting,
 )
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config import LossConfig
 from megatron_ext.training.config_file import build_config
 
 if TYPE_CHECKING:
@@ -28,18 +28,17 @@ _TERMS: Final = ("kd", "ce")
 _SECTION: Final = "loss.weighting_options"
 
 
-def make_weighting(config: DistillConfig) -> LossWeighting:
-    """The weighting of a run, before its first step.
+def make_weighting(loss: LossConfig, *, train_iters: int) -> LossWeighting:
+    """The weighting of a run of ``train_iters`` steps, before the first.
 
     Raises:
-        ConfigError: Options that it does not have or cannot use, or weights that it sets itself.
+        ConfigError: Options that it does not have or cannot use.
     """
-    loss = config.loss
-    _check_given(config)
+    _check_options(loss)
+    weights = {"kd": loss.kd_weight, "ce": loss.ce_weight, "steps": train_iters}
+    values = {name: weights[name] for name in _OF_LOSS[loss.weighting]}
     try:
-        return _build(
-            _KINDS[loss.weighting], {**_OF_LOSS[loss.weighting](config), **loss.weighting_options}
-        )
+        return _build(_KINDS[loss.weighting], {**values, **loss.weighting_options})
     except LossError as error:
         raise ConfigError(str(error), where=_SECTION) from error
 
@@ -88,22 +87,13 @@ _KINDS: Final[Mapping[str, type[Any]]] = {
     "gradient_magnitude": GradientMagnitudeWeighting,
 }
 
-_OF_LOSS: Final[Mapping[str, Callable[[DistillConfig], dict[str, Any]]]] = {
-    "fixed": lambda config: {"kd": config.loss.kd_weight, "ce": config.loss.ce_weight},
-    "scheduled": lambda config: {
-        "kd": config.loss.kd_weight,
-        "ce": config.loss.ce_weight,
-        "steps": config.training.train_iters,
-    },
-    "matched": lambda config: {"ce": config.loss.ce_weight},
-    "gradient_magnitude": lambda config: {},
+_OF_LOSS: Final[Mapping[str, tuple[str, ...]]] = {
+    "fixed": ("kd", "ce"),
+    "scheduled": ("kd", "ce", "steps"),
+    "matched": ("ce",),
+    "gradient_magnitude": (),
 }
 """What each takes from the rest of the configuration."""
-
-_SETS_ITSELF: Final[Mapping[str, tuple[str, ...]]] = {
-    "matched": ("kd_weight",),
-    "gradient_magnitude": ("kd_weight", "ce_weight"),
-}
 
 
 def _build(kind: type[Any], values: Mapping[str, Any]) -> LossWeighting:
@@ -111,31 +101,7 @@ def _build(kind: type[Any], values: Mapping[str, Any]) -> LossWeighting:
     return weighting
 
 
-def _check_given(config: DistillConfig) -> None:
-    loss = config.loss
-    for name in _SETS_ITSELF.get(loss.weighting, ()):
-        if getattr(loss, name) != 1.0:
-            raise ConfigError(
-                f"the weighting {loss.weighting} sets {name} itself",
-                where=f"loss.{name}",
-                got=getattr(loss, name),
-                fix="leave it out",
-            )
-    if loss.weighting in _SETS_ITSELF and not config.distils:
-        raise ConfigError(
-            f"the weighting {loss.weighting} needs distillation to weigh",
-            where="loss.weighting",
-            got=f"the objective {loss.objective}",
-            expected="fixed or scheduled",
-        )
-    recomputed = config.training.recompute_granularity
-    if loss.weighting == "gradient_magnitude" and recomputed is not None:
-        raise ConfigError(
-            "gradients of single terms cannot pass activations that are computed again",
-            where="loss.weighting",
-            got=f"{loss.weighting}, and training.recompute_granularity {recomputed}",
-            fix="take another weighting, or keep activations",
-        )
+def _check_options(loss: LossConfig) -> None:
     for name in loss.weighting_options:
         if name.startswith("_") or name in ("kd", "ce", "terms"):
             raise ConfigError(

@@ -20,7 +20,6 @@ from megatron_ext.losses import LossWeighting, TeacherTargets
 from megatron_ext.teachers import Teacher
 from megatron_ext.teachers.remote_teacher import leave, remote_teachers
 from megatron_ext.training import rank_phase
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.data.held_out import HeldOut
 from megatron_ext.training.data.microbatch import Microbatch
 from megatron_ext.training.data.quarantine import log_refused
@@ -38,6 +37,7 @@ from megatron_ext.training.metrics import (
 )
 from megatron_ext.training.metrics_writers import open_writers
 from megatron_ext.training.non_finite import DivergedError, NonFinitePolicy, finite_only
+from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.step_clock import StepClock, StepWatch
 from megatron_ext.training.student import Student
@@ -47,14 +47,16 @@ from megatron_ext.training.validation import HeldOutScores, measure_held_out
 from megatron_ext.training.vocabulary_layout import BatchPlaces
 from megatron_ext.training.watching.teacher_watch import TeacherWatch
 
+Measurement = Callable[[], Mapping[str, float]]
+"""Metrics of the student as it stands; called on every rank."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class Trainer:
     """Everything one rank needs to train; ``train`` runs it to the end."""
 
-    config: DistillConfig
+    plan: RunPlan
     groups: ProcessGroups
-    run_dir: Path
     student: Student
     step: StudentStep
     """Template of the forward step; its counts are set for each global batch."""
@@ -87,28 +89,32 @@ class Trainer:
     clock: StepClock = field(default_factory=StepClock)
     """What the phases of a step take."""
 
-    evaluator: Callable[[], Mapping[str, float]] | None = None
-    """Measures the student by tasks between steps; None where the run has none."""
-
     reader: ReadAhead[list[Microbatch]] = field(init=False)
     """Takes ``batches``, on the host, ahead where a teacher elsewhere is asked ahead."""
 
     def __post_init__(self) -> None:
-        reader = ReadAhead(
+        self.reader = ReadAhead(
             self.batches,
             lambda microbatches: [self._on_host(rows) for rows in microbatches],
             depth=max((its.prefetch for its in remote_teachers(self.teachers).values()), default=0),
-            total=self.config.training.train_iters,
+            total=self.plan.training.train_iters,
         )
-        object.__setattr__(self, "reader", reader)
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return self.plan.run_dir
 
     @property
     def teacher(self) -> Teacher | None:
         """The first teacher."""
         return next(iter(self.teachers.values()), None)
 
-    def train(self) -> None:
+    def train(self, measure: Measurement | None = None) -> None:
         """Resume where the run stands, train to ``train_iters``, leave a checkpoint and a plot.
+
+        Args:
+            measure: Measures the student by tasks between steps, where the run has any.
 
         Raises:
             LossError: A model predicts NaN or infinity; on every rank, before anything is saved.
@@ -117,7 +123,7 @@ class Trainer:
         """
         saved, is_finished = self._saved(), False
         try:
-            self._train(saved)
+            self._train(saved, measure)
             is_finished = True
         except (DivergedError, LossError):
             # All ranks are here, and what they saved before is good.
@@ -130,28 +136,34 @@ class Trainer:
             self.batches.close()
             leave(remote_teachers(self.teachers), is_finished=is_finished)
 
-    def _train(self, saved: SavedRun) -> None:
+    def _train(self, saved: SavedRun, measure: Measurement | None) -> None:
         rank_phase.enter("loading")
         done = saved.load()
-        total = self.config.training.train_iters
+        total = self.plan.training.train_iters
         if not self.groups.is_main:
-            self._loop(saved, done, total, None, None)
+            self._loop(saved, done, measure, None, None)
             return
         if done >= total:
             self._close(done)
             return
-        writers = open_writers(self.config, last_iteration=done)
+        writers = open_writers(self.plan, last_iteration=done)
         with (
             MetricsLog(self.run_dir, last_iteration=done, writers=writers) as log,
             progress_bar("distil" if self.step.term else "train", total=total, done=done) as bar,
         ):
-            self._loop(saved, done, total, log, bar)
+            self._loop(saved, done, measure, log, bar)
         self._close(total)
 
     def _loop(
-        self, saved: SavedRun, done: int, total: int, log: MetricsLog | None, bar: Any
+        self,
+        saved: SavedRun,
+        done: int,
+        measure: Measurement | None,
+        log: MetricsLog | None,
+        bar: Any,
     ) -> None:
-        training, held_out = self.config.training, self.data.held_out
+        training, held_out = self.plan.training, self.data.held_out
+        total = training.train_iters
         watch = StepWatch(self.clock, self.batches)
         teacher_watch = TeacherWatch(remote_teachers(self.teachers))
         for iteration in range(done + 1, total + 1):
@@ -166,10 +178,10 @@ class Trainer:
                 rank_phase.enter("measuring on held-out text")
                 with self.clock.phase("evaluation"):
                     metrics |= self._validate(held_out).metrics()
-            if self.evaluator and (is_last or iteration % self.config.evaluation.interval == 0):
+            if measure and (is_last or iteration % self.plan.evaluation.interval == 0):
                 rank_phase.enter("measuring by tasks")
                 with self.clock.phase("evaluation"):
-                    metrics |= self.evaluator()
+                    metrics |= measure()
             measured = watch.row(metrics, seconds=seconds)
             if log is not None:
                 log.write(iteration=iteration, seconds=seconds, **measured, **metrics)
@@ -185,7 +197,7 @@ class Trainer:
 
     def _iterate(self, iteration: int) -> dict[str, Any]:
         """One optimizer step; the last stage returns what it measured, the others only a little."""
-        policy = NonFinitePolicy(self.config.training, self.groups, self.counts)
+        policy = NonFinitePolicy(self.plan.training, self.groups, self.counts)
         rank_phase.enter("reading data", iteration=iteration)
         with self.clock.phase("data"):
             batches = self.microbatches()
@@ -243,7 +255,7 @@ class Trainer:
 
     def _weights_of_terms(self, step: StudentStep) -> dict[str, float]:
         """Where they are not always the same."""
-        if self.config.loss.weighting == "fixed":
+        if self.plan.loss.weighting == "fixed":
             return {}
         return {f"{name}_weight": weight for name, weight in step.term_weights.items()}
 
@@ -265,7 +277,7 @@ class Trainer:
         refused, retokenized = reader.refused(), reader.retokenized_since_asked()
         for document in refused if self.groups.is_replica_main else ():
             log_refused(self.run_dir, document, iteration=reader.iteration)
-        data = self.config.data
+        data = self.plan.data
         if data.num_workers or data.bad_documents == "skip" or self.data.has_student_ids:
             self.counts.add_data_faults(
                 refused=len(refused) * self.groups.is_replica_main,
@@ -332,7 +344,7 @@ class Trainer:
             teachers=self.teachers,
             next_token=self.step.next_token,
             groups=self.groups,
-            tile_rows=self.config.loss.linear_tile_rows if self.step.linear is not None else None,
+            tile_rows=self.plan.loss.linear_tile_rows if self.step.linear is not None else None,
             same_tokens=self.step.term.same_tokens(self.teachers) if self.step.term else None,
         )
 
@@ -346,7 +358,7 @@ class Trainer:
 
     def _saved(self) -> SavedRun:
         return SavedRun(
-            self.config,
+            self.plan.checkpoints,
             groups=self.groups,
             student=self.student,
             batches=self.reader,
@@ -358,7 +370,7 @@ class Trainer:
 
     def _learned_projections(self) -> LearnedProjections | None:
         term = self.step.term
-        if term is None or not self.config.loss.learned_projection:
+        if term is None or not self.plan.loss.learned_projection:
             return None
         return LearnedProjections.of(self.run_dir, term)
 

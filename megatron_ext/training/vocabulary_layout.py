@@ -26,7 +26,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard, reordered_rows
 from megatron_ext.losses import IdTable
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout, VocabularyOrder
-from megatron_ext.training.config import DistillConfig, ModelConfig
+from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.data.microbatch import Microbatch, TokenBatch
 from megatron_ext.training.model_chunks import ModelChunks
 
@@ -196,12 +196,13 @@ class RunLayout(NamedTuple):
 
 
 def lay_out(
-    config: DistillConfig,
+    run_dir: Path,
     projection: SparseProjection,
     *,
     student: ModelChunks,
     teacher: ModelChunks,
     shards: tuple[VocabShard, VocabShard],
+    models: tuple[ModelConfig, ModelConfig],
     groups: ProcessGroups,
 ) -> RunLayout:
     """Permute the heads of both models, which hold their weights and are not wrapped yet.
@@ -213,12 +214,13 @@ def lay_out(
     Args:
         projection: Of the pair, by ids.
         shards: This rank's columns of the student and of the teacher.
+        models: Both, as they are configured.
 
     Collectives: that of ``ProcessGroups.on_main``, and on stages with a head one all-to-all for
     each model.
     """
     ranks = dist.get_world_size(groups.tp)
-    path = Path(config.run_dir) / LAYOUT_FILE
+    path = run_dir / LAYOUT_FILE
 
     def build() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,8 +240,5 @@ def lay_out(
     for rows, chunks in ((student_rows, student), (teacher_rows, teacher)):
         for chunk in chunks:
             rows.permute_(chunk)
-    assert config.teacher is not None
-    places = BatchPlaces.of(
-        layout, student=config.student, teacher=config.teacher.model, device=groups.device
-    )
+    places = BatchPlaces.of(layout, student=models[0], teacher=models[1], device=groups.device)
     return RunLayout(layout, student_rows, places)

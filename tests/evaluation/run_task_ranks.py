@@ -13,7 +13,7 @@ from megatron_ext.evaluation.run_tasks import RunTasks
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.evaluation_config import EvaluationConfig, EvaluationTaskConfig
-from megatron_ext.training.evaluator import evaluated
+from megatron_ext.training.evaluator import measurement
 from megatron_ext.training.metrics import read_metrics
 from tests.training.rank_functions import _trainer
 from tests.training.tiny_run import objective_run
@@ -75,8 +75,8 @@ def train(rank: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[s
 
 def _train(config: DistillConfig) -> Any:
     tasks = RunTasks(config.evaluation) if config.evaluation.tasks else None
-    trainer = evaluated(_trainer(config), tasks, build_tokenizer(config.tokenizer))
-    trainer.train()
+    trainer = _trainer(config)
+    trainer.train(measurement(trainer, tasks, build_tokenizer(config.tokenizer)))
     chunk = trainer.student.chunks[-1]
     assert chunk.training
     return {name: value.detach().clone() for name, value in chunk.named_parameters()}

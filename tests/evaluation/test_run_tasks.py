@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -13,10 +12,9 @@ import torch
 
 from megatron_ext.errors import ConfigError, MegatronExtError, UnknownNameError
 from megatron_ext.evaluation.run_tasks import RunTasks, main_metrics
-from megatron_ext.training.config import ParallelConfig
 from megatron_ext.training.evaluation_config import EvaluationConfig, EvaluationTaskConfig
 from tests.evaluation.evaluation_ranks import evaluate
-from tests.evaluation.run_task_ranks import run_config, train, with_tasks, write_tasks
+from tests.evaluation.run_task_ranks import train, write_tasks
 from tests.process_group import run_ranks
 from tests.training.tiny_run import write_corpus, write_rank_list
 
@@ -103,26 +101,6 @@ def test_what_a_run_cannot_ask_is_refused_before_a_model_is_built(
     task = EvaluationTaskConfig(**{"data": str(folder / "gsm8k.jsonl"), **options})
     with pytest.raises(error, match=r"humaneval_plus|no_such_task|missing\.jsonl"):
         RunTasks(EvaluationConfig(tasks={name: task}))
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        {"context_parallel_size": 2},
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {"pipeline_model_parallel_size": 1, "overlap_param_gather": True}
-        | {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
-    ],
-    ids=lambda parallel: "-".join(parallel),
-)
-def test_layouts_in_which_tasks_cannot_be_asked_are_refused(
-    tmp_path: Path, parallel: dict[str, Any]
-) -> None:
-    config = run_config(tmp_path, "run")
-    model = dataclasses.replace(config.student, seq_length=40)
-    config = dataclasses.replace(config, student=model, parallel=ParallelConfig(**parallel))
-    with pytest.raises(ConfigError, match="megatron-ext evaluate"):
-        with_tasks(config, tmp_path)
 
 
 def _without_times(row: dict[str, Any]) -> dict[str, Any]:

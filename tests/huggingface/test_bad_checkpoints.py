@@ -13,15 +13,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ext.errors import CheckpointError, MegatronExtError
-from megatron_ext.huggingface.checkpoint_files import CheckpointFiles, is_checkpoint_folder
+from megatron_ext.huggingface.checkpoint_files import (
+    CheckpointFiles,
+    copy_side_files,
+    is_checkpoint_folder,
+)
 from megatron_ext.huggingface.checkpoint_writer import TensorPlan, shards, write_checkpoint
 from megatron_ext.huggingface.model_settings import model_config, model_settings
 from megatron_ext.huggingface.rotary import LLAMA3
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.kept_tokenizer import KeptTokenizer
 from megatron_ext.training.model_check import checked, full_settings
 from megatron_ext.training.model_section import with_huggingface_models
 from tests.huggingface.tiny_models import MODELS, VOCAB_SIZE, save_model
+from tests.training.tiny_run import write_rank_list
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +200,30 @@ def test_a_configuration_takes_model_and_tokenizer_from_folders(folder: Path) ->
     assert "hidden_size" not in section["model"]
 
 
+def test_a_checkpoint_of_ours_without_a_model_asks_for_its_keys(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "iter_0000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "metadata.json").write_text("{}")
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    file = checkpoint / "huggingface" / "config.json"
+    with pytest.raises(CheckpointError, match=rf"teacher\.checkpoint: .*got no {file}; .*num_lay"):
+        with_huggingface_models({"teacher": {"checkpoint": str(tmp_path)}})
+    values = {"teacher": {"checkpoint": str(tmp_path), "model": {"num_layers": 2}}}
+    assert with_huggingface_models(values)["teacher"] == values["teacher"]
+
+
+def test_every_file_but_weights_is_kept_whatever_its_name(folder: Path, tmp_path: Path) -> None:
+    kept = {"qwen.tiktoken", "tokenization_qwen.py", "spiece.model", "preprocessor_config.json"}
+    left = {"pytorch_model.bin", "model.safetensors.index.json", "README.md", ".gitattributes"}
+    for name in kept | left:
+        (folder / name).write_text("x")
+    copy_side_files(folder, tmp_path / "copy")
+    names = {path.name for path in (tmp_path / "copy").iterdir()}
+    assert kept | {"config.json", "tokenizer.json"} <= names
+    assert not names & left
+    assert not [name for name in names if name.endswith(".safetensors")]
+
+
 def test_a_tokenizer_of_bytes_is_not_given_the_file_of_the_folder(folder: Path) -> None:
     values = {"initial_checkpoint": str(folder), "tokenizer": {"library": "byte-level"}}
     assert with_huggingface_models(values)["tokenizer"] == {"library": "byte-level"}
@@ -229,3 +260,18 @@ def test_files_are_cut_by_size_and_appear_together(tmp_path: Path) -> None:
         write_checkpoint(
             tmp_path / "out", config={}, files=[], read=read, write_others=lambda folder: None
         )
+
+
+def test_files_of_a_library_that_the_folder_does_not_name_are_of_its_tokenizer(
+    folder: Path, tmp_path: Path
+) -> None:
+    ranks, kept = write_rank_list(tmp_path), tmp_path / "checkpoint" / "huggingface"
+    tokenizer = build_tokenizer(TokenizerConfig(library="tiktoken", model=str(ranks)))
+    tokenizer.save_pretrained(tmp_path / "checkpoint" / "tokenizer")
+    kept.mkdir()
+    for name, file in (("config.json", folder / "config.json"), (ranks.name, ranks)):
+        shutil.copyfile(file, kept / name)
+    (kept / "tokenizer_config.json").write_text("{}")
+    assert KeptTokenizer(tmp_path / "checkpoint").is_of_huggingface
+    (kept / ranks.name).write_text("[]")
+    assert not KeptTokenizer(tmp_path / "checkpoint").is_of_huggingface

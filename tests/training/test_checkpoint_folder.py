@@ -64,9 +64,10 @@ def test_a_pointer_to_nothing_lists_what_there_is(tmp_path: Path, name: str) -> 
 
 
 def test_a_checkpoint_is_found_by_its_own_folder_or_its_runs(tmp_path: Path) -> None:
-    first, second = make(tmp_path, 20, 40)
+    first, second = make(tmp_path / "checkpoints", 20, 40)
     set_latest_checkpoint(second, keep=2)
-    assert find_checkpoint(str(tmp_path), where="x") == second
+    for folder in (tmp_path, tmp_path / "checkpoints", second):
+        assert find_checkpoint(str(folder), where="x") == second
     assert find_checkpoint(str(first), where="x") == first
 
 

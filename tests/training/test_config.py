@@ -132,6 +132,8 @@ def test_a_model_that_does_not_divide_over_the_layout_is_refused(
 def test_an_objective_that_needs_a_teacher_asks_for_one() -> None:
     with pytest.raises(ConfigError, match=r"'projected_kl' needs a teacher.*next_token"):
         distill_config(teacher=None)
+    with pytest.raises(ConfigError, match="did you mean 'projected_kl'"):
+        distill_config(teacher=None, loss=LossConfig(objective="projectd_kl"))
 
 
 def test_a_warm_up_as_long_as_the_run_is_refused() -> None:

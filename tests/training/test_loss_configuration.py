@@ -7,12 +7,20 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses import GradientMagnitudeWeighting, MatchedWeighting, ScheduledWeighting
+from megatron_ext.losses import (
+    GradientMagnitudeWeighting,
+    LossWeighting,
+    MatchedWeighting,
+    Objective,
+    ScheduledWeighting,
+)
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.config_file import build_config
-from megatron_ext.training.loss_check import check_loss, teacher_objective
+from megatron_ext.training.loss_check import check_loss
+from megatron_ext.training.objective import teacher_objective
 from megatron_ext.training.run_folder import _check_same_run, config_values
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.term_weighting import make_weighting
 from tests.data.readers import student_tokenizer, teacher_tokenizer
 
@@ -35,6 +43,11 @@ def config_of(**changes: Any) -> DistillConfig:
 def check(config: DistillConfig, **tokenizers: MegatronTokenizerText) -> None:
     teachers = {name: teacher_tokenizer() for name in config.named_teachers}
     check_loss(config, student_tokenizer(), teachers | tokenizers)
+
+
+def weighting(loss: dict[str, Any]) -> LossWeighting:
+    config = config_of(loss=loss)
+    return make_weighting(config.loss, train_iters=config.training.train_iters)
 
 
 def test_teachers_are_sections_by_name_or_a_list_with_names() -> None:
@@ -60,8 +73,6 @@ def test_a_written_configuration_is_read_as_it_was() -> None:
         ({"teachers": {"a": TEACHER | {"weight": -1.0}}}, "teachers.a: a teacher's weight"),
         ({"teachers": {"a": TEACHER | {"wait": 1.0}}}, "teachers.a.wait: unknown"),
         ({"teachers": {"a": TEACHER | {"objective": "next_token"}}}, "reads no teacher"),
-        ({"teacher": TEACHER}, "teachers are given twice"),
-        ({"projection": "p"}, "a projection is of one teacher"),
         ({"teachers": {}}, "needs a teacher"),
         (
             {"parallel": {"pipeline_model_parallel_size": 2}, "student": MODEL | {"num_layers": 4}}
@@ -84,19 +95,16 @@ def test_a_teacher_has_the_objective_and_options_of_the_loss_but_for_its_own() -
     }
     loss = {"options": {"vocab_topk": 16}, "temperature": 2.0}
     config = config_of(teachers=teachers, loss=loss)
-    assert teacher_objective(config, "a") == teacher_objective(
-        config_of(
-            teachers={"a": TEACHER},
-            loss={"options": {"vocab_topk": 16, "exact_token_match_only": True}, "temperature": 3},
-        ),
-        "a",
+
+    def objective_of(name: str, **loss: Any) -> Objective:
+        alone = config_of(teachers={name: TEACHER}, loss=loss)
+        return teacher_objective(TeacherPlan.of(alone, name))
+
+    assert teacher_objective(TeacherPlan.of(config, "a")) == objective_of(
+        "a", options={"vocab_topk": 16, "exact_token_match_only": True}, temperature=3
     )
-    assert teacher_objective(config, "b") == teacher_objective(
-        config_of(
-            teachers={"b": TEACHER},
-            loss={"objective": "strict_topk", "options": {"top_k": 8}, "temperature": 2.0},
-        ),
-        "b",
+    assert teacher_objective(TeacherPlan.of(config, "b")) == objective_of(
+        "b", objective="strict_topk", options={"top_k": 8}, temperature=2.0
     )
 
 
@@ -108,17 +116,11 @@ def test_a_teacher_has_the_objective_and_options_of_the_loss_but_for_its_own() -
             {"teacher_mode": "select_teacher", "teacher_weights": "entropy"},
             "loss.teacher_mode: dynamic weights",
         ),
-        ({"linear": True, "teacher_mode": "select_teacher"}, "loss.teacher_mode: the linear form"),
-        ({"linear": True, "learned_projection": True}, "loss.learned_projection: the linear form"),
-        ({"linear": True, "weighting": "gradient_magnitude"}, "loss.weighting: the linear form"),
-        ({"linear": True, "objective": "dskd"}, "loss.linear: the objective big has no linear"),
-        ({"objective": "alm", "learned_projection": True}, "no objective learns a projection"),
         (
             {"weighting": "matched", "weighting_options": {"decoy": 0.5}},
             "loss.weighting_options.decoy: unknown",
         ),
         ({"weighting": "matched", "weighting_options": {"decay": 2.0}}, "expected in [0, 1)"),
-        ({"weighting": "matched", "kd_weight": 2.0}, "loss.kd_weight: the weighting matched sets"),
         ({"weighting_options": {"kd": 2.0}}, "loss.weighting_options.kd: no such option"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
@@ -129,12 +131,6 @@ def test_what_does_not_go_together_is_refused_before_a_model_is_built(
     with pytest.raises(ConfigError) as caught:
         check(config_of(loss=loss))
     assert words in str(caught.value)
-
-
-def test_two_teachers_have_no_common_vocabulary_layout() -> None:
-    training = {"train_iters": 5, "vocabulary_layout": "co_sharded"}
-    with pytest.raises(ConfigError, match="laid out for a pair"):
-        check(config_of(training=training))
 
 
 def test_an_option_of_a_teacher_is_refused_where_it_is() -> None:
@@ -149,27 +145,11 @@ def test_a_weighting_has_the_weights_of_the_loss_and_its_own_options() -> None:
         "kd_weight": 2.0,
         "weighting_options": {"kd_schedule": "linear"},
     }
-    assert make_weighting(config_of(loss=loss)) == ScheduledWeighting(
-        kd=2.0, ce=1.0, kd_schedule="linear", steps=5
-    )
+    assert weighting(loss) == ScheduledWeighting(kd=2.0, ce=1.0, kd_schedule="linear", steps=5)
     matched = {"weighting": "matched", "ce_weight": 0.5, "weighting_options": {"decay": 0.5}}
-    assert make_weighting(config_of(loss=matched)) == MatchedWeighting(ce=0.5, decay=0.5)
-    pulled = make_weighting(config_of(loss={"weighting": "gradient_magnitude"}))
+    assert weighting(matched) == MatchedWeighting(ce=0.5, decay=0.5)
+    pulled = weighting({"weighting": "gradient_magnitude"})
     assert pulled == GradientMagnitudeWeighting()
-
-
-def test_weights_that_follow_distillation_need_some() -> None:
-    loss = LossConfig(objective="next_token", weighting="matched")
-    config = config_of(loss={"objective": loss.objective, "weighting": loss.weighting})
-    with pytest.raises(ConfigError, match="needs distillation to weigh"):
-        make_weighting(config)
-
-
-def test_gradients_of_terms_need_activations_that_are_kept() -> None:
-    training = {"train_iters": 5, "recompute_granularity": "selective"}
-    config = config_of(training=training, loss={"weighting": "gradient_magnitude"})
-    with pytest.raises(ConfigError, match="computed again"):
-        make_weighting(config)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from megatron_ext.megatron_lm.loop_arguments import (
 )
 from megatron_ext.megatron_lm.pretrain import PretrainDistillation
 from megatron_ext.training.config import LossConfig
-from megatron_ext.training.evaluation_config import EvaluationConfig, EvaluationTaskConfig
 from tests.process_group import run_ranks
 from tests.training.pretrain_runs import (
     STEPS,
@@ -206,12 +205,20 @@ def test_a_vocabulary_of_another_size_is_refused() -> None:
         check_padded_vocab_size(SimpleNamespace(padded_vocab_size=8192), 8064)
 
 
+def test_what_megatron_has_a_flag_for_is_passed(tmp_path: Path) -> None:
+    config = pretrain_config(tmp_path, "run")
+    student = dataclasses.replace(
+        config.student,
+        layernorm_zero_centered_gamma=True,
+        rotary_seq_len_interpolation_factor=8.0,
+    )
+    flags = " ".join(loop_flags(dataclasses.replace(config, student=student), vocab_size=100))
+    assert "--apply-layernorm-1p " in flags
+    assert "--rotary-seq-len-interpolation-factor 8 " in flags
+
+
 def test_what_only_our_loop_has_is_refused(tmp_path: Path) -> None:
     config = pretrain_config(tmp_path, "run")
     training = dataclasses.replace(config.training, vocabulary_layout="co_sharded")
     with pytest.raises(ConfigError, match=r"training\.vocabulary_layout"):
         PretrainDistillation(dataclasses.replace(config, training=training), SimpleNamespace)
-    tasks = {"mmlu": EvaluationTaskConfig(data="mmlu")}
-    measured = dataclasses.replace(config, evaluation=EvaluationConfig(tasks=tasks))
-    with pytest.raises(ConfigError, match=r"evaluation\.tasks"):
-        PretrainDistillation(measured, SimpleNamespace)

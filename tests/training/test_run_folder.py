@@ -147,17 +147,17 @@ def test_where_a_teacher_runs_may_change_and_what_it_sends_may_not(
 def test_a_start_that_left_no_checkpoint_binds_nothing(config: DistillConfig) -> None:
     record_run(config, TEXT)
     check_run_folder(changed(config, "optimizer.lr", 0.5))
-    check_same_text(config, {"train": {"sha256": "bb"}, "validation": None})
+    check_same_text(Path(config.run_dir), {"train": {"sha256": "bb"}, "validation": None})
 
 
 def test_a_run_that_goes_on_with_another_text_is_refused(
     config: DistillConfig, started: Path
 ) -> None:
-    check_same_text(config, TEXT)
+    check_same_text(Path(config.run_dir), TEXT)
     with pytest.raises(ConfigError, match=r"another text in data\.train; got sha256 bb; expect"):
-        check_same_text(config, {**TEXT, "train": {"sha256": "bb"}})
+        check_same_text(Path(config.run_dir), {**TEXT, "train": {"sha256": "bb"}})
     with pytest.raises(ConfigError, match=r"another text in data\.validation"):
-        check_same_text(config, {**TEXT, "validation": {"sha256": "cc"}})
+        check_same_text(Path(config.run_dir), {**TEXT, "validation": {"sha256": "cc"}})
 
 
 def test_a_recorded_configuration_that_was_spoilt_is_refused_with_its_line(

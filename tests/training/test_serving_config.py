@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training.config import LossConfig, TeacherConfig, TrainingConfig
+from megatron_ext.training.config import LossConfig, TeacherConfig
 from megatron_ext.training.objective import make_objective
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.serving_config import ServingConfig
@@ -24,7 +24,6 @@ def teacher(serving: dict[str, Any] | None = None, **fields: Any) -> TeacherConf
 @pytest.mark.parametrize(
     ("fields", "serving", "words"),
     [
-        ({"cache": "c", "placement": "process"}, {}, "cached is nowhere; got cache and placement"),
         ({"placement": "own_ranks"}, {}, "got placement own_ranks without serving.ranks"),
         ({}, {"ranks": 2}, "got placement student_ranks with serving.ranks"),
         ({"placement": "server"}, {}, "got placement server without serving.address"),
@@ -50,8 +49,6 @@ def teacher(serving: dict[str, Any] | None = None, **fields: Any) -> TeacherConf
             {"ranks": 2, "tensor_model_parallel_size": 2},
             "the library huggingface runs whole models",
         ),
-        ({"placement": "own_ranks", "offload": True}, {"ranks": 1}, "nothing to make room for"),
-        ({"cache": "c", "offload": True}, {}, "nothing to make room for"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
@@ -99,53 +96,14 @@ def test_a_teacher_elsewhere_divides_over_its_own_layout_and_not_the_students() 
         distill_config(parallel=parallel)
 
 
-def test_a_co_sharded_layout_needs_the_teacher_on_the_students_ranks() -> None:
-    training = TrainingConfig(train_iters=10, vocabulary_layout="co_sharded")
-    with pytest.raises(ConfigError, match="targets from elsewhere are in the order of the ids"):
-        distill_config(teacher=teacher(placement="process"), training=training)
-
-
 def test_a_run_that_does_not_distil_gives_its_teacher_no_ranks() -> None:
     its = teacher({"ranks": 2}, placement="own_ranks")
     config = distill_config(teacher=its, loss=LossConfig(objective="next_token"))
     assert config.teacher_ranks == {}
 
 
-@pytest.mark.parametrize(
-    ("loss", "kind", "words"),
-    [
-        (
-            {"objective": "projected_kl"},
-            "topk",
-            "the objective projected_kl cannot use targets from elsewhere of this form",
-        ),
-        (
-            {"objective": "dskd", "options": {"projectors": "heads"}},
-            "hidden",
-            "need the teacher's model",
-        ),
-        (
-            {"objective": "alm", "teacher_weights": "entropy"},
-            "label",
-            "teacher_weights entropy reads the teacher's logits, which it does not send",
-        ),
-    ],
-    ids=["form", "heads", "weights"],
-)
-def test_an_objective_that_needs_more_than_is_sent(
-    loss: dict[str, Any], kind: Any, words: str
-) -> None:
-    config = distill_config(teacher=teacher(placement="process"), loss=LossConfig(**loss))
-    form = TargetForm.of(kind, precision=None, top_k=4, hidden_size=8, vocab_size=100)
-    with pytest.raises(ConfigError) as caught:
-        check_targets(config, "teacher", make_objective(config.loss), form, key="serving.targets")
-    assert words in str(caught.value)
-    assert "teacher.serving.targets" in str(caught.value)
-
-
-def test_megatron_lms_loop_has_teachers_on_its_own_ranks_alone() -> None:
-    from megatron_ext.megatron_lm.pretrain import PretrainDistillation
-
+def test_an_objective_that_needs_more_than_is_sent() -> None:
     config = distill_config(teacher=teacher(placement="process"))
-    with pytest.raises(ConfigError, match=r"not Megatron-LM's loop; got process.*student_ranks"):
-        PretrainDistillation(config, lambda: None)
+    form = TargetForm.of("topk", precision=None, top_k=4, hidden_size=8, vocab_size=100)
+    with pytest.raises(ConfigError, match=r"teacher\.serving\.targets: .*targets from elsewhere"):
+        check_targets(config, "teacher", make_objective(config.loss), form, key="serving.targets")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.run_folder import check_run_folder, record_run
 from tests.training.tiny_run import student_run, write_corpus, write_rank_list
@@ -36,18 +36,19 @@ def changed(config: DistillConfig, **training: Any) -> DistillConfig:
     return dataclasses.replace(config, training=dataclasses.replace(config.training, **training))
 
 
-@pytest.mark.parametrize("objective", ["uld", "alm", "vocab_kl", "next_token"])
-def test_an_objective_without_a_projection_has_nothing_to_lay_out_by(
-    config: DistillConfig, objective: str
-) -> None:
-    config = dataclasses.replace(config, loss=LossConfig(objective=objective))
-    with pytest.raises(ConfigError, match=r"training\.vocabulary_layout: .*has no projection"):
-        read_inputs(config, world_size=1)
-
-
 def test_an_objective_with_a_projection_may_have_one(config: DistillConfig) -> None:
     inputs = read_inputs(config, world_size=1)
     assert [teacher.projection for teacher in inputs.teachers.values()] == [None]
+
+
+def test_a_teacher_may_be_named_by_its_run_and_the_checkpoint_is_told(
+    config: DistillConfig, tmp_path: Path
+) -> None:
+    assert config.teacher is not None
+    teacher = dataclasses.replace(config.teacher, checkpoint=str(tmp_path / "teacher"))
+    inputs = read_inputs(dataclasses.replace(config, teacher=teacher), world_size=1)
+    taken = f"{tmp_path / 'teacher' / 'checkpoints' / 'iter_0000001'}: the latest checkpoint of"
+    assert any(warning.startswith(taken) for warning in inputs.warnings)
 
 
 def test_a_run_may_go_on_with_or_without_a_layout(config: DistillConfig) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -26,6 +27,7 @@ from megatron_ext.training.dry_run.report import report
 from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.model_check import check_if_huggingface
 from megatron_ext.training.run_folder import CHECKPOINTS
+from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 
 _SHAPES: Final = (
     "num_layers",
@@ -96,17 +98,18 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
         data = dataclasses.replace(config.data, index_cache=folder, alignment_cache=None)
         inputs = read_inputs(dataclasses.replace(config, data=data), world_size=world_size)
         summary = inputs.data.summary()
+    run = RunPlan.of(config)
     plan = Plan.of(
-        config,
+        run,
         world_size=world_size,
         vocab_size=inputs.tokenizer.vocab_size,
         teacher_vocab_sizes={
             name: teacher.tokenizer.vocab_size for name, teacher in inputs.teachers.items()
         },
-        forms=_forms(config, inputs),
+        forms=_forms(run.teachers, inputs),
         has_flash=has_flash,
     )
-    compared = _check_checkpoints(config)
+    compared = _check_checkpoints(run, config.initial_checkpoint)
     pairs = {
         name: pair_cost(
             projection,
@@ -114,54 +117,52 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
             plan.teachers[name],
             is_laid_out=config.training.vocabulary_layout != "original",
         )
-        for name, projection in _projections(config, inputs).items()
+        for name, projection in _projections(run.teachers, inputs).items()
     }
     return report(dataclasses.replace(plan, pairs=pairs), summary, compared, inputs.doubts)
 
 
-def _check_checkpoints(config: DistillConfig) -> dict[str, bool]:
+def _check_checkpoints(run: RunPlan, initial_checkpoint: str | None) -> dict[str, bool]:
     """Every checkpoint that the run would load, and whether it says what model it is of."""
     compared = {}
-    latest = latest_checkpoint(Path(config.run_dir) / CHECKPOINTS)
-    if latest is None and config.initial_checkpoint:
-        latest = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
+    latest = latest_checkpoint(run.run_dir / CHECKPOINTS)
+    if latest is None and initial_checkpoint:
+        latest = find_checkpoint(initial_checkpoint, where="initial_checkpoint")
     if latest is not None:
-        compared[str(latest)] = check_checkpoint(latest, config.student, where="student")
-    for name, teacher in config.named_teachers.items() if config.distils else ():
-        section = config.section_of(name)
-        checkpoint = find_checkpoint(teacher.checkpoint, where=f"{section}.checkpoint")
-        if teacher.library == "huggingface":
+        compared[str(latest)] = check_checkpoint(latest, run.student, where="student")
+    for teacher in run.teachers.values():
+        checkpoint = teacher.checkpoint
+        if teacher.config.library == "huggingface":
             # Compared where its files were checked.
             compared[str(checkpoint)] = True
             continue
         compared[str(checkpoint)] = check_checkpoint(
-            checkpoint, teacher.model, where=f"{section}.model"
+            checkpoint, teacher.config.model, where=f"{teacher.section}.model"
         )
     return compared
 
 
-def _forms(config: DistillConfig, inputs: Inputs) -> dict[str, TargetForm]:
+def _forms(teachers: Mapping[str, TeacherPlan], inputs: Inputs) -> dict[str, TargetForm]:
     """Of the teachers that are elsewhere or cached."""
     from megatron_ext.training.teachers.served_form import served_form
     from megatron_ext.training.teachers.target_cache import TargetCache
 
     found = {}
-    for name, teacher in config.named_teachers.items() if config.distils else ():
-        if teacher.cache is not None:
-            found[name] = TargetCache(teacher.cache).form
-        elif teacher.is_elsewhere:
-            found[name] = served_form(config, name, inputs.teachers[name].tokenizer)
+    for name, teacher in teachers.items():
+        if teacher.config.cache is not None:
+            found[name] = TargetCache(teacher.config.cache).form
+        elif teacher.config.is_elsewhere:
+            found[name] = served_form(teacher, inputs.teachers[name].tokenizer)
     return found
 
 
-def _projections(config: DistillConfig, inputs: Inputs) -> dict[str, SparseProjection]:
+def _projections(plans: Mapping[str, TeacherPlan], inputs: Inputs) -> dict[str, SparseProjection]:
     """Those that are configured, and those that the run would build, built in memory."""
-    from megatron_ext.training.objective import make_objective
+    from megatron_ext.training.objective import teacher_objective
 
     found = {}
-    for name, teacher in inputs.teachers.items() if config.distils else ():
-        loss = config.loss.of_teacher(config.named_teachers[name])
-        method = make_objective(loss).needs.projection
+    for name, plan in plans.items():
+        teacher, method = inputs.teachers[name], teacher_objective(plan).needs.projection
         if teacher.projection is not None:
             found[name] = teacher.projection
         elif method is not None:

@@ -57,7 +57,7 @@ def norm_activations(plan: Plan, shape: ModelShape) -> int:
         row = 2 * element * hidden + FP32
     else:
         row = 2 * FP32 * hidden + FP32 + element * hidden
-    ranks = shape.tp if plan.config.parallel.sequence_parallel else 1
+    ranks = shape.tp if plan.run.parallel.sequence_parallel else 1
     return plan.tokens(shape) * row // ranks
 
 
@@ -110,7 +110,7 @@ def _scores(plan: Plan, shape: ModelShape) -> int:
         return _gathered(plan, shape)
     length = shape.model.seq_length
     score = FP32 if plan.element == FP32 else FP32 + plan.element
-    mask = 0 if plan.config.data.packing else length * length
+    mask = 0 if plan.run.data.packing else length * length
     return score * shape.heads * plan.tokens(shape) * length + mask
 
 
@@ -118,13 +118,13 @@ def _gathered(plan: Plan, shape: ModelShape) -> int:
     tokens, query = plan.tokens(shape), shape.heads * shape.head_width
     width = plan.row_length(shape) // (2 * plan.cp)
     seen = plan.row_length(shape) + width
-    masks = width * seen * (plan.batch if plan.config.data.packing else 1)
+    masks = width * seen * (plan.batch if plan.run.data.packing else 1)
     kept = 2 * plan.batch * seen * query + tokens * query + masks
     return plan.element * kept + FP32 * shape.heads * tokens
 
 
 def _kept_of_layers(plan: Plan, shape: ModelShape) -> int:
-    training = plan.config.training
+    training = plan.run.training
     one = layer_activations(plan, shape)
     if training.recompute_granularity is None:
         return shape.layers * one
@@ -138,7 +138,7 @@ def _kept_of_layers(plan: Plan, shape: ModelShape) -> int:
 
 def _computed_again(plan: Plan, shape: ModelShape) -> int:
     """What one stretch keeps while its backward pass is under way."""
-    training = plan.config.training
+    training = plan.run.training
     if training.recompute_granularity is None:
         return 0
     if training.recompute_granularity == "selective":
@@ -148,7 +148,7 @@ def _computed_again(plan: Plan, shape: ModelShape) -> int:
 
 
 def _stretch(plan: Plan) -> int:
-    return plan.config.training.recompute_num_layers or 1
+    return plan.run.training.recompute_num_layers or 1
 
 
 SLICE_BYTES: Final = {"cpu": 4 << 20, "cuda": 128 << 20}
@@ -227,9 +227,7 @@ def _optimizer_state(plan: Plan, parameters: int) -> int:
     # In fp32 the weights are their own main copy.
     state = parameters * FP32 * (2 if plan.element == FP32 else 3)
     return (
-        -(-state // plan.gradient_ranks)
-        if plan.config.parallel.use_distributed_optimizer
-        else state
+        -(-state // plan.gradient_ranks) if plan.run.parallel.use_distributed_optimizer else state
     )
 
 
@@ -253,7 +251,7 @@ def _heads(plan: Plan) -> int:
 
 def _batch(plan: Plan, shape: ModelShape) -> int:
     # A packed row's mask is [1, S, T] booleans.
-    masked = plan.row_length(shape) if plan.config.data.packing else 0
+    masked = plan.row_length(shape) if plan.run.data.packing else 0
     cut = _INPUT_BYTES if plan.cp > 1 else 0
     return plan.microbatches * plan.tokens(shape) * (plan.cp * _TOKEN_BYTES + cut + masked)
 
@@ -262,7 +260,7 @@ def _loss(plan: Plan) -> int:
     teachers = plan.teachers.values()
     tables = sum(pair.entries for pair in plan.pairs.values()) * 2 * (FP32 + _INT32)
     slices = _SLICES * SLICE_BYTES["cuda" if plan.has_flash else "cpu"]
-    if plan.teachers and plan.config.loss.linear:
+    if plan.teachers and plan.run.loss.linear:
         return tables + slices + _tiles(plan)
     # The logits, and a gradient of each term of the loss; a copy of the logits of the chunks that a
     # context-parallel rank owns.
@@ -275,7 +273,7 @@ def _loss(plan: Plan) -> int:
 
 def _tiles(plan: Plan) -> int:
     """A tile's logits of both models and their gradient; gradients of hidden states and head."""
-    rows = plan.config.loss.linear_tile_rows
+    rows = plan.run.loss.linear_tile_rows
     student = plan.student
     widest = max(teacher.head_rows for teacher in plan.teachers.values())
     tile = min(rows, plan.tokens(student)) * 2 * student.head_rows + rows * widest

@@ -13,12 +13,14 @@ from typing import Final
 
 import numpy as np
 
+from megatron_ext.distributed.layout import Layout
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.projection.layout.vocabulary_layout import LayoutStatistics
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.tokenizers.build import padded_vocab_size
-from megatron_ext.training.config import DistillConfig, ModelConfig
+from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.run_plan import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +128,7 @@ class PairCost:
 class Plan:
     """A run on a number of processes."""
 
-    config: DistillConfig
+    run: RunPlan
     world_size: int
     dp: int
     student: ModelShape
@@ -147,7 +149,7 @@ class Plan:
     @classmethod
     def of(
         cls,
-        config: DistillConfig,
+        run: RunPlan,
         *,
         world_size: int,
         vocab_size: int,
@@ -161,15 +163,14 @@ class Plan:
         Raises:
             ConfigError: The processes do not divide into replicas.
         """
-        named = config.named_teachers if config.distils else {}
         return cls(
-            config=config,
+            run=run,
             world_size=world_size,
-            dp=config.parallel.layout.replicas(world_size),
-            student=_shape(config.student, vocab_size, config),
+            dp=run.parallel.layout.replicas(world_size),
+            student=_shape(run.student, vocab_size, run.parallel.layout),
             teachers={
-                name: _shape(teacher.model, teacher_vocab_sizes[name], config)
-                for name, teacher in named.items()
+                name: _shape(teacher.config.model, teacher_vocab_sizes[name], run.parallel.layout)
+                for name, teacher in run.teachers.items()
             },
             pairs=pairs or {},
             forms=forms or {},
@@ -184,7 +185,7 @@ class Plan:
     @property
     def cp(self) -> int:
         """Context-parallel ranks, each with a part of every row."""
-        return self.config.parallel.context_parallel_size
+        return self.run.parallel.context_parallel_size
 
     @property
     def gradient_ranks(self) -> int:
@@ -194,17 +195,17 @@ class Plan:
     @property
     def element(self) -> int:
         """Bytes of a weight and of an activation."""
-        return ELEMENT_BYTES[self.config.training.precision]
+        return ELEMENT_BYTES[self.run.training.precision]
 
     @property
     def batch(self) -> int:
         """Rows of a microbatch."""
-        return self.config.training.micro_batch_size
+        return self.run.training.micro_batch_size
 
     @property
     def microbatches(self) -> int:
         """Microbatches of a replica in a step."""
-        return self.config.training.global_batch_size // (self.batch * self.dp)
+        return self.run.training.global_batch_size // (self.batch * self.dp)
 
     @property
     def stages(self) -> int:
@@ -214,12 +215,12 @@ class Plan:
     @property
     def chunks(self) -> int:
         """Model chunks of a pipeline rank."""
-        return self.config.parallel.virtual_pipeline_model_parallel_size
+        return self.run.parallel.virtual_pipeline_model_parallel_size
 
     @property
     def recomputed_share(self) -> float:
         """Share of the student's layers that run forward twice."""
-        training = self.config.training
+        training = self.run.training
         if training.recompute_granularity != "full":
             return 0.0
         if training.recompute_method == "uniform":
@@ -229,7 +230,7 @@ class Plan:
 
     def hidden_bytes(self, shape: ModelShape) -> int:
         """Bytes of a microbatch's hidden states between two layers, on a rank."""
-        ranks = shape.tp if self.config.parallel.sequence_parallel else 1
+        ranks = shape.tp if self.run.parallel.sequence_parallel else 1
         return self.tokens(shape) * shape.model.hidden_size * self.element // ranks
 
     def tokens(self, shape: ModelShape) -> int:
@@ -238,21 +239,20 @@ class Plan:
 
     def row_length(self, shape: ModelShape) -> int:
         """Positions of a row, over all context-parallel ranks."""
-        multiple = self.config.parallel.layout.sequence_multiple
+        multiple = self.run.parallel.layout.sequence_multiple
         return -(-shape.model.seq_length // multiple) * multiple
 
 
-def _shape(model: ModelConfig, vocab_size: int, config: DistillConfig) -> ModelShape:
-    tp = config.parallel.tensor_model_parallel_size
+def _shape(model: ModelConfig, vocab_size: int, layout: Layout) -> ModelShape:
     return ModelShape(
         model=model,
         padded_vocab_size=padded_vocab_size(
             model.padded_ids(vocab_size),
             make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-            tensor_model_parallel_size=tp,
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
         ),
-        tp=tp,
-        pp=config.parallel.pipeline_model_parallel_size,
+        tp=layout.tensor_model_parallel_size,
+        pp=layout.pipeline_model_parallel_size,
     )
 
 

@@ -58,7 +58,7 @@ def _shown_stages(plan: Plan) -> list[int]:
 
 
 def _run(plan: Plan) -> str:
-    student, training = plan.student, plan.config.training
+    student, training = plan.student, plan.run.training
     layers = "Transformer Engine's" if plan.has_flash else "megatron-core's local ones"
     context = f"CP {plan.cp} x " if plan.cp > 1 else ""
     lines = [
@@ -74,7 +74,7 @@ def _run(plan: Plan) -> str:
 
 def _teacher(plan: Plan, name: str) -> str:
     """The model, or where it is and what comes of it."""
-    form, teacher = plan.forms.get(name), plan.config.named_teachers[name]
+    form, teacher = plan.forms.get(name), plan.run.teachers[name].config
     if form is None:
         return _model(plan.teachers[name])
     sent = f"{form}, {form.bytes_per_token:,} bytes a token"

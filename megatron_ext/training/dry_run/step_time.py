@@ -49,7 +49,7 @@ class StepArithmetic:
 
 def step_arithmetic(plan: Plan) -> StepArithmetic:
     """What a step computes, all microbatches and replicas together."""
-    rows = plan.config.training.global_batch_size
+    rows = plan.run.training.global_batch_size
     student = plan.student
     teachers = plan.teachers
     return StepArithmetic(
@@ -145,7 +145,7 @@ def all_reduced(message: int, ranks: int) -> int:
 
 def _data_parallel(plan: Plan, stage: int) -> int:
     parameters = plan.student.parameters(stage)
-    if plan.config.parallel.use_distributed_optimizer:
+    if plan.run.parallel.use_distributed_optimizer:
         ranks = plan.gradient_ranks
         return parameters * (FP32 + plan.element) * (ranks - 1) // ranks
     return all_reduced(parameters * FP32, plan.gradient_ranks)
@@ -153,7 +153,7 @@ def _data_parallel(plan: Plan, stage: int) -> int:
 
 def _context_parallel(plan: Plan) -> int:
     """An all-gather a layer forward, a reduce-scatter backward: as an all-reduce together."""
-    recomputes = plan.config.training.recompute_granularity == "selective"
+    recomputes = plan.run.training.recompute_granularity == "selective"
     again = plan.student.layers if recomputes else plan.student.layers * plan.recomputed_share
     halves = round((2 * plan.student.layers + again) * _keys_and_values(plan, plan.student))
     for teacher in plan.own_teachers:
@@ -204,11 +204,11 @@ def _tied_embedding(plan: Plan, stage: int) -> int:
 
 
 def _served_targets(plan: Plan) -> int:
-    teachers = plan.config.named_teachers
+    teachers = plan.run.teachers
     return sum(
         plan.microbatches * plan.cp * plan.tokens(plan.teachers[name]) * form.bytes_per_token
         for name, form in plan.forms.items()
-        if teachers[name].is_elsewhere
+        if teachers[name].config.is_elsewhere
     )
 
 

@@ -17,9 +17,9 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers.target_records import filler, from_records
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.teachers.identity import WEIGHTS, weights_of
+from megatron_ext.training.run_plan import TeacherPlan
+from megatron_ext.training.teachers.identity import WEIGHTS, weights_identity
 from megatron_ext.training.teachers.target_cache import TargetCache
 from megatron_ext.training.teachers.windows import PlacedWindows
 
@@ -90,7 +90,7 @@ class CachedTeacher:
 
 
 def open_cached_teacher(
-    config: DistillConfig, name: str, *, shard: VocabShard, groups: ProcessGroups
+    teacher: TeacherPlan, *, shard: VocabShard, groups: ProcessGroups
 ) -> CachedTeacher:
     """The cache of a teacher on this rank, once its weights are known to be the configured ones.
 
@@ -99,17 +99,16 @@ def open_cached_teacher(
     Raises:
         ConfigError: The cache was made with other weights; on every rank.
     """
-    teacher = config.named_teachers[name]
-    assert teacher.cache is not None
-    cache = TargetCache(teacher.cache)
+    assert teacher.config.cache is not None
+    cache = TargetCache(teacher.config.cache)
 
     def check_weights() -> None:
-        identity = {**cache.manifest.identity, WEIGHTS: weights_of(config, name)}
+        identity = {**cache.manifest.identity, WEIGHTS: weights_identity(teacher.checkpoint)}
         cache.manifest.check_same(identity, cache.folder)
 
     groups.on_main(check_weights)
     head = None
     if cache.form.kind == "hidden" and groups.is_last_stage:
-        dtype = DTYPES[config.training.precision]
+        dtype = DTYPES[teacher.training.precision]
         head = cache.head(shard).to(device=groups.device, dtype=dtype)
-    return CachedTeacher(name=name, cache=cache, shard=shard, head_weight=head)
+    return CachedTeacher(name=teacher.name, cache=cache, shard=shard, head_weight=head)

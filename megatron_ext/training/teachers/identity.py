@@ -25,9 +25,9 @@ from megatron_ext.huggingface.checkpoint_files import (
 )
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
-from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.config import DistillConfig, ModelConfig
 from megatron_ext.training.inputs import Inputs
+from megatron_ext.training.run_plan import TeacherPlan
 
 WEIGHTS: Final = "teacher weights"
 """Key of the identity whose value takes reading a checkpoint."""
@@ -48,7 +48,7 @@ def cache_identity(config: DistillConfig, inputs: Inputs, teacher: str) -> dict[
     others = {name: inputs.teachers[name].tokenizer for name in inputs.teachers if name != teacher}
     cut_by = [inputs.tokenizer, *others.values()]
     return {
-        "teacher model": _model(config, teacher),
+        "teacher model": _model(config.named_teachers[teacher].model),
         "training.precision": config.training.precision,
         "teacher tokenizer": _tokenizer(inputs.teachers[teacher].tokenizer),
         "other tokenizers": sorted(_tokenizer(tokenizer) for tokenizer in cut_by),
@@ -64,26 +64,24 @@ def cache_identity(config: DistillConfig, inputs: Inputs, teacher: str) -> dict[
     }
 
 
-def launch_identity(
-    config: DistillConfig, name: str, tokenizer: MegatronTokenizerText
-) -> dict[str, str | int]:
+def launch_identity(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> dict[str, str | int]:
     """Of a remote teacher in the run's own launch, with the name of its checkpoint.
 
     A launch and its processes have one configuration, whose checkpoint may still have gone on
     between two of them looking at it.
     """
-    return {**_served(config, name, tokenizer), "checkpoint": _checkpoint(config, name).name}
+    return {**_served(teacher, tokenizer), "checkpoint": teacher.checkpoint.name}
 
 
 def server_identity(
-    config: DistillConfig, name: str, tokenizer: MegatronTokenizerText, weights: str
+    teacher: TeacherPlan, tokenizer: MegatronTokenizerText, weights: str
 ) -> dict[str, str | int]:
     """Of a remote teacher that somebody else started.
 
     Args:
         weights: The hash of all weights.
     """
-    return {**_served(config, name, tokenizer), WEIGHTS: weights}
+    return {**_served(teacher, tokenizer), WEIGHTS: weights}
 
 
 def check_same_identity(identity: Mapping[str, str | int]) -> None:
@@ -105,7 +103,7 @@ def check_same_identity(identity: Mapping[str, str | int]) -> None:
                 )
 
 
-def weights_on_all(config: DistillConfig, name: str, groups: ProcessGroups) -> str:
+def weights_on_all(teacher: TeacherPlan, groups: ProcessGroups) -> str:
     """The hash of a teacher's weights, which the main rank reads.
 
     Collectives: that of ``ProcessGroups.on_main``, and one all-gather of objects.
@@ -114,16 +112,11 @@ def weights_on_all(config: DistillConfig, name: str, groups: ProcessGroups) -> s
         CheckpointError: A file cannot be read; on every rank.
     """
     found: list[str] = []
-    groups.on_main(lambda: found.append(weights_of(config, name)))
+    groups.on_main(lambda: found.append(weights_identity(teacher.checkpoint)))
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, found)
     (weights,) = (own[0] for own in everywhere if own)
     return weights
-
-
-def weights_of(config: DistillConfig, name: str) -> str:
-    """``weights_identity`` of a teacher's checkpoint."""
-    return weights_identity(_checkpoint(config, name))
 
 
 def weights_identity(checkpoint: Path) -> str:
@@ -146,24 +139,17 @@ def weights_identity(checkpoint: Path) -> str:
     return _hash(dict(zip(names, hashes, strict=True)))
 
 
-def _served(
-    config: DistillConfig, name: str, tokenizer: MegatronTokenizerText
-) -> dict[str, str | int]:
+def _served(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> dict[str, str | int]:
     return {
-        "model": _model(config, name),
+        "model": _model(teacher.config.model),
         "tokenizer": _tokenizer(tokenizer),
-        "precision": config.training.precision,
+        "precision": teacher.training.precision,
     }
 
 
-def _checkpoint(config: DistillConfig, name: str) -> Path:
-    where = f"{config.section_of(name)}.checkpoint"
-    return find_checkpoint(config.named_teachers[name].checkpoint, where=where)
-
-
-def _model(config: DistillConfig, name: str) -> str:
-    model = dataclasses.asdict(config.named_teachers[name].model)
-    return _hash({key: value for key, value in model.items() if key not in _WITHOUT_INFLUENCE})
+def _model(model: ModelConfig) -> str:
+    values = dataclasses.asdict(model)
+    return _hash({key: value for key, value in values.items() if key not in _WITHOUT_INFLUENCE})
 
 
 def _tokenizer(tokenizer: MegatronTokenizerText) -> str:

@@ -22,10 +22,9 @@ from megatron_ext.teachers.megatron_teacher import (
     head_weight,
 )
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.config import DistillConfig, ParallelConfig
 from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
 from megatron_ext.training.models import DTYPES
+from megatron_ext.training.run_plan import TeacherPlan
 
 
 class LiveTeacher(NamedTuple):
@@ -41,29 +40,22 @@ class LiveTeacher(NamedTuple):
 
 
 def live_teacher(
-    config: DistillConfig,
-    name: str,
-    tokenizer: MegatronTokenizerText,
-    groups: ProcessGroups,
-    *,
-    parallel: ParallelConfig | None = None,
+    teacher: TeacherPlan, tokenizer: MegatronTokenizerText, groups: ProcessGroups
 ) -> LiveTeacher:
     """Build and load a teacher.
 
     Args:
         tokenizer: The teacher's.
-        parallel: The layout of ``groups``; that of the run when not given.
 
     Collectives: those that build a model of megatron-core, or of ``teacher_vocab_shard``.
 
     Raises:
         CheckpointError: It cannot be loaded.
     """
-    its = config.named_teachers[name]
-    if its.library == "huggingface":
-        return _of_huggingface(config, name, tokenizer, groups, parallel)
-    chunks, shard = frozen_teacher(config, name, tokenizer, groups, parallel=parallel)
-    return live_megatron_teacher(chunks, shard, groups, offload=its.offload)
+    if teacher.config.library == "huggingface":
+        return _of_huggingface(teacher, tokenizer, groups)
+    chunks, shard = frozen_teacher(teacher, tokenizer, groups)
+    return live_megatron_teacher(chunks, shard, groups, offload=teacher.config.offload)
 
 
 def live_megatron_teacher(
@@ -102,32 +94,27 @@ def check_gives_hidden(
 
 
 def _of_huggingface(
-    config: DistillConfig,
-    name: str,
-    tokenizer: MegatronTokenizerText,
-    groups: ProcessGroups,
-    parallel: ParallelConfig | None,
+    teacher: TeacherPlan, tokenizer: MegatronTokenizerText, groups: ProcessGroups
 ) -> LiveTeacher:
     """A whole model on each rank of the last stage, and nothing on the others."""
-    its = config.named_teachers[name]
-    shard = teacher_vocab_shard(config, name, tokenizer, groups, parallel=parallel)
+    shard = teacher_vocab_shard(teacher, tokenizer, groups)
     if not groups.is_last_stage:
         return LiveTeacher(StageWithoutTeacher(), shard, None)
-    folder = find_checkpoint(its.checkpoint, where=f"{config.section_of(name)}.checkpoint")
     model = load_causal_lm(
-        folder,
-        dtype=DTYPES[config.training.precision],
+        teacher.checkpoint,
+        dtype=DTYPES[teacher.training.precision],
         device=groups.device,
         vocab_size=tokenizer.vocab_size,
     )
-    teacher = HuggingFaceTeacher(
+    offload = teacher.config.offload
+    live = HuggingFaceTeacher(
         model,
         shard=shard,
         group=groups.tp_cp,
         context=ContextRank.of(groups.cp),
-        keeps_head=its.offload,
+        keeps_head=offload,
     )
-    if not its.offload:
-        return LiveTeacher(teacher, shard, teacher.head_weight)
-    weights = HostWeights([teacher.module])
-    return LiveTeacher(OffloadedTeacher(teacher, weights), shard, teacher.head_weight)
+    if not offload:
+        return LiveTeacher(live, shard, live.head_weight)
+    weights = HostWeights([live.module])
+    return LiveTeacher(OffloadedTeacher(live, weights), shard, live.head_weight)

@@ -13,15 +13,15 @@ from megatron_ext.teachers.listener import TeacherListener
 from megatron_ext.teachers.server import ReplicaRanks
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import cpu_megatron
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.identity import check_same_identity, launch_identity
 from megatron_ext.training.teachers.role_store import Address, RoleStore
 from megatron_ext.training.teachers.served_teacher import ServedTeacher
 from megatron_ext.training.watchdog import GRACE, Watchdog, is_communication
 
 
-def serve_on_own_ranks(config: DistillConfig, name: str, tokenizer: MegatronTokenizerText) -> None:
-    """Be the teacher ``name`` until the student's run is finished; on each of its ranks.
+def serve_on_own_ranks(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> None:
+    """Be the teacher until the student's run is finished; on each of its ranks.
 
     Args:
         tokenizer: The teacher's.
@@ -32,12 +32,12 @@ def serve_on_own_ranks(config: DistillConfig, name: str, tokenizer: MegatronToke
     """
     if not torch.cuda.is_available():
         cpu_megatron.install()
-    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    timeout = timedelta(minutes=teacher.parallel.distributed_timeout_minutes)
     process_groups.join(timeout + GRACE)
     with Watchdog(timeout):
-        store = RoleStore(name)
+        store = RoleStore(teacher.name)
         try:
-            _serve(config, name, tokenizer, store, timeout)
+            _serve(teacher, tokenizer, store, timeout)
         except BaseException as error:
             # What a library says of a lost connection is what became of another rank.
             if not is_communication(error):
@@ -48,13 +48,9 @@ def serve_on_own_ranks(config: DistillConfig, name: str, tokenizer: MegatronToke
 
 
 def _serve(
-    config: DistillConfig,
-    name: str,
-    tokenizer: MegatronTokenizerText,
-    store: RoleStore,
-    timeout: timedelta,
+    teacher: TeacherPlan, tokenizer: MegatronTokenizerText, store: RoleStore, timeout: timedelta
 ) -> None:
-    identity = launch_identity(config, name, tokenizer)
+    identity = launch_identity(teacher, tokenizer)
     check_same_identity(identity)
 
     def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
@@ -64,7 +60,10 @@ def _serve(
         return listener
 
     served = ServedTeacher(
-        config=config, name=name, tokenizer=tokenizer, identity=lambda: identity, timeout=timeout
+        teacher=teacher.on_own_ranks,
+        tokenizer=tokenizer,
+        identity=lambda: identity,
+        timeout=timeout,
     )
     served.serve(listen, until_client_leaves=True, collective_timeout=timeout + GRACE)
 

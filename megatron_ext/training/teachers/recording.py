@@ -30,6 +30,7 @@ from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.config import DistillConfig, TeacherConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.metrics import progress_bar
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.serving_config import ServingConfig
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.teachers.block_recorder import (
@@ -136,7 +137,7 @@ def record(
         form=recording.form,
         identity={
             **cache_identity(config, inputs, name),
-            WEIGHTS: weights_on_all(config, name, groups),
+            WEIGHTS: weights_on_all(TeacherPlan.of(config, name), groups),
         },
         shards=tuple(block.name for block in blocks),
         block_bytes=text_bytes,
@@ -144,7 +145,8 @@ def record(
     groups.on_main(lambda: _start(folder, manifest))
     missing = _missing(folder, manifest, blocks, groups)
     if missing or not _has_head(folder, manifest):
-        live = live_teacher(config, name, inputs.teachers[name].tokenizer, groups)
+        teacher = TeacherPlan.of(config, name)
+        live = live_teacher(teacher, inputs.teachers[name].tokenizer, groups)
         if recording.form.kind == "hidden":
             check_gives_hidden(live, groups, where="--targets", why="hidden targets are")
         if recording.form.kind == "hidden" and live.head is not None:

@@ -52,16 +52,16 @@ def teacher_elsewhere(name: str, run: StudentParts) -> TeacherParts:
     Raises:
         MegatronExtError: It is not there, or not the one that is meant; on every rank.
     """
-    config, groups = run.config, run.groups
-    form = served_form(config, name, run.tokenizer(name))
-    shard = teacher_vocab_shard(config, name, run.tokenizer(name), groups)
+    teacher_plan, groups = run.teacher(name), run.groups
+    form = served_form(teacher_plan, run.tokenizer(name))
+    shard = teacher_vocab_shard(teacher_plan, run.tokenizer(name), groups)
     identity = _identity(name, run)
     found: _Found | None = None
     replicas: list[Connection] = []
     error: Exception | None = None
     if groups.is_replica_main:
         try:
-            found = _FINDERS[run.teacher(name).placement](name, run)
+            found = _FINDERS[run.teacher(name).config.placement](name, run)
             replicas = _connect(found, name, run, form, identity)
         except Exception as failure:
             if found is not None:
@@ -75,16 +75,16 @@ def teacher_elsewhere(name: str, run: StudentParts) -> TeacherParts:
         shard=shard,
         groups=groups,
         last_stage=parallel_state.get_tensor_and_context_parallel_group(),
-        dtype=DTYPES[config.training.precision],
-        prefetch=run.teacher(name).serving.prefetch,
+        dtype=DTYPES[teacher_plan.training.precision],
+        prefetch=run.teacher(name).config.serving.prefetch,
         finish=processes.finish,
         end=processes.end,
     )
     if groups.is_main:
-        sys.stdout.write(described(name, run.teacher(name).placement, form) + "\n")
+        sys.stdout.write(described(name, run.teacher(name).config.placement, form) + "\n")
         sys.stdout.flush()
-    projection = run_projection(config, run.inputs, name, groups)
-    return TeacherParts(TaughtBy(name, None, shard, projection, None), teacher=remote)
+    projection = run_projection(teacher_plan, run.inputs, run.plan.run_dir, groups)
+    return TeacherParts(TaughtBy(teacher_plan, None, shard, projection, None), teacher=remote)
 
 
 def _connect(
@@ -110,7 +110,7 @@ def _connect(
 
 
 def _on_own_ranks(name: str, run: StudentParts) -> _Found:
-    serving, store = run.teacher(name).serving, RoleStore(name)
+    serving, store = run.teacher(name).config.serving, RoleStore(name)
     assert serving.ranks is not None, "checked with the configuration"
     replicas = serving.ranks // serving.replica_size
     addresses = store.addresses(replicas, timeout=_patience(run))
@@ -123,7 +123,9 @@ def _on_own_ranks(name: str, run: StudentParts) -> _Found:
 
 
 def _in_process(name: str, run: StudentParts) -> _Found:
-    process = TeacherProcess(run.config, name, rank=dist.get_rank())
+    process = TeacherProcess(
+        name, run_dir=run.plan.run_dir, values=run.plan.values, rank=dist.get_rank()
+    )
     try:
         address = process.address(_patience(run).total_seconds())
     except BaseException:
@@ -135,7 +137,7 @@ def _in_process(name: str, run: StudentParts) -> _Found:
 
 
 def _on_server(name: str, run: StudentParts) -> _Found:
-    serving = run.teacher(name).serving
+    serving = run.teacher(name).config.serving
     root = serving.root_certificate
     return _Found(
         serving.address,
@@ -153,7 +155,7 @@ _FINDERS: Final[Mapping[str, Callable[[str, StudentParts], _Found]]] = {
 
 def _patience(run: StudentParts) -> timedelta:
     """How long a teacher may not answer: less than the watchdog waits, which knows less of it."""
-    return 0.9 * timedelta(minutes=run.config.parallel.distributed_timeout_minutes)
+    return 0.9 * timedelta(minutes=run.plan.parallel.distributed_timeout_minutes)
 
 
 def _identity(name: str, run: StudentParts) -> Mapping[str, str | int]:
@@ -161,10 +163,10 @@ def _identity(name: str, run: StudentParts) -> Mapping[str, str | int]:
 
     Collectives: those of ``weights_on_all`` for a server.
     """
-    if run.teacher(name).placement != "server":
-        return launch_identity(run.config, name, run.tokenizer(name))
-    weights = weights_on_all(run.config, name, run.groups)
-    return server_identity(run.config, name, run.tokenizer(name), weights)
+    if run.teacher(name).config.placement != "server":
+        return launch_identity(run.teacher(name), run.tokenizer(name))
+    weights = weights_on_all(run.teacher(name), run.groups)
+    return server_identity(run.teacher(name), run.tokenizer(name), weights)
 
 
 def _named(error: Exception, name: str) -> MegatronExtError:

@@ -10,7 +10,7 @@ from megatron_ext.teachers import Teacher
 from megatron_ext.training.config import TeacherConfig
 from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
 from megatron_ext.training.learning_step import TaughtBy, run_projection
-from megatron_ext.training.loss_check import teacher_objective
+from megatron_ext.training.objective import teacher_objective
 from megatron_ext.training.teachers.cached_teacher import CachedTeacher, open_cached_teacher
 from megatron_ext.training.teachers.live_teacher import (
     check_gives_hidden,
@@ -27,10 +27,11 @@ def teacher_from_cache(name: str, run: StudentParts) -> TeacherParts:
 
     Collectives: those of ``teacher_vocab_shard``, ``open_cached_teacher`` and ``run_projection``.
     """
-    shard = teacher_vocab_shard(run.config, name, run.tokenizer(name), run.groups)
-    cached = open_cached_teacher(run.config, name, shard=shard, groups=run.groups)
-    projection = run_projection(run.config, run.inputs, name, run.groups)
-    return TeacherParts(TaughtBy(name, None, shard, projection, None), cached=cached)
+    teacher = run.teacher(name)
+    shard = teacher_vocab_shard(teacher, run.tokenizer(name), run.groups)
+    cached = open_cached_teacher(teacher, shard=shard, groups=run.groups)
+    projection = run_projection(teacher, run.inputs, run.plan.run_dir, run.groups)
+    return TeacherParts(TaughtBy(teacher, None, shard, projection, None), cached=cached)
 
 
 def teacher_from_huggingface(name: str, run: StudentParts) -> TeacherParts:
@@ -41,16 +42,16 @@ def teacher_from_huggingface(name: str, run: StudentParts) -> TeacherParts:
     Raises:
         ConfigError: The objective reads hidden states, of which this model's logits are no product.
     """
-    config, groups = run.config, run.groups
-    live = live_teacher(config, name, run.tokenizer(name), groups)
-    if teacher_objective(config, name).needs.hidden:
-        objective = config.loss.of_teacher(run.teacher(name)).objective
-        where = f"{config.section_of(name)}.checkpoint"
-        check_gives_hidden(live, groups, where=where, why=f"the objective {objective} reads")
+    teacher, groups = run.teacher(name), run.groups
+    live = live_teacher(teacher, run.tokenizer(name), groups)
+    if teacher_objective(teacher).needs.hidden:
+        where = f"{teacher.section}.checkpoint"
+        why = f"the objective {teacher.loss.objective} reads"
+        check_gives_hidden(live, groups, where=where, why=why)
     # After the model, which may not load: a projection of the run's own is its first file.
-    projection = run_projection(config, run.inputs, name, groups)
+    projection = run_projection(teacher, run.inputs, run.plan.run_dir, groups)
     return TeacherParts(
-        TaughtBy(name, live.head, live.shard, projection, None), teacher=live.teacher
+        TaughtBy(teacher, live.head, live.shard, projection, None), teacher=live.teacher
     )
 
 
@@ -59,25 +60,26 @@ def teacher_on_student_ranks(name: str, run: StudentParts) -> TeacherParts:
 
     Collectives: those that build and load a model, of ``run_projection`` and of ``lay_out``.
     """
-    config, groups = run.config, run.groups
-    chunks, shard = frozen_teacher(config, name, run.tokenizer(name), groups)
+    plan, teacher, groups = run.plan, run.teacher(name), run.groups
+    chunks, shard = frozen_teacher(teacher, run.tokenizer(name), groups)
     # After the model, which may not load: a projection of the run's own is its first file.
-    projection = run_projection(config, run.inputs, name, groups)
+    projection = run_projection(teacher, run.inputs, plan.run_dir, groups)
     laid_out = None
-    if config.training.vocabulary_layout == "co_sharded":
+    if plan.training.vocabulary_layout == "co_sharded":
         assert projection is not None, "checked with the objective"
         laid_out = lay_out(
-            config,
+            plan.run_dir,
             projection,
             student=run.chunks,
             teacher=chunks,
             shards=(run.shard, shard),
+            models=(plan.student, teacher.config.model),
             groups=groups,
         )
-    live = live_megatron_teacher(chunks, shard, groups, offload=run.teacher(name).offload)
+    live = live_megatron_teacher(chunks, shard, groups, offload=teacher.config.offload)
     layout = laid_out and laid_out.layout
     return TeacherParts(
-        TaughtBy(name, live.head, shard, projection, layout),
+        TaughtBy(teacher, live.head, shard, projection, layout),
         teacher=live.teacher,
         laid_out=laid_out,
     )
@@ -114,8 +116,10 @@ def make_run_teachers(run: StudentParts) -> RunTeachers:
 
     Collectives: those of each kind.
     """
-    names = run.config.named_teachers if run.config.distils else {}
-    parts = {name: _MAKERS[kind_of(teacher)](name, run) for name, teacher in names.items()}
+    parts = {
+        name: _MAKERS[kind_of(teacher.config)](name, run)
+        for name, teacher in run.plan.teachers.items()
+    }
     layouts = [its.laid_out for its in parts.values() if its.laid_out is not None]
     return RunTeachers(
         teachers={n: its.teacher for n, its in parts.items() if its.teacher is not None},

@@ -15,12 +15,12 @@ from megatron_ext.teachers.listener import ServerTls, TeacherListener, split_add
 from megatron_ext.teachers.server import ReplicaRanks
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import cpu_megatron
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.serving_config import is_local
 from megatron_ext.training.teachers.identity import (
     launch_identity,
     server_identity,
-    weights_of,
+    weights_identity,
 )
 from megatron_ext.training.teachers.served_form import described, served_form
 from megatron_ext.training.teachers.served_teacher import ServedTeacher
@@ -30,8 +30,7 @@ from megatron_ext.training.watchdog import GRACE, Watchdog
 
 
 def serve_at(
-    config: DistillConfig,
-    name: str,
+    teacher: TeacherPlan,
     tokenizer: MegatronTokenizerText,
     address: str,
     *,
@@ -49,7 +48,7 @@ def serve_at(
             ``serving.plain_connection`` says that they may.
     """
     host, port = split_address(address)
-    serving = config.named_teachers[name].serving
+    serving = teacher.config.serving
     token = server_token(serving, [address])
     if tls is None and not (is_local(address) or serving.plain_connection):
         raise ConfigError(
@@ -63,19 +62,17 @@ def serve_at(
     def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
         at = port + replica if port else 0
         listener = TeacherListener(f"[{host}]:{at}" if ":" in host else f"{host}:{at}", token, tls)
-        form = served_form(config, name, tokenizer)
-        _say(f"{described(name, f'replica {replica} at {listener.address}', form)}")
+        form = served_form(teacher, tokenizer)
+        _say(f"{described(teacher.name, f'replica {replica} at {listener.address}', form)}")
         return listener
 
     def identity() -> Mapping[str, str | int]:
-        return server_identity(config, name, tokenizer, weights_of(config, name))
+        return server_identity(teacher, tokenizer, weights_identity(teacher.checkpoint))
 
-    _serve(config, name, tokenizer, identity, listen, until_client_leaves=False)
+    _serve(teacher, tokenizer, identity, listen, until_client_leaves=False)
 
 
-def serve_parent(
-    config: DistillConfig, name: str, tokenizer: MegatronTokenizerText, descriptor: int
-) -> None:
+def serve_parent(teacher: TeacherPlan, tokenizer: MegatronTokenizerText, descriptor: int) -> None:
     """Serve the student's rank that started this process, until it leaves.
 
     Args:
@@ -90,14 +87,13 @@ def serve_parent(
         return listener
 
     def identity() -> Mapping[str, str | int]:
-        return launch_identity(config, name, tokenizer)
+        return launch_identity(teacher, tokenizer)
 
-    _serve(config, name, tokenizer, identity, listen, until_client_leaves=True)
+    _serve(teacher, tokenizer, identity, listen, until_client_leaves=True)
 
 
 def _serve(
-    config: DistillConfig,
-    name: str,
+    teacher: TeacherPlan,
     tokenizer: MegatronTokenizerText,
     identity: Callable[[], Mapping[str, str | int]],
     listen: Callable[[ReplicaRanks, int], TeacherListener],
@@ -106,11 +102,11 @@ def _serve(
 ) -> None:
     if not torch.cuda.is_available():
         cpu_megatron.install()
-    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    timeout = timedelta(minutes=teacher.parallel.distributed_timeout_minutes)
     process_groups.join(timeout + GRACE)
     with Watchdog(timeout):
         served = ServedTeacher(
-            config=config, name=name, tokenizer=tokenizer, identity=identity, timeout=timeout
+            teacher=teacher.on_own_ranks, tokenizer=tokenizer, identity=identity, timeout=timeout
         )
         served.serve(
             listen, until_client_leaves=until_client_leaves, collective_timeout=timeout + GRACE

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from megatron_ext.teachers.target_form import Precision, TargetForm
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.run_plan import TeacherPlan
 
 
-def served_form(config: DistillConfig, name: str, tokenizer: MegatronTokenizerText) -> TargetForm:
+def served_form(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> TargetForm:
     """The form of a teacher's targets.
 
     Raises:
         ConfigError: There are not so many tokens to send.
     """
-    teacher = config.named_teachers[name]
-    serving = teacher.serving
+    serving = teacher.config.serving
     precision: Precision | None = serving.target_precision
     if precision is None and serving.targets == "hidden":
-        precision = config.training.precision
+        precision = teacher.training.precision
     return TargetForm.of(
         serving.targets,
         precision=precision,
         top_k=serving.top_k,
-        hidden_size=teacher.model.hidden_size,
+        hidden_size=teacher.config.model.hidden_size,
         vocab_size=tokenizer.vocab_size,
     )
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.checkpoint_tokenizer import teacher_doubts
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.model_check import check_huggingface_teacher, check_if_huggingface
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.run_tokenizer import read_tokenizer
 from megatron_ext.training.start_warnings import write_warnings
 
 
-def read_served_teacher(config: DistillConfig, name: str) -> MegatronTokenizerText:
-    """Check and read what ``config`` says of one teacher, for a process that serves it.
+def read_served_teacher(teacher: TeacherPlan) -> MegatronTokenizerText:
+    """Check and read what a configuration says of one teacher, for a process that serves it.
 
     What is doubtful goes to standard error.
 
@@ -22,13 +21,12 @@ def read_served_teacher(config: DistillConfig, name: str) -> MegatronTokenizerTe
     Raises:
         MegatronExtError: Anything that can be known to be wrong before the model is built.
     """
-    teacher, section = config.named_teachers[name], config.section_of(name)
-    checkpoint = find_checkpoint(teacher.checkpoint, where=f"{section}.checkpoint")
-    if teacher.library == "huggingface":
-        check_huggingface_teacher(config, name, checkpoint)
+    checkpoint = teacher.checkpoint
+    if teacher.config.library == "huggingface":
+        check_huggingface_teacher(teacher)
     else:
-        check_if_huggingface(checkpoint, teacher.model)
-    tokenizer = read_tokenizer(teacher.tokenizer, f"{section}.tokenizer")
-    doubts = teacher_doubts(config, name, checkpoint, tokenizer)
+        check_if_huggingface(checkpoint, teacher.config.model)
+    tokenizer = read_tokenizer(teacher.config.tokenizer, f"{teacher.section}.tokenizer")
+    doubts = teacher_doubts(teacher, tokenizer)
     write_warnings(f"{checkpoint}: {doubt}" for doubt in doubts)
     return tokenizer

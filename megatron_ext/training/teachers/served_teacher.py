@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
-from megatron_ext.distributed.layout import Layout
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import BoundaryColumns
@@ -22,7 +21,7 @@ from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training import rank_phase
-from megatron_ext.training.config import DistillConfig, ParallelConfig
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.live_teacher import (
     LiveTeacher,
     check_gives_hidden,
@@ -35,8 +34,9 @@ from megatron_ext.training.teachers.served_form import served_form
 class ServedTeacher:
     """What one process of a teacher's own serves."""
 
-    config: DistillConfig
-    name: str
+    teacher: TeacherPlan
+    """On the ranks that serve it."""
+
     tokenizer: MegatronTokenizerText
     """The teacher's."""
 
@@ -64,36 +64,26 @@ class ServedTeacher:
         Raises:
             MegatronExtError: Anything a user can mend.
         """
-        serving = self.config.named_teachers[self.name].serving
-        groups = process_groups.initialize(
-            Layout(
-                tensor_model_parallel_size=serving.tensor_model_parallel_size,
-                pipeline_model_parallel_size=serving.pipeline_model_parallel_size,
-            ),
-            timeout=collective_timeout,
-        )
-        rank_phase.enter(f"building the teacher {self.name}")
-        form = served_form(self.config, self.name, self.tokenizer)
-        parallel = ParallelConfig(
-            tensor_model_parallel_size=serving.tensor_model_parallel_size,
-            pipeline_model_parallel_size=serving.pipeline_model_parallel_size,
-        )
-        model = live_teacher(self.config, self.name, self.tokenizer, groups, parallel=parallel)
+        teacher, name = self.teacher, self.teacher.name
+        groups = process_groups.initialize(teacher.parallel.layout, timeout=collective_timeout)
+        rank_phase.enter(f"building the teacher {name}")
+        form = served_form(teacher, self.tokenizer)
+        model = live_teacher(teacher, self.tokenizer, groups)
         if form.kind == "hidden":
-            where = f"{self.config.section_of(self.name)}.serving.targets"
+            where = f"{teacher.section}.serving.targets"
             check_gives_hidden(model, groups, where=where, why="hidden targets are")
         ranks = _replica_ranks(groups)
         server = TeacherServer(
             model.teacher,
-            name=self.name,
+            name=name,
             formed=self._formed(form, model.shard, groups.device),
             head=self._head(model, ranks) if form.kind == "hidden" else None,
             identity=self.identity() if ranks.is_main else {},
             ranks=ranks,
             timeout=self.timeout,
-            on_idle=lambda: rank_phase.enter(f"serving the teacher {self.name}"),
+            on_idle=lambda: rank_phase.enter(f"serving the teacher {name}"),
         )
-        rank_phase.enter(f"serving the teacher {self.name}")
+        rank_phase.enter(f"serving the teacher {name}")
         listener = listen(ranks, groups.dp_rank) if ranks.is_main else None
         server.serve(listener, until_client_leaves=until_client_leaves)
 
@@ -112,7 +102,7 @@ class ServedTeacher:
             boundary = BoundaryColumns.at_word_starts(
                 its, its, student_shard=shard, teacher_shard=shard, device=device
             ).teacher
-        tile_rows = self.config.loss.linear_tile_rows
+        tile_rows = self.teacher.loss.linear_tile_rows
         return FormedTargets(form=form, boundary=boundary, tile_rows=tile_rows)
 
 

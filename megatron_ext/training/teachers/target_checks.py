@@ -6,15 +6,13 @@ import dataclasses
 from typing import Literal
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses import (
-    DskdLoss,
-    Objective,
-)
+from megatron_ext.losses import Objective
 from megatron_ext.teachers.target_form import FormKind, TargetForm
 from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.exclusions import check_exclusions
 from megatron_ext.training.inputs import Inputs
-from megatron_ext.training.loss_check import teacher_objective
-from megatron_ext.training.objective import projector_start
+from megatron_ext.training.objective import teacher_objective
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.identity import WEIGHTS, cache_identity
 from megatron_ext.training.teachers.served_form import served_form
 from megatron_ext.training.teachers.target_cache import TargetCache
@@ -36,9 +34,8 @@ def check_targets(
     Raises:
         ConfigError: The objective, or how teachers are combined, needs more.
     """
-    loss, kind = config.loss, form.kind
-    its = config.named_teachers[name]
-    where, own = f"{config.section_of(name)}.{key}", loss.of_teacher(its)
+    kind, own = form.kind, config.loss.of_teacher(config.named_teachers[name])
+    where = f"{config.section_of(name)}.{key}"
     forms = objective.target_forms
     is_cache = key == "cache"
     cached = "cached targets" if is_cache else "targets from elsewhere"
@@ -52,34 +49,7 @@ def check_targets(
             fix=("cache the teacher" if is_cache else "have it send targets")
             + " in that form, or take another objective, see docs/teachers.md",
         )
-    if isinstance(objective, DskdLoss) and projector_start(own) == "heads":
-        raise ConfigError(
-            "projectors that start from the heads need the teacher's model",
-            where=where,
-            got="a cache" if is_cache else f"placement {its.placement}",
-            fix="set the option projectors to random, or "
-            + ("leave the cache out" if is_cache else "place the teacher on the student's ranks"),
-        )
-    combined = {
-        "loss.teacher_mode": (loss.teacher_mode, "sum"),
-        "loss.teacher_weights": (loss.teacher_weights, "static"),
-    }
-    for combining, (value, plain) in combined.items():
-        if value != plain and kind != "hidden":
-            of_what = "which this cache does not have" if is_cache else "which it does not send"
-            raise ConfigError(
-                f"{combining} {value} reads the teacher's logits, {of_what}",
-                where=where,
-                got=str(form),
-                expected="hidden",
-            )
-    if config.training.vocabulary_layout != "original":
-        raise ConfigError(
-            f"{cached} are in the order of the ids",
-            where=where,
-            got=f"training.vocabulary_layout {config.training.vocabulary_layout}",
-            expected="original",
-        )
+    check_exclusions(config, "targets", forms={name: form})
 
 
 def _at_temperature_1(objective: Objective) -> tuple[FormKind, ...]:
@@ -97,8 +67,9 @@ def check_served(config: DistillConfig, inputs: Inputs) -> None:
     """
     for name, teacher in config.named_teachers.items():
         if teacher.is_elsewhere:
-            form = served_form(config, name, inputs.teachers[name].tokenizer)
-            objective = teacher_objective(config, name)
+            plan = TeacherPlan.of(config, name)
+            form = served_form(plan, inputs.teachers[name].tokenizer)
+            objective = teacher_objective(plan)
             check_targets(config, name, objective, form, key="serving.targets")
 
 
@@ -114,7 +85,7 @@ def check_caches(config: DistillConfig, inputs: Inputs) -> None:
             continue
         cache = TargetCache(teacher.cache)
         manifest = cache.manifest
-        objective = teacher_objective(config, name)
+        objective = teacher_objective(TeacherPlan.of(config, name))
         check_targets(config, name, objective, manifest.form, key="cache")
         weights = {WEIGHTS: manifest.identity[WEIGHTS]}
         manifest.check_same(cache_identity(config, inputs, name) | weights, cache.folder)

@@ -11,9 +11,9 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.teachers import Teacher
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.config import DistillConfig, TeacherConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.learning_step import TaughtBy
+from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import CachedTeacher
 from megatron_ext.training.vocabulary_layout import RunLayout
 
@@ -22,7 +22,7 @@ from megatron_ext.training.vocabulary_layout import RunLayout
 class StudentParts:
     """A run on this rank before it has teachers."""
 
-    config: DistillConfig
+    plan: RunPlan
     inputs: Inputs
     groups: ProcessGroups
 
@@ -32,9 +32,9 @@ class StudentParts:
     shard: VocabShard
     """This rank's columns of the student's vocabulary."""
 
-    def teacher(self, name: str) -> TeacherConfig:
+    def teacher(self, name: str) -> TeacherPlan:
         """What is said of a teacher."""
-        return self.config.named_teachers[name]
+        return self.plan.teachers[name]
 
     def tokenizer(self, name: str) -> MegatronTokenizerText:
         """A teacher's."""

@@ -14,16 +14,15 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import yaml
 
 from megatron_ext.errors import DistributedError
 from megatron_ext.files import write_text
-from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.teachers.role_store import Address
 
 FOLDER: Final = "teachers"
@@ -41,17 +40,18 @@ class TeacherProcess:
     """The parent's side.
 
     Args:
-        config: The run.
         name: Of the teacher.
+        run_dir: Of the run.
+        values: The run's configuration.
         rank: Of the student's rank that starts it.
     """
 
-    def __init__(self, config: DistillConfig, name: str, *, rank: int) -> None:
+    def __init__(self, name: str, *, run_dir: Path, values: Mapping[str, Any], rank: int) -> None:
         self._name = name
-        folder = Path(config.run_dir) / FOLDER
+        folder = run_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         settings, self.log = folder / f"{name}-{rank}.yaml", folder / f"{name}-{rank}.log"
-        write_text(settings, yaml.safe_dump(config_values(config), sort_keys=False))
+        write_text(settings, yaml.safe_dump(dict(values), sort_keys=False))
         self._token = secrets.token_hex(32)
         self._socket, its = socket.socketpair()
         command = [sys.executable, "-m", "megatron_ext", "serve-teacher"]

@@ -51,7 +51,12 @@ def measure_optimizer(rank: int, cases: Sequence[tuple[str, bool]]) -> list[dict
             training=config.training,
             groups=groups,
         )
-        student = Student(chunks, config=config)
+        student = Student(
+            chunks,
+            optimizer=config.optimizer,
+            training=config.training,
+            parallel=config.parallel,
+        )
         for weight in chunks[0].parameters():
             weight.main_grad.fill_(1e-3)
         student.update()

@@ -15,6 +15,7 @@ from megatron_ext.training.config import (
     TrainingConfig,
 )
 from megatron_ext.training.dry_run.plan import Plan
+from megatron_ext.training.run_plan import RunPlan
 
 BATCH = 2
 PADDED_VOCABULARY = 128
@@ -62,7 +63,7 @@ def planned_run(
 def plan_of(config: DistillConfig, world_size: int = 1, *, has_flash: bool = False) -> Plan:
     """With vocabularies of 64 and 128: heads of 128 rows, of 256 over two ranks."""
     return Plan.of(
-        config,
+        RunPlan.of(config),
         world_size=world_size,
         vocab_size=64,
         teacher_vocab_sizes={"teacher": 128},

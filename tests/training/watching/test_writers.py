@@ -12,9 +12,9 @@ import pytest
 
 from megatron_ext.errors import MissingDependencyError
 from megatron_ext.training import metrics_writers
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.metrics import MetricsLog, without_measurements
 from megatron_ext.training.metrics_writers import check_writers, open_writers
+from megatron_ext.training.run_plan import RunPlan
 from tests.training.dry_run.planned_runs import planned_run
 
 ROW = {"iteration": 4, "loss": 1.5, "kd/kl": 0.25, "teacher_bits_per_byte": None, "tokens": 7}
@@ -49,10 +49,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     return found
 
 
-def watched(tmp_path: Path, **keys: str) -> DistillConfig:
+def watched(tmp_path: Path, **keys: str) -> RunPlan:
     config = planned_run()
     training = dataclasses.replace(config.training, **keys)
-    return dataclasses.replace(config, run_dir=str(tmp_path / "a-run"), training=training)
+    changed = dataclasses.replace(config, run_dir=str(tmp_path / "a-run"), training=training)
+    return RunPlan.of(changed)
 
 
 def test_a_run_that_names_no_writer_opens_none(tmp_path: Path) -> None:
@@ -62,8 +63,8 @@ def test_a_run_that_names_no_writer_opens_none(tmp_path: Path) -> None:
 def test_tensorboard_gets_every_number_and_hides_what_comes_again(
     tmp_path: Path, opened: dict[str, Recorder]
 ) -> None:
-    config = watched(tmp_path, tensorboard_dir=str(tmp_path / "events"))
-    (writer,) = open_writers(config, last_iteration=3)
+    run = watched(tmp_path, tensorboard_dir=str(tmp_path / "events"))
+    (writer,) = open_writers(run, last_iteration=3)
     writer.write(ROW)
     writer.close()
     recorder = opened["tensorboard"]
@@ -74,15 +75,15 @@ def test_tensorboard_gets_every_number_and_hides_what_comes_again(
         ("add_scalar", "tokens", 7, 4),
         ("close",),
     ]
-    open_writers(config, last_iteration=0)
+    open_writers(run, last_iteration=0)
     assert opened["tensorboard"].options["purge_step"] is None
 
 
 def test_wandb_gets_every_number_and_goes_on_with_the_same_run(
     tmp_path: Path, opened: dict[str, Recorder]
 ) -> None:
-    config = watched(tmp_path, wandb_project="distillation")
-    (writer,) = open_writers(config, last_iteration=0)
+    run = watched(tmp_path, wandb_project="distillation")
+    (writer,) = open_writers(run, last_iteration=0)
     writer.write(ROW)
     writer.close()
     first = opened["wandb"]
@@ -93,7 +94,7 @@ def test_wandb_gets_every_number_and_goes_on_with_the_same_run(
         ("log", {"iteration": 4, "loss": 1.5, "kd/kl": 0.25, "tokens": 7}),
         ("finish",),
     ]
-    open_writers(config, last_iteration=4)
+    open_writers(run, last_iteration=4)
     assert opened["wandb"].options["id"] == first.options["id"]
 
 
@@ -109,17 +110,17 @@ def test_a_package_that_is_missing_is_told_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_writers, "find_spec", lambda name: None)
-    check_writers(watched(tmp_path))
+    check_writers(watched(tmp_path).training)
     with pytest.raises(MissingDependencyError, match=r"wandb_project needs the package wandb"):
-        check_writers(watched(tmp_path, wandb_project="distillation"))
+        check_writers(watched(tmp_path, wandb_project="distillation").training)
 
 
 def test_tensorboard_itself_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = watched(tmp_path, tensorboard_dir=str(tmp_path / "events"))
-    (writer,) = open_writers(config, last_iteration=0)
+    run = watched(tmp_path, tensorboard_dir=str(tmp_path / "events"))
+    (writer,) = open_writers(run, last_iteration=0)
     writer.write(ROW)
     writer.close()
     events = EventAccumulator(str(tmp_path / "events")).Reload()

@@ -1,0 +1,269 @@
+"""The table of what does not go together in a run, which docs/configuration.md prints.
+
+A row is checked as soon as what it reads is known: most with the configuration, some with the
+objectives, with the form of a teacher's targets, or where Megatron-LM's loop takes the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Final
+
+from megatron_ext.training import features
+from megatron_ext.training.exclusion import Exclusion, Setting, Stage, key_feature
+
+if TYPE_CHECKING:
+    from megatron_ext.losses import Objective
+    from megatron_ext.teachers.target_form import TargetForm
+    from megatron_ext.training.config import DistillConfig
+
+
+def check_exclusions(
+    config: DistillConfig,
+    stage: Stage,
+    *,
+    objectives: Mapping[str, Objective] | None = None,
+    forms: Mapping[str, TargetForm] | None = None,
+) -> None:
+    """Refuse a run that asks for features which do not go together.
+
+    Args:
+        stage: Which rows are checked.
+        objectives: By teacher, at the stages ``objectives`` and ``targets``.
+        forms: Of targets by teacher, at the stage ``targets``.
+
+    Raises:
+        ConfigError: It does.
+    """
+    for row in EXCLUSIONS:
+        for name in (*config.named_teachers,) or (None,):
+            if row.stage == stage:
+                row.check(
+                    Setting(
+                        config=config,
+                        teacher_name=name,
+                        objectives=objectives or {},
+                        forms=forms or {},
+                    )
+                )
+
+
+def exclusions_table() -> Iterator[str]:
+    """Lines of the table in Markdown."""
+    yield "| feature | not with | because | instead |"
+    yield "|---|---|---|---|"
+    for row in EXCLUSIONS:
+        yield f"| {row.feature.name} | {row.other.name} | {row.why} | {row.remedy} |"
+
+
+_BY_IDS: Final = "set training.vocabulary_layout to original"
+_ON_CHECKPOINTS: Final = "leave the tasks out, and call megatron-ext evaluate on a checkpoint"
+_NOT_CUT: Final = "between two steps a student in this layout does not read texts of any length"
+_SETS_ITSELF: Final = "the weighting sets this weight itself"
+_NO_FLAG: Final = (
+    "Megatron-LM has no flag for this, so that its checkpoints would be of another model"
+)
+_OWN_LOOP: Final = "only megatron-ext distill has this, not Megatron-LM's loop"
+_IN_OWN_LOOP: Final = "leave it out, or train with megatron-ext distill"
+
+EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
+    # Teachers.
+    Exclusion(
+        features.TEACHER,
+        features.TEACHERS,
+        "teachers are given twice",
+        "put the one teacher among the others",
+    ),
+    *(
+        Exclusion(
+            features.PROJECTION,
+            other,
+            "a projection is of one teacher",
+            "name the file in the section of the teacher",
+        )
+        for other in (features.TEACHERS, features.TEACHERS_PROJECTION)
+    ),
+    Exclusion(
+        features.CACHE,
+        features.PLACED,
+        "a teacher whose targets are cached is nowhere",
+        "remove one of them",
+    ),
+    *(
+        Exclusion(
+            features.OFFLOAD,
+            other,
+            "there is nothing to make room for where the teacher is",
+            "remove offload",
+        )
+        for other in (features.CACHE, features.FAR)
+    ),
+    *(
+        Exclusion(
+            features.HEADS,
+            other,
+            "projectors that start from the heads need the teacher's model",
+            "set the option projectors to random, or have the teacher on the student's ranks",
+        )
+        for other in (features.CACHE, features.PLACED)
+    ),
+    *(
+        Exclusion(
+            combined,
+            features.NO_LOGITS,
+            "how the teachers are combined reads their logits, which are not there",
+            "have the targets hidden, or leave it out",
+            "targets",
+        )
+        for combined in (features.MODE, features.DYNAMIC)
+    ),
+    # Heads in another order than the ids.
+    Exclusion(features.LAYOUT, features.SEVERAL, "vocabularies are laid out for a pair", _BY_IDS),
+    Exclusion(
+        features.PLACED,
+        features.LAYOUT,
+        "targets from elsewhere are in the order of the ids",
+        _BY_IDS,
+    ),
+    Exclusion(
+        features.CACHE, features.LAYOUT, "cached targets are in the order of the ids", _BY_IDS
+    ),
+    Exclusion(
+        features.TRANSFORMERS,
+        features.LAYOUT,
+        "a model of transformers has its head in the order of the ids",
+        _BY_IDS,
+    ),
+    Exclusion(
+        features.LEARNED,
+        features.LAYOUT,
+        "a learned projection is in the order of the ids",
+        _BY_IDS,
+    ),
+    Exclusion(
+        features.TASKS,
+        features.LAYOUT,
+        "tasks between steps read heads in the order of the ids",
+        _ON_CHECKPOINTS,
+    ),
+    Exclusion(
+        features.LAYOUT,
+        features.NO_PROJECTION,
+        "the objective has no projection to lay the vocabularies out by",
+        "remove it, or take an objective with a projection, see docs/losses.md",
+        "objectives",
+    ),
+    # The linear form, and what sees single terms.
+    *(
+        Exclusion(
+            other,
+            features.LINEAR,
+            "the linear form does not go with it",
+            "change it, or leave loss.linear out",
+        )
+        for other in (features.MODE, features.LEARNED, features.LAYOUT)
+    ),
+    Exclusion(
+        features.BY_GRADIENTS,
+        features.LINEAR,
+        "the linear form has one gradient of all terms, and the weighting asks for each",
+        "take another weighting, or leave loss.linear out",
+    ),
+    Exclusion(
+        features.LINEAR,
+        features.LATE_GATHER,
+        "the linear form reads the head before overlap_param_gather has gathered it",
+        "set one of them to false",
+    ),
+    Exclusion(
+        features.LINEAR,
+        features.NO_LINEAR_FORM,
+        "the objective has no linear form, a sum over chunks or labels, each from rows of its own",
+        "leave loss.linear out, or take another objective",
+        "objectives",
+    ),
+    Exclusion(
+        features.LEARNED,
+        features.NO_LEARNER,
+        "no objective learns a projection",
+        "leave it out, or take projected_kl with proper numerics",
+        "objectives",
+    ),
+    # Weights of the two terms.
+    *(
+        Exclusion(weight, weighting, _SETS_ITSELF, "leave the weight out")
+        for weight, weighting in (
+            (features.KD_WEIGHT, features.MATCHED),
+            (features.KD_WEIGHT, features.BY_GRADIENTS),
+            (features.CE_WEIGHT, features.BY_GRADIENTS),
+        )
+    ),
+    *(
+        Exclusion(
+            weighting,
+            features.NO_TEACHER,
+            "the weighting needs distillation to weigh",
+            "set loss.weighting to fixed or scheduled",
+        )
+        for weighting in (features.MATCHED, features.BY_GRADIENTS)
+    ),
+    Exclusion(
+        features.BY_GRADIENTS,
+        features.RECOMPUTED,
+        "gradients of single terms cannot pass activations that are computed again",
+        "take another weighting, or keep activations",
+    ),
+    # Sequences cut over ranks.
+    Exclusion(
+        features.LINEAR,
+        features.CONTEXT,
+        "the linear form needs whole sequences, which context-parallel ranks have not",
+        "set one of them back",
+    ),
+    Exclusion(
+        features.WHOLE,
+        features.CONTEXT,
+        "the objective needs whole sequences so, which context-parallel ranks have not",
+        "leave the option out, or set parallel.context_parallel_size to 1",
+        "objectives",
+    ),
+    Exclusion(
+        features.CONTEXT,
+        features.OWN_ROTATION,
+        "layers with rotary embeddings of their own do not share sequences",
+        "set parallel.context_parallel_size to 1",
+    ),
+    *(
+        Exclusion(features.TASKS, cut, _NOT_CUT, _ON_CHECKPOINTS)
+        for cut in (features.CONTEXT, features.SEQUENCE, features.INTERLEAVED, features.LATE_GATHER)
+    ),
+    # The other loop.
+    Exclusion(
+        features.HELD_OUT,
+        features.CACHE,
+        "Megatron-LM measures the whole loss on held-out text, of which a cache has no targets",
+        "leave one of them out",
+        "megatron_lm",
+    ),
+    *(
+        Exclusion(own, features.MEGATRON_LM, _OWN_LOOP, _IN_OWN_LOOP, "megatron_lm")
+        for own in (
+            features.LAYOUT,
+            key_feature("loss.weighting", off="fixed"),
+            features.CONTEXT,
+            features.TASKS,
+            features.PLACED,
+        )
+    ),
+    *(
+        Exclusion(shape, features.MEGATRON_LM, _NO_FLAG, _IN_OWN_LOOP, "megatron_lm")
+        for shape in (
+            key_feature("student.post_layernorms"),
+            key_feature("student.scale_embeddings"),
+            key_feature("student.gate_activation", off="silu"),
+            key_feature("student.softmax_scale", off=None),
+            key_feature("student.local_rotary_base", off=None),
+            features.FRACTION,
+        )
+    ),
+)

@@ -1,0 +1,148 @@
+"""Features of a run that the table of exclusions names, and how each is looked for."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from megatron_ext.training.exclusion import Feature, Setting, key_feature
+
+
+def _whole_sequences(setting: Setting) -> str | None:
+    why = _of_objective(setting, "why_no_context_parallel")
+    return None if why is None else f"of {why}"
+
+
+def _no_linear_form(setting: Setting) -> str | None:
+    why = _of_objective(setting, "why_no_linear_form")
+    return None if why is None else f"the objective {why}"
+
+
+def _of_objective(setting: Setting, reason: str) -> str | None:
+    """What keeps the teacher's objective from something, with its name."""
+    objective, teacher = setting.objectives.get(setting.teacher_name or ""), setting.teacher
+    why = None if objective is None else getattr(objective, reason)
+    if teacher is None or why is None:
+        return None
+    return f"{setting.config.loss.of_teacher(teacher).objective}: {why}"
+
+
+def _nothing_to_lay_out_by(setting: Setting) -> str | None:
+    if any(its.needs.projection for its in setting.objectives.values()):
+        return None
+    return f"the objective {setting.config.loss.objective}"
+
+
+def _nothing_that_learns(setting: Setting) -> str | None:
+    if any(its.learns_projection for its in setting.objectives.values()):
+        return None
+    names = [type(objective).__name__ for objective in setting.objectives.values()]
+    return ", ".join(names) or "no objective with a teacher"
+
+
+def _several_teachers(setting: Setting) -> str | None:
+    count = len(setting.config.named_teachers) if setting.config.distils else 0
+    return f"{count} teachers" if count > 1 else None
+
+
+def _without_teacher(setting: Setting) -> str | None:
+    return None if setting.config.distils else f"the objective {setting.config.loss.objective}"
+
+
+def _without_logits(setting: Setting) -> str | None:
+    form = setting.forms.get(setting.teacher_name or "")
+    return None if form is None or form.kind == "hidden" else str(form)
+
+
+def _starts_from_heads(setting: Setting) -> str | None:
+    teacher = setting.teacher
+    if teacher is None or not setting.config.distils:
+        return None
+    own = setting.config.loss.of_teacher(teacher)
+    is_dskd = own.objective == "dskd"
+    return "projectors heads" if is_dskd and own.options.get("projectors") == "heads" else None
+
+
+def _fraction(setting: Setting) -> float | None:
+    factor = setting.config.student.rotary_seq_len_interpolation_factor
+    return None if factor is None or factor.is_integer() else factor
+
+
+def _own_rotation(setting: Setting) -> str | None:
+    """Which model on the student's ranks has layers with rotary embeddings of their own."""
+    teacher = setting.teacher
+    if setting.config.student.local_rotary_base is not None:
+        return "student.local_rotary_base"
+    if teacher is None or not setting.config.distils or teacher.cache is not None:
+        return None
+    is_cut = teacher.library == "megatron" and not teacher.is_elsewhere
+    has_own = is_cut and teacher.model.local_rotary_base is not None
+    return setting.place("{teacher}.model.local_rotary_base") if has_own else None
+
+
+LAYOUT: Final = key_feature("training.vocabulary_layout", off="original")
+LINEAR: Final = key_feature("loss.linear")
+LEARNED: Final = key_feature("loss.learned_projection")
+MODE: Final = key_feature("loss.teacher_mode", off="sum")
+DYNAMIC: Final = key_feature("loss.teacher_weights", off="static")
+BY_GRADIENTS: Final = key_feature("loss.weighting", off="fixed", only=("gradient_magnitude",))
+MATCHED: Final = key_feature("loss.weighting", off="fixed", only=("matched",))
+KD_WEIGHT: Final = key_feature("loss.kd_weight", off=1.0)
+CE_WEIGHT: Final = key_feature("loss.ce_weight", off=1.0)
+RECOMPUTED: Final = key_feature("training.recompute_granularity", off=None)
+CONTEXT: Final = key_feature("parallel.context_parallel_size", off=1)
+SEQUENCE: Final = key_feature("parallel.sequence_parallel")
+INTERLEAVED: Final = key_feature("parallel.virtual_pipeline_model_parallel_size", off=1)
+LATE_GATHER: Final = key_feature("parallel.overlap_param_gather")
+TASKS: Final = key_feature("evaluation.tasks", off=None)
+PLACED: Final = key_feature("{teacher}.placement", off="student_ranks")
+FAR: Final = key_feature("{teacher}.placement", off="student_ranks", only=("own_ranks", "server"))
+CACHE: Final = key_feature("{teacher}.cache", off=None)
+OFFLOAD: Final = key_feature("{teacher}.offload")
+TRANSFORMERS: Final = key_feature("{teacher}.library", off="megatron", only=("huggingface",))
+TEACHER: Final = Feature(
+    name="`teacher`",
+    key="teacher",
+    value=lambda setting: None if setting.config.teacher is None else "as a section",
+)
+TEACHERS: Final = key_feature("teachers", off=None)
+PROJECTION: Final = key_feature("projection", off=None)
+TEACHERS_PROJECTION: Final = key_feature("{teacher}.projection", off=None)
+SEVERAL: Final = Feature(name="several teachers", value=_several_teachers)
+NO_TEACHER: Final = Feature(name="an objective without a teacher", value=_without_teacher)
+NO_PROJECTION: Final = Feature(
+    name="an objective without a projection", value=_nothing_to_lay_out_by
+)
+NO_LEARNER: Final = Feature(
+    name="an objective that learns no projection", value=_nothing_that_learns
+)
+NO_LINEAR_FORM: Final = Feature(name="an objective without a linear form", value=_no_linear_form)
+WHOLE: Final = Feature(
+    name="an objective or an option that needs whole sequences",
+    key="{options}",
+    off="without it",
+    value=_whole_sequences,
+)
+OWN_ROTATION: Final = Feature(name="`local_rotary_base` of a model", value=_own_rotation)
+HEADS: Final = Feature(
+    name="the option `projectors: heads` of `dskd`",
+    key="{options}",
+    off="without it",
+    value=_starts_from_heads,
+)
+NO_LOGITS: Final = Feature(
+    name="targets of a cache or from elsewhere that are not `hidden`",
+    key="{targets}",
+    off="hidden",
+    value=_without_logits,
+)
+HELD_OUT: Final = Feature(
+    name="`data.validation` under Megatron-LM's loop",
+    key="data.validation",
+    value=lambda setting: setting.config.data.validation if setting.config.distils else None,
+)
+FRACTION: Final = Feature(
+    name="a `rotary_seq_len_interpolation_factor` that is no whole number",
+    key="student.rotary_seq_len_interpolation_factor",
+    value=_fraction,
+)
+MEGATRON_LM: Final = Feature(name="Megatron-LM's loop", value=lambda _: "Megatron-LM's loop")

@@ -1,0 +1,171 @@
+"""A run in parts, made once from its configuration: whatever builds and trains takes the part it
+needs, and nothing below the reading of inputs takes the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.config import (
+    TEACHER,
+    DataConfig,
+    DistillConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TeacherConfig,
+    TrainingConfig,
+)
+from megatron_ext.training.evaluation_config import EvaluationConfig
+from megatron_ext.training.run_folder import config_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherPlan:
+    """One teacher, and what the rest of a configuration says of it."""
+
+    name: str
+
+    section: str
+    """Where the configuration has it, for errors."""
+
+    config: TeacherConfig
+
+    loss: LossConfig
+    """The loss against this teacher: with its own objective, options and temperature."""
+
+    projection: str | None
+    """Projection file, if one is named."""
+
+    training: TrainingConfig
+
+    parallel: ParallelConfig
+    """The layout of the ranks that run it."""
+
+    @classmethod
+    def of(cls, config: DistillConfig, name: str) -> TeacherPlan:
+        """The teacher ``name`` of a configuration, on the student's ranks."""
+        teacher = config.named_teachers[name]
+        return cls(
+            name=name,
+            section=config.section_of(name),
+            config=teacher,
+            loss=config.loss.of_teacher(teacher),
+            projection=config.projection_of(name),
+            training=config.training,
+            parallel=config.parallel,
+        )
+
+    @property
+    def is_only(self) -> bool:
+        """Whether it is the one of a ``teacher`` section."""
+        return self.section == TEACHER
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint that its folder stands for now.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        return find_checkpoint(self.config.checkpoint, where=f"{self.section}.checkpoint")
+
+    @property
+    def on_own_ranks(self) -> TeacherPlan:
+        """It in the layout that its section ``serving`` names."""
+        serving = self.config.serving
+        own = ParallelConfig(
+            tensor_model_parallel_size=serving.tensor_model_parallel_size,
+            pipeline_model_parallel_size=serving.pipeline_model_parallel_size,
+            distributed_timeout_minutes=self.parallel.distributed_timeout_minutes,
+        )
+        return replace(self, parallel=own)
+
+    @property
+    def options_section(self) -> str:
+        """Section that the options of its objective are from, for errors."""
+        is_own = self.config.options or self.config.objective
+        return self.section if is_own else "loss"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPlan:
+    """What a run saves, and how."""
+
+    run_dir: Path
+
+    keep: int
+    """Newest checkpoints kept."""
+
+    is_async: bool
+    """Whether they are written in the background."""
+
+    timeout_s: float
+    """How long a save in the background may take."""
+
+    seed: int
+    """Of random states, where a checkpoint of another layout has none for a rank."""
+
+    projections: tuple[Path, ...]
+    """Configured projection files, which checkpoints keep."""
+
+    learners: tuple[str, ...]
+    """Teachers whose projections may be trained, which checkpoints keep too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """A run of ``megatron-ext distill`` in parts."""
+
+    run_dir: Path
+    student: ModelConfig
+
+    teachers: Mapping[str, TeacherPlan]
+    """By name, those that it learns from, in the order of the configuration."""
+
+    data: DataConfig
+    loss: LossConfig
+    training: TrainingConfig
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig
+    evaluation: EvaluationConfig
+    checkpoints: CheckpointPlan
+
+    values: Mapping[str, Any]
+    """The whole configuration as plain nested values, for records of the run."""
+
+    @classmethod
+    def of(cls, config: DistillConfig) -> RunPlan:
+        """The parts of a checked configuration."""
+        names = config.named_teachers if config.distils else ()
+        return cls(
+            run_dir=Path(config.run_dir),
+            student=config.student,
+            teachers={name: TeacherPlan.of(config, name) for name in names},
+            data=config.data,
+            loss=config.loss,
+            training=config.training,
+            parallel=config.parallel,
+            optimizer=config.optimizer,
+            evaluation=config.evaluation,
+            checkpoints=_checkpoint_plan(config),
+            values=config_values(config),
+        )
+
+
+def _checkpoint_plan(config: DistillConfig) -> CheckpointPlan:
+    teachers = config.named_teachers.values()
+    projections = (config.projection, *(teacher.projection for teacher in teachers))
+    return CheckpointPlan(
+        run_dir=Path(config.run_dir),
+        keep=config.training.keep_checkpoints,
+        is_async=config.training.async_save,
+        timeout_s=60.0 * config.parallel.distributed_timeout_minutes,
+        seed=config.training.seed,
+        projections=tuple(sorted({Path(path) for path in projections if path})),
+        learners=tuple(config.named_teachers) if config.loss.learned_projection else (),
+    )

@@ -1,0 +1,165 @@
+"""Dataclasses from nested mappings: types are checked, never guessed, and every error has a place.
+
+The one validator of what a configuration file, flags, or a caller's mapping say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.registry import did_you_mean
+
+Config = TypeVar("Config")
+Where = Callable[[tuple[str, ...]], str]
+"""Key path -> how an error names that place."""
+
+
+def build_config(
+    config_type: type[Config],
+    values: Mapping[str, Any],
+    where: Where,
+    *,
+    error: type[MegatronExtError] = ConfigError,
+) -> Config:
+    """``config_type`` from nested mappings.
+
+    Args:
+        error: What is raised.
+
+    Raises:
+        ConfigError: An unknown or missing key, or a value of the wrong type; with its place.
+    """
+    return typing.cast(Config, _Builder(where, error).build(config_type, values, ()))
+
+
+class _Builder(NamedTuple):
+    where: Where
+    error: type[MegatronExtError]
+    """What is raised."""
+
+    def build(self, config_type: Any, values: Any, keys: tuple[str, ...]) -> Any:
+        """A dataclass from the mapping at a key path."""
+        if not isinstance(values, Mapping):
+            raise self.error(
+                "a section is not a mapping",
+                where=self.where(keys),
+                got=repr(values),
+                expected="key: value",
+            )
+        fields = {field.name: field for field in dataclasses.fields(config_type)}
+        for key in values:
+            if key not in fields:
+                raise self.error(
+                    "unknown configuration key",
+                    where=self.where((*keys, str(key))),
+                    expected=f"one of {', '.join(fields)}",
+                    fix=did_you_mean(key, list(fields)),
+                )
+        hints = typing.get_type_hints(config_type)
+        arguments = {
+            key: self._convert(hints[key], value, (*keys, key)) for key, value in values.items()
+        }
+        missing = [
+            name for name, field in fields.items() if _is_required(field) and name not in values
+        ]
+        if missing:
+            raise self.error(
+                "a required configuration key is missing",
+                where=self.where(keys),
+                expected=missing[0],
+                fix="give it, in the file or by its flag",
+            )
+        try:
+            return config_type(**arguments)
+        except ConfigError as error:
+            raise _placed(error, keys, self.where) from error
+
+    def _convert(self, hint: Any, value: Any, keys: tuple[str, ...]) -> Any:
+        """``value`` as the type ``hint``. Integers pass as floats; so does YAML's text ``1e-4``."""
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin in (typing.Union, types.UnionType):
+            if value is None and type(None) in arguments:
+                return None
+            first, *others = (member for member in arguments if member is not type(None))
+            classes = tuple(typing.get_origin(other) or other for other in others)
+            return value if isinstance(value, classes) else self._convert(first, value, keys)
+        if dataclasses.is_dataclass(hint):
+            return self.build(hint, value, keys)
+        if origin is Literal:
+            if value in arguments:
+                return value
+            expected = f"one of {', '.join(map(str, arguments))}"
+        elif origin is tuple:
+            items = [value] if isinstance(value, str) else value
+            if isinstance(items, (list, tuple)) and all(isinstance(i, arguments[0]) for i in items):
+                return tuple(items)
+            expected = f"a list of {arguments[0].__name__}"
+        elif origin is Mapping and dataclasses.is_dataclass(arguments[1]):
+            return self._sections(arguments[1], value, keys)
+        elif origin is Mapping:
+            if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+                return dict(value)
+            expected = "a mapping of names to values"
+        elif hint is float and _is_number(value):
+            return float(value)
+        elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+            return value
+        else:
+            expected = hint.__name__
+        raise self.error(
+            "a value has the wrong type", where=self.where(keys), got=repr(value), expected=expected
+        )
+
+    def _sections(self, config_type: Any, value: Any, keys: tuple[str, ...]) -> dict[str, Any]:
+        """Sections by name: a mapping, or a list of which each has a ``name``."""
+        named = value
+        if isinstance(value, (list, tuple)) and all(isinstance(item, Mapping) for item in value):
+            names = [item.get("name") for item in value]
+            for name in names:
+                if not isinstance(name, str) or names.count(name) > 1:
+                    raise self.error(
+                        "sections of a list have no names of their own",
+                        where=self.where(keys),
+                        got=repr(name),
+                        expected="a name in each, no two alike",
+                    )
+            named = {
+                item["name"]: {key: inner for key, inner in item.items() if key != "name"}
+                for item in value
+            }
+        if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
+            raise self.error(
+                "a value has the wrong type",
+                where=self.where(keys),
+                got=repr(value),
+                expected="sections by name, or a list of sections with a name in each",
+            )
+        return {name: self.build(config_type, item, (*keys, name)) for name, item in named.items()}
+
+
+def _placed(error: ConfigError, keys: tuple[str, ...], where: Where) -> ConfigError:
+    """An error of a section, at the line of the section or of the key that the error names."""
+    if not isinstance(error.where, str):
+        return ConfigError(str(error), where=where(keys))
+    text = str(error).removeprefix(f"{error.where}: ")
+    return ConfigError(text, where=where((*keys, *error.where.split("."))))
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return False
+        return True
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing

@@ -1,0 +1,160 @@
+"""Every row of the table of exclusions refuses a run with both features, and none with one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Final
+
+import pytest
+from megatron_ext.teachers.target_form import TargetForm
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.exclusion import Exclusion, Feature
+from megatron_ext.training.exclusions import EXCLUSIONS, check_exclusions
+from megatron_ext.training.run_folder import config_values
+from tests.training.test_loss_configuration import MODEL, TEACHER, check, config_of
+
+OWN_RANKS: Final = {"placement": "own_ranks", "serving": {"ranks": 1}}
+HEADS: Final = {"objective": "dskd", "options": {"projectors": "heads"}}
+PARALLEL: Final = {
+    "context_parallel_size": 2,
+    "sequence_parallel": True,
+    "virtual_pipeline_model_parallel_size": 2,
+    "overlap_param_gather": True,
+}
+NEEDED: Final[dict[str, Any]] = {
+    "sequence_parallel": {"tensor_model_parallel_size": 2},
+    "virtual_pipeline_model_parallel_size": {"pipeline_model_parallel_size": 2},
+    "overlap_param_gather": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+}
+"""By axis, what it cannot be without."""
+
+ON: Final[dict[str, Any]] = {
+    "teachers": {"teachers": {"a": {}}},
+    "projection": {"projection": "p"},
+    "teacher.projection": {"teacher": {"projection": "p"}},
+    "teacher.cache": {"teacher": {"cache": "c"}},
+    "teacher.offload": {"teacher": {"offload": True}},
+    "teacher.library: huggingface": {"teacher": {"library": "huggingface"}},
+    "teacher.placement: own_ranks or teacher.placement: server": {"teacher": OWN_RANKS},
+    "teacher.placement other than student_ranks": {"teacher": OWN_RANKS},
+    "the option projectors: heads of dskd": {"loss": HEADS},
+    "targets of a cache or from elsewhere that are not hidden": {},
+    "loss.teacher_mode other than sum": {"loss": {"teacher_mode": "select_teacher"}},
+    "loss.teacher_weights other than static": {"loss": {"teacher_weights": "entropy"}},
+    "loss.linear": {"loss": {"linear": True}},
+    "loss.learned_projection": {"loss": {"learned_projection": True}},
+    "loss.kd_weight other than 1.0": {"loss": {"kd_weight": 0.0}},
+    "loss.ce_weight other than 1.0": {"loss": {"ce_weight": 2.0}},
+    "loss.weighting: matched": {"loss": {"weighting": "matched"}},
+    "loss.weighting: gradient_magnitude": {"loss": {"weighting": "gradient_magnitude"}},
+    "loss.weighting other than fixed": {"loss": {"weighting": "scheduled"}},
+    "training.vocabulary_layout other than original": {
+        "training": {"vocabulary_layout": "co_sharded"}
+    },
+    "training.recompute_granularity": {"training": {"recompute_granularity": "selective"}},
+    "evaluation.tasks": {"evaluation": {"tasks": {"mmlu": {"data": "d"}}}},
+    "several teachers": {"teachers": {"a": {}, "b": {}}},
+    "an objective without a teacher": {"loss": {"objective": "next_token"}},
+    "an objective without a projection": {"loss": {"objective": "uld"}},
+    "an objective that learns no projection": {"loss": {"objective": "alm"}},
+    "an objective without a linear form": {"loss": {"objective": "dskd"}},
+    "an objective or an option that needs whole sequences": {
+        "loss": {"objective": "alm", "options": {"merge": "words"}}
+    },
+    "local_rotary_base of a model": {
+        "student": {"local_rotary_base": 10000, "full_attention_interval": 6}
+    },
+    "data.validation under Megatron-LM's loop": {"data": {"train": ["x"], "validation": ["y"]}},
+    "a rotary_seq_len_interpolation_factor that is no whole number": {
+        "student": {"rotary_seq_len_interpolation_factor": 1.5}
+    },
+    "student.post_layernorms": {"student": {"post_layernorms": True}},
+    "student.scale_embeddings": {"student": {"scale_embeddings": True}},
+    "student.gate_activation other than silu": {"student": {"gate_activation": "gelu_tanh"}},
+    "student.softmax_scale": {"student": {"softmax_scale": 0.5}},
+    "student.local_rotary_base": {
+        "student": {"local_rotary_base": 10000, "full_attention_interval": 6}
+    },
+    "teacher": {},
+    "Megatron-LM's loop": {},
+} | {
+    f"parallel.{axis}{'' if value is True else ' other than 1'}": {
+        "parallel": {axis: value, **NEEDED.get(axis, {})}
+    }
+    for axis, value in PARALLEL.items()
+}
+"""By the name of a feature, without its marks, what asks for it."""
+
+
+def run_with(*features: Feature) -> DistillConfig:
+    """A run that asks for ``features``, read as from a file."""
+    asked = [ON[feature.name.replace("`", "")] for feature in features]
+    keeps_teacher = any(feature.name == "`teacher`" for feature in features)
+    values: dict[str, Any] = {"training": {"train_iters": 5}}
+    if keeps_teacher or not any("teachers" in changes for changes in asked):
+        values["teacher"] = {}
+    for changes in asked:
+        for section, inner in changes.items():
+            here = values.get(section)
+            values[section] = {**here, **inner} if isinstance(here, dict) else inner
+    values["student"] = MODEL | values.get("student", {}) | {"num_layers": 4}
+    if "teacher" in values:
+        values["teacher"] = _teacher(values["teacher"])
+    teachers = {name: _teacher(its) for name, its in values.get("teachers", {}).items()}
+    return config_of(**values | {"teachers": teachers})
+
+
+def _teacher(changes: dict[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy(TEACHER) | {"model": MODEL | {"num_layers": 4}} | changes
+
+
+def refuse(config: DistillConfig, row: Exclusion) -> None:
+    """Check the run as far as the row is checked."""
+    if row.stage == "targets":
+        form = TargetForm.of("label", precision=None, top_k=4, hidden_size=8, vocab_size=100)
+        forms = dict.fromkeys(config.named_teachers, form)
+        check_exclusions(config, "targets", forms=forms)
+    elif row.stage == "megatron_lm":
+        check_exclusions(config, "megatron_lm")
+    else:
+        check(config)
+
+
+def _name(row: Exclusion) -> str:
+    return f"{row.feature.name}-{row.other.name}".replace("`", "")
+
+
+@pytest.mark.parametrize("row", EXCLUSIONS, ids=_name)
+def test_a_run_with_both_features_is_refused_by_the_names_of_both(row: Exclusion) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse(run_with(row.feature, row.other), row)
+    text = str(caught.value)
+    assert row.why in text
+    assert row.remedy in text
+    assert " with " in text
+    for feature in (row.feature, row.other):
+        place = (feature.key or "").replace("{teacher}", "teacher")
+        assert "{" in place or place in text
+
+
+@pytest.mark.parametrize(
+    "feature",
+    {
+        feature.name: feature
+        for row in EXCLUSIONS
+        for feature in (row.feature, row.other)
+        if row.stage in ("configuration", "objectives")
+    }.values(),
+    ids=lambda feature: feature.name.replace("`", ""),
+)
+def test_a_run_with_one_of_them_is_not(feature: Feature) -> None:
+    check(run_with(feature))
+
+
+def test_the_line_of_the_key_is_named() -> None:
+    values = config_values(config_of())
+    values["loss"] |= {"linear": True, "teacher_mode": "select_teacher"}
+    with pytest.raises(ConfigError, match=r"^loss\.teacher_mode: the linear form"):
+        config_of(**values)
