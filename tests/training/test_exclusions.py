@@ -6,9 +6,9 @@ import copy
 from typing import Any, Final
 
 import pytest
-from megatron_ext.teachers.target_form import TargetForm
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.exclusion import Exclusion, Feature
 from megatron_ext.training.exclusions import EXCLUSIONS, check_exclusions

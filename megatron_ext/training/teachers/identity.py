@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
@@ -26,8 +26,10 @@ from megatron_ext.huggingface.checkpoint_files import (
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.training.config import DistillConfig, ModelConfig
-from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.run_plan import TeacherPlan
+
+if TYPE_CHECKING:
+    from megatron_ext.training.inputs import Inputs
 
 WEIGHTS: Final = "teacher weights"
 """Key of the identity whose value takes reading a checkpoint."""

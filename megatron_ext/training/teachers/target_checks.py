@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses import Objective
 from megatron_ext.teachers.target_form import FormKind, TargetForm
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.exclusions import check_exclusions
-from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.objective import teacher_objective
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.identity import WEIGHTS, cache_identity
 from megatron_ext.training.teachers.served_form import served_form
 from megatron_ext.training.teachers.target_cache import TargetCache
+
+if TYPE_CHECKING:
+    from megatron_ext.training.inputs import Inputs
 
 
 def check_targets(
