@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import multiprocessing.spawn
 import os
-import os as _os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from pathlib import Path as _Path
 from typing import Any, Final
 
 from megatron_ext.errors import ConfigError
@@ -125,9 +123,3 @@ def _prepare_processes(file: Path) -> None:
         return data
 
     multiprocessing.spawn.get_preparation_data = prepare_with_patches
-
-
-if __name__ == "__mp_main__":
-    install()
-    __file__ = _os.environ[SCRIPT_VARIABLE]
-    exec(compile(_Path(__file__).read_bytes(), __file__, "exec", dont_inherit=True), globals())
