@@ -29,9 +29,8 @@ import torch
 from benchmarks.alignment import DATA, machine, source_code
 from megatron_ext.alignment import align_byte_ends
 from megatron_ext.alignment.text_tokens import TextTokenizer
-from megatron_ext.data.aligned_text import AlignedText, PackedSample
-from megatron_ext.data.collator import CrossTokenizerCollator
-from megatron_ext.data.teacher_spec import TeacherCTSpec
+from megatron_ext.data.aligner import AlignedText, PackedSample
+from megatron_ext.data.collator import CrossTokenizerCollator, TeacherCTSpec
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 
 ROWS, LENGTH = 64, 2_048

@@ -57,8 +57,7 @@ from megatron_ext.training.config import (
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.first_weights import model_shard
 from megatron_ext.training.inputs import read_inputs
-from megatron_ext.training.model_chunks import sharded_weights
-from megatron_ext.training.models import build_model_chunks
+from megatron_ext.training.models import build_model_chunks, sharded_weights
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.step_clock import StepWatch, peak_memory_bytes
 from megatron_ext.training.trainer import Trainer

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.config_file import build_config, read_config_file
 from megatron_ext.training.metrics import read_metrics
+from megatron_ext.training.model_section import read_config_file
+from megatron_ext.typed_mapping import build_config
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _START_LIMIT_S = 600

@@ -28,13 +28,13 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers import TokenInputs
 from megatron_ext.teachers import channels as offers
+from megatron_ext.teachers.base import TokenRows
 from megatron_ext.teachers.connection import Connection
 from megatron_ext.teachers.formed_targets import FormedTargets
 from megatron_ext.teachers.listener import TeacherListener
 from megatron_ext.teachers.remote_server import RemoteServer
 from megatron_ext.teachers.server import ReplicaRanks, TeacherServer
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.teachers.token_rows import TokenRows
 from megatron_ext.training import cpu_megatron
 
 WIDTH, VOCAB = 2_048, 100

@@ -25,7 +25,7 @@ _HOME_OF = {
     "SFTDataset": "megatron_ext.data.sft_dataset",
     "SFTDatasetConfig": "megatron_ext.data.sft_dataset",
     "SparseProjection": "megatron_ext.projection",
-    "TeacherCTSpec": "megatron_ext.data.teacher_spec",
+    "TeacherCTSpec": "megatron_ext.data.collator",
     "TokenAligner": "megatron_ext.alignment",
     "BertTokenizer": "megatron_ext.tokenizers",
     "DefaultTokenizerText": "megatron_ext.tokenizers",

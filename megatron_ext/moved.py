@@ -16,7 +16,7 @@ MOVED: Final = {
     "megatron_ext.training.cross_tokenizer": "megatron_ext.data",
     "megatron_ext.training.cross_tokenizer.corpus": "megatron_ext.documents",
     "megatron_ext.training.cross_tokenizer.packing": "megatron_ext.data",
-    "megatron_ext.training.cross_tokenizer.packing.sample": "megatron_ext.data.aligned_text",
+    "megatron_ext.training.cross_tokenizer.packing.sample": "megatron_ext.data.aligner",
     "megatron_ext.training.megatron_lm": "megatron_ext.megatron_lm",
     "megatron_ext.training.sft": "megatron_ext.data",
     "megatron_ext.training.sft.batch": "megatron_ext.data.sft_dataset",

@@ -115,22 +115,19 @@ READS_CONFIGURATION = {
     "training/run_folder.py",
     # The reading of inputs, and checks on the way.
     "training/inputs.py",
-    "training/loss_check.py",
+    "training/run_loss.py",
     "training/start_agreement.py",
-    "training/serving/served_check.py",
-    "training/teacher_cache/accepted_forms.py",
-    "training/teacher_cache/cache_check.py",
-    "training/teacher_cache/identity.py",
-    "training/data/run_data.py",
-    "training/data/sources.py",
+    "training/run_data.py",
+    "training/teachers/identity.py",
+    "training/teachers/target_checks.py",
     # What begins a run, a recording or a plan.
     "cli/distill.py",
-    "cli/named_teacher.py",
+    "cli/output.py",
     "training/distill.py",
     "training/dry_run/dry_run.py",
     "megatron_lm/loop_arguments.py",
     "megatron_lm/pretrain.py",
-    "training/teacher_cache/recording.py",
+    "training/teachers/recording.py",
 }
 """Where a function may take the whole configuration; everything below takes a part of it."""
 

@@ -32,7 +32,7 @@ import torch
 
 from megatron_ext.alignment import ChunkClass
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.aligner import PackedSample
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.losses import VocabularyMatch
@@ -43,11 +43,12 @@ from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.checkpoint_tokenizer import check_same_tokenizer
-from megatron_ext.training.config import DistillConfig, ModelConfig
-from megatron_ext.training.config_file import build_config, read_config_file
-from megatron_ext.training.data.microbatch import Microbatch, TokenBatch
-from megatron_ext.training.inputs import TEACHER, Inputs, read_inputs
+from megatron_ext.training.config import TEACHER, DistillConfig, ModelConfig
+from megatron_ext.training.inputs import Inputs, read_inputs
+from megatron_ext.training.microbatch import Microbatch, TokenBatch
+from megatron_ext.training.model_section import read_config_file
 from megatron_ext.training.models import build_gpt_model, freeze
+from megatron_ext.typed_mapping import build_config
 
 NUMERAL = re.compile(rb"[0-9]{2,}")
 BATCH_SIZE = 4

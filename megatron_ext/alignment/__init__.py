@@ -8,9 +8,9 @@ from megatron_ext.alignment.conversation_alignment import (
     align_conversation,
     align_encoded_conversations,
 )
+from megatron_ext.alignment.spelling import AlignedTokens, Tokens
 from megatron_ext.alignment.text_alignment import BridgedAlignment, TextBridge, bridge_texts
 from megatron_ext.alignment.token_aligner import TokenAligner
-from megatron_ext.alignment.tokens import AlignedTokens, Tokens
 from megatron_ext.alignment.window import Windows, cut_windows, truncate
 
 __all__ = [

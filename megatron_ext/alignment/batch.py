@@ -11,12 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.chunk_places import BEGINS, ChunkPlaces, Marks, ids_of_marks, left_out
-from megatron_ext.alignment.label_positions import (
+from megatron_ext.alignment.chunk_places import (
+    BEGINS,
     ChunkIds,
+    ChunkPlaces,
     LabelledSide,
+    Marks,
     Stretches,
     first_ids_of,
+    ids_of_marks,
+    left_out,
     untrained_positions,
 )
 from megatron_ext.constants import NO_CHUNK

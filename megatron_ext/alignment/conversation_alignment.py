@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.alignment import Alignment
-from megatron_ext.alignment.spelling import SpelledSide, Spelling, as_spelled
+from megatron_ext.alignment.spelling import SpelledSide, Spelling, Tokens, as_spelled
 from megatron_ext.alignment.symbol_match import Run, heaviest_chain
 from megatron_ext.alignment.text_alignment import Segments, align_segments, bridge_texts
-from megatron_ext.alignment.tokens import Tokens
 from megatron_ext.conversation import Conversation, EncodedConversation
 from megatron_ext.conversation.message import byte_offsets
 from megatron_ext.tokenizers.base import ByteTokenizer

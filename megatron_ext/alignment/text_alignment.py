@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from megatron_ext.alignment.alignment import Alignment, spans_of
 from megatron_ext.alignment.byte_alignment import ByteEnds, Indices, align_byte_ends
 from megatron_ext.alignment.control_pairs import ControlClasses
+from megatron_ext.alignment.spelling import Tokens
 from megatron_ext.alignment.symbol_match import Run, SymbolRow, match_symbols
-from megatron_ext.alignment.tokens import Tokens
 from megatron_ext.constants import NO_CHUNK
 
 Ranges = NDArray[np.int64]

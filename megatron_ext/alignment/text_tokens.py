@@ -9,8 +9,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.alignment.spelling import Spelling
-from megatron_ext.alignment.tokens import Tokens
+from megatron_ext.alignment.spelling import Spelling, Tokens
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import utf8
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray

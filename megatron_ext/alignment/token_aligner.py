@@ -13,15 +13,17 @@ from megatron_ext.alignment.byte_alignment import ByteEnds, align_byte_ends
 from megatron_ext.alignment.chunk_places import Marks, alignment_of, chunk_marks, outside
 from megatron_ext.alignment.control_pairs import ControlClasses
 from megatron_ext.alignment.spelling import (
+    AlignedTokens,
     AnyAlignment,
+    Ids,
     SpelledSide,
+    Tokens,
     as_spelled,
     check_same_bytes,
     stream_bytes,
 )
 from megatron_ext.alignment.text_alignment import BridgedAlignment, align_bridged
 from megatron_ext.alignment.text_tokens import TextTokenizer, TextTokens
-from megatron_ext.alignment.tokens import AlignedTokens, Ids, Tokens
 from megatron_ext.alignment.window import truncate
 from megatron_ext.conversation.chat_output import refuse_foreign
 from megatron_ext.errors import AlignmentError

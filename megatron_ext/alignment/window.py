@@ -19,7 +19,7 @@ from megatron_ext.alignment.byte_alignment import (
     check_byte_ends,
     common_boundaries,
 )
-from megatron_ext.alignment.tokens import AlignedTokens
+from megatron_ext.alignment.spelling import AlignedTokens
 from megatron_ext.errors import AlignmentError
 
 

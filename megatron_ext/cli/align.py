@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Final
 
 from megatron_ext.cli.output import MOST_NAMED, warn_left_out, write_output
-from megatron_ext.cli.pages.audit_run import AuditRun
 from megatron_ext.cli.pages.audit_source import AuditSource
-from megatron_ext.cli.pages.audit_text import text_report
-from megatron_ext.cli.pages.terminal import add_color_argument, use_colors
+from megatron_ext.cli.pages.audit_text import AuditRun, text_report
+from megatron_ext.cli.pages.token_view import add_color_argument, use_colors
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
-from megatron_ext.training.config_file import build_config
-from megatron_ext.training.flag import argparse_type, flags_of
+from megatron_ext.training.arguments import argparse_type, flags_of
+from megatron_ext.typed_mapping import build_config
 
 _STANDARD_OUTPUT = "-"
 _PREFIXES: Final = {"student": "tokenizer-", "teacher": "teacher-tokenizer-"}

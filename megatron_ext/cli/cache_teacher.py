@@ -16,12 +16,12 @@ import warnings
 from pathlib import Path
 from typing import get_args
 
-from megatron_ext.cli.named_teacher import named_teacher
+from megatron_ext.cli.output import named_teacher
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
 from megatron_ext.training.inputs import read_inputs
-from megatron_ext.training.start_warnings import write_warnings
+from megatron_ext.training.run_tokenizer import write_warnings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     from megatron_ext.teachers.target_form import TargetForm
-    from megatron_ext.training.device import announce_device
+    from megatron_ext.training.cpu_megatron import announce_device
     from megatron_ext.training.objective import teacher_objective
     from megatron_ext.training.run_plan import TeacherPlan
     from megatron_ext.training.teachers.recording import (

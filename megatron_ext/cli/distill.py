@@ -22,11 +22,10 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.run_tasks import RunTasks
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.inputs import read_inputs
+from megatron_ext.training.inputs import read_inputs, read_served_teacher
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.start_warnings import write_warnings
-from megatron_ext.training.teachers.served_inputs import read_served_teacher
+from megatron_ext.training.run_tokenizer import write_warnings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.world_size is not None or arguments.layers is not None:
         raise ConfigError("--world-size and --layers plan a run", fix="add --dry-run")
     # The device stands above the configuration, so torch is loaded before the checks of the inputs.
-    from megatron_ext.training.device import announce_device
+    from megatron_ext.training.cpu_megatron import announce_device
 
     announce_device(require_gpu=config.training.require_gpu)
     if os.environ.get("RANK", "0") == "0":

@@ -17,10 +17,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ext.cli.pages.conversation_file import has_conversations, json_records
 from megatron_ext.cli.pages.conversation_report import ConversationReport
-from megatron_ext.cli.pages.terminal import add_color_argument, use_colors
-from megatron_ext.cli.pages.token_view import TokenView, listing, token_views
+from megatron_ext.cli.pages.conversation_view import has_conversations, json_records
+from megatron_ext.cli.pages.token_view import (
+    TokenView,
+    add_color_argument,
+    listing,
+    token_views,
+    use_colors,
+)
 from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer

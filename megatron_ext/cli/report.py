@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from megatron_ext.cli.output import write_output
-from megatron_ext.cli.pages.run_page import report_page
+from megatron_ext.cli.pages.run_page import pair_samples, report_page
 from megatron_ext.cli.pages.run_record import read_run
-from megatron_ext.cli.pages.run_samples import pair_samples
 from megatron_ext.errors import ConfigError
 
 REPORT_FILE: Final = "report.html"

@@ -17,11 +17,11 @@ import sys
 import warnings
 from pathlib import Path
 
-from megatron_ext.cli.named_teacher import named_teacher
+from megatron_ext.cli.output import named_teacher
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
+from megatron_ext.training.inputs import read_served_teacher
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.teachers.served_inputs import read_served_teacher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
             expected="both or none",
             fix="pass both files",
         )
-    from megatron_ext.training.device import announce_device
+    from megatron_ext.training.cpu_megatron import announce_device
 
     announce_device(require_gpu=config.training.require_gpu)
     teacher = TeacherPlan.of(config, name)

@@ -17,14 +17,19 @@ from megatron_ext.conversation.images import (
     image_tags,
 )
 from megatron_ext.conversation.masking.answer_parts import TrainingPolicy
-from megatron_ext.conversation.message import Conversation, Message, check_conversation
-from megatron_ext.conversation.prompt_format import PromptConfig, PromptFormat
-from megatron_ext.conversation.prompt_formats import (
+from megatron_ext.conversation.message import (
+    Conversation,
+    ConversationTokenizer,
+    Message,
+    check_conversation,
+)
+from megatron_ext.conversation.prompt_format import (
     PROMPT_FORMAT_REGISTRY,
+    PromptConfig,
+    PromptFormat,
     fitting_formats,
     prompt_config_of,
 )
-from megatron_ext.conversation.protocol import ConversationTokenizer
 from megatron_ext.conversation.records import (
     RECORD_SCHEMA_REGISTRY,
     ConversationRecord,

@@ -26,6 +26,7 @@ from megatron_ext.conversation.masking.answer_parts import trained_messages
 from megatron_ext.conversation.masking.trained_part import NOT_SHOWN
 from megatron_ext.conversation.message import (
     Conversation,
+    ConversationTokenizer,
     byte_offsets,
     check_answers,
     check_conversation,
@@ -33,7 +34,6 @@ from megatron_ext.conversation.message import (
     place,
 )
 from megatron_ext.conversation.prompt_format import PromptConfig
-from megatron_ext.conversation.protocol import ConversationTokenizer
 from megatron_ext.conversation.rendering.template import render
 from megatron_ext.errors import ConfigError, ConversationError, UntrainedError
 

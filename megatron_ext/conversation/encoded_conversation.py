@@ -22,11 +22,16 @@ from megatron_ext.conversation.masking.trained_part import (
     AnswerContext,
     TrainedPart,
     trained_part,
+    trained_tokens,
 )
-from megatron_ext.conversation.masking.training_mask import trained_tokens
-from megatron_ext.conversation.message import Conversation, check_conversation
+from megatron_ext.conversation.message import (
+    ByteEnds,
+    Conversation,
+    ConversationTokenizer,
+    IdArray,
+    check_conversation,
+)
 from megatron_ext.conversation.prompt_format import PromptConfig
-from megatron_ext.conversation.protocol import ByteEnds, ConversationTokenizer, IdArray
 from megatron_ext.conversation.rendering.provenance import Rendered, Span
 from megatron_ext.conversation.rendering.template import render
 from megatron_ext.conversation.shown_conversation import ShownConversation, check_shown, takes_parts

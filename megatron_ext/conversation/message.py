@@ -1,12 +1,14 @@
 """What a conversation is, and what is wrong with one that is none.
 
 Where each character of a text begins in its UTF-8.
+
+What a conversation asks of a tokenizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,3 +195,43 @@ def byte_offsets(text: str) -> NDArray[np.int64]:
         return np.arange(len(text) + 1)
     is_start = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
     return np.append(np.flatnonzero(is_start), len(is_start))
+
+
+IdArray = NDArray[np.int32]
+ByteEnds = NDArray[np.int64]
+
+
+class ConversationTokenizer(Protocol):
+    """A tokenizer of any library."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The tokenizer's own template, as Jinja source."""
+
+    @property
+    def special_token_names(self) -> Mapping[str, str]:
+        """``{"bos_token": "<s>", ...}``: those of bos, eos, pad, unk ... that there are."""
+
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_id(self) -> int | None: ...
+    @property
+    def pad_id(self) -> int | None: ...
+    @property
+    def unk_id(self) -> int | None: ...
+
+    def token_to_id(self, token: str) -> int:
+        """Id of a token by its name; KeyError when the vocabulary lacks it."""
+
+    def is_control(self, token_id: int) -> bool:
+        """Whether the id is a control token: special, or added to the vocabulary."""
+
+    def encode_with_control_spans(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[IdArray, ByteEnds]:
+        """Ids [T] and where each ends in ``text.encode()`` [T].
+
+        Control tokens are recognised only where they lie whole inside one of ``spans``: half-open
+        character ranges, in order and apart.
+        """

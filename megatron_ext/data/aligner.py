@@ -1,22 +1,186 @@
-"""Texts and conversations to what every model reads of them. D texts, T tokens, C chunks."""
+"""Texts and conversations to what every model reads of them. D texts, T tokens, C chunks.
+
+One text, or conversation, as the student and every teacher read it; pieces, and rows of them.
+
+Ts student tokens, Tt teacher tokens, C chunks that all models can be cut behind.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_ext.alignment.chunk_places import chunk_marks, without_chunks
+from megatron_ext.alignment.chunk_places import ChunkPlaces, Marks, chunk_marks, without_chunks
 from megatron_ext.alignment.conversation_alignment import align_encoded_conversations
 from megatron_ext.alignment.text_tokens import TextTokenizer
 from megatron_ext.alignment.token_aligner import TokenAligner
+from megatron_ext.alignment.window import fitting_runs
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.conversation import EncodedConversation
 from megatron_ext.conversation.records import ConversationRecord
-from megatron_ext.data.aligned_text import AlignedText, TeacherTokens
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import utf8
+
+Ids = NDArray[np.integer[Any]]
+
+Trained = NDArray[np.bool_] | None
+"""[T] tokens that are trained; None for all."""
+
+
+class TeacherTokens(NamedTuple):
+    """What a teacher with another tokenizer makes of the text."""
+
+    ids: Ids
+    """[Tt]"""
+
+    student_marks: Marks
+    """[Ts] the chunks, on the student's side."""
+
+    teacher_marks: Marks
+    """[Tt] the chunks, on its own."""
+
+    trained: Trained = None
+    """[Tt] which of its tokens are its answers; None in a text."""
+
+
+class AlignedText(NamedTuple):
+    """A text, or a part of one that begins and ends where a token of each model does."""
+
+    student_ids: Ids
+    """[Ts]"""
+
+    student_widths: Ids
+    """[Ts] bytes of the text that each token covers."""
+
+    teachers: tuple[TeacherTokens, ...]
+    """One for each teacher that has another tokenizer than the student."""
+
+    is_end: bool = True
+    """Whether the text ends here."""
+
+    trained: Trained = None
+    """[Ts] which tokens of a conversation are trained; None in a text, of which all are. A
+    conversation brings what begins and ends it; around a text that is put when it is read."""
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether templates wrote it."""
+        return self.trained is not None
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the text; of a conversation, of what the student's template wrote."""
+        return int(self.student_widths.sum())
+
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        """Tokens of the student and of each teacher."""
+        return len(self.student_ids), *(len(teacher.ids) for teacher in self.teachers)
+
+    def part(self, bounds: Sequence[slice], *, is_end: bool) -> AlignedText:
+        """Some tokens of each model, which stand for the same bytes.
+
+        Args:
+            bounds: Of the student, and of each teacher.
+            is_end: Whether the text ends with them.
+        """
+        student, *others = bounds
+        return AlignedText(
+            self.student_ids[student],
+            self.student_widths[student],
+            tuple(
+                TeacherTokens(
+                    teacher.ids[own],
+                    teacher.student_marks[student],
+                    teacher.teacher_marks[own],
+                    _part(teacher.trained, own),
+                )
+                for teacher, own in zip(self.teachers, others, strict=True)
+            ),
+            is_end=self.is_end and is_end,
+            trained=_part(self.trained, student),
+        )
+
+
+def byte_count_of(texts: Sequence[AlignedText]) -> int:
+    """Bytes of all texts; quicker than of each."""
+    widths = [text.student_widths for text in texts]
+    return int(np.concatenate([np.zeros(0, np.int64), *widths]).sum())
+
+
+def _part(trained: Trained, bounds: slice) -> Trained:
+    return None if trained is None else trained[bounds]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSample:
+    """Texts, or pieces of texts, one behind the other in a row and apart in attention."""
+
+    pieces: tuple[AlignedText, ...]
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all texts."""
+        return sum(piece.byte_count for piece in self.pieces)
+
+
+Stops = NDArray[np.int64]
+
+
+def cut(text: AlignedText, capacities: Sequence[int]) -> list[AlignedText]:
+    """The text in order, in as few pieces as possible that fit all models.
+
+    A piece ends where a chunk of every teacher does, so that all models read the same bytes in it.
+    What lies between two such places and exceeds a capacity alone is in no piece: the bytes of the
+    pieces are then fewer than those of the text.
+
+    Of a conversation there is at most its beginning: what is behind that has another sense without
+    it.
+
+    Args:
+        text: The text.
+        capacities: Most tokens of a piece, of the student and of each teacher; at least 1.
+    """
+    counts = text.token_counts
+    if all(count <= capacity for count, capacity in zip(counts, capacities, strict=True)):
+        return [text]
+    stops = _stops(text)
+    edges, fits = fitting_runs(stops, capacities)
+    fences = [np.append(0, side)[edges].tolist() for side in stops]
+    bounds = zip(*([slice(*bound) for bound in pairwise(fence)] for fence in fences), strict=True)
+    last = len(fits) - 1
+    pieces = [
+        text.part(bound, is_end=index == last)
+        for index, (bound, is_piece) in enumerate(zip(bounds, fits, strict=True))
+        if is_piece
+    ]
+    if text.is_conversation:
+        return pieces[:1] if fits[0] else []
+    return pieces
+
+
+def _stops(text: AlignedText) -> list[Stops]:
+    """For the student and each teacher, one past the last token of each chunk [C].
+
+    A token that covers nothing goes with the byte behind it, and the last ones with the last byte.
+    """
+    own = np.flatnonzero(text.student_widths) + 1
+    spans = []
+    for teacher in text.teachers:
+        student = ChunkPlaces.of_marks(teacher.student_marks, side="student").stop
+        its = ChunkPlaces.of_marks(teacher.teacher_marks, side="teacher").stop
+        own = own[np.isin(own, student, assume_unique=True)]
+        spans.append((student, its))
+    stops = [own, *(its[student.searchsorted(own)] for student, its in spans)]
+    if len(own) and not text.student_widths[own[-1] :].any():
+        stops = [side[:-1] for side in stops]
+    return [np.append(side, count) for side, count in zip(stops, text.token_counts, strict=True)]
+
 
 Content = str | ConversationRecord
 

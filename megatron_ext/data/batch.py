@@ -1,14 +1,27 @@
-"""One microbatch for the student and every teacher. B rows, T label positions, G segments."""
+"""One microbatch for the student and every teacher. B rows, T label positions, G segments.
+
+Rows of one side: where the labels of texts stand in them, and their tensors.
+
+B rows, T label positions, S segments, L labels of all segments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import cached_property
+from itertools import chain
+from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.alignment.chunk_places import BEGINS, OUTSIDE, Marks
+from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
+from megatron_ext.data.aligner import AlignedText
+from megatron_ext.data.side import Parts, Segment, Side
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +118,175 @@ class CrossTokenizerBatch:
 
 def _fields(record: SideBatch | AlignmentBatch, prefix: str = "") -> dict[str, Any]:
     return {f"{prefix}{field.name}": getattr(record, field.name) for field in fields(record)}
+
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Segments one after another in B rows, which follow one another too."""
+
+    segments: list[Segment]
+    """S"""
+
+    row_count: int
+    """B"""
+
+    row_length: int
+    """T"""
+
+    label_counts: Counts
+    """[S]"""
+
+    lengths: Counts
+    """[S] positions that each takes; a segment may have fewer labels."""
+
+    row_of: Counts
+    """[S]"""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[Segment]], side: Side) -> Layout:
+        """The layout of B rows of segments."""
+        segments = list(chain.from_iterable(rows))
+        labels = np.array([segment.label_count for segment in segments], np.int64)
+        lengths = -(-labels // side.segment_multiple) * side.segment_multiple
+        row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        longest = int(np.bincount(row_of, lengths, len(rows)).max(initial=0))
+        assert longest <= side.length, f"a row of {side.name} overflows"
+        return cls(segments, len(rows), side.row_length(longest), labels, lengths, row_of)
+
+    @cached_property
+    def filled(self) -> Counts:
+        """[B] positions of each row before its padding."""
+        return np.bincount(self.row_of, self.lengths, self.row_count).astype(np.int64)
+
+    @cached_property
+    def starts(self) -> Counts:
+        """[S] where each segment begins."""
+        rows_before = np.cumsum(self.filled) - self.filled
+        before = np.cumsum(self.lengths) - self.lengths
+        return before + (np.arange(self.row_count) * self.row_length - rows_before)[self.row_of]
+
+    @cached_property
+    def bounds(self) -> Counts:
+        """[G + 1] where segments begin and end; the padding of a row is one."""
+        row_starts = np.arange(self.row_count + 1) * self.row_length
+        ends = row_starts[:-1] + self.filled
+        begins = self.starts[self.lengths > 0]
+        bounds: Counts = np.unique(np.concatenate([row_starts, ends, begins]))
+        return bounds
+
+    def laid_out(
+        self, parts: Iterable[Parts], fill: int, kind: type[np.generic] = np.int64
+    ) -> NDArray[Any]:
+        """Values for each label, in their places [B, T], and ``fill`` elsewhere.
+
+        Args:
+            parts: S tuples of arrays, which together are one value for each label of a segment.
+            fill: For positions without a label.
+            kind: Of the result.
+        """
+        fills = np.full(max(self._gaps), fill, kind)
+        placed = [fills[: self._gaps[0]]]
+        for values, gap in zip(parts, self._gaps[1:], strict=True):
+            placed.extend(values)
+            if gap:
+                placed.append(fills[:gap])
+        rows: NDArray[Any] = np.concatenate(placed, dtype=kind)
+        return rows.reshape(self.row_count, self.row_length)
+
+    @cached_property
+    def _gaps(self) -> list[int]:
+        """[S + 1] positions before the first segment, and behind the labels of each."""
+        stops = np.append(self.starts, self.row_count * self.row_length)
+        gaps: list[int] = (stops - np.append(0, self.starts + self.label_counts)).tolist()
+        return gaps
+
+
+def side_batch(
+    layout: Layout, *, pad: int, byte_count: int, position_count: int | None = None
+) -> SideBatch:
+    """The tensors of a layout.
+
+    Args:
+        layout: B rows of segments.
+        pad: What fills the inputs.
+        byte_count: Bytes of the texts.
+        position_count: How many positions a model knows; padding beyond them has the last one's
+            number. None: no row is longer.
+    """
+    segments = layout.segments
+    labels = layout.laid_out((segment.labels() for segment in segments), IGNORE_INDEX)
+    bounds = layout.bounds
+    sizes = np.diff(bounds)
+    counted = np.arange(sizes.max(initial=0))
+    if position_count is not None:
+        counted = np.minimum(counted, position_count - 1)
+    positions = [counted[:size] for size in sizes.tolist()]
+    return SideBatch(
+        input_ids=torch.from_numpy(
+            layout.laid_out((segment.inputs() for segment in segments), pad)
+        ),
+        labels=torch.from_numpy(labels),
+        loss_mask=torch.from_numpy((labels != IGNORE_INDEX).astype(np.float32)),
+        position_ids=torch.from_numpy(np.concatenate([counted[:0], *positions])).view(labels.shape),
+        lengths=torch.from_numpy(layout.filled),
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+        max_seqlen=int(sizes.max(initial=0)),
+        byte_count=byte_count,
+    )
+
+
+_PAIRED_END: Final = np.array([BEGINS], np.uint8)
+_LONE_END: Final = np.array([OUTSIDE], np.uint8)
+
+
+def alignment_batch(
+    pieces: Iterable[AlignedText], teacher_index: int, student: Layout, teacher: Layout
+) -> AlignmentBatch:
+    """The alignment of the student's rows with a teacher's.
+
+    Where both sides end a text with their end-of-document token, the two are a chunk. A chunk of
+    which a side does not predict a token, because no token leads, is dropped on both.
+
+    Args:
+        pieces: All segments, row after row.
+        teacher_index: Among the teachers that have another tokenizer than the student.
+        student: The student's layout.
+        teacher: The teacher's.
+    """
+    parts = list(_parts(pieces, teacher_index, student, teacher))
+    return AlignmentBatch.from_marks(
+        student.laid_out((own for own, _ in parts), OUTSIDE, np.uint8),
+        teacher.laid_out((its for _, its in parts), OUTSIDE, np.uint8),
+    )
+
+
+def identity_batch(labels: torch.Tensor) -> AlignmentBatch:
+    """The alignment with a teacher of the same tokenizer: each label [B, T] is a chunk."""
+    is_label = (labels != IGNORE_INDEX).flatten()
+    counted = is_label.cumsum(0)
+    chunk_id = torch.where(is_label, counted - 1, NO_CHUNK).view(labels.shape)
+    return AlignmentBatch.from_chunk_ids(chunk_id, chunk_id)
+
+
+def _parts(
+    pieces: Iterable[AlignedText], teacher_index: int, student: Layout, teacher: Layout
+) -> Iterator[tuple[Parts, Parts]]:
+    """The marks of each segment's labels, on both sides."""
+    for piece, own, its in zip(pieces, student.segments, teacher.segments, strict=True):
+        tokens = piece.teachers[teacher_index]
+        own_marks, its_marks = tokens.student_marks, tokens.teacher_marks
+        if own.reads_first(own_marks) or its.reads_first(its_marks):
+            own_marks, its_marks = _without_first(own_marks), _without_first(its_marks)
+        end = _LONE_END if own.eod is None or its.eod is None else _PAIRED_END
+        yield own.at_labels(own_marks, end), its.at_labels(its_marks, end)
+
+
+def _without_first(marks: Marks) -> Marks:
+    """The marks [T] without the first chunk."""
+    second = np.flatnonzero(marks >= BEGINS)[1:2].tolist()
+    kept: Marks = marks.copy()
+    kept[: second[0] if second else len(marks)] = OUTSIDE
+    return kept

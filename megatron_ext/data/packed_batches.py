@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.data.block_order import Position
 from megatron_ext.data.packed_dataset import PackedTextDataset

@@ -16,10 +16,15 @@ from typing import Any, Final, NamedTuple
 
 from torch.utils.data import DataLoader, Sampler
 
-from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.block_order import Position
-from megatron_ext.data.block_workers import BlockWorkers, DeadWorkerError
-from megatron_ext.data.packed_dataset import PackedBlock, PackedTextDataset, RefusedDocument
+from megatron_ext.data.packed_dataset import (
+    BlockWorkers,
+    DeadWorkerError,
+    PackedBlock,
+    PackedTextDataset,
+    RefusedDocument,
+)
 from megatron_ext.errors import ConfigError, DataError
 
 _EMPTY_EPOCHS: Final = 2

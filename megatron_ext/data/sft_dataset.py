@@ -19,11 +19,10 @@ from megatron.core.datasets.utils import Split
 from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 
-from megatron_ext.conversation.rendering.template_clock import stopped_at
-from megatron_ext.data.sft_plan import SFTPlan
+from megatron_ext.conversation.rendering.template_limits import stopped_at
+from megatron_ext.data.sft_plan import SFTPlan, SFTReport
 from megatron_ext.data.sft_records import SFTConfig, SFTRecords
 from megatron_ext.data.sft_samples import SFTReader, SFTSample, laid_out
-from megatron_ext.data.sft_survey import SFTReport
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.tokenizers import MegatronTokenizerText
 

@@ -1,23 +1,249 @@
 """The conversations of each sample of an epoch, computed once and kept.
 
 R records, C conversations, B samples.
+
+The lengths of all conversations of a data set, and what became of its records.
+
+R records, C conversations.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
+from megatron_ext.conversation.rendering.template_limits import stopped_at
 from megatron_ext.data.sft_packing import fill_ratio, pack
-from megatron_ext.data.sft_samples import SFTReader, padded_length
-from megatron_ext.data.sft_survey import SFTReport, survey
-from megatron_ext.documents.cached_arrays import Arrays, CachedArrays, Notes, cached_arrays
-from megatron_ext.errors import DataError
+from megatron_ext.data.sft_samples import SFTReader, SFTSample, padded_length
+from megatron_ext.documents.documents import ReadReport, add_place
+from megatron_ext.documents.index import Arrays, CachedArrays, Notes, cached_arrays
+from megatron_ext.documents.worker_pool import WorkerPool
+from megatron_ext.errors import ConversationError, DataError, TokenizerError
+from megatron_ext.tokenizers.identity import tokenizer_identity
+from megatron_ext.version import __version__
+
+_FORMAT: Final = 1
+"""Of the arrays; another one makes every survey anew."""
+_WITHOUT_INFLUENCE: Final = ("packing", "shuffle", "conversation_schema", "workers")
+"""Settings that change nothing here. The schema that was found is in the records' identity."""
+_RECORDS_AT_ONCE: Final = 256
+_SECONDS_UNTIL_PROGRESS: Final = 5.0
+_SECONDS_BETWEEN_LINES: Final = 10.0
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTReport(ReadReport):
+    """Counts, and where the first of each kind of loss are."""
+
+    records: int = 0
+    """Lines that were read."""
+    bad_records: int = 0
+    """Lines that gave no conversation and were left out."""
+    conversations: int = 0
+    """Conversations of the good lines."""
+    too_long: int = 0
+    """Conversations longer than a sample, which were cut or left out."""
+    dropped_tokens: int = 0
+    """Tokens that were lost to that."""
+    untrained: int = 0
+    """Conversations that were left out because nothing of them is trained."""
+    untrained_by_cut: int = 0
+    """Those of them of which something was trained before they were cut."""
+    samples: int = 0
+    """Samples of one epoch."""
+    tokens: int = 0
+    """Tokens of one epoch, padding not counted."""
+    trained_tokens: int = 0
+    """Tokens of one epoch that are predicted and trained."""
+    fill_ratio: float = 0.0
+    """Share of the samples' room that tokens take, 0 to 1."""
+    places: dict[str, list[str]] = field(default_factory=dict)
+    """``file:line`` of the first few, by what is wrong; a bad record with the reason."""
+
+    def add_place(self, kind: str, place: str) -> None:
+        """Remember where something was lost, unless there are enough of its kind."""
+        add_place(self.places.setdefault(kind, []), place)
+
+    @property
+    def lost_something(self) -> bool:
+        """Whether a record, a conversation or a token is in no sample."""
+        return bool(self.bad_records or self.too_long or self.untrained)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.conversations:,} conversations in {self.records:,} records: "
+            f"{self.samples:,} samples, {self.tokens:,} tokens, {self.trained_tokens:,} trained, "
+            f"{self.fill_ratio:.1%} full"
+        ]
+        losses = (
+            (self.bad_records, "bad records left out"),
+            (self.too_long, f"conversations too long, {self.dropped_tokens:,} tokens lost"),
+            (
+                self.untrained,
+                "conversations with nothing to train left out, "
+                f"{self.untrained_by_cut:,} because they were cut",
+            ),
+        )
+        lines += [f"{count:,} {what}" for count, what in losses if count]
+        lines += [f"{kind}: {place}" for kind, places in self.places.items() for place in places]
+        return "\n".join(lines)
+
+
+Block = tuple[NDArray[np.int64], SFTReport]
+"""Record, piece, length and number of trained positions of kept conversations [C, 4]; counts."""
+
+
+def survey(reader: SFTReader, records: NDArray[np.integer[Any]]) -> CachedArrays:
+    """Where each conversation is and how long, in the order of the records; computed once.
+
+    Args:
+        reader: The data set.
+        records: Numbers of the records to read [R].
+
+    Returns:
+        ``record``, ``piece``, ``length`` (once it is cut) and ``trained`` [C]; noted with them are
+        the ``report`` and the ``moment`` that templates took for now.
+
+    Raises:
+        DataError: A record is refused (with file and line).
+    """
+    config = asdict(reader.config)
+    key = {
+        "kind": "survey",
+        "version": f"{__version__}, {_FORMAT}",
+        **reader.records.identity,
+        "records": hashlib.sha256(records.astype(np.int64).tobytes()).hexdigest(),
+        "tokenizer": tokenizer_identity(reader.tokenizer),
+        "config": {name: config[name] for name in config if name not in _WITHOUT_INFLUENCE},
+        "sequence_length": reader.sequence_length,
+    }
+
+    def build() -> tuple[Arrays, Notes]:
+        moment = datetime.now().replace(microsecond=0)
+        rows, report = _all_blocks(reader, records, moment)
+        columns = dict(zip(("record", "piece", "length", "trained"), rows.T, strict=True))
+        return columns, {"moment": moment.isoformat(), "report": asdict(report)}
+
+    return cached_arrays(reader.records.cache_folder, key, build)
+
+
+def _all_blocks(reader: SFTReader, records: NDArray[np.integer[Any]], moment: datetime) -> Block:
+    rows: list[NDArray[np.int64]] = [np.zeros((0, 4), np.int64)]
+    total = SFTReport()
+    progress = tqdm(
+        total=len(records),
+        desc="conversations",
+        unit=" records",
+        delay=_SECONDS_UNTIL_PROGRESS,
+        mininterval=_SECONDS_BETWEEN_LINES,
+    )
+    pieces = np.split(records, range(_RECORDS_AT_ONCE, len(records), _RECORDS_AT_ONCE))
+    # Forked, because not every tokenizer can be sent to another process.
+    pool: WorkerPool[NDArray[np.integer[Any]], Block | DataError] = WorkerPool(
+        make_work=lambda: _Surveyor(reader, moment),
+        worker_count=reader.config.workers,
+        method="fork",
+    )
+    with progress, closing(pool.results(pieces)) as blocks:
+        for found in blocks:
+            if isinstance(found, DataError):
+                raise found
+            block, report = found
+            rows.append(block)
+            total = total + report
+            progress.update(report.records)
+    return np.concatenate(rows), total
+
+
+class _Surveyor:
+    """Reads records and counts."""
+
+    def __init__(self, reader: SFTReader, moment: datetime) -> None:
+        self._reader = reader
+        self._config = reader.config
+        self._moment = moment
+
+    def __call__(
+        self, records: NDArray[np.integer[Any]], on_progress: Callable[[Any], None]
+    ) -> Block | DataError:
+        """What became of the records; an error is returned, for the first in their order to be
+        the one that is raised."""
+        report = SFTReport(records=len(records))
+        try:
+            with stopped_at(self._moment):
+                rows = list(self._rows(records, report))
+        except DataError as error:
+            return error
+        return np.array(rows, np.int64).reshape(-1, 4), report
+
+    def _rows(
+        self, records: NDArray[np.integer[Any]], report: SFTReport
+    ) -> Iterator[tuple[int, int, int, int]]:
+        for record in records.tolist():
+            for piece, whole in enumerate(self._samples(record, report)):
+                report.conversations += 1
+                sample = None if whole is None else self._fitting(record, whole, report)
+                if sample is not None and sample.trained_count:
+                    yield record, piece, len(sample), sample.trained_count
+                elif whole is None or sample is not None:
+                    was_cut = whole is not None and whole.trained_count > 0
+                    self._leave_out(record, report, was_cut=was_cut)
+
+    def _samples(self, record: int, report: SFTReport) -> list[SFTSample | None]:
+        try:
+            return self._reader.samples(record)
+        except (DataError, ConversationError, TokenizerError) as error:
+            place = self._reader.records.place(record)
+            if self._config.bad_records == "refuse":
+                raise DataError(str(error), where=place) from error
+            report.bad_records += 1
+            report.add_place("bad record", f"{place}: {error}")
+            return []
+
+    def _fitting(self, record: int, whole: SFTSample, report: SFTReport) -> SFTSample | None:
+        """A conversation that fits, or None where it is left out for its length."""
+        limit = self._reader.sequence_length
+        if len(whole) <= limit:
+            return whole
+        place = self._reader.records.place(record)
+        if self._config.too_long == "refuse":
+            raise DataError(
+                "the conversation is longer than a sample",
+                got=f"{len(whole)} tokens",
+                expected=f"at most {limit}",
+                fix="raise the sequence length, or set too_long to truncate-right",
+                where=place,
+            )
+        report.too_long += 1
+        report.add_place("too long", f"{place}: {len(whole)} tokens")
+        if self._config.too_long == "drop":
+            report.dropped_tokens += len(whole)
+            return None
+        sample = self._reader.cut(whole)
+        report.dropped_tokens += len(whole) - len(sample)
+        return sample
+
+    def _leave_out(self, record: int, report: SFTReport, *, was_cut: bool) -> None:
+        place = self._reader.records.place(record)
+        if self._config.untrained == "refuse":
+            raise DataError(
+                "nothing of the conversation is trained" + (" once it is cut" if was_cut else ""),
+                fix="set untrained to drop" + (", or raise the sequence length" if was_cut else ""),
+                where=place,
+            )
+        report.untrained += 1
+        report.untrained_by_cut += was_cut
+        report.add_place("nothing to train", place + (" once it is cut" if was_cut else ""))
+
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.alignment.chunk_places import Marks
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.data.aligned_text import AlignedText, Ids, Trained
+from megatron_ext.data.aligner import AlignedText, Ids, Trained
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText
 

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from megatron_ext.conversation.records import ConversationRecord
+from megatron_ext.documents.documents import CorpusReport
 from megatron_ext.documents.index import corpus_index
 from megatron_ext.documents.reader import READ_IN_PLACE, RecordReader, changed
 from megatron_ext.documents.record_fields import RecordFields
 from megatron_ext.documents.records import check_fields
-from megatron_ext.documents.report import CorpusReport
 from megatron_ext.documents.source_file import find_sources
 from megatron_ext.errors import DataError
 

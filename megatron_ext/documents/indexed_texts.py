@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.documents.cached_arrays import Arrays, Notes, cached_arrays
+from megatron_ext.documents.documents import CorpusReport
 from megatron_ext.documents.id_tokenizers import KEY
+from megatron_ext.documents.index import Arrays, Notes, cached_arrays
 from megatron_ext.documents.indexed_file import IndexedFile
-from megatron_ext.documents.report import CorpusReport
 from megatron_ext.errors import DataError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes

@@ -1,16 +1,21 @@
-"""Lines of a file, many at a time and as bytes; plain or compressed."""
+"""Lines of a file, many at a time and as bytes; plain or compressed.
+
+Records of JSON lines and JSON lists, judged alike by all parsers.
+"""
 
 from __future__ import annotations
 
 import gzip
+import json
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
-from megatron_ext.documents.record_fields import BadRecord
-from megatron_ext.documents.source_file import InputSlice
+from megatron_ext.documents.record_fields import BadRecord, RecordBlock, RecordFields
+from megatron_ext.documents.source_file import InputSlice, whole_text
 from megatron_ext.errors import DataError
 
 BLOCK_BYTES: Final = 8 << 20
@@ -156,3 +161,166 @@ def _split(content: bytes) -> list[bytes]:
 
 def _unreadable(piece: InputSlice, error: OSError) -> DataError:
     return DataError("the input cannot be read", where=piece.path, got=error.strerror)
+
+
+try:
+    from orjson import loads as _fast_loads
+except ImportError:
+    _fast_loads: Callable[[bytes], Any] | None = None  # type: ignore[no-redef]
+
+_SPACE: Final = re.compile(r"[ \t\r\n]*")
+_DECODER: Final = json.JSONDecoder()
+
+
+def read_json_lines(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBlock]:
+    """The records of a slice of a JSON lines file; blank lines are none.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    line = 1
+    for lines in read_lines(piece):
+        block = parse_lines(lines.lines, fields, first_line=line)
+        block.size, block.starts = lines.size, lines.starts
+        line += len(lines.lines)
+        if lines.bad is not None:
+            block.bad.append(lines.bad)
+            line += 1
+            block.line_count += 1
+        yield block
+
+
+def parse_lines(lines: Sequence[bytes], fields: RecordFields, *, first_line: int) -> RecordBlock:
+    """The records in ``lines``, the first of which is line ``first_line`` of its slice."""
+    block = RecordBlock.empty(fields)
+    block.line_count = len(lines)
+    for number, line in enumerate(lines, start=first_line):
+        if not line or line.isspace():
+            continue
+        try:
+            block.add(number, fields.values_of(parse(line, as_it_is=fields.are_unread)))
+        except DataError as error:
+            block.bad.append(BadRecord.of(number, error))
+    return block
+
+
+def parse(line: bytes, *, as_it_is: bool = False) -> Any:
+    """The JSON value in ``line``, whose strings all fit into UTF-8.
+
+    Args:
+        line: UTF-8.
+        as_it_is: Take strings that spell half of a surrogate pair, too.
+
+    Raises:
+        DataError: It is not UTF-8, not JSON, or spells half of a surrogate pair.
+    """
+    if _fast_loads is not None:
+        try:
+            return _fast_loads(line)
+        except ValueError:
+            # orjson is stricter than json (NaN, halves of surrogate pairs, deep nesting) and says
+            # less: what it refuses is judged below, so that results do not depend on it.
+            pass
+    return _parse_slowly(line, as_it_is)
+
+
+def _parse_slowly(line: bytes, as_it_is: bool) -> Any:
+    try:
+        text = line.decode("utf-8")
+        value = json.loads(text)
+        if "\\u" in text and not as_it_is:
+            _refuse_surrogates(value)
+    except DataError:
+        # It is a ValueError, too, and says already what is wrong.
+        raise
+    except UnicodeDecodeError as error:
+        raise DataError(
+            "the line is not UTF-8", got=f"{error.reason} at byte {error.start} of the line"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            "the line is not JSON", got=f"{error.msg} at character {error.colno}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError("the line is not JSON", got=error) from error
+    return value
+
+
+def _refuse_surrogates(value: Any) -> None:
+    """JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(
+            "the text holds half of a surrogate pair, which UTF-8 cannot",
+            fix='clean it: text.encode("utf-8", "replace").decode()',
+        ) from None
+
+
+def read_json_document(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBlock]:
+    """The records of a list, each at the line in which it begins; the file is held in memory.
+
+    From where the document is broken on, it gives one bad record.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    block, size_left = RecordBlock.empty(fields), piece.size
+    line = seen = 0
+    text = whole_text(piece)
+    if isinstance(text, BadRecord):
+        block.bad.append(text)
+        text = "[]"
+    try:
+        for start, stop in _elements(text):
+            line += text.count("\n", seen, start)
+            seen = start
+            record = text[start:stop].encode()
+            _add(block, fields, record, line + 1)
+            block.size += min(len(record), size_left)
+            size_left -= min(len(record), size_left)
+            if block.size >= BLOCK_BYTES:
+                yield block
+                block = RecordBlock.empty(fields)
+        block.line_count = text.count("\n") + 1
+    except json.JSONDecodeError as error:
+        what = DataError("the document is not JSON from this line on", got=error.msg)
+        block.bad.append(BadRecord.of(error.lineno, what))
+    block.size += size_left
+    yield block
+
+
+def _add(block: RecordBlock, fields: RecordFields, record: bytes, line: int) -> None:
+    try:
+        block.add(line, fields.values_of(parse(record, as_it_is=fields.are_unread)))
+    except DataError as error:
+        block.bad.append(BadRecord.of(line, error))
+
+
+def _elements(text: str) -> Iterator[tuple[int, int]]:
+    """Where each element of the list begins and ends.
+
+    Raises:
+        JSONDecodeError: The text is no list from some point on.
+    """
+    at = _after_space(text, text.index("[") + 1)
+    while text[at : at + 1] != "]":
+        try:
+            _, stop = _DECODER.raw_decode(text, at)
+        except RecursionError:
+            raise json.JSONDecodeError("Nested too deeply", text, at) from None
+        yield at, stop
+        at = _after_space(text, stop)
+        if text[at : at + 1] == ",":
+            at = _after_space(text, at + 1)
+        elif text[at : at + 1] != "]":
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+    rest = _after_space(text, at + 1)
+    if rest < len(text):
+        raise json.JSONDecodeError("Extra data", text, rest)
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()

@@ -11,8 +11,7 @@ from itertools import accumulate
 from typing import Any, BinaryIO, Final, Protocol
 
 from megatron_ext.documents.arrow_records import arrow_batches
-from megatron_ext.documents.json_records import parse
-from megatron_ext.documents.lines import read_line
+from megatron_ext.documents.lines import parse, read_line
 from megatron_ext.documents.record_fields import RecordFields
 from megatron_ext.documents.source_file import SourceFile
 from megatron_ext.errors import DataError

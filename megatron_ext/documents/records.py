@@ -14,11 +14,15 @@ from megatron_ext.documents.arrow_records import (
     row_group_sizes,
     rows_before,
 )
-from megatron_ext.documents.json_records import read_json_document, read_json_lines
-from megatron_ext.documents.lines import newlines_before
+from megatron_ext.documents.lines import newlines_before, read_json_document, read_json_lines
 from megatron_ext.documents.record_fields import RecordBlock, RecordFields
-from megatron_ext.documents.source_file import InputSlice, SourceFile, SourceKind
-from megatron_ext.documents.text_file import check_text_fields, read_text_file
+from megatron_ext.documents.source_file import (
+    InputSlice,
+    SourceFile,
+    SourceKind,
+    check_text_fields,
+    read_text_file,
+)
 from megatron_ext.errors import ConversationError, DataError
 
 

@@ -18,14 +18,13 @@ from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
-from megatron_ext.evaluation.generation import Generator
+from megatron_ext.evaluation.generation import Generator, TokenScorer
 from megatron_ext.evaluation.language_model import (
     GenerationOptions,
     LogLikelihood,
     TokenRequest,
     prompt_ids,
 )
-from megatron_ext.evaluation.token_scoring import TokenScorer
 from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     is_checkpoint_folder,
@@ -39,14 +38,13 @@ from megatron_ext.tokenizers import (
     padded_vocab_size,
 )
 from megatron_ext.training import cpu_megatron
+from megatron_ext.training.checkpoint import checkpoint_model
 from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.checkpoint_model import checkpoint_model
-from megatron_ext.training.checkpoint_tokenizer import tokenizer_doubts
+from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer, tokenizer_doubts
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.first_weights import load_first_weights
-from megatron_ext.training.kept_tokenizer import KeptTokenizer
 from megatron_ext.training.models import DTYPES, build_gpt_model, freeze
-from megatron_ext.training.start_warnings import write_warnings
+from megatron_ext.training.run_tokenizer import write_warnings
 
 Result = TypeVar("Result")
 _LAST_IDS = 8

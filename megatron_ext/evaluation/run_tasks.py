@@ -16,7 +16,7 @@ from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
 from megatron_ext.evaluation.tasks.task import TaskResult
 from megatron_ext.files import write_text
 from megatron_ext.training import rank_phase
-from megatron_ext.training.evaluation_config import EvaluationConfig, EvaluationTaskConfig
+from megatron_ext.training.teacher_config import EvaluationConfig, EvaluationTaskConfig
 
 if TYPE_CHECKING:
     from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
@@ -80,9 +80,8 @@ def _task(name: str, its: EvaluationTaskConfig) -> Task:
 
 def _language_model(student: StudentToEvaluate, micro_batch_size: int) -> MegatronLanguageModel:
     # megatron-core takes seconds to load; a wrong path is said before.
-    from megatron_ext.evaluation.generation import Generator
+    from megatron_ext.evaluation.generation import Generator, TokenScorer
     from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
-    from megatron_ext.evaluation.token_scoring import TokenScorer
 
     shared: dict[str, Any] = {
         "chunk": student.chunk,

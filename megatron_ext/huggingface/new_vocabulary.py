@@ -30,15 +30,15 @@ from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     read_json,
 )
-from megatron_ext.huggingface.checkpoint_writer import (
+from megatron_ext.huggingface.families import FAMILIES
+from megatron_ext.huggingface.model_settings import family_of
+from megatron_ext.huggingface.tensor_files import (
     TensorPlan,
+    TensorReader,
     check_target,
     shards,
     write_checkpoint,
 )
-from megatron_ext.huggingface.families import FAMILIES
-from megatron_ext.huggingface.model_settings import family_of
-from megatron_ext.huggingface.tensor_reader import TensorReader
 from megatron_ext.projection.sparse_projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.assets import PROMPT_FILE

@@ -9,10 +9,8 @@ with needed_packages("megatron_ext.losses"):
     )
 
 from megatron_ext.losses.base import KnownAhead
-from megatron_ext.losses.boundary_columns import BoundaryColumns
 from megatron_ext.losses.completions import ChunkCompletions, CompletionTable
 from megatron_ext.losses.context_parallel import ContextParallelPlan
-from megatron_ext.losses.gradient_magnitude import GradientMagnitudeWeighting, LayerGradients
 from megatron_ext.losses.learned_projection import LearnedProjection
 from megatron_ext.losses.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
 from megatron_ext.losses.nemo_rl import CrossTokenizerDistillationLossFn
@@ -39,9 +37,11 @@ from megatron_ext.losses.plan import CombinedOutput, Loss, LossPart, LossPlan, r
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
 from megatron_ext.losses.teacher_scores import TeacherText, reduce_scores
-from megatron_ext.losses.vocabulary_match import IdTable, VocabularyMatch
+from megatron_ext.losses.vocabulary_match import BoundaryColumns, IdTable, VocabularyMatch
 from megatron_ext.losses.weighting import (
     FixedWeighting,
+    GradientMagnitudeWeighting,
+    LayerGradients,
     LossWeighting,
     MatchedWeighting,
     ScheduledWeighting,

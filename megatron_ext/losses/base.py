@@ -18,11 +18,10 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.losses.boundary_columns import BoundaryColumns
 from megatron_ext.losses.completions import ChunkCompletions
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.losses.vocabulary_match import VocabularyMatch
+from megatron_ext.losses.vocabulary_match import BoundaryColumns, VocabularyMatch
 
 SumCount = tuple[torch.Tensor, torch.Tensor]
 """A local sum (fp32 scalar) and the number of things summed (int64 scalar)."""

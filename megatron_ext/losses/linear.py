@@ -23,7 +23,8 @@ from megatron_ext.losses.fused_evaluation import evaluate_together
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.losses.objective import Objective, Scale
 from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.ops.linear_form import Tile, TilePlan, linear_loss
+from megatron_ext.ops.linear_form import linear_loss
+from megatron_ext.ops.tile_plan import Tile, TilePlan
 
 
 class AddedOutputs:

@@ -18,8 +18,8 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.losses.base import DistillationInputs, KnownAhead
 from megatron_ext.losses.completions import ChunkCompletions
-from megatron_ext.ops.linear_form import Tile, TilePlan
 from megatron_ext.ops.partition_kl import ChainRows, Chains, SingleRows
+from megatron_ext.ops.tile_plan import Tile, TilePlan
 
 Ids = NDArray[np.int64]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from megatron_ext.errors import LossError
+from megatron_ext.losses.checks import Numerics
 from megatron_ext.losses.multi_teacher import TeacherMode
-from megatron_ext.losses.option_check import Numerics
 from megatron_ext.typed_mapping import build_config
 
 SumWeightsMetric = Literal["ce", "entropy", "max_prob"]

@@ -15,7 +15,7 @@ import torch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput, Over
 from megatron_ext.ops.unit_gradient import kept_gradient
-from megatron_ext.projection.options import ProjectionMethod
+from megatron_ext.projection.speller import ProjectionMethod
 from megatron_ext.registry import Registry
 
 Scale = float | torch.Tensor

@@ -24,8 +24,12 @@ from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES, OLD_FORMAT, UNSPO
 from megatron_ext.tokenizers.namespace import config_from_namespace
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.tokenizer_files import FileLibrary, require_library
-from megatron_ext.training.spoken_flags import check_spoken, parse_noting_spoken, spoken_of
-from megatron_ext.training.tokenizer_arguments import add_missing_flags
+from megatron_ext.training.tokenizer_arguments import (
+    add_missing_flags,
+    check_spoken,
+    parse_noting_spoken,
+    spoken_of,
+)
 
 
 def with_our_flags(add_tokenizer_args: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,20 +45,20 @@ from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.config_file import build_config, read_config_file
-from megatron_ext.training.data.held_out import HeldOut
-from megatron_ext.training.data.microbatch import Microbatch
-from megatron_ext.training.device import announce_device
+from megatron_ext.training.cpu_megatron import announce_device
 from megatron_ext.training.distill import teach
 from megatron_ext.training.exclusions import check_exclusions
 from megatron_ext.training.first_weights import load_first_weights, model_shard
 from megatron_ext.training.inputs import Inputs, read_inputs
-from megatron_ext.training.lesson import Lesson
+from megatron_ext.training.microbatch import Lesson, Microbatch
+from megatron_ext.training.model_section import read_config_file
 from megatron_ext.training.models import build_gpt_model
+from megatron_ext.training.run_data import HeldOut
+from megatron_ext.training.run_tokenizer import write_warnings
 from megatron_ext.training.start_agreement import check_same_start
-from megatron_ext.training.start_warnings import write_warnings
 from megatron_ext.training.student import Student
 from megatron_ext.training.trainer import Trainer
+from megatron_ext.typed_mapping import build_config
 
 
 class InItsPrecision:

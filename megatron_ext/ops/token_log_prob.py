@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.launch import Implementation, check_implementation
-from megatron_ext.ops.row_sums import (
+from megatron_ext.ops.chunk_rows import (
     ExpSums,
     local_column,
     merge_exp_sums,
@@ -19,6 +18,7 @@ from megatron_ext.ops.row_sums import (
     token_exp_sums,
     token_log_probs,
 )
+from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.softmax_statistics import row_statistics
 from megatron_ext.ops.token_likelihood import RowGradient, write_token_gradient
 from megatron_ext.ops.unit_gradient import kept_gradient

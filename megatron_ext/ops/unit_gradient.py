@@ -143,7 +143,7 @@ def scale_rows_(
     """
     rows, width = gradient.shape
     if uses_triton(implementation, gradient):
-        from megatron_ext.ops.unit_gradient_kernels import scale_rows_kernel
+        from megatron_ext.ops.triton_math import scale_rows_kernel
 
         if rows and width:
             grid = (rows, -(-width // _BLOCK))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.conversation.message import Message, content_text
 from megatron_ext.conversation.records import ConversationRecord
-from megatron_ext.conversation.rendering.template_clock import stopped_at
+from megatron_ext.conversation.rendering.template_limits import stopped_at
 from megatron_ext.data.sft_samples import SFTSample
 from megatron_ext.documents.record_fields import BadRecord, RecordBlock
 from megatron_ext.errors import ConfigError, ConversationError, TokenizerError

@@ -14,8 +14,7 @@ from megatron_ext.extras import missing_package
 from megatron_ext.preprocessing.config import PreprocessConfig, with_settled_schema
 from megatron_ext.preprocessing.document_encoder import document_encoder
 from megatron_ext.preprocessing.indexed_output import assemble
-from megatron_ext.preprocessing.progress_bar import ProgressBar
-from megatron_ext.preprocessing.report import Report
+from megatron_ext.preprocessing.report import ProgressBar, Report
 from megatron_ext.preprocessing.shard import ShardMaker
 from megatron_ext.preprocessing.work_folder import Plan, WorkFolder
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer

@@ -16,8 +16,7 @@ from megatron_ext.documents.source_file import InputSlice
 from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.document_encoder import DocumentEncoder, document_encoder
 from megatron_ext.preprocessing.encoded_documents import EncodedDocuments, PartWriter, token_dtype
-from megatron_ext.preprocessing.progress_bar import Progress
-from megatron_ext.preprocessing.report import ShardRecord, SliceRecord
+from megatron_ext.preprocessing.report import Progress, ShardRecord, SliceRecord
 from megatron_ext.preprocessing.work_folder import WorkFolder
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
 

@@ -5,8 +5,8 @@ from megatron_ext.projection.combination import compose, drop_padding, fill_empt
 from megatron_ext.projection.compressed_rows import CompressedRows
 from megatron_ext.projection.embedding_builder import build_embedding_projection
 from megatron_ext.projection.embeddings import EmbeddingMatrix
-from megatron_ext.projection.options import ProjectionMethod
 from megatron_ext.projection.sparse_projection import SparseProjection
+from megatron_ext.projection.speller import ProjectionMethod
 from megatron_ext.projection.vocabulary_partition import VocabularyPartition
 
 __all__ = [

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from megatron_ext.errors import ProjectionError
 from megatron_ext.extras import needed_packages
 from megatron_ext.files import write_bytes
+from megatron_ext.projection.compressed_rows import check_built_for
 from megatron_ext.projection.nemo.inspection import load_legacy_matrix
 from megatron_ext.projection.projection_matrix import ARRAYS, ProjectionMatrix
-from megatron_ext.projection.validation import check_built_for
 from megatron_ext.version import __version__
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from megatron_ext.errors import ProjectionError
 from megatron_ext.projection.compressed_rows import (
     CompressedRows,
     check_block,
+    check_projection,
     checked_entries,
     compress,
     largest_of_each_row,
     row_pointers,
     with_step,
 )
-from megatron_ext.projection.validation import check_projection
 from megatron_ext.projection.vocabulary_partition import VocabularyPartition
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from megatron_ext.projection.builder import build_matrix
 from megatron_ext.projection.combination import compose
 from megatron_ext.projection.file import load_matrix, save_matrix
-from megatron_ext.projection.options import PIECE_DECAY, ProjectionMethod, ProjectionOptions
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
+from megatron_ext.projection.speller import PIECE_DECAY, ProjectionMethod, ProjectionOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,9 +12,10 @@ from typing import Any, Final
 
 import torch
 
-from megatron_ext.teachers.channels import CHANNELS, FLIGHT, choose
-from megatron_ext.teachers.flight import SCHEMA, fl, receive, to_chunks
-from megatron_ext.teachers.frames import Frame, from_bytes, to_bytes
+from megatron_ext.teachers.base import TokenRows
+from megatron_ext.teachers.channels import CHANNELS, FLIGHT, OpenSegments, choose, use_device
+from megatron_ext.teachers.flight import SCHEMA, Frame, fl, from_bytes, receive, to_bytes, to_chunks
+from megatron_ext.teachers.formed_targets import Fields
 from megatron_ext.teachers.messages import (
     ANSWER,
     BYE,
@@ -30,10 +31,7 @@ from megatron_ext.teachers.messages import (
     payload_size,
 )
 from megatron_ext.teachers.remote_server import RemoteServer
-from megatron_ext.teachers.shared_segments import OpenSegments, use_device
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.teachers.target_records import Fields
-from megatron_ext.teachers.token_rows import TokenRows
 
 _POLL_S: Final = 0.2
 _LAST_WORDS_S: Final = 5.0

@@ -15,9 +15,8 @@ from torch.nn import functional
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.teachers.base import TokenInputs
+from megatron_ext.teachers.base import TokenInputs, TokenRows, device_tensor, text_batches
 from megatron_ext.teachers.causal_lm import CausalLM
-from megatron_ext.teachers.token_rows import TokenRows, device_tensor, text_batches
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -13,8 +13,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol
 
 from megatron_ext.errors import ConfigError, DistributedError
-from megatron_ext.teachers.flight import SCHEMA, fl
-from megatron_ext.teachers.frames import Frame, to_bytes
+from megatron_ext.teachers.flight import SCHEMA, Frame, fl, to_bytes
 from megatron_ext.teachers.student_session import StudentSession
 
 _END_S: Final = 5.0

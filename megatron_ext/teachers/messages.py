@@ -17,15 +17,10 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from megatron_ext.errors import ConfigError, DistributedError
-from megatron_ext.teachers.frames import Frame, bytes_of
+from megatron_ext.teachers.base import TokenRows
+from megatron_ext.teachers.flight import Frame, bytes_of
+from megatron_ext.teachers.formed_targets import PRECISION_DTYPES, Fields, from_records, to_records
 from megatron_ext.teachers.target_form import FormKind, TargetForm
-from megatron_ext.teachers.target_records import (
-    PRECISION_DTYPES,
-    Fields,
-    from_records,
-    to_records,
-)
-from megatron_ext.teachers.token_rows import TokenRows
 
 PROTOCOL: Final = 2
 """Changes whenever a student and a server of different versions would misunderstand each other."""

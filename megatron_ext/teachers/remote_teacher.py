@@ -16,11 +16,10 @@ from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.teachers.base import Teacher, TokenInputs
+from megatron_ext.teachers.base import Teacher, TokenInputs, TokenRows
+from megatron_ext.teachers.formed_targets import Fields
 from megatron_ext.teachers.messages import empty_fields
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.teachers.target_records import Fields
-from megatron_ext.teachers.token_rows import TokenRows
 
 if TYPE_CHECKING:
     # A run without such a teacher loads no transport.

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.teachers.base import Teacher
+from megatron_ext.teachers.base import Teacher, TokenRows
+from megatron_ext.teachers.flight import Frame, from_bytes, to_bytes
 from megatron_ext.teachers.formed_targets import FormedTargets
-from megatron_ext.teachers.frames import Frame, from_bytes, to_bytes
 from megatron_ext.teachers.listener import TeacherListener
 from megatron_ext.teachers.messages import HEAD, HELLO, REQUEST, Hello, Request, payload_of
 from megatron_ext.teachers.student_session import Event, StudentSession
-from megatron_ext.teachers.token_rows import TokenRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -15,9 +15,8 @@ from urllib.parse import unquote
 import torch
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.teachers.channels import CHANNELS, ChannelOffers
-from megatron_ext.teachers.flight import fl, receive, to_chunks
-from megatron_ext.teachers.frames import Frame
+from megatron_ext.teachers.channels import CHANNELS, ChannelOffers, SegmentRing, use_device
+from megatron_ext.teachers.flight import Frame, fl, receive, to_chunks
 from megatron_ext.teachers.messages import (
     ANSWER,
     BEAT,
@@ -28,7 +27,6 @@ from megatron_ext.teachers.messages import (
     READY,
     RETURNED,
 )
-from megatron_ext.teachers.shared_segments import SegmentRing, use_device
 from megatron_ext.teachers.target_form import TargetForm
 
 _LAST_WORDS_S: Final = 2.0

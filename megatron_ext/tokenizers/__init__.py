@@ -9,17 +9,17 @@ from megatron_ext.tokenizers.build import build_tokenizer, padded_vocab_size
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES
 from megatron_ext.tokenizers.megatron_core_abc import register_with_megatron_core
-from megatron_ext.tokenizers.megatron_tokenizer import MegatronTokenizer
-from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
-from megatron_ext.tokenizers.token_bytes import TokenBytes
-from megatron_ext.tokenizers.tokenizer_class import (
+from megatron_ext.tokenizers.megatron_tokenizer import (
     BertTokenizer,
     DefaultTokenizerText,
     DefaultTokenizerVision,
     GPTTokenizer,
     MambaTokenizer,
+    MegatronTokenizer,
     T5Tokenizer,
 )
+from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
+from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.tokenizers.vision_tokenizer import MegatronTokenizerVision
 
 __all__ = [

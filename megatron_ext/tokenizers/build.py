@@ -11,8 +11,7 @@ from megatron_ext.registry import did_you_mean
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.legacy_types import Library
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, LibraryName, library_of
-from megatron_ext.tokenizers.library_at import library_at
-from megatron_ext.tokenizers.megatron_tokenizer import MegatronTokenizer
+from megatron_ext.tokenizers.megatron_tokenizer import MegatronTokenizer, library_at
 from megatron_ext.tokenizers.metadata import check_metadata, metadata_file, read_metadata
 from megatron_ext.tokenizers.namespace import config_from_namespace
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText

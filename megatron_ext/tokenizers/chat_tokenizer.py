@@ -20,7 +20,7 @@ from megatron_ext.conversation import (
 from megatron_ext.conversation.message import checked_messages
 from megatron_ext.errors import ConfigError, TokenizerError
 from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
-from megatron_ext.tokenizers.conversation_options import ConversationOptions
+from megatron_ext.tokenizers.config import ConversationOptions
 from megatron_ext.tokenizers.libraries import library_of
 from megatron_ext.tokenizers.special_ids import SpecialIds
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray

@@ -3,20 +3,117 @@
 A field's flag is its name in kebab case behind the prefixes of the sections around it:
 ``teacher.model.num_layers`` is ``--teacher-num-layers``, ``tokenizer.library`` is
 ``--tokenizer-library``.
+
+A field of a configuration dataclass as a command-line flag.
+
+The string under the field is the help text.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
+import inspect
+import json
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.config_file import build_config, read_config_file
-from megatron_ext.training.flag import Flag, argparse_type, flags_of
-from megatron_ext.training.model_section import with_huggingface_models
+from megatron_ext.training.model_section import read_config_file, with_huggingface_models
+from megatron_ext.typed_mapping import build_config
 
 _SEPARATOR = "."
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One leaf of the configuration as a flag."""
+
+    name: str
+    keys: tuple[str, ...]
+    hint: Any
+    help: str
+    section: str
+
+
+def flags_of(config_type: Any, prefix: str = "") -> Iterator[Flag]:
+    """Every flag of ``config_type``, in the order of its fields.
+
+    A flag is the field's name in kebab case behind ``prefix`` and the prefixes of the sections
+    around it.
+    """
+    return _walk(config_type, (), prefix)
+
+
+def argparse_type(hint: Any) -> dict[str, Any]:
+    """How argparse parses a field of type ``hint``."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return {"choices": typing.get_args(hint)}
+    if origin is tuple:
+        return {"nargs": "+", "metavar": "VALUE"}
+    if origin is Mapping:
+        return {"type": _json_object, "metavar": "JSON"}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": hint, "metavar": hint.__name__.upper()}
+
+
+def _walk(config_type: Any, keys: tuple[str, ...], prefix: str) -> Iterator[Flag]:
+    hints = typing.get_type_hints(config_type)
+    docs = _field_docs(config_type)
+    for field in dataclasses.fields(config_type):
+        path = (*keys, field.name)
+        hint = _without_none(hints[field.name])
+        if dataclasses.is_dataclass(hint):
+            yield from _walk(hint, path, prefix + field.metadata.get("prefix", ""))
+            continue
+        yield Flag(
+            name=f"--{prefix}{field.name.replace('_', '-')}",
+            keys=path,
+            hint=hint,
+            help=docs.get(field.name, ""),
+            section=_SEPARATOR.join(keys) or "run",
+        )
+
+
+@cache
+def _field_docs(config_type: type) -> dict[str, str]:
+    """The string literal under each field of a dataclass."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config_type))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            docs[statement.target.id] = inspect.cleandoc(str(following.value.value))
+    return docs
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {text!r}; {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text!r}; expected '{{\"key\": 1}}'")
+    return value
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(a for a in typing.get_args(hint) if a is not type(None))
+    return hint
 
 
 @cache

@@ -2,11 +2,14 @@
 
 A checkpoint is readable under any layout. How it is written is ``training.checkpoint_writer``'s,
 where it lies ``training.checkpoint_folder``'s.
+
+The model that one of our checkpoints says it is of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -21,7 +24,8 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
 from megatron_ext.training.checkpoint_folder import checkpoint_path
 from megatron_ext.training.checkpoint_writer import CheckpointWriter
-from megatron_ext.training.model_chunks import ModelChunks, load_weights_of, sharded_weights
+from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights
 
 _LOADING_ERRORS = (
     CheckpointingException,
@@ -118,3 +122,21 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def checkpoint_model(checkpoint: Path) -> ModelConfig:
+    """The configuration of the student that a checkpoint was saved with.
+
+    Raises:
+        CheckpointError: It cannot be read, or does not say.
+    """
+    run = load_common(checkpoint).get("run")
+    student = run.get("config", {}).get("student") if isinstance(run, Mapping) else None
+    if not isinstance(student, Mapping):
+        raise CheckpointError(
+            "the checkpoint does not say what model it is of",
+            where=checkpoint,
+            fix="name checkpoints of megatron-ext distill or import-hf",
+        )
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    return ModelConfig(**{name: value for name, value in student.items() if name in known})

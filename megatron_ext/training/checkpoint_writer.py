@@ -6,26 +6,39 @@ writers of all ranks have ended, rank 0 writes the index of what they wrote; the
 what belongs to the checkpoint, renames the folder and moves ``latest``. An error in any stage, on
 any rank, is an error on every rank, and the folder is removed. A process that dies leaves a folder
 with a hidden name, which the next save removes.
+
+Errors of one rank inside a collective operation, kept until all ranks are at its end.
+
+What a writer of megatron-core's checkpoints hands back from the process it was forked into.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
+import queue
 import secrets
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import (
     AsyncRequest,
     TemporalAsyncCaller,
 )
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.distributed.process_groups import ProcessGroups
@@ -36,8 +49,114 @@ from megatron_ext.training.checkpoint_folder import (
     publish_checkpoint,
     remove_partial_checkpoints,
 )
-from megatron_ext.training.noted_errors import NotedErrors
-from megatron_ext.training.write_results import WriteResults
+
+_ALONE: tuple[tuple[Any, str], ...] = (
+    (TorchCommonSaveStrategy, "save_common"),
+    (FileSystemWriterAsync, "finish"),
+    (serialization, "save_config"),
+)
+"""What rank 0 alone writes while the others go on to the next collective."""
+
+
+class NotedErrors:
+    """While entered, an error of what rank 0 writes alone in a save is kept instead of raised.
+
+    megatron-core 0.16 raises it on rank 0, where the disk is full, say, and leaves the others
+    waiting for that rank in their next collective.
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[Exception] = []
+        self._replaced = ExitStack()
+
+    def __enter__(self) -> NotedErrors:
+        for owner, name in _ALONE:
+            self._replaced.enter_context(_replaced(owner, name, self._noting))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._replaced.close()
+
+    def first(self) -> str | None:
+        """What went wrong first."""
+        if not self._errors:
+            return None
+        error = self._errors[0]
+        return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+    @contextmanager
+    def catch(self) -> Iterator[None]:
+        """Keep an error of this block too."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            self._errors.append(error)
+
+    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*arguments: Any, **named: Any) -> Any:
+            with self.catch():
+                return function(*arguments, **named)
+            return None
+
+        return noting
+
+
+@contextmanager
+def _replaced(
+    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    function = getattr(owner, name)
+    setattr(owner, name, make(function))
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
+class WriteResults:
+    """A queue of one result, in memory that a forked process shares with its parent.
+
+    megatron-core would start a manager process on every rank for this, which takes seconds and
+    outlives a killed run; a pipe would block a writer whose result is larger than the pipe, because
+    it is read only when the writer has ended.
+    """
+
+    def __init__(self) -> None:
+        self._file = _shared_file()
+
+    def put(self, result: Any) -> None:
+        """Keep a result; a writer has one."""
+        pickle.dump(result, self._file)
+        self._file.flush()
+
+    def get_nowait(self) -> Any:
+        """The result.
+
+        Raises:
+            queue.Empty: The writer ended without one.
+        """
+        self._file.seek(0)
+        try:
+            return pickle.load(self._file)
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise queue.Empty from error
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._file.close()
+
+
+def _shared_file() -> BinaryIO:
+    """A file without a name, in memory where the system has that: a disk may be full."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("checkpoint-results"), "w+b")
+    return tempfile.TemporaryFile()
+
 
 _POLL_S = 0.02
 

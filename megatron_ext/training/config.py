@@ -15,10 +15,10 @@ from typing import Any, Final, Literal
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
-from megatron_ext.training.evaluation_config import EvaluationConfig
 from megatron_ext.training.exclusions import check_exclusions
-from megatron_ext.training.serving_config import (
+from megatron_ext.training.teacher_config import (
     STUDENT_RANKS,
+    EvaluationConfig,
     Placement,
     ServingConfig,
     check_placement,

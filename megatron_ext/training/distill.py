@@ -30,12 +30,12 @@ from megatron_ext.training.run_folder import (
     TOKENIZER_FOLDER,
     record_run,
 )
+from megatron_ext.training.run_loss import make_weighting
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
 from megatron_ext.training.teachers.run_teachers import make_run_teachers
 from megatron_ext.training.teachers.teacher_parts import StudentParts
-from megatron_ext.training.term_weighting import make_weighting
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.training.watchdog import GRACE, Watchdog
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from megatron_ext.training import features
-from megatron_ext.training.exclusion import Exclusion, Setting, Stage, key_feature
+from megatron_ext.training.features import Exclusion, Setting, Stage, key_feature
 
 if TYPE_CHECKING:
     from megatron_ext.losses import Objective

@@ -21,16 +21,15 @@ from megatron_ext.distributed.layout import Layout
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles, is_checkpoint_folder
+from megatron_ext.huggingface.tensor_files import TensorReader
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
-from megatron_ext.huggingface.tensor_reader import TensorReader
 from megatron_ext.losses.checks import check_shards_agree
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.config import TEACHER, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.model_check import checked
-from megatron_ext.training.model_chunks import ModelChunks
-from megatron_ext.training.models import build_model_chunks, freeze
+from megatron_ext.training.models import ModelChunks, build_model_chunks, freeze
 from megatron_ext.training.run_plan import TeacherPlan
 
 

@@ -31,10 +31,9 @@ from megatron_ext.losses import (
 )
 from megatron_ext.losses.diagnostics import FiniteCheck, check_finite
 from megatron_ext.losses.linear import LinearDistillation, no_logits
-from megatron_ext.training.lesson import Lesson
-from megatron_ext.training.model_chunks import has_head
-from megatron_ext.training.student_head import Head, head_of, without_head
-from megatron_ext.training.student_hidden import StudentHidden
+from megatron_ext.training.microbatch import Lesson
+from megatron_ext.training.models import has_head
+from megatron_ext.training.student_head import Head, StudentHidden, head_of, without_head
 from megatron_ext.training.teacher_term import TeacherTerm
 
 

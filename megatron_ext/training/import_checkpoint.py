@@ -32,8 +32,8 @@ from megatron_ext.huggingface.checkpoint_files import (
     is_checkpoint_folder,
 )
 from megatron_ext.huggingface.model_settings import model_settings
+from megatron_ext.huggingface.tensor_files import TensorReader
 from megatron_ext.huggingface.tensor_map import TensorMap
-from megatron_ext.huggingface.tensor_reader import TensorReader
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import save_checkpoint

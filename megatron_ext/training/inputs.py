@@ -2,6 +2,8 @@
 
 Cheap checks come first and nothing is written, so that a wrong start ends in seconds and leaves no
 trace. torch is loaded late, and megatron-core only where the text is in its own format.
+
+What a process of a teacher's own reads before the model is built: its tokenizer, and no text.
 """
 
 from __future__ import annotations
@@ -21,17 +23,15 @@ from megatron_ext.training.checkpoint_tokenizer import (
     teacher_doubts,
     tokenizer_doubts,
 )
-from megatron_ext.training.config import TEACHER as TEACHER
-from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.metrics_writers import check_writers
+from megatron_ext.training.config import TEACHER, DistillConfig
+from megatron_ext.training.metrics import check_writers
 from megatron_ext.training.model_check import check_huggingface_teacher, check_if_huggingface
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.run_tokenizer import read_tokenizer
-from megatron_ext.training.start_warnings import write_warnings
+from megatron_ext.training.run_tokenizer import read_tokenizer, write_warnings
 
 if TYPE_CHECKING:
-    from megatron_ext.training.data.run_data import RunData
+    from megatron_ext.training.run_data import RunData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ def _check_checkpoints(config: DistillConfig) -> None:
 
 def _check_objectives(config: DistillConfig) -> None:
     # Objectives bring torch with them.
-    from megatron_ext.training.loss_check import check_objectives
+    from megatron_ext.training.run_loss import check_objectives
 
     check_objectives(config)
 
@@ -167,7 +167,7 @@ def _check_loss(
     tokenizer: MegatronTokenizerText,
     teachers: Mapping[str, TeacherInputs],
 ) -> None:
-    from megatron_ext.training.loss_check import check_loss
+    from megatron_ext.training.run_loss import check_loss
 
     check_loss(config, tokenizer, {name: its.tokenizer for name, its in teachers.items()})
 
@@ -222,7 +222,7 @@ def _data(
     tokenizer: MegatronTokenizerText,
     teachers: Mapping[str, TeacherInputs],
 ) -> RunData:
-    from megatron_ext.training.data.run_data import RunData
+    from megatron_ext.training.run_data import RunData
 
     return RunData.read(
         config,
@@ -232,3 +232,25 @@ def _data(
             for name, its in teachers.items()
         },
     )
+
+
+def read_served_teacher(teacher: TeacherPlan) -> MegatronTokenizerText:
+    """Check and read what a configuration says of one teacher, for a process that serves it.
+
+    What is doubtful goes to standard error.
+
+    Returns:
+        The teacher's tokenizer.
+
+    Raises:
+        MegatronExtError: Anything that can be known to be wrong before the model is built.
+    """
+    checkpoint = teacher.checkpoint
+    if teacher.config.library == "huggingface":
+        check_huggingface_teacher(teacher)
+    else:
+        check_if_huggingface(checkpoint, teacher.config.model)
+    tokenizer = read_tokenizer(teacher.config.tokenizer, f"{teacher.section}.tokenizer")
+    doubts = teacher_doubts(teacher, tokenizer)
+    write_warnings(f"{checkpoint}: {doubt}" for doubt in doubts)
+    return tokenizer

@@ -1,9 +1,13 @@
-"""From a student and its teachers to the forward step that learns: all that objectives read."""
+"""From a student and its teachers to the forward step that learns: all that objectives read.
+
+The projections that a run trains, as files that another run can start from.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,21 +20,19 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import DskdProjectors, LearnedProjection, Objective
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
-from megatron_ext.projection.options import ProjectionMethod
+from megatron_ext.projection.speller import ProjectionMethod
 from megatron_ext.teachers.megatron_teacher import head_weight
-from megatron_ext.training.agreement import same_tokens
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.config import TEACHER, LossConfig
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
-from megatron_ext.training.linear_forms import linear_forms
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.objective import projector_start, teacher_objective
-from megatron_ext.training.run_constants import RunConstants
+from megatron_ext.training.objective import RunConstants, projector_start, teacher_objective
 from megatron_ext.training.run_folder import CHECKPOINTS, projection_file
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.student_hidden import StudentHidden
+from megatron_ext.training.student_head import StudentHidden, linear_forms
 from megatron_ext.training.teacher_term import TeacherTerm, make_aggregator
+from megatron_ext.training.validation import same_tokens
 
 PROJECTORS = "distillation_projectors"
 """Where the student keeps the projectors of ``dskd``: DDP, optimizer and checkpoint find them.
@@ -218,3 +220,34 @@ def _own_projection(
 
     groups.on_main(build)
     return SparseProjection.load(path, student=tokenizer, teacher=teacher)
+
+
+def learned_projection_file(teacher: str) -> str:
+    """Name of the file with what a run has made of its projection to a teacher's vocabulary."""
+    suffix = "" if teacher == TEACHER else f"-{teacher}"
+    return f"learned_projection{suffix}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedProjections:
+    """Those of one run."""
+
+    run_dir: Path
+
+    of_teachers: Mapping[str, LearnedProjection]
+    """By teacher, on the last stage; none elsewhere."""
+
+    @classmethod
+    def of(cls, run_dir: Path, term: TeacherTerm) -> LearnedProjections:
+        """Those among what the objectives of ``term`` read."""
+        found = {name: constants.learned for name, constants in term.constants.items()}
+        return cls(run_dir, {name: its for name, its in found.items() if its is not None})
+
+    def write(self) -> None:
+        """Replace each file by the shares of now; one rank of the last stage calls it.
+
+        Raises:
+            ProjectionError: It cannot be written.
+        """
+        for name, learned in self.of_teachers.items():
+            learned.to_projection().save(self.run_dir / learned_projection_file(name))

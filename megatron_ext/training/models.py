@@ -2,11 +2,18 @@
 
 Both are ``GPTModel`` on the same tensor- and pipeline-parallel groups; they may differ in
 everything else: width, depth, vocabulary, sequence length.
+
+A rank's part of one model: one chunk, or several under an interleaved pipeline.
+
+Chunk ``v`` of pipeline rank ``p`` is stage ``v * P + p`` of the model, of ``P * V`` stages. So the
+first chunk of the first rank embeds tokens, and the last chunk of the last rank has the head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -25,11 +32,47 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.context_attention import ContextAttention
-from megatron_ext.training.model_chunks import ModelChunks
-from megatron_ext.training.post_norm_linear import PostNormLinear
-from megatron_ext.training.scaled_embedding import scale_embeddings
-from megatron_ext.training.torch_norm import TorchNorm
-from megatron_ext.training.window_attention import WindowAttention
+from megatron_ext.training.layers import (
+    PostNormLinear,
+    TorchNorm,
+    WindowAttention,
+    scale_embeddings,
+)
+
+ModelChunks = Sequence[GPTModel]
+"""In the order in which a microbatch passes them."""
+
+
+def has_head(model: Any) -> bool:
+    """Whether a chunk, wrapped or not, ends in the output layer."""
+    while not isinstance(model, GPTModel):
+        model = model.module
+    return bool(model.post_process)
+
+
+def sharded_weights(chunks: ModelChunks) -> dict[str, Any]:
+    """What ``dist_checkpointing`` saves and loads of a model, by megatron-core's names of chunks.
+
+    Files know of layers, not of chunks: weights saved in one layout load in any other.
+    """
+    return {
+        name: chunk.sharded_state_dict()
+        for name, chunk in zip(chunk_names(chunks), chunks, strict=True)
+    }
+
+
+def load_weights_of(chunks: ModelChunks, state: Mapping[str, Any]) -> None:
+    """Take over a loaded ``sharded_weights``."""
+    for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
+        chunk.load_state_dict(state[name])
+
+
+def chunk_names(chunks: ModelChunks) -> list[str]:
+    """``model``; with several chunks ``model0``, ``model1`` and so on."""
+    if len(chunks) == 1:
+        return ["model"]
+    return [f"model{index}" for index in range(len(chunks))]
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ACTIVATIONS = {

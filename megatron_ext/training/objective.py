@@ -1,20 +1,37 @@
-"""The objective that a run names, with its options checked."""
+"""The objective that a run names, with its options checked.
+
+What an objective reads that stays the same over a whole run; made once on the last stage.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import torch
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError, LossError
 from megatron_ext.losses import (
     LOSS_REGISTRY,
+    BoundaryColumns,
+    CompletionTable,
     DskdLoss,
     DskdProjectors,
+    LearnedProjection,
+    Needs,
     Objective,
+    ProjectionShard,
+    VocabularyMatch,
 )
+from megatron_ext.projection import SparseProjection
+from megatron_ext.projection.layout import VocabularyLayout
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training.config import LossConfig
-from megatron_ext.training.config_file import build_config
 from megatron_ext.training.run_plan import TeacherPlan
+from megatron_ext.typed_mapping import build_config
 
 _PROJECTORS: Final = "projectors"
 PROJECTOR_STARTS: Final = ("random", "heads")
@@ -87,3 +104,88 @@ def projector_start(loss: LossConfig, *, section: str = "loss") -> str:
 
 def _where(section: str, keys: tuple[str, ...]) -> str:
     return ".".join((section, "options", *keys))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConstants:
+    """Each None where the objective does not read it; see ``DistillationInputs``."""
+
+    projection: ProjectionShard | None = None
+
+    match: VocabularyMatch | None = None
+
+    boundary: BoundaryColumns | None = None
+
+    word_starts: torch.Tensor | None = None
+    """bool [V] by the student's labels, where there are boundaries; for ``KnownAhead``."""
+
+    learned: LearnedProjection | None = None
+    """A projection that the student's parameters are part of, in place of ``projection``."""
+
+    same_tokens: torch.Tensor | None = None
+    """What ``agreement.same_tokens`` returned, in a run that measures on held-out text."""
+
+    completion_table: CompletionTable | None = None
+    """From which each batch's completions are looked up, on the host."""
+
+    def current_projection(self) -> ProjectionShard | None:
+        """The projection, with the shares of now where they are learned."""
+        return self.projection if self.learned is None else self.learned()
+
+    @classmethod
+    def of(
+        cls,
+        needs: Needs,
+        *,
+        tokenizers: tuple[MegatronTokenizerText, MegatronTokenizerText],
+        shards: tuple[VocabShard, VocabShard],
+        projection: SparseProjection | None,
+        layout: VocabularyLayout | None = None,
+        device: torch.device,
+    ) -> RunConstants:
+        """What ``needs`` names, of the student and the teacher.
+
+        Collectives: for boundaries an all-gather of bytes over the student's shards.
+
+        Args:
+            projection: Of the pair; None where nothing of it is needed.
+            layout: The order of both heads' rows; None: that of the ids. The completion table is
+                by ids all the same, as the batches are in which it looks.
+
+        Raises:
+            MegatronExtError: The pair has not what the objective needs.
+        """
+        student_shard, teacher_shard = shards
+        shard = match = boundary = word_starts = table = None
+        if projection is not None and needs.shard:
+            shard = ProjectionShard.from_projection(
+                projection.permuted(layout) if layout else projection,
+                student_shard=student_shard,
+                teacher_shard=teacher_shard,
+                device=device,
+            )
+        if projection is not None and needs.match:
+            partition = projection.partition(needs.min_share)
+            match = VocabularyMatch.from_partition(
+                partition.permuted(layout) if layout else partition, device
+            )
+        if needs.boundary:
+            student, teacher = map(TokenBytes.of, tokenizers)
+            boundary = BoundaryColumns.at_word_starts(
+                student,
+                teacher,
+                student_shard=student_shard,
+                teacher_shard=teacher_shard,
+                layout=layout,
+                device=device,
+            )
+            word_starts = boundary.of_labels(student_shard)
+        if needs.completions:
+            table = CompletionTable.from_tokenizers(*tokenizers)
+        return cls(
+            projection=shard,
+            match=match,
+            boundary=boundary,
+            word_starts=word_starts,
+            completion_table=table,
+        )

@@ -17,7 +17,7 @@ from megatron_ext.files import write_text
 from megatron_ext.training.checkpoint_folder import CHECKPOINTS as CHECKPOINTS
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import TEACHER, DistillConfig
-from megatron_ext.training.config_file import read_config_file
+from megatron_ext.training.model_section import read_config_file
 
 CONFIG_FILE = "config.yaml"
 DATA_FILE = "data.json"

@@ -20,8 +20,8 @@ from megatron_ext.training.config import (
     TeacherConfig,
     TrainingConfig,
 )
-from megatron_ext.training.evaluation_config import EvaluationConfig
 from megatron_ext.training.run_folder import config_values
+from megatron_ext.training.teacher_config import EvaluationConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

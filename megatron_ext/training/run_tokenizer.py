@@ -1,6 +1,13 @@
-"""The tokenizer of a model of a run."""
+"""The tokenizer of a model of a run.
+
+What a user should know of a run before it starts, on standard error.
+"""
 
 from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
@@ -57,3 +64,10 @@ def _flag(section: str, flag: str) -> str:
     if section.startswith("teachers."):
         return ""
     return f", or pass --{section.replace('.', '-')}-{flag}"
+
+
+def write_warnings(warnings: Iterable[str]) -> None:
+    """A line for each, by one process of a launch."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.writelines(f"warning: {warning}\n" for warning in warnings)
+        sys.stderr.flush()

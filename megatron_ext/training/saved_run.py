@@ -1,28 +1,103 @@
-"""The state of a run besides what it learns: when it is saved, and going on from it."""
+"""The state of a run besides what it learns: when it is saved, and going on from it.
+
+The state of every random-number generator of a rank, as an object of a checkpoint.
+
+A run that goes on under the layout it was saved under draws the numbers that it would have drawn.
+Under another layout no rank of it has a predecessor: the generators are then seeded from the run's
+seed, the iteration, the stage and the replica, so that this start, too, can be repeated.
+"""
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_ext.data.read_ahead import ReadAhead
+from megatron_ext.data.global_batches import ReadAhead
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError, ProjectionError
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER
-from megatron_ext.training import random_state, rank_phase
+from megatron_ext.training import rank_phase
 from megatron_ext.training.checkpoint import load_checkpoint, load_common
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.checkpoint_writer import CheckpointWriter
-from megatron_ext.training.data.quarantine import forget_refused
-from megatron_ext.training.fault_counts import FaultCounts
-from megatron_ext.training.learned_projections import LearnedProjections, learned_projection_file
+from megatron_ext.training.faults import FaultCounts, forget_refused
+from megatron_ext.training.learning_step import LearnedProjections, learned_projection_file
 from megatron_ext.training.run_folder import CHECKPOINTS, PROJECTION_FILE, TOKENIZER_FOLDER
 from megatron_ext.training.run_plan import CheckpointPlan
 from megatron_ext.training.student import Student
+
+KEY: Final = "rng_state"
+LAYOUT: Final = "rng_layout"
+
+
+def layout_of(groups: ProcessGroups) -> dict[str, int]:
+    """Sizes on which it depends whose generators are whose."""
+    names = ("pp", "tp", "dp", "cp")
+    return {name: dist.get_world_size(getattr(groups, name)) for name in names}
+
+
+def sharded_random_state(groups: ProcessGroups) -> dict[str, Any]:
+    """This rank's generators for ``dist_checkpointing``, with the layout that they belong to."""
+    axes = (groups.pp, groups.tp, groups.dp_cp)
+    shape, place = tuple(map(dist.get_world_size, axes)), tuple(map(dist.get_rank, axes))
+    state = ShardedObject(KEY, _random_state(), shape, place, replica_id=0)
+    return {KEY: state, LAYOUT: layout_of(groups)}
+
+
+def can_load(common: Mapping[str, Any], groups: ProcessGroups) -> bool:
+    """Whether a checkpoint with this common state has the generators of these ranks."""
+    # Before there was context parallelism nothing was said of it.
+    return {"cp": 1, **common.get(LAYOUT, {})} == layout_of(groups)
+
+
+def load_random_state(state: Mapping[str, Any]) -> None:
+    """Take over what ``sharded_random_state`` saved."""
+    version, words, position = state["python"]
+    random.setstate((version, tuple(words), position))
+    numpy_state = dict(state["numpy"])
+    words = np.array(numpy_state["state"]["key"], np.uint32)
+    np.random.set_state(numpy_state | {"state": {**numpy_state["state"], "key": words}})
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    if state["model_parallel"]:
+        get_cuda_rng_tracker().set_states(dict(state["model_parallel"]))
+
+
+def seed_random_state(seed: int, *, iteration: int, groups: ProcessGroups) -> None:
+    """Seed all but the model-parallel tracker, which building a model has seeded for its layout.
+
+    Tensor-parallel ranks get the same seeds, as where models are built.
+    """
+    entropy = np.random.SeedSequence((seed, iteration, groups.pp_rank, groups.dp_rank))
+    words = [int(word) for word in entropy.generate_state(3)]
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch.manual_seed(words[2])
+
+
+def _random_state() -> dict[str, Any]:
+    """Tensors, numbers and lists alone, which torch loads without running code."""
+    numpy_state = dict(np.random.get_state(legacy=False))
+    generator = numpy_state["state"]
+    version, words, position = random.getstate()
+    return {
+        "python": [version, list(words), position],
+        "numpy": numpy_state | {"state": {**generator, "key": generator["key"].tolist()}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "model_parallel": dict(get_cuda_rng_tracker().get_states()),
+    }
+
 
 _FAILED_SAVES: Final = 3
 """Saves in a row that may fail before the run ends."""
@@ -95,20 +170,18 @@ class SavedRun:
         common = load_common(checkpoint)
         iteration = int(common["iteration"])
         wanted = self._student.sharded_state(is_loading=True)
-        if random_state.can_load(common, self._groups):
-            wanted |= random_state.sharded_random_state(self._groups)
+        if can_load(common, self._groups):
+            wanted |= sharded_random_state(self._groups)
         state = load_checkpoint(checkpoint, wanted)
         self._student.load_state(state)
         self._batches.load_state(common["data"])
         for name, part in self._parts.items():
             if name in common:
                 part.load_state_dict(common[name])
-        if random_state.KEY in state:
-            random_state.load_random_state(state[random_state.KEY])
+        if KEY in state:
+            load_random_state(state[KEY])
         else:
-            random_state.seed_random_state(
-                self._plan.seed, iteration=iteration, groups=self._groups
-            )
+            seed_random_state(self._plan.seed, iteration=iteration, groups=self._groups)
         self._groups.on_main(lambda: forget_refused(run_dir, last_iteration=iteration))
         return iteration
 
@@ -122,7 +195,7 @@ class SavedRun:
         self._attempt(self._writer.finish)
         state = {
             **self._student.sharded_state(),
-            **random_state.sharded_random_state(self._groups),
+            **sharded_random_state(self._groups),
             "iteration": iteration,
             "data": self._data_state(),
             "run": self._record,

@@ -1,26 +1,97 @@
-"""The model that is trained, with its optimizer and learning-rate schedule."""
+"""The model that is trained, with its optimizer and learning-rate schedule.
+
+What checkpoints of megatron-core's distributed optimizer need when torch's AdamW is under it.
+
+megatron-core 0.16 expects the update count where Apex and Transformer Engine keep it, in the
+parameter groups. torch keeps one with each parameter, and none before the first update. Loading
+then fails for want of a count, fails on finding one, and leaves one tensor to all parameters, each
+of which advances it. The three are mended here, on the optimizer at hand.
+
+One update by megatron-core's optimizers, made only where the gradient is finite.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    get_megatron_optimizer,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig as MegatronOptimizerConfig,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.training.config import OptimizerConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.finite_update import update_if_finite
 from megatron_ext.training.forward_step import StepReport
-from megatron_ext.training.lesson import Lesson
-from megatron_ext.training.model_chunks import ModelChunks, load_weights_of, sharded_weights
-from megatron_ext.training.models import wrap_in_ddp
-from megatron_ext.training.sharded_optimizer import CHECKPOINT_FORMAT, prepare_to_load
+from megatron_ext.training.microbatch import Lesson
+from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights, wrap_in_ddp
 from megatron_ext.training.vocabulary_layout import VocabularyRows
+
+CHECKPOINT_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""The distributed optimizer's format that any layout can read."""
+
+
+def prepare_to_load(optimizer: MegatronOptimizer) -> None:
+    """Make an optimizer ready for ``sharded_state_dict(is_loading=True)`` and what follows."""
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(inner, DistributedOptimizer) and isinstance(
+            inner.optimizer, torch.optim.AdamW
+        ):
+            if not inner.optimizer.state:
+                inner._init_optimizer_states_with_dummy_values()
+            inner._set_main_param_and_optimizer_states = _FillState(inner)
+
+
+class _FillState:
+    """Fills a parameter's state from a checkpoint, with an update count of its own."""
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._fill = type(optimizer)._set_main_param_and_optimizer_states
+
+    def __call__(self, parameter: torch.nn.Parameter, tensors: Mapping[str, Any]) -> None:
+        group, order = self._optimizer.model_param_group_index_map[parameter]
+        inner = self._optimizer.optimizer
+        state = inner.state[inner.param_groups[group]["params"][order]]
+        state["step"] = state["step"].clone()
+        self._fill(self._optimizer, parameter, {"step": state["step"], **tensors})
+
+
+def update_if_finite(optimizer: MegatronOptimizer) -> float:
+    """Clip and step as ``ChainedOptimizer.step`` does; the global gradient norm before clipping.
+
+    Where that is not finite nothing is clipped and nothing changes: megatron-core's own step would
+    have written NaN into the weights by the time it returns the norm.
+
+    Collectives: those of ``MegatronOptimizer.get_grad_norm``, and those of the step, which every
+    rank makes or none, because all of them have the same norm.
+    """
+    if optimizer.prepare_grads():
+        return math.inf
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return norm
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        parameters = inner.get_parameters()
+        if parameters and inner.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=inner.config.clip_grad,
+                total_norm=norm,
+                use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    optimizer.step_with_ready_grads()
+    return norm
+
 
 ForwardStep = Callable[[Iterator[Lesson], Any], tuple[torch.Tensor, Any]]
 """A ``forward_step_func`` of megatron-core's schedules over lessons: a ``StudentStep``."""

@@ -1,17 +1,27 @@
-"""The head of a student whose loss is made without logits. B batch, T tokens, D hidden."""
+"""The head of a student whose loss is made without logits. B batch, T tokens, D hidden.
+
+The student's last hidden states beside its logits. B batch, T tokens, D hidden, Vp columns.
+
+The linear forms of a run's loss, and where they cut a microbatch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.distributed.shard_collectives import copy_to_shards
-from megatron_ext.teachers.megatron_teacher import head_weight
+from megatron_ext.losses import ChunkCompletions, KnownAhead, Objective
+from megatron_ext.losses.linear import LinearDistillation
+from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
+from megatron_ext.teachers.megatron_teacher import head_weight, whole_sequence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,3 +73,79 @@ def _unwrapped(model: Any) -> GPTModel:
     while not isinstance(model, GPTModel):
         model = model.module
     return model
+
+
+class StudentHidden:
+    """Keeps what goes into the output layer of a last stage, until it is taken.
+
+    Args:
+        gpt: The stage, before or after it is wrapped.
+    """
+
+    def __init__(self, gpt: GPTModel) -> None:
+        self._gpt = gpt
+        self._last: torch.Tensor | None = None
+        gpt.output_layer.register_forward_pre_hook(self._keep)
+
+    def take(self) -> torch.Tensor:
+        """[B, T, D] of the forward pass before, with its graph; once for each pass.
+
+        The gradient of the logits is whole on every tensor-parallel rank here, since the output
+        layer reduces it.
+
+        Collectives: those of ``whole_sequence``.
+        """
+        assert self._last is not None
+        hidden, self._last = self._last, None
+        return whole_sequence(hidden, self._gpt).transpose(0, 1)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[Vp, D]"""
+        return head_weight(self._gpt)
+
+    def _keep(self, layer: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._last = inputs[0]
+
+
+_ALONE: Final = ""
+"""Stands for a teacher where there is none."""
+
+
+def linear_forms(
+    next_token: Objective, objectives: Mapping[str, Objective], *, tile_rows: int
+) -> dict[str, LinearDistillation]:
+    """A linear form for each teacher; the first takes the cross-entropy along.
+
+    Args:
+        objectives: By teacher; with none, the form is of the cross-entropy alone.
+
+    Raises:
+        LossError: An objective has no linear form.
+    """
+    forms: dict[str, dict[str, Objective]] = {
+        name: {f"kd/{name}": objective} for name, objective in objectives.items()
+    } or {_ALONE: {}}
+    next(iter(forms.values()))["ce"] = next_token
+    return {
+        name: LinearDistillation(objectives=own, tile_rows=tile_rows) for name, own in forms.items()
+    }
+
+
+def cut_into_tiles(
+    forms: Mapping[str, LinearDistillation],
+    sides: CrossTokenizerBatch,
+    completions: Mapping[str, ChunkCompletions],
+) -> dict[str, MicrobatchTiles]:
+    """Where a microbatch is cut for each form; on the host."""
+    found = {}
+    for name, form in forms.items():
+        known = KnownAhead(labels=sides.student.labels)
+        if name != _ALONE:
+            known = replace(
+                known,
+                alignment=sides.alignments[name],
+                teacher_labels=sides.teachers[name].labels,
+            )
+        found[name] = form.tiles(known, completions.get(name))
+    return found

@@ -25,9 +25,8 @@ from megatron_ext.losses import (
 )
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.training.config import LossConfig
-from megatron_ext.training.data.microbatch import Microbatch
-from megatron_ext.training.lesson import Lesson
-from megatron_ext.training.run_constants import RunConstants
+from megatron_ext.training.microbatch import Lesson, Microbatch
+from megatron_ext.training.objective import RunConstants
 from megatron_ext.training.run_plan import TeacherPlan
 
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.data.aligned_text import PackedSample
-from megatron_ext.data.global_batches import GlobalBatches, Replica
-from megatron_ext.data.read_ahead import ReadAhead
+from megatron_ext.data.aligner import PackedSample
+from megatron_ext.data.global_batches import GlobalBatches, ReadAhead, Replica
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import LossError
@@ -20,32 +19,33 @@ from megatron_ext.losses import LossWeighting, TeacherTargets
 from megatron_ext.teachers import Teacher
 from megatron_ext.teachers.remote_teacher import leave, remote_teachers
 from megatron_ext.training import rank_phase
-from megatron_ext.training.data.held_out import HeldOut
-from megatron_ext.training.data.microbatch import Microbatch
-from megatron_ext.training.data.quarantine import log_refused
-from megatron_ext.training.data.run_data import RunData
-from megatron_ext.training.fault_counts import FaultCounts
+from megatron_ext.training.faults import (
+    DivergedError,
+    FaultCounts,
+    NonFinitePolicy,
+    finite_only,
+    log_refused,
+)
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep, reduce_reports
-from megatron_ext.training.learned_projections import LearnedProjections
-from megatron_ext.training.lesson import Lesson
-from megatron_ext.training.linear_forms import cut_into_tiles
+from megatron_ext.training.learning_step import LearnedProjections
 from megatron_ext.training.metrics import (
     MetricsLog,
+    open_writers,
     plot_loss_curve,
     progress_bar,
     result_lines,
 )
-from megatron_ext.training.metrics_writers import open_writers
-from megatron_ext.training.non_finite import DivergedError, NonFinitePolicy, finite_only
+from megatron_ext.training.microbatch import Lesson, Microbatch
+from megatron_ext.training.run_data import HeldOut, RunData
+from megatron_ext.training.run_loss import layer_gradients, observe
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.saved_run import SavedRun
-from megatron_ext.training.step_clock import StepClock, StepWatch
+from megatron_ext.training.step_clock import StepClock, StepWatch, TeacherWatch
 from megatron_ext.training.student import Student
+from megatron_ext.training.student_head import cut_into_tiles
 from megatron_ext.training.teachers.cached_teacher import CachedTeacher
-from megatron_ext.training.term_weighting import layer_gradients, observe
 from megatron_ext.training.validation import HeldOutScores, measure_held_out
 from megatron_ext.training.vocabulary_layout import BatchPlaces
-from megatron_ext.training.watching.teacher_watch import TeacherWatch
 
 Measurement = Callable[[], Mapping[str, float]]
 """Metrics of the student as it stands; called on every rank."""

@@ -4,6 +4,19 @@ Bits per byte is ``sum(-log2 p(token)) / bytes``: the cross-entropy of the text,
 number of bytes of the text. It does not know how the text was cut into tokens, so models with
 different tokenizers compare. Control tokens, which stand for no byte, are left out of the sum.
 Agreement is defined in ``training.agreement``.
+
+How well a model knows held-out text: the cross-entropy of its tokens, summed, in nats.
+
+B batch, T tokens, Vp local columns, D hidden.
+
+Whether student and teacher choose the same token, on held-out text. B rows, T positions.
+
+    agreement = #{c in C1 : m(argmax_v z_c(v)) = argmax_w y_c(w)} / #C1
+
+``C1`` are the chunks of one student token and one teacher token, which both models predict after
+the same bytes; ``z_c`` and ``y_c`` are the logits that predict them; ``m`` takes a student token to
+the teacher's token of the same bytes, or, for control tokens, of the same role or name. A choice
+that the other vocabulary lacks agrees with nothing.
 """
 
 from __future__ import annotations
@@ -11,24 +24,182 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_ext.alignment.alignment import ChunkClass
+from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.distributed.context_parallel import ContextRank, in_order
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import Objective
+from megatron_ext.distributed.vocab_parallel import VocabShard, vocab_argmax
+from megatron_ext.losses import DistillationInputs, Objective, TeacherTargets
+from megatron_ext.projection import SparseProjection
+from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.teachers import Teacher
-from megatron_ext.training.agreement import Agreement
+from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.training.config import TEACHER
-from megatron_ext.training.data.microbatch import Microbatch, TokenBatch
-from megatron_ext.training.model_chunks import has_head
+from megatron_ext.training.microbatch import Microbatch, TokenBatch
+from megatron_ext.training.models import has_head
 from megatron_ext.training.student_head import head_of, without_head
-from megatron_ext.training.text_nats import TextNats, TextScore
+
+_NONE = -1
+
+
+def same_tokens(
+    student: ByteTokenizer,
+    teacher: ByteTokenizer,
+    *,
+    layout: VocabularyLayout | None = None,
+    device: torch.device,
+) -> torch.Tensor:
+    """``m`` [Vs] int64: the teacher's column for each of the student's, -1 where it has none.
+
+    Args:
+        layout: The order of both heads' rows; None: that of the ids.
+    """
+    projection = SparseProjection.from_tokenizers(student, teacher, "exact", top_k=1)
+    if layout is not None:
+        projection = projection.permuted(layout)
+    rows = np.flatnonzero(projection.is_exact_row)
+    table = np.full(projection.shape[0], _NONE, dtype=np.int64)
+    table[rows] = projection.indices[projection.indptr[rows]]
+    return torch.from_numpy(table).to(device)
+
+
+def first_choices(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """[...] int64: the likeliest column of ``logits`` [..., Vp]. Two all-reduces over the shard."""
+    return vocab_argmax(logits.flatten(0, -2), shard).view(logits.shape[:-1])
+
+
+@dataclass(slots=True)
+class Agreement:
+    """Counts over microbatches against one teacher, on the device."""
+
+    same_tokens: torch.Tensor
+    """``m`` [Vs]."""
+
+    _counts: list[torch.Tensor] = field(default_factory=list)
+
+    def add(
+        self,
+        student: torch.Tensor,
+        teacher: torch.Tensor,
+        alignment: AlignmentBatch,
+        context: ContextRank | None,
+    ) -> None:
+        """Count one microbatch.
+
+        Args:
+            student: [B, S] its likeliest columns.
+            teacher: [B, S] the teacher's.
+            alignment: Of whole rows.
+            context: Whose part S of the T positions is; None: rows are whole.
+
+        Collectives: two all-gathers over the ranks that share rows.
+        """
+        chosen = _whole(student, context)[alignment.student_spans[:, 0]]
+        taught = _whole(teacher, context)[alignment.teacher_spans[:, 0]]
+        is_single = alignment.chunk_class == ChunkClass.ONE_TO_ONE
+        # Columns that pad the vocabulary are never chosen.
+        agrees = (self.same_tokens[chosen] == taught) & is_single
+        self._counts.append(torch.stack((agrees.sum(), is_single.sum())))
+
+    def share(self, group: dist.ProcessGroup) -> tuple[float | None, int]:
+        """The agreement over all replicas, None without a chunk, and the number of chunks.
+
+        Collectives: one all-reduce over ``group``, the replicas. Waits for the device.
+        """
+        device = self.same_tokens.device
+        total = torch.stack(self._counts).sum(0) if self._counts else torch.zeros(2, device=device)
+        total = total.to(torch.int64)
+        dist.all_reduce(total, group=group)
+        agreeing, chunks = total.tolist()
+        return (agreeing / chunks if chunks else None), int(chunks)
+
+
+def _whole(choices: torch.Tensor, context: ContextRank | None) -> torch.Tensor:
+    """[B T] of whole rows, one after the other, on every rank that shares them."""
+    if context is None:
+        return choices.flatten()
+    columns = choices.t().contiguous()
+    every = [torch.empty_like(columns) for _ in range(context.size)]
+    dist.all_gather(every, columns, group=context.group)
+    return in_order(torch.cat(every), context.size).t().flatten()
+
+
+class TextScore(NamedTuple):
+    """What a model makes of a microbatch."""
+
+    nats: torch.Tensor
+    """The sum, a scalar."""
+
+    choices: torch.Tensor | None
+    """[B, T] int64: its likeliest columns; None where they are not asked for, or not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextNats:
+    """Of logits that are there, or of hidden states and a head; without a graph."""
+
+    next_token: Objective
+
+    tile_rows: int | None = None
+    """Positions whose logits are made at a time; all of a microbatch with None."""
+
+    with_choices: bool = False
+    """Whether first choices are asked for, too."""
+
+    def of_logits(self, logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> TextScore:
+        """The score for ``logits`` [B, T, Vp] and ``labels`` [B, T].
+
+        Collectives: those of ``next_token``, and of ``first_choices``.
+        """
+        inputs = DistillationInputs(student_logits=logits, student_shard=shard, labels=labels)
+        choices = first_choices(logits, shard) if self.with_choices else None
+        return TextScore(self.next_token(inputs).loss_sum, choices)
+
+    def of_hidden(
+        self,
+        hidden: torch.Tensor,
+        head_weight: torch.Tensor,
+        labels: torch.Tensor,
+        shard: VocabShard,
+    ) -> TextScore:
+        """The same of ``hidden`` [B, T, D] @ ``head_weight`` [Vp, D] transposed, by tiles.
+
+        Collectives: those of ``of_logits`` in each of the B T / ``tile_rows`` tiles.
+        """
+        rows, flat_labels = hidden.flatten(0, 1), labels.flatten()
+        step = self.tile_rows or len(rows)
+        tiles = [slice(start, start + step) for start in range(0, len(rows), step)]
+        with torch.no_grad():
+            scores = [
+                self.of_logits((rows[tile] @ head_weight.t())[None], flat_labels[None, tile], shard)
+                for tile in tiles
+            ]
+        nats = torch.stack([score.nats for score in scores]).sum()
+        return TextScore(nats, _joined([score.choices for score in scores], labels.shape))
+
+    def of_targets(self, targets: TeacherTargets, labels: torch.Tensor) -> TextScore:
+        """The same of a teacher; of one that sends no logits without its choices."""
+        if targets.label_log_probs is not None:
+            said = targets.label_log_probs.masked_fill(labels < 0, 0.0)
+            return TextScore(-said.float().sum(), None)
+        hidden, weight = targets.hidden, targets.head_weight
+        if self.tile_rows is not None and hidden is not None and weight is not None:
+            return self.of_hidden(hidden, weight, labels, targets.shard)
+        return self.of_logits(targets.to_logits(), labels, targets.shard)
+
+
+def _joined(choices: Sequence[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
+    known = [tile for tile in choices if tile is not None]
+    return torch.cat(known, dim=1).view(shape) if known else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from megatron_ext.losses import IdTable
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout, VocabularyOrder
 from megatron_ext.training.config import ModelConfig
-from megatron_ext.training.data.microbatch import Microbatch, TokenBatch
-from megatron_ext.training.model_chunks import ModelChunks
+from megatron_ext.training.microbatch import Microbatch, TokenBatch
+from megatron_ext.training.models import ModelChunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

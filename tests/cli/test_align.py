@@ -254,7 +254,7 @@ def test_the_page_shows_every_token_of_both_sides_and_nothing_runs(
 
 
 def _shown(view):
-    from megatron_ext.cli.pages.readable import one_line
+    from megatron_ext.cli.pages.token_view import one_line
 
     return one_line(view.shown).replace("␤", "↵") or "∅"
 

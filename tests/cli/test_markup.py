@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_ext.cli.pages.markup import element, swatch
+from megatron_ext.cli.pages.frame import element, swatch
 
 HOSTILE = "</b><script>alert('x')</script> \"onclick=\" &lt; &"
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron_ext.cli.named_teacher import named_teacher
+from megatron_ext.cli.output import named_teacher
 from megatron_ext.errors import ConfigError, UnknownNameError
 from tests.training.dry_run.planned_runs import planned_run
 

@@ -17,7 +17,7 @@ from megatron_ext.alignment import ChunkCounts
 from megatron_ext.cli.main import main
 from megatron_ext.cli.pages import frame, run_tables
 from megatron_ext.cli.pages.run_charts import SIDE, Chart, Curve, means, smoothed
-from megatron_ext.training.fault_counts import FaultCounts
+from megatron_ext.training.faults import FaultCounts
 from tests.cli.html_page import HtmlPage
 from tests.cli.run_files import refusal
 from tests.training.tiny_run import _sentencepiece, write_rank_list

@@ -12,10 +12,11 @@ import pytest
 
 from megatron_ext.tokenizers import MegatronTokenizer
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.metrics import METRICS_FILE, PLOT_FILE, read_metrics
+from megatron_ext.training.metrics import PLOT_FILE, read_metrics
 from megatron_ext.training.run_folder import (
     CONFIG_FILE,
     DATA_FILE,
+    METRICS_FILE,
     PROJECTION_FILE,
     TOKENIZER_FOLDER,
 )

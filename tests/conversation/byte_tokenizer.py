@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_ext.conversation.protocol import ByteEnds, IdArray
+from megatron_ext.conversation.message import ByteEnds, IdArray
 
 CONTROL_TOKENS = (
     *("<s>", "</s>", "<unk>", "<pad>", "<|im_start|>", "<|im_end|>", "<image>", "<img>", "</img>"),

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_ext.conversation.protocol import ByteEnds, IdArray
+from megatron_ext.conversation.message import ByteEnds, IdArray
 from tests.conversation.byte_tokenizer import ByteTokenizer
 
 _MARKER = re.compile(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.conversation import Provenance, Rendered, Span
-from megatron_ext.conversation.masking.training_mask import trained_tokens
+from megatron_ext.conversation.masking.trained_part import trained_tokens
 from megatron_ext.conversation.message import byte_offsets
 
 TEMPLATE = Provenance("template")

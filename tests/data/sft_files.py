@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.conversation.rendering.template_clock import template_time
+from megatron_ext.conversation.rendering.template_limits import template_time
 from megatron_ext.data.sft_dataset import SFTDataset
 from megatron_ext.data.sft_records import SFTConfig
 from megatron_ext.errors import UntrainedError

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from megatron_ext import TokenAligner
 from megatron_ext.alignment.chunk_places import BEGINS, OUTSIDE, Marks
 from megatron_ext.constants import NO_CHUNK
-from megatron_ext.data.aligned_text import cut
-from megatron_ext.data.aligner import TextAligner
+from megatron_ext.data.aligner import TextAligner, cut
 from tests.data.readers import TEXTS, student_tokenizer, teacher_tokenizer
 
 texts = st.lists(

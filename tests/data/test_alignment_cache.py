@@ -14,11 +14,9 @@ from torch.utils.data import DataLoader
 
 from megatron_ext.alignment import token_aligner
 from megatron_ext.alignment.text_tokens import TextTokenizer
-from megatron_ext.data.aligned_text import AlignedText
-from megatron_ext.data.aligner import TextAligner
-from megatron_ext.data.alignment_cache import MemoryStore, from_records, to_record
+from megatron_ext.data.aligner import AlignedText, TextAligner
+from megatron_ext.data.alignment_cache import MemoryStore, RecordStore, from_records, to_record
 from megatron_ext.data.packed_batches import PackedBatches
-from megatron_ext.data.record_store import RecordStore
 from megatron_ext.errors import DataError
 from tests.data.readers import TEXTS, collator, packed, student_tokenizer, teacher_tokenizer
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from megatron_ext import ArrowTextDataset
-from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.block_order import Position
-from megatron_ext.data.block_workers import BlockWorkers
 from megatron_ext.data.packed_batches import PackedBatches
-from megatron_ext.data.packed_dataset import PackedBlock, PackedTextDataset
+from megatron_ext.data.packed_dataset import BlockWorkers, PackedBlock, PackedTextDataset
 from megatron_ext.data.row_streams import RowStreams
 from megatron_ext.errors import DataError, TokenizerError
 from tests.data.readers import collator, write_corpus

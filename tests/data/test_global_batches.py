@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_ext import ArrowTextDataset
-from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.blend import Blend, Source, read_blend
 from megatron_ext.data.global_batches import GlobalBatches, Replica, WeightedDataset
 from megatron_ext.data.packed_dataset import PackedTextDataset

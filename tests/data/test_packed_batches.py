@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext import ArrowTextDataset
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
-from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.batch import CrossTokenizerBatch, SideBatch
 from megatron_ext.data.packed_batches import PackedBatches
 from megatron_ext.data.packed_dataset import PackedTextDataset

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.data.aligned_text import PackedSample
-from megatron_ext.data.global_batches import Place
-from megatron_ext.data.read_ahead import ReadAhead
+from megatron_ext.data.aligner import PackedSample
+from megatron_ext.data.global_batches import Place, ReadAhead
 from megatron_ext.errors import DataError
 from tests.training.test_run_data import WHOLE, run_data
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.aligner import PackedSample
 from megatron_ext.errors import ConfigError
 from tests.data.readers import TEXTS, collator
 

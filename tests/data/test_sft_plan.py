@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.conversation.rendering.template_clock import stopped_at
-from megatron_ext.data import sft_survey
+from megatron_ext.conversation.rendering.template_limits import stopped_at
+from megatron_ext.data import sft_plan
 from megatron_ext.data.sft_dataset import SFTDataset
-from megatron_ext.documents.cached_arrays import cached_arrays
+from megatron_ext.documents.index import cached_arrays
 from megatron_ext.errors import DataError
 from tests.data.sft_files import Chat, conversations, dataset
 from tests.preprocessing.runs import write_json_lines
@@ -131,7 +131,7 @@ BAD = {"messages": [{"role": "tool", "content": "x"}]}
 def test_several_processes_make_the_plan_that_one_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sft_survey, "_RECORDS_AT_ONCE", 8)
+    monkeypatch.setattr(sft_plan, "_RECORDS_AT_ONCE", 8)
     for name in ("one", "several"):
         (tmp_path / name).mkdir()
     records = [*conversations(60), BAD, *conversations(60)]
@@ -145,7 +145,7 @@ def test_several_processes_make_the_plan_that_one_makes(
 def test_of_the_errors_of_workers_the_first_of_the_file_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sft_survey, "_RECORDS_AT_ONCE", 8)
+    monkeypatch.setattr(sft_plan, "_RECORDS_AT_ONCE", 8)
     with pytest.raises(DataError, match=r"data\.jsonl:21: message 0: unknown role"):
         dataset(tmp_path, [*conversations(20), *[BAD] * 9], workers=2)
 

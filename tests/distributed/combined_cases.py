@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.losses import LossPart, LossPlan, NextTokenLoss, ProjectedKLLoss, reduce_counts
-from megatron_ext.losses.gradient_magnitude import LayerGradients
 from megatron_ext.losses.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
 from megatron_ext.losses.teacher_scores import TeacherText, reduce_scores
+from megatron_ext.losses.weighting import LayerGradients
 from tests.losses.teacher_pair import known_of, pair_inputs, teacher_labels, teacher_pair
 
 PADDING = (7, 1)

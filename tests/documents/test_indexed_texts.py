@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.global_batches import Replica
 from megatron_ext.documents.id_tokenizers import IdTokenizers, settings_of
 from megatron_ext.documents.indexed_file import IndexedFile, indexed_prefixes
@@ -23,7 +23,7 @@ from megatron_ext.documents.indexed_texts import IndexedTexts
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DataConfig
-from megatron_ext.training.data.run_data import RunData
+from megatron_ext.training.run_data import RunData
 from tests.data.readers import TEXTS, student_tokenizer, teacher_tokenizer
 from tests.documents.indexed_files import tokenize, write_ids
 from tests.training.tiny_run import student_run

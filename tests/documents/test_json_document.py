@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.documents import json_records
+from megatron_ext.documents import lines
 from megatron_ext.documents.record_fields import RecordFields
 from megatron_ext.documents.records import cut_into_shards, read_records
 from megatron_ext.documents.source_file import find_sources
@@ -40,14 +40,14 @@ def read(file: Path) -> tuple[list[Any], list[int], list[tuple[int | None, str]]
 def test_a_list_gives_its_records_at_their_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, begin: str, name: str
 ) -> None:
-    monkeypatch.setattr(json_records, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(lines, "BLOCK_BYTES", block_bytes)
     file = tmp_path / name
     content = (begin + json.dumps(RECORDS, indent=1, ensure_ascii=False)).encode()
     file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    texts, lines, bad = read(file)
+    texts, numbers, bad = read(file)
     first = 2 + begin.count("\n")
     assert texts == [record["text"] for record in RECORDS]
-    assert lines == [first, first + 3, first + 6]
+    assert numbers == [first, first + 3, first + 6]
     assert bad == []
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from megatron_ext.documents import json_records
+from megatron_ext.documents import lines
 from megatron_ext.documents import lines as line_blocks
 from megatron_ext.documents.record_fields import AS_THEY_ARE, RecordFields
 from megatron_ext.documents.records import check_fields, cut_into_shards, lines_before, read_records
@@ -132,13 +132,13 @@ def test_a_line_is_judged_alike_with_and_without_orjson(
         '{"text": "a", "text": "b"}': "b",
         r'{"text": "\ud83d\ude00"}': "😀",
     }
-    assert json_records._fast_loads is not None
+    assert lines._fast_loads is not None
     if not has_orjson:
-        monkeypatch.setattr(json_records, "_fast_loads", None)
-    block = json_records.parse_lines([line.encode()], TEXT, first_line=1)
+        monkeypatch.setattr(lines, "_fast_loads", None)
+    block = lines.parse_lines([line.encode()], TEXT, first_line=1)
     assert block.columns[0] == ([judged[line]] if line in judged else [])
     assert len(block.bad) == (line not in judged)
-    as_it_is = json_records.parse_lines([line.encode()], AS_THEY_ARE, first_line=1)
+    as_it_is = lines.parse_lines([line.encode()], AS_THEY_ARE, first_line=1)
     assert len(as_it_is.bad) == (line not in judged and "\\ud" not in line)
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from megatron_ext.evaluation.run_tasks import RunTasks
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.config import DistillConfig, LossConfig
-from megatron_ext.training.evaluation_config import EvaluationConfig, EvaluationTaskConfig
 from megatron_ext.training.evaluator import measurement
 from megatron_ext.training.metrics import read_metrics
+from megatron_ext.training.teacher_config import EvaluationConfig, EvaluationTaskConfig
 from tests.training.rank_functions import _trainer
 from tests.training.tiny_run import objective_run
 

@@ -14,10 +14,10 @@ import torch
 
 from megatron_ext import CrossTokenizerCollator, TeacherCTSpec
 from megatron_ext.alignment.chunk_places import BEGINS
-from megatron_ext.data.aligned_text import AlignedText, PackedSample, TeacherTokens
+from megatron_ext.data.aligner import AlignedText, PackedSample, TeacherTokens
 from megatron_ext.errors import DataError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer
-from megatron_ext.training.data.microbatch import Microbatch
+from megatron_ext.training.microbatch import Microbatch
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.append(str(REPOSITORY / "examples" / "compare_objectives"))

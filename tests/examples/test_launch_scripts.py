@@ -17,9 +17,10 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training import run_tokenizer
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.config_file import build_config, read_config_file
 from megatron_ext.training.dry_run import dry_run
 from megatron_ext.training.metrics import read_metrics
+from megatron_ext.training.model_section import read_config_file
+from megatron_ext.typed_mapping import build_config
 from tests.cli.run_files import REPOSITORY, write_config
 from tests.training.tiny_run import student_run, vocabulary, write_corpus, write_rank_list
 

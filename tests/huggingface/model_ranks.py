@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron_ext.distributed import process_groups
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.model_settings import model_settings
-from megatron_ext.huggingface.tensor_reader import TensorReader
+from megatron_ext.huggingface.tensor_files import TensorReader
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig

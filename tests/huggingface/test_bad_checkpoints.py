@@ -18,13 +18,13 @@ from megatron_ext.huggingface.checkpoint_files import (
     copy_side_files,
     is_checkpoint_folder,
 )
-from megatron_ext.huggingface.checkpoint_writer import TensorPlan, shards, write_checkpoint
 from megatron_ext.huggingface.model_settings import model_config, model_settings
 from megatron_ext.huggingface.rotary import LLAMA3
+from megatron_ext.huggingface.tensor_files import TensorPlan, shards, write_checkpoint
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer
 from megatron_ext.training.config import ModelConfig
-from megatron_ext.training.kept_tokenizer import KeptTokenizer
 from megatron_ext.training.model_check import checked, full_settings
 from megatron_ext.training.model_section import with_huggingface_models
 from tests.huggingface.tiny_models import MODELS, VOCAB_SIZE, save_model

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import CheckpointError, MegatronExtError
-from megatron_ext.huggingface.checkpoint_writer import TensorPlan, write_checkpoint
 from megatron_ext.huggingface.new_vocabulary import projected_rows, write_with_vocabulary
+from megatron_ext.huggingface.tensor_files import TensorPlan, write_checkpoint
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.nemo.legacy_file import write_legacy_file
 from megatron_ext.tokenizers import (

@@ -11,9 +11,9 @@ from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER
-from megatron_ext.training.config_file import read_config_file
 from megatron_ext.training.export_checkpoint import export_huggingface
 from megatron_ext.training.metrics import read_metrics
+from megatron_ext.training.model_section import read_config_file
 from tests.huggingface.run_from_folders import train_one_step, write_run
 from tests.huggingface.tiny_models import save_model
 from tests.process_group import run_ranks

@@ -18,7 +18,7 @@ from megatron_ext.ops.partition_kl import (
     partition_kl_reference,
     shared_columns,
 )
-from megatron_ext.ops.partition_kl.reference import ReferenceChunk
+from megatron_ext.ops.partition_kl.operands import ReferenceChunk
 from megatron_ext.ops.unit_gradient import kept_gradient
 from tests.losses.microbatch import columns, vocab_shard
 from tests.ops.kernel_case import packed

@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.ops.binary_divergence import (
-    Difference,
-    binary_divergence,
-    check_binary_divergence,
-)
+from megatron_ext.ops.divergence import Difference, binary_divergence, check_binary_divergence
 
 ALL = get_args(Difference)
 PROPER = [name for name in ALL if name != "binary_ce"]

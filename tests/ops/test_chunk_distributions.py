@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.distributed import vocab_parallel
-from megatron_ext.ops.chunk_distributions import (
+from megatron_ext.ops.model_rows import (
     ModelRows,
     chunk_means,
     chunk_means_by_kernel,

@@ -10,9 +10,9 @@ import torch
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.chunk_distributions import pair_of_models
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.launch import Implementation
+from megatron_ext.ops.model_rows import pair_of_models
 from megatron_ext.ops.sorted_l1 import (
     ChunkSortedL1,
     chunk_sorted_l1,

@@ -28,7 +28,7 @@ def test_softmax_statistics() -> None:
     }
     flags = {"HAS_MEMBERS": True, "HAS_READ": True, "HAS_TEMPERATURE": True, "BLOCK": 4096}
     compiles(
-        "softmax_statistics.triton_kernels",
+        "softmax_kernels",
         [("row_statistics_kernel", {"logits_ptr": kind, **types}, flags) for kind in LOGITS],
     )
 
@@ -55,7 +55,7 @@ def test_chunk_distributions() -> None:
     types = _mean_rows("first_chunk", "row_stride", "width", "valid_width") | {"out_ptr": "*fp32"}
     flags = {"HAS_TEMPERATURE": True, "BLOCK": 4096}
     compiles(
-        "chunk_distributions.triton_kernels",
+        "chunk_kernels",
         [("chunk_means_kernel", {"logits_ptr": kind, **types}, flags) for kind in LOGITS],
     )
 
@@ -110,7 +110,7 @@ def test_token_likelihood() -> None:
     alone = {"members_ptr": None, "HAS_MEMBERS": False, "HAS_TEMPERATURE": False, "BLOCK": 4096}
     del types["members_ptr"]
     variants += [("token_gradient_kernel", {**pointers, **types}, alone)]
-    compiles("token_likelihood.triton_kernels", variants)
+    compiles("token_likelihood_kernels", variants)
 
 
 def test_vocab_kl() -> None:

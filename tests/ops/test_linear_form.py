@@ -10,7 +10,8 @@ import torch
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.errors import LossError
-from megatron_ext.ops.linear_form import Tile, TilePlan, linear_loss
+from megatron_ext.ops.linear_form import linear_loss
+from megatron_ext.ops.tile_plan import Tile, TilePlan
 from tests.ops.allocation_record import AllocationRecord
 from tests.ops.kernel_case import assert_as_exact
 

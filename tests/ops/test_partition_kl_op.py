@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.partition_kl import partition_kl_reference
-from megatron_ext.ops.partition_kl.reference import ReferenceChunk
+from megatron_ext.ops.partition_kl.operands import ReferenceChunk
 from tests.ops.partition_kl_case import Case
 
 DIRECTIONS = ("forward", "reverse", "jensen_shannon")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import LossError
-from megatron_ext.ops.linear_form import TilePlan
+from megatron_ext.ops.tile_plan import TilePlan
 
 
 def ordered_chunks(

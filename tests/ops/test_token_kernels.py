@@ -13,9 +13,9 @@ from megatron_ext.ops.token_likelihood import (
     TokenRows,
     evaluate_token_likelihood,
     token_likelihood,
+    token_likelihood_reference,
     write_likelihood_gradient,
 )
-from megatron_ext.ops.token_likelihood.function import token_likelihood_reference
 from megatron_ext.ops.token_log_prob import (
     evaluate_cross_entropy,
     token_log_prob_reference,

@@ -5,8 +5,11 @@ import torch
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.token_likelihood import TokenRows, token_likelihood
-from megatron_ext.ops.token_likelihood.function import token_likelihood_reference
+from megatron_ext.ops.token_likelihood import (
+    TokenRows,
+    token_likelihood,
+    token_likelihood_reference,
+)
 
 
 def rows_of(rows: int, vocab: int, padding: int, *, dtype: torch.dtype) -> TokenRows:

@@ -22,7 +22,7 @@ def wide_variants() -> list[tuple[str, Variant]]:
     means = {"order_ptr": "*i32", "offsets_ptr": "*i32", "out_ptr": "*fp32", "valid_width": "i32"}
     means |= {"peak_ptr": "*fp32", "log_sum_ptr": "*fp32", "first_chunk": "i32"}
     return [
-        ("softmax_statistics.triton_kernels", ("row_statistics_kernel", row, no_sets | PLAIN)),
+        ("softmax_kernels", ("row_statistics_kernel", row, no_sets | PLAIN)),
         ("vocab_kl.triton_kernels", ("pair_statistics_kernel", pair, no_read | PLAIN)),
         (
             "partition_kl.triton_kernels",
@@ -33,7 +33,7 @@ def wide_variants() -> list[tuple[str, Variant]]:
             ),
         ),
         (
-            "chunk_distributions.triton_kernels",
+            "chunk_kernels",
             ("chunk_means_kernel", ROW | means | {"width": "i32:16"}, PLAIN),
         ),
     ]

@@ -22,17 +22,16 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers.connection import Connection, connect, own_addresses
-from megatron_ext.teachers.formed_targets import FormedTargets, whole_head
+from megatron_ext.teachers.formed_targets import FormedTargets, from_records, to_records, whole_head
 from megatron_ext.teachers.listener import TeacherListener
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher, head_weight
 from megatron_ext.teachers.remote_server import RemoteServer
 from megatron_ext.teachers.remote_teacher import RemoteTeacher
 from megatron_ext.teachers.server import ReplicaRanks, TeacherServer
 from megatron_ext.teachers.target_form import FormKind, TargetForm
-from megatron_ext.teachers.target_records import from_records, to_records
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.data.microbatch import TokenBatch
+from megatron_ext.training.microbatch import TokenBatch
 from megatron_ext.training.models import build_gpt_model, freeze
 from tests.teachers.stand_in_teacher import TOKEN
 

@@ -14,8 +14,14 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_ext.teachers import channels as cuda_ipc
-from megatron_ext.teachers.channels import FLIGHT, ChannelOffers, choose
-from megatron_ext.teachers.shared_segments import OpenSegments, SegmentRing, SharedMemoryChannel
+from megatron_ext.teachers.channels import (
+    FLIGHT,
+    ChannelOffers,
+    OpenSegments,
+    SegmentRing,
+    SharedMemoryChannel,
+    choose,
+)
 from tests.teachers.stand_in_teacher import CPU, HIDDEN
 
 MIB = 1 << 20

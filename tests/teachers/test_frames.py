@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.teachers.flight import receive, to_chunks
-from megatron_ext.teachers.frames import Frame, empty, from_bytes, to_bytes
+from megatron_ext.teachers.flight import Frame, empty, from_bytes, receive, to_bytes, to_chunks
 
 TENSORS = {
     "ids": torch.arange(12, dtype=torch.int32).view(3, 4),

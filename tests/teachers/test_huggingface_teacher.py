@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.teachers.base import text_batches
 from megatron_ext.teachers.causal_lm import CausalLM, load_causal_lm
 from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher
 from megatron_ext.teachers.megatron_teacher import HostWeights, OffloadedTeacher
-from megatron_ext.teachers.token_rows import text_batches
 from tests.process_group import run_ranks
 from tests.teachers.huggingface_ranks import WIDTH, microbatches, share_rows
 from tests.teachers.tiny_causal_lms import (

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_ext.errors import LossError
+from megatron_ext.teachers.formed_targets import from_records, to_records
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.teachers.target_records import from_records, to_records
 
 VOCAB = 262_144
 LABEL = TargetForm(kind="label", precision="fp32", count=0, vocab_size=VOCAB)

@@ -13,12 +13,11 @@ import torch
 from megatron_ext.errors import ConfigError, DistributedError, MegatronExtError
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers import channels as offers
+from megatron_ext.teachers.base import TokenRows
 from megatron_ext.teachers.connection import own_addresses
-from megatron_ext.teachers.formed_targets import FormedTargets
+from megatron_ext.teachers.formed_targets import FormedTargets, from_records, to_records
 from megatron_ext.teachers.listener import TeacherListener
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.teachers.target_records import from_records, to_records
-from megatron_ext.teachers.token_rows import TokenRows
 from tests.teachers.stand_in_teacher import (
     HEAD,
     HIDDEN,

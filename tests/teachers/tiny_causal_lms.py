@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.teachers.token_rows import TokenRows
+from megatron_ext.teachers.base import TokenRows
 
 VOCAB_SIZE = 97
 """Odd, so that every shard has padding."""

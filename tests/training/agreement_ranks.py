@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.training.agreement import Agreement, first_choices
+from megatron_ext.training.validation import Agreement, first_choices
 
 ROWS, STUDENT_T, TEACHER_T = 6, 40, 48
 STUDENT_V, TEACHER_V = 13, 9

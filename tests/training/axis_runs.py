@@ -20,7 +20,7 @@ from megatron_ext.training.config import (
     ParallelConfig,
     TeacherConfig,
 )
-from megatron_ext.training.model_chunks import sharded_weights
+from megatron_ext.training.models import sharded_weights
 from tests.training.rank_functions import _trainer
 from tests.training.tiny_run import student_run, teacher_run
 

@@ -20,9 +20,9 @@ from megatron_ext.teachers.formed_targets import FormedTargets
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import DistillConfig, LossConfig
-from megatron_ext.training.data.microbatch import TokenBatch
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
+from megatron_ext.training.microbatch import TokenBatch
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.teachers.block_recorder import Block, BlockRecorder
 from megatron_ext.training.teachers.cache_manifest import Manifest

@@ -20,7 +20,7 @@ from megatron_ext.training.config import (
 )
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.saved_run import SavedRun
-from megatron_ext.training.serving_config import ServingConfig
+from megatron_ext.training.teacher_config import ServingConfig
 from tests.training.rank_functions import _train_teacher, _trainer
 from tests.training.tiny_run import student_run
 

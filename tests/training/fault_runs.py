@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 
 from megatron_ext.errors import DistributedError, MegatronExtError
-from megatron_ext.training import rank_phase, rank_report, watchdog
+from megatron_ext.training import rank_phase, watchdog
 from megatron_ext.training.config import DataConfig, DistillConfig, LossConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
@@ -249,7 +249,7 @@ def _sleep_through() -> None:
 
 
 def _quick_heartbeats() -> None:
-    for module in (watchdog, rank_report):
+    for module in (watchdog, watchdog):
         module.HEARTBEAT_S = 0.3  # type: ignore[attr-defined]
     watchdog._POLL_S = 0.1  # type: ignore[misc]
 

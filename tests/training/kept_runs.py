@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_ext.losses import DistillationInputs, LearnedProjection, LossOutput, Objective
 from megatron_ext.training.config import DistillConfig, LossConfig, ParallelConfig
-from megatron_ext.training.learned_projections import learned_projection_file
+from megatron_ext.training.learning_step import learned_projection_file
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.training.validation import HeldOutScores

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
 from megatron_ext.training.config import DistillConfig, LossConfig
-from megatron_ext.training.model_chunks import sharded_weights
+from megatron_ext.training.models import sharded_weights
 from tests.training.rank_functions import _trainer
 from tests.training.tiny_run import student_run, teacher_run
 

@@ -25,8 +25,7 @@ from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
-from megatron_ext.training.model_chunks import sharded_weights
-from megatron_ext.training.models import build_gpt_model
+from megatron_ext.training.models import build_gpt_model, sharded_weights
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.trainer import Trainer
 from tests.training.added_objective import register

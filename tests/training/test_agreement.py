@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-from megatron_ext.training.agreement import same_tokens
+from megatron_ext.training.validation import same_tokens
 from tests.huggingface.tiny_models import save_tokenizer
 from tests.process_group import run_ranks
 from tests.training.agreement_ranks import ROWS, STUDENT_V, TEACHER_V, case, measure

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.config_file import build_config, read_config_file
+from megatron_ext.training.model_section import read_config_file
+from megatron_ext.typed_mapping import build_config
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.training.config import DataConfig
-from megatron_ext.training.data.microbatch import Microbatch, TokenBatch
-from megatron_ext.training.data.run_data import RunData
+from megatron_ext.training.microbatch import Microbatch, TokenBatch
+from megatron_ext.training.run_data import RunData
 from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.test_run_data import WHOLE
 from tests.training.tiny_run import student_run, write_corpus

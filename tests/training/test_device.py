@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.device import announce_device
+from megatron_ext.training.cpu_megatron import announce_device
 
 
 @pytest.fixture

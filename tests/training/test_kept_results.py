@@ -17,7 +17,7 @@ from megatron_ext.projection.nemo.inspection import Inspection
 from megatron_ext.projection.nemo.loose_entries import LooseEntries
 from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import build_tokenizer
-from megatron_ext.training.data.run_data import RunData
+from megatron_ext.training.run_data import RunData
 from tests.documents.indexed_files import write_ids
 from tests.process_group import run_ranks
 from tests.training.kept_runs import TILE_ROWS, leave_results

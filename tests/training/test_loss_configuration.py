@@ -16,12 +16,11 @@ from megatron_ext.losses import (
 )
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.config_file import build_config
-from megatron_ext.training.loss_check import check_loss
 from megatron_ext.training.objective import teacher_objective
 from megatron_ext.training.run_folder import _check_same_run, config_values
+from megatron_ext.training.run_loss import check_loss, make_weighting
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.term_weighting import make_weighting
+from megatron_ext.typed_mapping import build_config
 from tests.data.readers import student_tokenizer, teacher_tokenizer
 
 MODEL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}

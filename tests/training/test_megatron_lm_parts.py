@@ -20,7 +20,7 @@ from megatron_ext.megatron_lm.arguments import (
     with_tokenizer_of_checkpoint,
     with_whole_tokenizers,
 )
-from megatron_ext.megatron_lm.patched_modules import Patch, PatchedModules
+from megatron_ext.megatron_lm.script import Patch, PatchedModules
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.namespace import config_from_namespace
 from tests.training.megatron_stand_in import make_checkout

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.training.metrics import (
-    METRICS_FILE,
     PLOT_FILE,
     MetricsLog,
     plot_loss_curve,
@@ -13,6 +12,7 @@ from megatron_ext.training.metrics import (
     read_metrics,
     result_lines,
 )
+from megatron_ext.training.run_folder import METRICS_FILE
 
 
 def write_rows(run: Path, *iterations: int, last_iteration: int = 0, loss: float = 1.5) -> None:

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBloc
 
 from megatron_ext.training import cpu_megatron, models
 from megatron_ext.training.config import ModelConfig, ParallelConfig
-from megatron_ext.training.torch_norm import TorchNorm
+from megatron_ext.training.layers import TorchNorm
 from tests.process_group import run_ranks
 from tests.training.rank_functions import first_layer
 

@@ -14,8 +14,8 @@ from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.data.global_batches import Replica
 from megatron_ext.errors import TokenizerError
 from megatron_ext.training.config import DataConfig, DistillConfig
-from megatron_ext.training.data.microbatch import Microbatch
-from megatron_ext.training.data.run_data import RunData
+from megatron_ext.training.microbatch import Microbatch
+from megatron_ext.training.run_data import RunData
 from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.tiny_run import student_run, write_corpus
 

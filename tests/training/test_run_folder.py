@@ -11,7 +11,7 @@ import yaml
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.config_file import build_config, read_config_file
+from megatron_ext.training.model_section import read_config_file
 from megatron_ext.training.run_folder import (
     CONFIG_FILE,
     DATA_FILE,
@@ -19,7 +19,8 @@ from megatron_ext.training.run_folder import (
     check_same_text,
     record_run,
 )
-from megatron_ext.training.serving_config import ServingConfig
+from megatron_ext.training.teacher_config import ServingConfig
+from megatron_ext.typed_mapping import build_config
 from tests.training.tiny_run import student_run
 
 TEXT = {"train": {"sha256": "aa"}, "validation": None}

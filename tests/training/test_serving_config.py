@@ -12,7 +12,7 @@ from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.config import LossConfig, TeacherConfig
 from megatron_ext.training.objective import make_objective
 from megatron_ext.training.run_folder import config_values
-from megatron_ext.training.serving_config import ServingConfig
+from megatron_ext.training.teacher_config import ServingConfig
 from megatron_ext.training.teachers.target_checks import check_targets
 from tests.training.test_config import TEACHER, distill_config
 

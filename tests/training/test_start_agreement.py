@@ -12,8 +12,8 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.data.run_data import RunData
 from megatron_ext.training.inputs import Inputs, TeacherInputs
+from megatron_ext.training.run_data import RunData
 from megatron_ext.training.start_agreement import start_of
 from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.tiny_run import STUDENT_VOCAB_SIZE, student_run, write_corpus, write_rank_list

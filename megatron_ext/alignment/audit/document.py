@@ -1,18 +1,211 @@
-"""A text to audit, and how an error or an example names a place in it. J spans, T tokens."""
+"""A text to audit, and how an error or an example names a place in it. J spans, T tokens.
+
+The chunks that are not 1:1 and matter most, with an example of each. J such chunks.
+
+Two chunks are the same offender when both sides have the same ids in it. Memory is bounded: an
+offender is a few numbers, an example is made only for those that lead a ranking.
+"""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.alignment.audit.offenders import Example, Piece
+Hashes = NDArray[np.uint64]
+Counts = NDArray[np.int64]
+
+LISTED: Final = 25
+"""Offenders in each ranking."""
+
+MOST_TRACKED: Final = 1 << 20
+"""Offenders kept; past it the half that concerns the fewest tokens is forgotten."""
+
+_MIX: Final = tuple(
+    np.uint64(value)
+    for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
+)
+"""Odd constants of SplitMix64 and one more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One token of an offender."""
+
+    token_id: int
+    text: str
+    """What it covers; the bytes of a part of a character in angle brackets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An offender where it stands."""
+
+    student: tuple[Piece, ...]
+    teacher: tuple[Piece, ...]
+    text: str
+    before: str
+    """Text in front of it, on both sides of it cut short."""
+    after: str
+    place: str
+    """``file:line``"""
+
+
+@dataclass(frozen=True, slots=True)
+class Offender:
+    """A chunk that is not 1:1, and how often it occurs."""
+
+    count: int
+    tokens: int
+    """Tokens of both sides in all of its chunks."""
+    example: Example
+
+    def as_row(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Offenders:
+    """Counts offenders block by block.
+
+    The one that leads a ranking at the end also led it in the last block in which it occurred,
+    because the others have only grown since. So an example is made in time without keeping text.
+    """
+
+    _hashes: Hashes
+    """[E], ascending."""
+    _counts: Counts
+    _sizes: Counts
+    """Tokens of both sides in one such chunk."""
+    _examples: dict[int, Example]
+    are_exact: bool = True
+    """Counts hold all chunks; they are lower bounds after some offenders were forgotten."""
+
+    @classmethod
+    def none(cls) -> Offenders:
+        """Before the first block."""
+        empty = np.zeros(0, np.int64)
+        return cls(np.zeros(0, np.uint64), empty, empty, {})
+
+    def add(
+        self, hashes: Hashes, sizes: NDArray[np.int64], example: Callable[[int], Example]
+    ) -> None:
+        """Count the offending chunks of a block.
+
+        Args:
+            hashes: Of both sides' ids in each chunk [J].
+            sizes: Tokens of both sides in each [J].
+            example: The ``j``-th chunk as an example.
+        """
+        block, first, counts = np.unique(hashes, return_index=True, return_counts=True)
+        both = np.concatenate([self._hashes, block])
+        self._hashes, inverse = np.unique(both, return_inverse=True)
+        inverse = inverse.ravel()
+        total = np.zeros(len(self._hashes), np.int64)
+        np.add.at(total, inverse, np.concatenate([self._counts, counts]))
+        all_sizes = np.zeros(len(self._hashes), np.int64)
+        all_sizes[inverse] = np.concatenate([self._sizes, sizes[first]])
+        self._counts, self._sizes = total, all_sizes
+        if len(self._hashes) > MOST_TRACKED:
+            self._forget()
+        self._take_examples(dict(zip(block.tolist(), first.tolist(), strict=True)), example)
+
+    def by_tokens(self) -> list[Offender]:
+        """Those that concern the most tokens, most first."""
+        return self._listed(self._tokens())
+
+    def by_size(self) -> list[Offender]:
+        """The longest, in tokens; of equal ones the most frequent first."""
+        return self._listed(self._lengths())
+
+    def _tokens(self) -> Counts:
+        return self._counts * self._sizes
+
+    def _lengths(self) -> Counts:
+        most = np.int64(2**31 - 1)
+        score: Counts = np.minimum(self._sizes, most) * (most + 1)
+        score += np.minimum(self._counts, most)
+        return score
+
+    def _take_examples(self, firsts: dict[int, int], example: Callable[[int], Example]) -> None:
+        leading = {int(self._hashes[i]) for s in self._scores() for i in _leaders(s)}
+        known = {key: self._examples[key] for key in leading if key in self._examples}
+        new = {key: example(firsts[key]) for key in leading - known.keys() if key in firsts}
+        self._examples = known | new
+
+    def _scores(self) -> tuple[Counts, Counts]:
+        return self._tokens(), self._lengths()
+
+    def _listed(self, score: Counts) -> list[Offender]:
+        tokens = self._tokens()
+        return [
+            Offender(int(self._counts[i]), int(tokens[i]), self._examples[int(self._hashes[i])])
+            for i in _leaders(score)
+            if int(self._hashes[i]) in self._examples
+        ]
+
+    def _forget(self) -> None:
+        kept = np.sort(np.argpartition(self._tokens(), -MOST_TRACKED // 2)[-MOST_TRACKED // 2 :])
+        leading = np.concatenate([_leaders(score) for score in self._scores()])
+        kept = np.union1d(kept, leading)
+        self._hashes, self._counts, self._sizes = (
+            self._hashes[kept],
+            self._counts[kept],
+            self._sizes[kept],
+        )
+        self.are_exact = False
+
+
+def _leaders(score: Counts) -> NDArray[np.intp]:
+    """Indices of the highest scores, highest first; equal ones in the order of their hashes."""
+    if len(score) > LISTED:
+        least = np.partition(score, -LISTED)[-LISTED]
+        candidates = np.flatnonzero(score >= least)
+    else:
+        candidates = np.arange(len(score))
+    order = np.argsort(-score[candidates], kind="stable")
+    leaders: NDArray[np.intp] = candidates[order[:LISTED]]
+    return leaders
+
+
+def pair_hashes(
+    student_ids: NDArray[np.int32],
+    student_spans: NDArray[np.int32],
+    teacher_ids: NDArray[np.int32],
+    teacher_spans: NDArray[np.int32],
+) -> Hashes:
+    """A 64-bit hash of the ids of both sides in each span pair [J]; equal ids, equal hash."""
+    student = _span_hashes(student_ids, student_spans)
+    teacher = _span_hashes(teacher_ids, teacher_spans)
+    return _mixed(student * _MIX[3] + teacher)
+
+
+def _span_hashes(ids: NDArray[np.int32], spans: NDArray[np.int32]) -> Hashes:
+    if not len(spans):
+        return np.zeros(0, np.uint64)
+    lengths = (spans[:, 1] - spans[:, 0]).astype(np.int64)
+    firsts = np.cumsum(lengths) - lengths
+    within = np.arange(int(lengths.sum())) - np.repeat(firsts, lengths)
+    tokens = ids[np.repeat(spans[:, 0].astype(np.int64), lengths) + within]
+    keys = tokens.astype(np.uint64) * _MIX[0] + within.astype(np.uint64) * _MIX[3]
+    hashes: Hashes = np.add.reduceat(_mixed(keys), firsts)
+    return hashes
+
+
+def _mixed(keys: Hashes) -> Hashes:
+    """SplitMix64's finaliser."""
+    keys = (keys ^ (keys >> np.uint64(30))) * _MIX[1]
+    keys = (keys ^ (keys >> np.uint64(27))) * _MIX[2]
+    mixed: Hashes = keys ^ (keys >> np.uint64(31))
+    return mixed
+
 
 PIECE_CHARACTERS: Final = 1 << 20
 """A document much longer than this is tokenized in pieces of about this size."""

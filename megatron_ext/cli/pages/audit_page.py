@@ -7,20 +7,19 @@ from collections.abc import Iterator, Sequence
 from markupsafe import Markup
 
 from megatron_ext.alignment.audit import AuditReport, CoverageRow, Offender, share_in_words
-from megatron_ext.alignment.audit.offenders import Piece
+from megatron_ext.alignment.audit.document import Piece
 from megatron_ext.cli.pages.audit_ribbon import ribbons
-from megatron_ext.cli.pages.audit_run import AuditRun
 from megatron_ext.cli.pages.audit_text import (
     COVERAGE_HEADS,
+    AuditRun,
     coverage_cells,
     coverage_groups,
     losses,
     pieces_in_line,
     rankings,
 )
-from megatron_ext.cli.pages.frame import html_page
-from megatron_ext.cli.pages.markup import BarPart, TableRow, bar, element, in_line, swatch
-from megatron_ext.cli.pages.readable import number
+from megatron_ext.cli.pages.frame import BarPart, TableRow, bar, element, html_page, in_line, swatch
+from megatron_ext.cli.pages.token_view import number
 from megatron_ext.tokenizers.base import ByteTokenizer
 
 _STYLES = {"1:1": "k1", "1:n": "k2", "n:1": "k3", "n:m": "k4"}

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Final
 
 from megatron_ext.alignment.audit import AuditDocument
-from megatron_ext.cli.pages.readable import short_paths
+from megatron_ext.cli.pages.token_view import short_paths
 from megatron_ext.documents.record_fields import BadRecord, RecordBlock, RecordFields
 from megatron_ext.documents.records import (
     check_fields,
@@ -20,7 +20,7 @@ from megatron_ext.documents.records import (
 )
 from megatron_ext.documents.source_file import InputSlice, find_sources
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.preprocessing.progress_bar import Progress, ProgressBar
+from megatron_ext.preprocessing.report import Progress, ProgressBar
 
 STANDARD_INPUT: Final = "-"
 _MOST_LISTED: Final = 100

@@ -11,9 +11,8 @@ from markupsafe import Markup, escape
 from megatron_ext.alignment.audit import share_in_words
 from megatron_ext.cli.pages.conversation_cells import KINDS, Cell, Kind
 from megatron_ext.cli.pages.conversation_view import ConversationView, TurnView
-from megatron_ext.cli.pages.frame import html_page
-from megatron_ext.cli.pages.markup import BarPart, bar, element
-from megatron_ext.cli.pages.readable import number, readable_text
+from megatron_ext.cli.pages.frame import BarPart, bar, element, html_page
+from megatron_ext.cli.pages.token_view import number, readable_text
 from megatron_ext.conversation import Provenance
 
 

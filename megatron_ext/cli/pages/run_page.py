@@ -1,23 +1,163 @@
-"""Runs as a page."""
+"""Runs as a page.
+
+Texts of a run, and how the student's tokens and each teacher's meet on them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
 
 from markupsafe import Markup
 
+from megatron_ext.alignment.audit import AuditDocument, AuditReport, PairAudit
 from megatron_ext.cli.pages import run_tables
 from megatron_ext.cli.pages.audit_page import coverage_table
-from megatron_ext.cli.pages.frame import html_page
-from megatron_ext.cli.pages.markup import BarPart, TableRow, bar, swatch
-from megatron_ext.cli.pages.readable import duration, share
-from megatron_ext.cli.pages.run_charts import SMOOTHING
-from megatron_ext.cli.pages.run_panels import COLOURS, other_panels, panels
+from megatron_ext.cli.pages.audit_ribbon import Ribbon, ribbons
+from megatron_ext.cli.pages.audit_source import AuditSource
+from megatron_ext.cli.pages.frame import BarPart, TableRow, bar, html_page, swatch
+from megatron_ext.cli.pages.run_charts import COLOURS, SMOOTHING, other_panels, panels
 from megatron_ext.cli.pages.run_record import RunRecord
-from megatron_ext.cli.pages.run_samples import PairSample
+from megatron_ext.cli.pages.token_view import duration, share, with_short_paths
+from megatron_ext.data.blend import read_blend
+from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.training.run_folder import TOKENIZER_FOLDER
+from megatron_ext.typed_mapping import build_config
 from megatron_ext.version import __version__
+
+_MOST_DOCUMENTS: Final = 1000
+_AUDITED_BYTES: Final = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class PairSample:
+    """One run's student and one of its teachers on some texts."""
+
+    title: str
+    ribbons: tuple[Ribbon, ...]
+    report: AuditReport | None
+    """The audit of these texts and of more like them."""
+    problem: str
+    """Why there is nothing to show; empty where there is."""
+
+
+def pair_samples(
+    runs: Sequence[RunRecord], texts: Sequence[str] = (), *, most_bytes: int
+) -> list[PairSample]:
+    """Each pair of tokenizers once, though several runs have it.
+
+    Args:
+        runs: The runs.
+        texts: What to show in place of the runs' own held-out or else training text.
+        most_bytes: Text to draw for each pair.
+    """
+    found: dict[tuple[str, str, str], PairSample] = {}
+    for run in runs:
+        for name, teacher in run.teachers.items():
+            title = f"student and {name}" if name != "teacher" else "student and teacher"
+            if len(runs) > 1:
+                title = f"{run.name}: {title}"
+            key = (str(run.section("tokenizer")), str(teacher.get("tokenizer")), _paths(run, texts))
+            if key not in found:
+                found[key] = _sample(run, teacher, texts, title=title, most_bytes=most_bytes)
+    return list(found.values())
+
+
+def _sample(
+    run: RunRecord,
+    teacher: Mapping[str, Any],
+    texts: Sequence[str],
+    *,
+    title: str,
+    most_bytes: int,
+) -> PairSample:
+    try:
+        documents = list(_documents(run, texts))
+        student = _tokenizer(run.folder / TOKENIZER_FOLDER, run.section("tokenizer"), "tokenizer")
+        kept = Path(str(teacher.get("checkpoint"))) / TOKENIZER_FOLDER
+        section = teacher.get("tokenizer")
+        other = _tokenizer(
+            kept, section if isinstance(section, Mapping) else {}, "teacher.tokenizer"
+        )
+        audit = PairAudit(student, other)
+        audit.add(documents)
+        drawn = tuple(ribbons(documents, student, other, most_bytes=most_bytes))
+    except MegatronExtError as error:
+        return PairSample(title, (), None, with_short_paths(str(error)))
+    return PairSample(title, drawn, audit.report(), "")
+
+
+def _documents(run: RunRecord, texts: Sequence[str]) -> Iterator[AuditDocument]:
+    if texts:
+        for number, text in enumerate(texts, 1):
+            yield AuditDocument(text, "--text", line=number)
+        return
+    data = run.section("data")
+    if data.get("conversations"):
+        raise DataError(
+            "the run reads conversations, which are not drawn here",
+            fix="see megatron-ext inspect, or pass --text",
+        )
+    key = data.get("text_key")
+    source = AuditSource(
+        files=_files(run), keys=(key,) if isinstance(key, str) else (), shows_progress=False
+    )
+    left = _AUDITED_BYTES
+    for document in islice(source.documents(), _MOST_DOCUMENTS):
+        yield document
+        left -= len(document.text)
+        if left <= 0:
+            return
+
+
+def _files(run: RunRecord) -> tuple[str, ...]:
+    data = run.section("data")
+    for split in ("validation", "train"):
+        entries = data.get(split)
+        if isinstance(entries, list):
+            where = f"data.{split}"
+            sources = read_blend([str(entry) for entry in entries], where=where)
+            there = tuple(p for source in sources for p in source.paths if os.path.exists(p))
+            if there:
+                return there
+    raise DataError(
+        "the text of the run cannot be read from here",
+        expected="the files of data.validation or data.train",
+        fix="run the command where the run was started, or pass --text",
+    )
+
+
+def _paths(run: RunRecord, texts: Sequence[str]) -> str:
+    data = run.section("data")
+    return "" if texts else str((data.get("validation"), data.get("train")))
+
+
+def _tokenizer(kept: Path, section: Mapping[str, Any], where: str) -> MegatronTokenizerText:
+    """The tokenizer that was kept, or else the one that the configuration names.
+
+    Code that the configuration would let a tokenizer bring is not run.
+    """
+    if kept.is_dir():
+        return build_tokenizer(TokenizerConfig(model=str(kept)))
+    model = section.get("model")
+    if not isinstance(model, str) or not os.path.exists(model):
+        raise ConfigError(
+            "the tokenizer cannot be read from here",
+            where=where,
+            got=model if isinstance(model, str) else None,
+            expected=f"it there, or in {kept}",
+            fix="run the command where the run was started",
+        )
+    values = {**section, "trust_remote_code": False}
+    return build_tokenizer(
+        build_config(TokenizerConfig, values, lambda keys: ".".join((where, *keys)))
+    )
+
 
 _PREFIX: Final = "seconds/"
 _WAITING: Final = "seconds/waiting"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_ext.cli.pages.readable import with_short_paths
+from megatron_ext.cli.pages.token_view import with_short_paths
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import whole_lines
-from megatron_ext.training.config_file import read_config_file
+from megatron_ext.training.model_section import read_config_file
 from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE, METRICS_FILE, QUARANTINE_FILE
 
 EVALUATIONS: Final = "evaluation"

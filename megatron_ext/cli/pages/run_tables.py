@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from megatron_ext.cli.pages.markup import TableRow
-from megatron_ext.cli.pages.readable import (
+from megatron_ext.cli.pages.frame import TableRow
+from megatron_ext.cli.pages.run_record import RunRecord, as_number
+from megatron_ext.cli.pages.token_view import (
     NOTHING,
     duration,
     memory,
@@ -17,7 +18,6 @@ from megatron_ext.cli.pages.readable import (
     share,
     short_paths,
 )
-from megatron_ext.cli.pages.run_record import RunRecord, as_number
 from megatron_ext.training.run_folder import config_leaves
 
 CHUNK_KINDS = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")

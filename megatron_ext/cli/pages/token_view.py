@@ -1,19 +1,191 @@
-"""Tokens of a text as a person reads them: coloured boundaries and a table."""
+"""Tokens of a text as a person reads them: coloured boundaries and a table.
+
+Text, paths and numbers as a person reads them.
+
+A terminal that output is written for: whether it has colours, and columns of text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.cli.pages.readable import visible_text
-from megatron_ext.cli.pages.terminal import styled, table_lines
+from megatron_ext.alignment.audit import share_in_words
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_ids import ByteEnds
+
+_SHAPED_BY_FONTS: Final = "\u200c\u200d\u3000"
+"""Joiners, without which Persian, Hindi and emoji fall apart, and the wide space of Chinese."""
+
+
+def visible_text(text: str) -> str:
+    """``text`` with its control characters shown; a line feed also breaks the line."""
+    if text.isprintable():
+        return text
+    return "".join(
+        "␤\n" if c == "\n" else c if c.isprintable() else _escaped_character(c) for c in text
+    )
+
+
+def readable_text(text: str) -> str:
+    """``visible_text`` for reading in lines, not token by token: what fonts shape stays."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in _SHAPED_BY_FONTS else visible_text(c) for c in text)
+
+
+def one_line(text: str) -> str:
+    """``readable_text`` that stays in its line."""
+    return readable_text(text).replace("\n", "")
+
+
+def _escaped_character(character: str) -> str:
+    """A picture of an ASCII control character; of any other character its code point."""
+    code = ord(character)
+    return chr(0x2400 + code) if code < 0x20 else f"\\u{code:04x}"
+
+
+_ABSOLUTE: Final = re.compile(r"(?<![\w.:/])(?:/[^\s/:;,'\"]+){2,}")
+
+
+def short_paths(paths: Iterable[str], *, least: int = 1) -> dict[str, str]:
+    """The ends of paths: ``least`` components, or as many more as tell all paths apart."""
+    parts = {path: [part for part in path.split(os.sep) if part] for path in paths}
+    longest = max(map(len, parts.values()), default=0)
+    for length in range(least, max(least, longest) + 1):
+        short = {path: os.sep.join(its[-length:]) or path for path, its in parts.items()}
+        if len(set(short.values())) == len(short):
+            break
+    return short
+
+
+def with_short_paths(text: str) -> str:
+    """A sentence with the last two components of each absolute path in it."""
+    return _ABSOLUTE.sub(lambda found: "/".join(found[0].split("/")[-2:]), text)
+
+
+_BYTE_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
+NOTHING: Final = "–"
+
+
+def number(value: float | None) -> str:
+    """Four digits; whole numbers in full."""
+    if value is None:
+        return NOTHING
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def short_number(value: float) -> str:
+    """A round number in little room."""
+    for size, letter in ((1e9, "G"), (1e6, "M")):
+        if size <= abs(value) < 1e3 * size:
+            return f"{value / size:g}{letter}"
+    return number(value)
+
+
+def share(part: float, whole: float) -> str:
+    """A part in percent."""
+    return share_in_words(part / whole) if whole else NOTHING
+
+
+def memory(size: float | None) -> str:
+    """Bytes in the unit that suits them."""
+    if size is None:
+        return NOTHING
+    for unit in _BYTE_UNITS[:-1]:
+        if size < 1024:
+            return f"{size:,.3g} {unit}" if unit != "bytes" else f"{size:,.0f} bytes"
+        size /= 1024
+    return f"{size:,.3g} {_BYTE_UNITS[-1]}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds, minutes or hours."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:,.1f} h"
+
+
+def setting(value: Any) -> str:
+    """A value of a configuration."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(setting, value)) or "none"
+    return str(value)
+
+
+BOLD: Final = "\x1b[1m"
+BOLD_UNDERLINED: Final = "\x1b[1;4m"
+WARNING: Final = "\x1b[1;38;5;221m"
+GREY: Final = "\x1b[38;5;245m"
+VIOLET: Final = "\x1b[38;5;141m"
+BLUE: Final = "\x1b[38;5;75m"
+ORANGE: Final = "\x1b[38;5;215m"
+GREEN: Final = "\x1b[38;5;114m"
+PINK: Final = "\x1b[38;5;211m"
+TEAL: Final = "\x1b[38;5;80m"
+RED: Final = "\x1b[38;5;203m"
+_RESET: Final = "\x1b[0m"
+
+
+def add_color_argument(parser: argparse._ActionsContainer) -> None:
+    """Add the flag ``--color``."""
+    parser.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="when to use colours"
+    )
+
+
+def use_colors(when: str) -> bool:
+    """What ``--color`` asks for: always, never, or auto, on a terminal without ``NO_COLOR``."""
+    if when == "auto":
+        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return when == "always"
+
+
+def styled(style: str, text: str, *, color: bool = True) -> str:
+    """The text in a style; each line by itself, since pagers forget a style at the end of one."""
+    if not color:
+        return text
+    return "\n".join(f"{style}{line}{_RESET}" if line else "" for line in text.split("\n"))
+
+
+def columns(rows: Sequence[Sequence[str]], sides: str) -> list[list[str]]:
+    """The cells of each row, filled up to the width of their column.
+
+    Args:
+        rows: Of equally many cells; those beyond ``sides`` are left as they are.
+        sides: ``<`` for each column that is set to the left, ``>`` for one to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    formats = [f"{side}{width}" for side, width in zip(sides, widths, strict=False)]
+    formats += [""] * (len(widths) - len(formats))
+    return [[format(*cell) for cell in zip(row, formats, strict=True)] for row in rows]
+
+
+def table_lines(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """The rows as lines of a table; ``sides`` as for ``columns``."""
+    return ["  ".join(row).rstrip() for row in columns(rows, sides)]
+
 
 _BACKGROUNDS = ("\x1b[48;5;24m", "\x1b[48;5;58m")
 _TRAINED = "\x1b[1;38;5;120m"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, get_args
 
-from megatron_ext.cli.projection.files import (
+from megatron_ext.cli.projection.build import (
     add_pair,
     note,
     pair_of,

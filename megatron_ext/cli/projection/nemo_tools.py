@@ -11,7 +11,7 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
-from megatron_ext.cli.projection.files import (
+from megatron_ext.cli.projection.build import (
     add_pair,
     note,
     read_entries,

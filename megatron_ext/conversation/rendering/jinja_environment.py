@@ -33,10 +33,12 @@ from megatron_ext.conversation.rendering.filters import (
     bounded_filters,
     bounded_tests,
 )
-from megatron_ext.conversation.rendering.jinja_compiler import ProvenanceCompiler
+from megatron_ext.conversation.rendering.jinja_compiler import (
+    MAPPING,
+    ProvenanceCompiler,
+    is_allowed,
+)
 from megatron_ext.conversation.rendering.provenance import TEMPLATE
-from megatron_ext.conversation.rendering.template_attributes import MAPPING, is_allowed
-from megatron_ext.conversation.rendering.template_clock import template_time
 from megatron_ext.conversation.rendering.template_limits import (
     CALL_STEPS,
     NESTING,
@@ -46,6 +48,7 @@ from megatron_ext.conversation.rendering.template_limits import (
     leave_call,
     spend,
     spend_on,
+    template_time,
 )
 from megatron_ext.conversation.rendering.tracked_data import (
     TrackedDict,

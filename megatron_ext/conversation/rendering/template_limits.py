@@ -4,6 +4,8 @@ A render has a budget of steps, which bound its time, and of characters, which b
 Whatever a template can repeat spends from it: iterations, calls, filters, text and lists that are
 made. A step is about a microsecond and at most some hundred bytes. What no budget can bound, such
 as the depth of nesting, has a limit of its own.
+
+The time that chat templates see: now, or one moment for all of a run.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import datetime
 from math import inf
 from typing import Any, Final
 
@@ -190,3 +193,26 @@ def _size(scope: Mapping[str, Any]) -> tuple[int, int]:
         containers = (value for value in level if isinstance(value, (Mapping, list, tuple)))
         level = [item for container in containers for item in _items(container)]
     return items, characters
+
+
+_MOMENT: ContextVar[datetime | None] = ContextVar("moment", default=None)
+
+
+def template_time() -> datetime:
+    """What ``strftime_now`` of a template writes."""
+    moment = _MOMENT.get()
+    return datetime.now() if moment is None else moment
+
+
+@contextmanager
+def stopped_at(moment: datetime | None) -> Iterator[None]:
+    """Let templates that are rendered in the block, by this thread, see ``moment``; None for now.
+
+    A data set whose templates write the date would otherwise hold several of them, and another run
+    would give another.
+    """
+    token = _MOMENT.set(moment)
+    try:
+        yield
+    finally:
+        _MOMENT.reset(token)

@@ -17,9 +17,16 @@ from typing import Final, NamedTuple
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.evaluation.language_model import GenerationOptions, LanguageModel
-from megatron_ext.evaluation.records import Row, read_records, text_of
 from megatron_ext.evaluation.sandbox import Limits, Outcome, run_program
-from megatron_ext.evaluation.tasks.task import TaskOptions, TaskResult, first_of, mean
+from megatron_ext.evaluation.tasks.task import (
+    Row,
+    TaskOptions,
+    TaskResult,
+    first_of,
+    mean,
+    read_records,
+    text_of,
+)
 
 _NEW_TOKENS: Final = 512
 _WORKERS: Final = 8

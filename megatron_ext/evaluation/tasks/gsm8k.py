@@ -16,8 +16,14 @@ from typing import Final, NamedTuple
 
 from megatron_ext.errors import DataError
 from megatron_ext.evaluation.language_model import GenerationOptions, LanguageModel
-from megatron_ext.evaluation.records import read_records, text_of
-from megatron_ext.evaluation.tasks.task import TaskOptions, TaskResult, first_of, mean
+from megatron_ext.evaluation.tasks.task import (
+    TaskOptions,
+    TaskResult,
+    first_of,
+    mean,
+    read_records,
+    text_of,
+)
 
 _SHOTS: Final = 5
 _NEW_TOKENS: Final = 256

@@ -24,8 +24,14 @@ from typing import Final, NamedTuple
 
 from megatron_ext.errors import DataError
 from megatron_ext.evaluation.language_model import LanguageModel, continuation_request
-from megatron_ext.evaluation.records import read_csv, read_records
-from megatron_ext.evaluation.tasks.task import TaskOptions, TaskResult, first_of, mean
+from megatron_ext.evaluation.tasks.task import (
+    TaskOptions,
+    TaskResult,
+    first_of,
+    mean,
+    read_csv,
+    read_records,
+)
 
 _LETTERS: Final = "ABCD"
 _SHOTS: Final = 5

@@ -13,11 +13,18 @@ from functools import partial
 from pathlib import Path
 
 from megatron_ext.evaluation.language_model import LanguageModel, rolling_requests
-from megatron_ext.evaluation.records import read_records, read_text, text_of
 from megatron_ext.evaluation.tasks.code import HUMANEVAL_STOPS, MBPP_STOPS, CodeTask
 from megatron_ext.evaluation.tasks.gsm8k import Gsm8k
 from megatron_ext.evaluation.tasks.mmlu import Mmlu
-from megatron_ext.evaluation.tasks.task import Task, TaskOptions, TaskResult, first_of
+from megatron_ext.evaluation.tasks.task import (
+    Task,
+    TaskOptions,
+    TaskResult,
+    first_of,
+    read_records,
+    read_text,
+    text_of,
+)
 from megatron_ext.registry import Registry
 
 

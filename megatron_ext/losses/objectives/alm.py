@@ -25,12 +25,8 @@ from megatron_ext.losses.objectives.chunk_likelihood import (
     places_after,
 )
 from megatron_ext.losses.targets import TargetKind
-from megatron_ext.ops.binary_divergence import (
-    Difference,
-    binary_divergence,
-    check_binary_divergence,
-)
 from megatron_ext.ops.chunk_rows import index_sum
+from megatron_ext.ops.divergence import Difference, binary_divergence, check_binary_divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
 
 

@@ -11,10 +11,10 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
-from megatron_ext.losses.boundary_columns import BoundaryColumns
 from megatron_ext.losses.diagnostics import used_chunks
 from megatron_ext.losses.matched_columns import counted_ids
 from megatron_ext.losses.targets import TeacherTargets
+from megatron_ext.losses.vocabulary_match import BoundaryColumns
 from megatron_ext.ops.chunk_rows import chunk_slots, index_sum
 from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.token_likelihood import TokenLikelihood, TokenRows, token_likelihood

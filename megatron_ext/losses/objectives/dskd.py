@@ -14,7 +14,7 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.vocab_parallel import accumulation_dtype, vocab_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
-from megatron_ext.losses.checks import check_alignment, check_student
+from megatron_ext.losses.checks import check_alignment, check_choice, check_student
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
 from megatron_ext.losses.objectives.dskd_spaces import (
@@ -24,7 +24,6 @@ from megatron_ext.losses.objectives.dskd_spaces import (
     Terms,
     terms_by_slice,
 )
-from megatron_ext.losses.option_check import check_choice
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence
 from megatron_ext.ops.token_log_prob import token_log_prob

@@ -13,7 +13,14 @@ import torch
 
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput
-from megatron_ext.losses.checks import check_alignment, check_student
+from megatron_ext.losses.checks import (
+    Numerics,
+    check_alignment,
+    check_choice,
+    check_count,
+    check_student,
+    why_nemo,
+)
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.matched_columns import (
     MatchedColumns,
@@ -23,7 +30,6 @@ from megatron_ext.losses.matched_columns import (
 )
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
 from megatron_ext.losses.objectives.nemo import nemo_gold
-from megatron_ext.losses.option_check import Numerics, check_choice, check_count, why_nemo
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.launch import Implementation, check_implementation

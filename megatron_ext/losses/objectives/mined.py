@@ -10,10 +10,14 @@ import torch
 from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.distributed.vocab_parallel import VocabShard, row_slices
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
-from megatron_ext.losses.checks import check_alignment, check_projection, check_student
+from megatron_ext.losses.checks import (
+    check_alignment,
+    check_choice,
+    check_projection,
+    check_student,
+)
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
-from megatron_ext.losses.option_check import check_choice
 from megatron_ext.losses.projection_shard import ProjectionShard, Sharing, carried_targets
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence
 from megatron_ext.ops.vocab_kl import vocab_kl

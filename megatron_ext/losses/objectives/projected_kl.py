@@ -13,7 +13,14 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
-from megatron_ext.losses.checks import check_alignment, check_projection, check_student
+from megatron_ext.losses.checks import (
+    Numerics,
+    check_alignment,
+    check_choice,
+    check_projection,
+    check_student,
+    why_nemo,
+)
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
 from megatron_ext.losses.matched_columns import chunked_pair
 from megatron_ext.losses.objective import (
@@ -25,7 +32,6 @@ from megatron_ext.losses.objective import (
     label_scales,
 )
 from megatron_ext.losses.objectives.nemo import nemo_projected_kl
-from megatron_ext.losses.option_check import Numerics, check_choice, why_nemo
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.chunk_rows import ChunkedLogits

@@ -14,11 +14,17 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput, Over, SumCount
-from megatron_ext.losses.checks import check_alignment, check_student, check_teacher_columns
+from megatron_ext.losses.checks import (
+    check_alignment,
+    check_choice,
+    check_count,
+    check_student,
+    check_teacher_columns,
+    check_temperature,
+)
 from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.matched_columns import chunked_pair, counted_ids
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
-from megatron_ext.losses.option_check import check_choice, check_count, check_temperature
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.losses.vocabulary_match import row_samples
 from megatron_ext.ops.launch import Implementation, check_implementation

@@ -1,6 +1,7 @@
 from megatron_ext.ops.matched_divergence.function import (
     evaluate_matched_divergence,
     matched_divergence,
+    matched_divergence_reference,
 )
 from megatron_ext.ops.matched_divergence.matching import (
     MatchedDivergence,
@@ -8,7 +9,6 @@ from megatron_ext.ops.matched_divergence.matching import (
     Matching,
     onto_student_columns,
 )
-from megatron_ext.ops.matched_divergence.reference import matched_divergence_reference
 
 __all__ = [
     "MatchedDivergence",

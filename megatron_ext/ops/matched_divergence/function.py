@@ -1,6 +1,8 @@
 """Values and gradients of the matched divergence, and of the sorted L1 over the other columns.
 
 T rows, Vp local columns, C chunks, U compared places. Equations and bytes are in the README.
+
+The matched divergence straight from its formula, dense and unsharded. C chunks, N matches.
 """
 
 from __future__ import annotations
@@ -14,17 +16,8 @@ from megatron_ext.distributed.vocab_parallel import (
     merge_argmax,
     row_slices,
 )
-from megatron_ext.ops.chunk_distributions import (
-    ModelRows,
-    chunk_means,
-    clear_rows_of_no_chunk_,
-    host_offsets,
-    pair_of_models,
-    row_scale,
-    write_row_gradients,
-)
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.divergence import divergence_slope
+from megatron_ext.ops.divergence import divergence_reference, divergence_slope
 from megatron_ext.ops.launch import Implementation, check_implementation, uses_triton
 from megatron_ext.ops.matched_divergence.kernel_steps import evaluate_by_kernels
 from megatron_ext.ops.matched_divergence.matching import (
@@ -35,6 +28,15 @@ from megatron_ext.ops.matched_divergence.matching import (
     Matching,
     RestMasses,
     onto_student_columns,
+)
+from megatron_ext.ops.model_rows import (
+    ModelRows,
+    chunk_means,
+    clear_rows_of_no_chunk_,
+    host_offsets,
+    pair_of_models,
+    row_scale,
+    write_row_gradients,
 )
 from megatron_ext.ops.sorted_l1.comparison import Compared, Largest, compare_sorted, select_largest
 from megatron_ext.ops.unit_gradient import kept_gradient
@@ -237,3 +239,33 @@ def _onto_student(p: torch.Tensor, matching: Matching, shard: VocabShard) -> tor
         return onto_student_columns(p, matching.student_column, shard.width, shard.group)
     column = matching.teacher_columns(shard)
     return p[:, column.clamp(min=0)].masked_fill_(column < 0, 0.0)
+
+
+def matched_divergence_reference(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    *,
+    common_student: torch.Tensor,
+    common_teacher: torch.Tensor,
+    direction: str = "forward",
+    mixture: float = 0.5,
+) -> torch.Tensor:
+    """The divergence [C] of ``student`` [C, Vs] from ``teacher`` [C, Vt] (README, 1 to 4).
+
+    Args:
+        common_student: int64 [N]
+        common_teacher: int64 [N], the teacher's column of each.
+    """
+    with_rest = len(common_student) < min(student.shape[1], teacher.shape[1])
+    q = _folded(student, common_student, with_rest)
+    p = _folded(teacher, common_teacher, with_rest)
+    return divergence_reference(p, q, direction=direction, mixture=mixture)
+
+
+def _folded(probs: torch.Tensor, common: torch.Tensor, with_rest: bool) -> torch.Tensor:
+    """Matched columns, and the mass of the others where it counts, as one distribution."""
+    matched = probs[:, common]
+    if with_rest:
+        rest = probs.sum(dim=-1, keepdim=True) - matched.sum(dim=-1, keepdim=True)
+        matched = torch.cat([matched, rest], dim=-1)
+    return matched / matched.sum(dim=-1, keepdim=True)

@@ -8,7 +8,6 @@ import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
 from megatron_ext.distributed.vocab_parallel import row_slices
-from megatron_ext.ops.chunk_distributions import ModelRows, chunk_means_by_kernel
 from megatron_ext.ops.launch import LaunchConfig, chosen_config, small_block
 from megatron_ext.ops.matched_divergence.matching import (
     MatchedOptions,
@@ -17,6 +16,7 @@ from megatron_ext.ops.matched_divergence.matching import (
     Matching,
     onto_student_columns,
 )
+from megatron_ext.ops.model_rows import ModelRows, chunk_means_by_kernel
 from megatron_ext.ops.sorted_l1.comparison import compare_sorted
 from megatron_ext.ops.sorted_l1.kernel_steps import (
     capacity_of,

@@ -12,8 +12,8 @@ import torch
 
 from megatron_ext.distributed.shard_collectives import group_size, sum_columns
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.chunk_distributions import ModelRows
 from megatron_ext.ops.divergence import DivergenceOptions
+from megatron_ext.ops.model_rows import ModelRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

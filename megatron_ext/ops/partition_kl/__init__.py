@@ -7,8 +7,8 @@ from megatron_ext.ops.partition_kl.operands import (
     PartitionPlan,
     PartitionValues,
     SingleRows,
+    partition_kl_reference,
 )
-from megatron_ext.ops.partition_kl.reference import partition_kl_reference
 from megatron_ext.ops.partition_kl.shared_columns import SharedColumns, shared_columns
 
 __all__ = [

@@ -11,10 +11,9 @@ from typing import Final, NamedTuple
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.chunk_rows import index_sum
+from megatron_ext.ops.chunk_rows import index_sum, local_column
 from megatron_ext.ops.divergence import DivergenceOptions, divergence_terms
 from megatron_ext.ops.partition_kl.operands import ChainRows, Chains
-from megatron_ext.ops.row_sums import local_column
 from megatron_ext.ops.unit_gradient import kept_gradient
 
 

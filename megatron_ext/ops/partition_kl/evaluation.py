@@ -12,6 +12,14 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.errors import LossError
+from megatron_ext.ops.chunk_rows import (
+    ExpSums,
+    local_column,
+    merge_exp_sums,
+    merge_top_columns,
+    token_exp_sums,
+    token_log_probs,
+)
 from megatron_ext.ops.launch import Implementation, uses_triton
 from megatron_ext.ops.partition_kl.chain_chunks import (
     ChainGradient,
@@ -38,14 +46,6 @@ from megatron_ext.ops.partition_kl.split_statistics import (
     RowSplit,
     SplitStatistics,
     split_statistics,
-)
-from megatron_ext.ops.row_sums import (
-    ExpSums,
-    local_column,
-    merge_exp_sums,
-    merge_top_columns,
-    token_exp_sums,
-    token_log_probs,
 )
 
 

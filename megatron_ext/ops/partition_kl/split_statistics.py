@@ -16,9 +16,9 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
     scaled_logits,
 )
+from megatron_ext.ops.chunk_rows import ExpSums
 from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, small_block
 from megatron_ext.ops.partition_kl.chain_masses import ChosenColumns
-from megatron_ext.ops.row_sums import ExpSums
 
 
 class RowGroup(NamedTuple):

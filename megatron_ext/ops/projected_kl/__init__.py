@@ -1,6 +1,9 @@
 from megatron_ext.ops.projected_kl.column_plan import ColumnPlan
-from megatron_ext.ops.projected_kl.evaluation import evaluate_projected_kl
-from megatron_ext.ops.projected_kl.function import projected_kl
+from megatron_ext.ops.projected_kl.function import (
+    evaluate_projected_kl,
+    projected_kl,
+    projected_kl_reference,
+)
 from megatron_ext.ops.projected_kl.operands import (
     LearnedEntries,
     ProjectedKL,
@@ -8,7 +11,6 @@ from megatron_ext.ops.projected_kl.operands import (
     ShardedProjection,
     WeightedLabels,
 )
-from megatron_ext.ops.projected_kl.reference import projected_kl_reference
 
 __all__ = [
     "ColumnPlan",

@@ -1,4 +1,13 @@
-"""Projected KL over vocabulary shards, gradient by hand. T rows, Vp local columns, C chunks."""
+"""Projected KL over vocabulary shards, gradient by hand. T rows, Vp local columns, C chunks.
+
+Values and gradients of the projected KL, without a graph. T rows, Vp local columns, C chunks.
+
+Equations and memory are in the README; ``reference.py`` says the same in dense torch.
+
+Projected KL straight from its formula, dense and unsharded. T rows, V columns, C chunks.
+
+The truth that the operation is tested against; differentiable by autograd, in fp64 if given fp64.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +19,135 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.launch import Implementation
-from megatron_ext.ops.projected_kl.evaluation import evaluate_projected_kl
+from megatron_ext.ops.divergence import divergence_reference
+from megatron_ext.ops.launch import Implementation, check_implementation, uses_triton
+from megatron_ext.ops.model_rows import chunk_mean_softmax_reference
+from megatron_ext.ops.projected_kl.kernel_evaluation import KernelEvaluation, sum_over_rows
 from megatron_ext.ops.projected_kl.operands import (
     LearnedEntries,
     ProjectedKL,
     ProjectedKLOptions,
+    RequestedOutputs,
     ShardedProjection,
+    WeightedLabels,
 )
+from megatron_ext.ops.projected_kl.statistics import chunk_statistics, label_columns, token_losses
+from megatron_ext.ops.projected_kl.torch_evaluation import TorchEvaluation
 from megatron_ext.ops.unit_gradient import kept_gradient
+
+
+@torch.no_grad()
+def evaluate_projected_kl(
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
+    projection: ShardedProjection,
+    options: ProjectedKLOptions,
+    *,
+    grad_scale: torch.Tensor | None = None,
+    gradient: torch.Tensor | None = None,
+    cross_entropy: WeightedLabels | None = None,
+    learned: LearnedEntries | None = None,
+    entry_gradient: torch.Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> ProjectedKL:
+    """``tau^2 D(P_c || Q_c)`` of each chunk, and what the student's logits get from them.
+
+    Args:
+        grad_scale: fp32 [C], the gradient that each chunk's loss will get; None: 1.
+        gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
+            grad_scale_c chunk_loss_c + sum_i weight_i token_loss_i``, rounded once; it may be
+            the logits themselves. Rows of no chunk and of chunks of scale 0 get exactly 0 from
+            the chunks whatever they hold, and so do those of a chunk in which a teacher row masks
+            every reachable column, or every student row all that the projection carries over: its
+            loss is 0. None: nothing is computed for it.
+        entry_gradient: [N], to which the gradient of the ``learned`` entries is added.
+
+    Everything is accumulated in fp32 (fp64 for fp64 logits). No tensor over a vocabulary of more
+    rows than a slice of whole chunks has (``distributed/vocab_parallel.py``). In torch the host
+    waits for the device once.
+
+    Collectives on the shards' group, equally many on every rank: 2 all-reduces of [2 Ts + 2 Tt],
+    one of [Ts] unless the projection is known to have unit rows, one of [Ts] for the
+    cross-entropy. In torch a slice of C' chunks with T' student rows adds a reduce-scatter of
+    [C', Vt] and an all-reduce of [3, C'], two of [2, C'] for diagnostics, with ``vocab_topk`` one
+    of [2, C'] and an all-gather of [C', vocab_topk], and for gradients an all-gather of [C', Vt]
+    and an all-reduce of [T'].
+
+    Raises:
+        LossError: ``triton`` was asked for and cannot run.
+    """
+    check_implementation("projected_kl", implementation)
+    student = student._replace(logits=student.logits.detach())
+    teacher = teacher._replace(logits=teacher.logits.detach())
+    by_kernels = _runs_kernels(implementation, options, projection, student.logits, teacher.logits)
+    statistics = chunk_statistics(
+        student,
+        teacher,
+        projection,
+        temperature=options.temperature,
+        untempered=cross_entropy is not None,
+        implementation=implementation if by_kernels else "torch",
+    )
+    token_loss = None
+    if cross_entropy is not None:
+        assert statistics.untempered is not None
+        column = label_columns(cross_entropy.label, student.shard)
+        token_loss = token_losses(
+            student.logits, column, cross_entropy.label, statistics.untempered, student.shard
+        )
+    compared = (student.rows.sizes() > 0) & (teacher.rows.sizes() > 0)
+    # A teacher that masks all that the projection reaches says nothing about it.
+    says_nothing = (statistics.teacher.log_sum == -torch.inf) & (statistics.left_out == 1)
+    compared &= teacher.rows.sums(says_nothing.to(statistics.left_out.dtype)) == 0
+    # Nor does a student that masks all that it maps.
+    compared &= ~statistics.carried.is_empty
+    weights = statistics.mapped.new_ones(len(compared)) if grad_scale is None else grad_scale
+    requested = RequestedOutputs(
+        gradient,
+        torch.where(compared, weights.to(statistics.mapped.dtype), 0.0),
+        cross_entropy,
+        learned,
+        entry_gradient,
+    )
+    by = KernelEvaluation if by_kernels else TorchEvaluation
+    values = by(student, teacher, projection, statistics, options, requested).run()
+    left_out, rows = statistics.left_out, teacher.rows
+    offsupport_mass = sum_over_rows(left_out, rows) if by_kernels else rows.sums(left_out)
+    return ProjectedKL(
+        torch.where(compared, options.temperature**2 * values.value, 0.0),
+        torch.where(compared, values.entropy, 0.0),
+        values.agreement & compared,
+        offsupport_mass,
+        teacher.rows.sizes().long(),
+        values.rest_mass,
+        token_loss,
+    )
+
+
+def _runs_kernels(
+    implementation: Implementation,
+    options: ProjectedKLOptions,
+    projection: ShardedProjection,
+    *logits: torch.Tensor,
+) -> bool:
+    """Raise LossError where ``triton`` was asked for and cannot be had."""
+    asked = implementation == "triton"
+    if options.vocab_topk is not None:
+        if asked:
+            raise LossError(
+                "the kernels of projected_kl compare on every column",
+                got=f"vocab_topk {options.vocab_topk}",
+                fix="leave out vocab_topk, or take implementation 'auto' or 'torch'",
+            )
+        return False
+    if projection.plan is None:
+        if asked:
+            raise LossError(
+                "the kernels of projected_kl need a plan of the projection",
+                fix="pass the plan of a ProjectionShard, or take implementation 'auto' or 'torch'",
+            )
+        return False
+    return uses_triton(implementation, *logits)
 
 
 def projected_kl(
@@ -112,3 +241,65 @@ class _WithLearned(torch.autograd.Function):
             entry_gradient=entry_gradient,
         )
         return gradient, None, entry_gradient.to(learned[0].dtype), None, None
+
+
+def projected_kl_reference(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    *,
+    student_chunk_id: torch.Tensor,
+    teacher_chunk_id: torch.Tensor,
+    chunk_count: int,
+    projection: torch.Tensor,
+    temperature: float = 1.0,
+    direction: str = "forward",
+    mixture: float = 0.5,
+    vocab_topk: int | None = None,
+) -> torch.Tensor:
+    """``tau^2 D_c`` of each chunk [C] (README, equations 1 to 5).
+
+    Args:
+        student_logits: [Ts, Vs]
+        teacher_logits: [Tt, Vt]
+        student_chunk_id: int64 [Ts], negative for rows of no chunk.
+        teacher_chunk_id: int64 [Tt]
+        projection: dense [Vs, Vt].
+    """
+    reachable = (projection > 0).any(dim=0)
+    student = _scaled_means(student_logits / temperature, student_chunk_id, chunk_count, projection)
+    projected = student @ projection[:, reachable]
+    q = projected / projected.sum(dim=-1, keepdim=True)
+    p = chunk_mean_softmax_reference(
+        teacher_logits[:, reachable], teacher_chunk_id, chunk_count, temperature=temperature
+    )
+    if vocab_topk is not None and vocab_topk < p.shape[-1] and len(p):
+        p, q = _pooled(p, q, vocab_topk)
+    loss = divergence_reference(p, q, direction=direction, mixture=mixture)
+    return temperature**2 * loss
+
+
+def _scaled_means(
+    scaled: torch.Tensor, chunk_id: torch.Tensor, chunk_count: int, projection: torch.Tensor
+) -> torch.Tensor:
+    """``mean_i q_i`` [C, Vs] of the mapped columns, 0 in others, times a constant of the chunk.
+
+    Q_c does not depend on it, and the mapped columns do not underflow beside the others.
+    """
+    log_q = torch.log_softmax(scaled, dim=-1)
+    log_q = log_q.masked_fill(~(projection > 0).any(dim=1), -torch.inf)
+    means = []
+    for chunk in range(chunk_count):
+        rows = log_q[chunk_id == chunk]
+        means.append((rows - rows.detach().max()).exp().mean(dim=0))
+    return torch.stack(means) if means else log_q[:0]
+
+
+def _pooled(p: torch.Tensor, q: torch.Tensor, vocab_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both on the columns of the largest ``p`` of each chunk, and on the rest as one."""
+    columns = p.topk(vocab_topk, dim=-1).indices
+    sides = []
+    for side in (p, q):
+        kept = side.gather(-1, columns)
+        rest = side.scatter(-1, columns, 0.0).sum(dim=-1, keepdim=True)
+        sides.append(torch.cat([kept, rest], dim=-1))
+    return sides[0], sides[1]

@@ -1,6 +1,12 @@
 """Sorted L1 with a graph, of probabilities or of the logits of chunks.
 
 C rows or chunks, Vp local columns, U compared places. ``reference.py`` says it in dense torch.
+
+Values and gradients of the sorted L1 of chunk distributions, without a graph.
+
+T rows, Vp local columns, C chunks, U compared places. Equations and bytes are in the README.
+
+Sorted L1 straight from its formula, dense and unsharded. C rows, V columns.
 """
 
 from __future__ import annotations
@@ -10,16 +16,145 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_ext.distributed.shard_collectives import group_size
+from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
 from megatron_ext.distributed.vocab_parallel import row_slices
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.launch import Implementation
+from megatron_ext.ops.launch import Implementation, check_implementation, uses_triton
+from megatron_ext.ops.model_rows import (
+    ModelRows,
+    chunk_means,
+    clear_rows_of_no_chunk_,
+    host_offsets,
+    pair_of_models,
+    row_scale,
+    write_row_gradients,
+)
 from megatron_ext.ops.sorted_l1.comparison import compare_sorted, select_largest
-from megatron_ext.ops.sorted_l1.evaluation import ChunkSortedL1, evaluate_sorted_l1
+from megatron_ext.ops.sorted_l1.kernel_steps import (
+    capacity_of,
+    keep_chosen,
+    select_by_kernel,
+    spread_centre,
+    write_chosen,
+)
 from megatron_ext.ops.unit_gradient import kept_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class ChunkSortedL1(NamedTuple):
+    """fp32 [C] each (fp64 for fp64 logits), the same on every rank."""
+
+    chunk_loss: torch.Tensor
+    """L1 over the compared places, 0 to 2."""
+
+    discarded_mass: torch.Tensor
+    """Mass of both sides beyond them: at most so much is missing in ``chunk_loss``."""
+
+
+@torch.no_grad()
+def evaluate_sorted_l1(
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
+    *,
+    temperature: float = 1.0,
+    top_u: int | None = None,
+    grad_scale: torch.Tensor | None = None,
+    gradient: torch.Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> ChunkSortedL1:
+    """Sorted L1 of both models' chunk distributions, and what the student's logits get from it.
+
+    Args:
+        top_u: U, places compared, of the largest probabilities; None: all, which is exact. That is
+            a sort of slices of chunks, in torch whatever ``implementation`` says.
+        grad_scale: [C], the gradient that each chunk's loss will get; None: 1.
+        gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
+            grad_scale_c chunk_loss_c``, rounded once; it may be the logits themselves. Rows of
+            no chunk and of chunks of scale 0 get exactly 0. None: nothing is computed for it.
+
+    Temporaries over a vocabulary are slices of chunks in torch; by kernel there are none, but
+    [Ts, 5 U / 4] logits where a gradient is asked for. In torch the host waits for the device once.
+
+    Collectives on the shards' group: two all-reduces of [Ts + Tt]; a slice of C' chunks adds an
+    all-gather of [C', U_s + U_t + 2] (a quarter more by kernel), and for the gradient an all-reduce
+    of [Ts] by kernel, in torch one of [T'] a slice of its rows.
+
+    Raises:
+        LossError: ``triton`` was asked for and cannot run.
+    """
+    check_implementation("sorted_l1", implementation)
+    by_kernel = uses_triton(implementation, student.logits, teacher.logits) and top_u is not None
+    by: Implementation = "triton" if by_kernel else "torch"
+    own, other = pair_of_models(student, teacher, temperature=temperature, implementation=by)
+    scale = row_scale(own, grad_scale)
+    if by_kernel:
+        assert top_u is not None
+        out = _by_kernel(own, other, top_u, scale, gradient)
+    else:
+        out = _by_torch(own, other, top_u, scale, gradient)
+    if gradient is not None:
+        clear_rows_of_no_chunk_(gradient, own, by_kernel=by_kernel)
+    return out
+
+
+def _by_torch(
+    student: ModelRows,
+    teacher: ModelRows,
+    top_u: int | None,
+    scale: torch.Tensor,
+    gradient: torch.Tensor | None,
+) -> ChunkSortedL1:
+    out = ChunkSortedL1(torch.empty_like(scale), torch.empty_like(scale))
+    models = (student, teacher)
+    ends, group = host_offsets(*models), student.shard.group
+    widths = [model.shard.width for model in models]
+    kept = [width if top_u is None else min(top_u, width) for width in widths]
+    widest = max(*widths, (sum(kept) + 2) * group_size(group))
+    for chunks in row_slices(len(scale), widest, device=scale.device):
+        parts = [
+            select_largest(
+                chunk_means(model, own_ends, chunks).to(scale.dtype),
+                count,
+                model.shard.excluded_columns(scale.device),
+            )
+            for model, own_ends, count in zip(models, ends, kept, strict=True)
+        ]
+        out.chunk_loss[chunks], out.discarded_mass[chunks], signs = compare_sorted(
+            parts[0], parts[1], top_u, group
+        )
+        if gradient is not None:
+            slope = scale.new_zeros(len(signs), widths[0])
+            slope.scatter_(1, parts[0].columns, signs.to(slope.dtype))
+            write_row_gradients(student, ends[0], chunks, slope, scale, gradient)
+    return out
+
+
+def _by_kernel(
+    student: ModelRows,
+    teacher: ModelRows,
+    top_u: int,
+    scale: torch.Tensor,
+    gradient: torch.Tensor | None,
+) -> ChunkSortedL1:
+    out = ChunkSortedL1(torch.empty_like(scale), torch.empty_like(scale))
+    group = student.shard.group
+    widths = [capacity_of(top_u, model.shard.width) for model in (student, teacher)]
+    if gradient is not None:
+        kept = gradient.new_empty(len(gradient), widths[0])
+    for chunks in row_slices(
+        len(scale), (sum(widths) + 2) * group_size(group), device=scale.device
+    ):
+        own, other = (select_by_kernel(model, chunks, top_u, None) for model in (student, teacher))
+        out.chunk_loss[chunks], out.discarded_mass[chunks], signs = compare_sorted(
+            own, other, top_u, group
+        )
+        if gradient is not None:
+            centre = all_reduce_sum(keep_chosen(student, chunks, own.columns, signs, kept), group)
+            spread_centre(student, chunks, centre, scale, gradient)
+            write_chosen(student, chunks, own.columns, signs, kept, centre, scale, gradient)
+    return out
 
 
 class SortedL1(NamedTuple):
@@ -136,3 +271,22 @@ def chunk_sorted_l1(
         implementation=implementation,
     )
     return ChunkSortedL1(*values)
+
+
+def sorted_l1_reference(
+    student: torch.Tensor, teacher: torch.Tensor, *, largest: int | None = None
+) -> torch.Tensor:
+    """``sum_i |sort(student)_i - sort(teacher)_i|`` [C] over the ``largest`` places.
+
+    Args:
+        student: [C, Vs]
+        teacher: [C, Vt]; the narrower side is filled up with zeros.
+    """
+    width = max(student.shape[1], teacher.shape[1])
+    first, second = (
+        torch.nn.functional.pad(side, (0, width - side.shape[1])).sort(
+            dim=-1, descending=True, stable=True
+        )[0]
+        for side in (student, teacher)
+    )
+    return (first - second)[:, :largest].abs().sum(dim=-1)

@@ -6,8 +6,8 @@ from typing import Final
 
 import torch
 
-from megatron_ext.ops.chunk_distributions.model_rows import ModelRows
 from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.model_rows import ModelRows
 from megatron_ext.ops.sorted_l1.comparison import Largest
 
 WRITING: Final = LaunchConfig(4096, 8)

@@ -3,10 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.chunk_distributions.triton_kernels import (
-    mean_probabilities,
-    row_probabilities,
-)
+from megatron_ext.ops.chunk_kernels import mean_probabilities, row_probabilities
 from megatron_ext.ops.triton_math import scaled
 
 

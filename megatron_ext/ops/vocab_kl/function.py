@@ -2,17 +2,148 @@
 
 T rows, Vp local columns. Equations and memory are in the README; ``reference.py`` says the same in
 dense torch.
+
+Divergence over one vocabulary straight from its formula. T rows, V columns.
+
+Divergence of two models over one vocabulary and its gradient, without a graph.
+
+T rows, Vp local columns. Equations are in the README.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.divergence import FORWARD_KL, DivergenceOptions
-from megatron_ext.ops.launch import Implementation, check_implementation
+from megatron_ext.distributed.shard_collectives import all_reduce_sum
+from megatron_ext.distributed.vocab_parallel import VocabShard, accumulation_dtype
+from megatron_ext.ops.chunk_rows import (
+    local_column,
+    merge_exp_sums,
+    merge_top_columns,
+    token_exp_sums,
+    token_log_probs,
+)
+from megatron_ext.ops.divergence import FORWARD_KL, DivergenceOptions, divergence_reference
+from megatron_ext.ops.launch import Implementation, check_implementation, uses_triton
 from megatron_ext.ops.unit_gradient import kept_gradient
-from megatron_ext.ops.vocab_kl.evaluation import VocabKLValues, evaluate_vocab_kl
+from megatron_ext.ops.vocab_kl.pair_evaluation import LabelTerm, PairEvaluation, pair_statistics
+
+
+class VocabKLValues(NamedTuple):
+    """What is known of each row [T], replicated over the group; 0 where the row is not read."""
+
+    row_loss: torch.Tensor
+    """tau^2 D."""
+
+    teacher_entropy: torch.Tensor
+    """Entropy of the teacher in nats, at tau."""
+
+    top1_agreement: torch.Tensor
+    """bool: both have the same largest logit."""
+
+    cross_entropy: torch.Tensor | None
+    """-log p(label) at temperature 1, 0 where there is no label; None where none were given."""
+
+
+def evaluate_vocab_kl(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    *,
+    student_shard: VocabShard,
+    teacher_shard: VocabShard,
+    options: DivergenceOptions = FORWARD_KL,
+    labels: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | None = None,
+    label_grad_scale: torch.Tensor | None = None,
+    gradient: torch.Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> VocabKLValues:
+    """``tau^2 D`` of each row, and the gradient into memory of the caller's.
+
+    Args:
+        student_logits: [T, Vp], any float dtype, contiguous in its columns.
+        teacher_logits: [T, Vpt], likewise.
+        teacher_shard: The student's real columns; padding can differ.
+        labels: int64 [T] global, negative for none: say the cross-entropy as well.
+        grad_scale: [T], what each ``row_loss`` will get; None: 1.
+        label_grad_scale: [T], what each ``cross_entropy`` will get; None: 1. A row at 0 in both, or
+            at 0 and without a label, is not read.
+        gradient: [T, Vp] of the student's dtype, or the student's logits themselves; receives the
+            gradient of ``grad_scale . row_loss + label_grad_scale . cross_entropy``, and exactly 0
+            in rows that are not read and in padding.
+
+    Collectives: two all-reduces of [3 T] ([5 T] with labels, or [4 T] at temperature 1), one of
+    [2 T] int64, one of [3 T]. Bytes of a row by kernel, of V logits of b bytes: 2 b V for the
+    statistics, 2 b V for the values and b V for a gradient written in the same pass; the reverse
+    KL and the Jensen-Shannon divergence need a sum over the row first, and 2 b V more for it.
+    """
+    temperature = options.temperature
+    by_kernel = uses_triton(implementation, student_logits, teacher_logits)
+    width = student_shard.valid_width
+    student, teacher = student_logits.detach()[:, :width], teacher_logits.detach()[:, :width]
+    held_width = min(student_logits.shape[1], teacher_logits.shape[1])
+    weight, label_weight = _weights(student_logits, labels, grad_scale, label_grad_scale)
+    read = None
+    if grad_scale is not None:
+        read = weight != 0 if labels is None else (weight != 0) | (label_weight != 0)
+
+    with_plain = labels is not None and temperature != 1.0
+    local = pair_statistics(
+        student,
+        teacher,
+        temperature=temperature,
+        with_plain=with_plain,
+        read=read,
+        held_width=held_width,
+        by_kernel=by_kernel,
+    )
+    sums = [local.student, local.teacher, local.shared]
+    if labels is not None:
+        column = local_column(labels, student_shard)
+        sums.append(token_exp_sums(student_logits, column))
+        sums += [] if local.plain is None else [local.plain]
+    own, other, shared, *labelled = merge_exp_sums(sums, student_shard)
+    tops = merge_top_columns(local.columns, sums[:2], [own, other], [student_shard, teacher_shard])
+    agreement = tops[0] == tops[1]
+
+    term = cross_entropy = None
+    if labels is not None:
+        plain = labelled[1] if with_plain else own
+        cross_entropy = -token_log_probs(labelled[0], plain, labels, student_shard)
+        cross_entropy = cross_entropy.masked_fill(label_weight == 0, 0.0)
+        term = LabelTerm(column, label_weight, plain)
+    pair = PairEvaluation(student, teacher, own, other, weight, term, options, held_width)
+    # The teacher's mass where the student has some: minus the sum of the forward KL's slopes.
+    centre = -torch.exp((shared.peak - other.peak) + (shared.log_sum - other.log_sum))
+    at_once = gradient if options.direction == "forward" else None
+    terms = pair.run(centre=centre, gradient=at_once, by_kernel=by_kernel)
+    value, slope, entropy = all_reduce_sum(terms, student_shard.group)
+    if gradient is not None and at_once is None:
+        pair.run(centre=slope, gradient=gradient, with_sums=False, by_kernel=by_kernel)
+    values = VocabKLValues(temperature**2 * value, entropy, agreement, cross_entropy)
+    return values if read is None else _where_read(values, read)
+
+
+def _where_read(values: VocabKLValues, read: torch.Tensor) -> VocabKLValues:
+    found = (None if part is None else part.masked_fill(~read, 0) for part in values)
+    return VocabKLValues(*found)  # type: ignore[arg-type]
+
+
+def _weights(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    grad_scale: torch.Tensor | None,
+    label_grad_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What D and the cross-entropy of each row get [T], 0 for the latter without a label."""
+    ones = torch.ones(logits.shape[0], dtype=accumulation_dtype(logits.dtype), device=logits.device)
+    weight = ones if grad_scale is None else grad_scale.to(ones.dtype)
+    label_weight = ones if label_grad_scale is None else label_grad_scale.to(ones.dtype)
+    if labels is not None:
+        label_weight = label_weight.masked_fill(labels < 0, 0.0)
+    return weight, label_weight
 
 
 def vocab_kl(
@@ -67,3 +198,17 @@ def vocab_kl(
         implementation=implementation,
     )
     return VocabKLValues(*values)
+
+
+def vocab_kl_reference(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    direction: str = "forward",
+    mixture: float = 0.5,
+) -> torch.Tensor:
+    """``tau^2 * D`` of each row [T], of logits [T, V]; differentiable by autograd."""
+    q = torch.softmax(student_logits / temperature, dim=-1)
+    p = torch.softmax(teacher_logits / temperature, dim=-1)
+    return temperature**2 * divergence_reference(p, q, direction=direction, mixture=mixture)

@@ -15,6 +15,7 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
     scaled_logits,
 )
+from megatron_ext.ops.chunk_rows import ExpSums
 from megatron_ext.ops.divergence import DivergenceOptions, divergence_terms
 from megatron_ext.ops.launch import (
     ROW_CONFIGS,
@@ -23,7 +24,6 @@ from megatron_ext.ops.launch import (
     launch_rows,
     small_block,
 )
-from megatron_ext.ops.row_sums import ExpSums
 
 
 class PairStatistics(NamedTuple):

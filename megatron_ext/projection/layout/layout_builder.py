@@ -10,8 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.projection.layout.packing import NOWHERE, Packing, ResidualGraph, filled
-from megatron_ext.projection.layout.vocabulary_order import VocabularyOrder, capacities
+from megatron_ext.projection.layout.packing import (
+    NOWHERE,
+    Packing,
+    ResidualGraph,
+    VocabularyOrder,
+    capacities,
+    filled,
+)
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.projection.vocabulary_partition import VocabularyPartition
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.files import write_text
-from megatron_ext.projection.layout.vocabulary_order import VocabularyOrder
+from megatron_ext.projection.layout.packing import VocabularyOrder
 
 if TYPE_CHECKING:
     from megatron_ext.projection.layout.vocabulary_layout import VocabularyLayout

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection.layout.layout_builder import build_layouts
 from megatron_ext.projection.layout.layout_file import load_layout, save_layout
-from megatron_ext.projection.layout.vocabulary_order import VocabularyOrder
+from megatron_ext.projection.layout.packing import VocabularyOrder
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.projection.nemo.filler import Filler, find_filler
 from megatron_ext.projection.nemo.loose_entries import LooseEntries, Mask
-from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
+from megatron_ext.projection.nemo.tokenizer_pair import Filler, TokenizerPair, find_filler
 
 DefectKind = Literal[
     "padding_rows",

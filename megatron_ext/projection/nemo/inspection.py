@@ -14,12 +14,12 @@ import numpy as np
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection.builder import identity
+from megatron_ext.projection.compressed_rows import check_built_for
 from megatron_ext.projection.nemo.diagnosis import ROWS_SHOWN, Defect, diagnose
 from megatron_ext.projection.nemo.legacy_file import read_legacy_file
 from megatron_ext.projection.nemo.loose_entries import LooseEntries
 from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
-from megatron_ext.projection.validation import check_built_for
 from megatron_ext.tokenizers.base import ByteTokenizer
 
 Tell = Callable[[str], None]

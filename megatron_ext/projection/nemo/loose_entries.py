@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
+from megatron_ext.projection.compressed_rows import ROW_SUM_TOLERANCE
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
-from megatron_ext.projection.validation import ROW_SUM_TOLERANCE
 
 Mask = NDArray[np.bool_]
 

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from megatron_ext.errors import ProjectionError
 from megatron_ext.projection.builder import build_matrix, identity
 from megatron_ext.projection.compressed_rows import check_top_k, with_step
-from megatron_ext.projection.nemo.filler import find_filler
 from megatron_ext.projection.nemo.loose_entries import LooseEntries, Mask, sorted_entries
-from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
-from megatron_ext.projection.options import ProjectionOptions
+from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair, find_filler
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
+from megatron_ext.projection.speller import ProjectionOptions
 
 
 @dataclass(kw_only=True, frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.checkpoint_record import checkpoint_record
+from megatron_ext.training.checkpoint_tokenizer import checkpoint_record
 from megatron_ext.training.config import DistillConfig, ModelConfig
 from megatron_ext.training.dry_run.plan import Plan, pair_cost
 from megatron_ext.training.dry_run.report import report
@@ -144,8 +144,8 @@ def _check_checkpoints(run: RunPlan, initial_checkpoint: str | None) -> dict[str
 
 def _forms(teachers: Mapping[str, TeacherPlan], inputs: Inputs) -> dict[str, TargetForm]:
     """Of the teachers that are elsewhere or cached."""
-    from megatron_ext.training.teachers.served_form import served_form
     from megatron_ext.training.teachers.target_cache import TargetCache
+    from megatron_ext.training.teachers.target_checks import served_form
 
     found = {}
     for name, teacher in teachers.items():

@@ -10,21 +10,24 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.collator import CrossTokenizerCollator
 from megatron_ext.data.packed_dataset import PackedTextDataset
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers import Teacher
-from megatron_ext.teachers.formed_targets import FormedTargets
+from megatron_ext.teachers.formed_targets import FormedTargets, to_records
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.teachers.target_records import to_records
 from megatron_ext.training import rank_phase
-from megatron_ext.training.data.microbatch import Microbatch
-from megatron_ext.training.data.run_data import RunData
+from megatron_ext.training.microbatch import Microbatch
+from megatron_ext.training.run_data import RunData
 from megatron_ext.training.teachers.cache_manifest import Manifest
-from megatron_ext.training.teachers.shard_file import Window, write_shard
-from megatron_ext.training.teachers.windows import PlacedWindow, PlacedWindows
+from megatron_ext.training.teachers.shard_file import (
+    PlacedWindow,
+    PlacedWindows,
+    Window,
+    write_shard,
+)
 
 _TOKEN_BYTES: Final = 4
 """Bytes of text in a token, roughly."""

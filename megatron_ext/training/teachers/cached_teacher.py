@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ext.data.aligned_text import PackedSample
+from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.data.side import Side
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import TeacherTargets
-from megatron_ext.teachers.target_records import filler, from_records
+from megatron_ext.teachers.formed_targets import filler, from_records
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.identity import WEIGHTS, weights_identity
+from megatron_ext.training.teachers.shard_file import PlacedWindows
 from megatron_ext.training.teachers.target_cache import TargetCache
-from megatron_ext.training.teachers.windows import PlacedWindows
 
 Recorded = Mapping[str, torch.Tensor]
 """Targets of a microbatch by the field of ``TeacherTargets``, [B, S, ...] each."""

@@ -31,8 +31,8 @@ from megatron_ext.training.config import DistillConfig, TeacherConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.metrics import progress_bar
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.serving_config import ServingConfig
 from megatron_ext.training.start_agreement import check_same_start
+from megatron_ext.training.teacher_config import ServingConfig
 from megatron_ext.training.teachers.block_recorder import (
     Block,
     BlockRecorder,

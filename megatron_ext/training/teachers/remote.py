@@ -19,17 +19,16 @@ from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.first_weights import teacher_vocab_shard
 from megatron_ext.training.learning_step import TaughtBy, run_projection
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.rank_report import first_line
 from megatron_ext.training.teachers.identity import (
     launch_identity,
     server_identity,
     weights_on_all,
 )
-from megatron_ext.training.teachers.role_store import RoleStore
-from megatron_ext.training.teachers.served_form import described, served_form
-from megatron_ext.training.teachers.server_token import server_token
+from megatron_ext.training.teachers.own_ranks import RoleStore
+from megatron_ext.training.teachers.target_checks import described, served_form
 from megatron_ext.training.teachers.teacher_parts import StudentParts, TeacherParts
-from megatron_ext.training.teachers.teacher_process import TeacherProcess
+from megatron_ext.training.teachers.teacher_process import TeacherProcess, server_token
+from megatron_ext.training.watchdog import first_line
 
 
 class _Found(NamedTuple):

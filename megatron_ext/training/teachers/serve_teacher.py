@@ -16,16 +16,15 @@ from megatron_ext.teachers.server import ReplicaRanks
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.serving_config import is_local
+from megatron_ext.training.teacher_config import is_local
 from megatron_ext.training.teachers.identity import (
     launch_identity,
     server_identity,
     weights_identity,
 )
-from megatron_ext.training.teachers.served_form import described, served_form
 from megatron_ext.training.teachers.served_teacher import ServedTeacher
-from megatron_ext.training.teachers.server_token import server_token
-from megatron_ext.training.teachers.teacher_process import ParentSocket
+from megatron_ext.training.teachers.target_checks import described, served_form
+from megatron_ext.training.teachers.teacher_process import ParentSocket, server_token
 from megatron_ext.training.watchdog import GRACE, Watchdog
 
 

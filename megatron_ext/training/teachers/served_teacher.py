@@ -27,7 +27,7 @@ from megatron_ext.training.teachers.live_teacher import (
     check_gives_hidden,
     live_teacher,
 )
-from megatron_ext.training.teachers.served_form import served_form
+from megatron_ext.training.teachers.target_checks import served_form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

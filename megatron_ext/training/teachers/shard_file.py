@@ -7,22 +7,34 @@ All numbers are little-endian::
     records   R N        token after token, window after window
 
 so that a file has ``64 + 24 W + R N`` bytes. It is written whole or not at all.
+
+The windows of a microbatch as a teacher reads them, and where they stand in its rows.
+
+A window is what a model reads at once: a text, a piece of one, or a conversation. Windows that
+share a row do not see one another, so a teacher's targets of one depend on its tokens alone, and
+its key is their hash: which row, microbatch, rank or epoch it comes in does not matter.
+
+L labels of a window, B rows, T positions.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.data.aligner import PackedSample
+from megatron_ext.data.batch import CrossTokenizerBatch, Layout
+from megatron_ext.data.side import Parts, Segment, Side
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import write_bytes
-from megatron_ext.teachers.target_records import Records
+from megatron_ext.teachers.formed_targets import Records
 
 KEY_BYTES: Final = 16
 HEADER_BYTES: Final = 64
@@ -113,3 +125,77 @@ def _broken(path: Path, what: str, got: str, expected: str | None = None) -> Che
         expected=expected,
         fix="remove the file and run megatron-ext cache-teacher again: it makes what is missing",
     )
+
+
+_ID: Final = np.dtype("<i4")
+
+
+class PlacedWindow(NamedTuple):
+    """One window of a microbatch."""
+
+    key: bytes
+
+    start: int
+    """Its first position where rows follow one another."""
+
+    length: int
+    """L"""
+
+
+class PlacedWindows(NamedTuple):
+    """All windows of a microbatch that predict something."""
+
+    windows: list[PlacedWindow]
+    row_count: int
+    """B"""
+    row_length: int
+    """T"""
+
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[PackedSample],
+        batch: CrossTokenizerBatch,
+        sides: Sequence[Side],
+        teacher: str,
+    ) -> PlacedWindows:
+        """As the collator lays them out.
+
+        Args:
+            samples: The rows.
+            batch: What the collator made of them.
+            sides: The collator's.
+            teacher: By name.
+        """
+        index = side_index(batch, teacher)
+        rows = [
+            [Segment.of(piece, index, sides[index]) for piece in sample.pieces]
+            for sample in samples
+        ]
+        layout = Layout.of(rows, sides[index])
+        return cls(list(_placed(layout)), layout.row_count, layout.row_length)
+
+
+def side_index(batch: CrossTokenizerBatch, teacher: str) -> int:
+    """Which of the collator's sides a teacher reads: the student's where it has its tokenizer."""
+    others = [name for name, side in batch.teachers.items() if side is not batch.student]
+    return 1 + others.index(teacher) if teacher in others else 0
+
+
+def window_key(segment: Segment) -> bytes:
+    """16 bytes of what is read and what is asked for."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for parts in (segment.inputs(), segment.labels()):
+        digest.update(_joined(parts))
+    return digest.digest()
+
+
+def _placed(layout: Layout) -> Iterator[PlacedWindow]:
+    starts, lengths = layout.starts.tolist(), layout.label_counts.tolist()
+    for segment, start, length in zip(layout.segments, starts, lengths, strict=True):
+        if length:
+            yield PlacedWindow(window_key(segment), start, length)
+
+
+def _joined(parts: Parts) -> bytes:
+    return b"".join(part.astype(_ID, copy=False).tobytes() for part in parts)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import CheckpointError, DataError
-from megatron_ext.teachers.target_records import Records
+from megatron_ext.teachers.formed_targets import Records
 from megatron_ext.training.teachers.cache_manifest import HEAD_FILE, MANIFEST_FILE, Manifest
 from megatron_ext.training.teachers.shard_file import KEY_BYTES, read_head
 

@@ -2,6 +2,8 @@
 
 The two hold the ends of a socket pair: the child reads the token from it and says where it listens.
 Whichever way one of them ends, the other reads the end of the pair and ends too.
+
+The token that a teacher's server and its students share.
 """
 
 from __future__ import annotations
@@ -14,16 +16,17 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from megatron_ext.errors import DistributedError
+from megatron_ext.errors import ConfigError, DistributedError
 from megatron_ext.files import write_text
-from megatron_ext.training.teachers.role_store import Address
+from megatron_ext.training.teacher_config import ServingConfig, is_local
+from megatron_ext.training.teachers.own_ranks import Address
 
 FOLDER: Final = "teachers"
 """In the run's folder: configuration and log of each process."""
@@ -146,3 +149,62 @@ def _environment() -> dict[str, str]:
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1][:300] if lines else "no word"
+
+
+TOKEN_VARIABLE: Final = "MEGATRON_EXT_TEACHER_KEY"
+"""Of the environment of a server and of its students."""
+
+_LOCAL: Final = "megatron-ext"
+"""Where nobody else can listen, none is needed."""
+
+
+def server_token(serving: ServingConfig, addresses: Sequence[str]) -> str:
+    """Read it from ``serving.token_file``, or else from the environment.
+
+    Args:
+        addresses: Where the server listens, HOST:PORT.
+
+    Raises:
+        ConfigError: It cannot be read or sent, or there is none, and other machines can reach the
+            server.
+    """
+    where = serving.token_file or TOKEN_VARIABLE
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if serving.token_file is not None:
+        token = _read(Path(serving.token_file))
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(
+            "the token of a teacher's server cannot be sent",
+            where=where,
+            got="characters that are not printable ASCII",
+            expected="one line of printable ASCII",
+            fix="make another one, for example with: openssl rand -hex 32",
+        )
+    for address in addresses:
+        if not token and not is_local(address):
+            raise ConfigError(
+                "a teacher's server that other machines can reach needs a token",
+                where=address,
+                got=f"no environment variable {TOKEN_VARIABLE}, and no serving.token_file",
+                expected="the same secret where the server and its students start",
+                fix="set one of them",
+            )
+    return token or _LOCAL
+
+
+def _read(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        got = getattr(error, "strerror", None) or "no text"
+    else:
+        if token:
+            return token
+        got = "an empty file"
+    raise ConfigError(
+        "the token of a teacher's server cannot be read",
+        where=path,
+        got=got,
+        expected="a file with one line",
+        fix="set serving.token_file to it, or leave it out and set " + TOKEN_VARIABLE,
+    )

@@ -4,8 +4,8 @@ from collections import Counter
 
 import numpy as np
 
-from megatron_ext.alignment.audit import offenders as module
-from megatron_ext.alignment.audit.offenders import Example, Offenders, pair_hashes
+from megatron_ext.alignment.audit import document as module
+from megatron_ext.alignment.audit.document import Example, Offenders, pair_hashes
 
 
 def example_of(keys):

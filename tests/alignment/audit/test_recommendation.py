@@ -4,7 +4,7 @@ import pytest
 
 from megatron_ext.alignment import ChunkCounts
 from megatron_ext.alignment.audit.coverage_row import CoverageRow, share_in_words
-from megatron_ext.alignment.audit.recommendation import recommend
+from megatron_ext.alignment.audit.pair_audit import recommend
 
 
 def row(name, one_to_one, rest, *, one_to_one_bytes=None, many_to_many_bytes=0):

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses.gradient_magnitude import (
-    GradientMagnitudeWeighting,
-    LayerGradients,
-)
 from megatron_ext.losses.weighting import (
     FixedWeighting,
+    GradientMagnitudeWeighting,
+    LayerGradients,
     LossWeighting,
     MatchedWeighting,
     ScheduledWeighting,

@@ -15,8 +15,8 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses import DistillationInputs, TeacherTargets
 from megatron_ext.losses.base import KnownAhead
-from megatron_ext.losses.boundary_columns import BoundaryColumns
 from megatron_ext.losses.objectives.alm import AlmLoss
+from megatron_ext.losses.vocabulary_match import BoundaryColumns
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import as_kind, inputs_of

@@ -17,9 +17,9 @@ from megatron_ext.losses import (
     LossOutput,
     VocabularyMatch,
 )
-from megatron_ext.ops.chunk_distributions.model_rows import chunk_mean_softmax_reference
 from megatron_ext.ops.divergence import Divergence
 from megatron_ext.ops.matched_divergence import matched_divergence_reference
+from megatron_ext.ops.model_rows import chunk_mean_softmax_reference
 from megatron_ext.ops.sorted_l1 import sorted_l1_reference
 from megatron_ext.projection.sparse_projection import SparseProjection
 from tests.losses.microbatch import Microbatch

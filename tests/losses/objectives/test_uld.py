@@ -17,7 +17,7 @@ from megatron_ext.losses import (
     TeacherTargets,
     ULDLoss,
 )
-from megatron_ext.ops.chunk_distributions.model_rows import chunk_mean_softmax_reference
+from megatron_ext.ops.model_rows import chunk_mean_softmax_reference
 from megatron_ext.ops.sorted_l1 import sorted_l1_reference
 from tests.losses.microbatch import Microbatch
 

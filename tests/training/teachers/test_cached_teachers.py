@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.teachers.target_records import from_records
+from megatron_ext.teachers.formed_targets import from_records
 from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.teachers.target_cache import TargetCache

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.serving_config import ServingConfig
-from megatron_ext.training.teachers.server_token import TOKEN_VARIABLE, server_token
+from megatron_ext.training.teacher_config import ServingConfig
+from megatron_ext.training.teachers.teacher_process import TOKEN_VARIABLE, server_token
 
 ENVIRONMENT = ServingConfig()
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.training.watching.teacher_watch import TeacherWatch
+from megatron_ext.training.step_clock import TeacherWatch
 
 
 def test_a_row_has_the_waiting_of_its_step_and_the_bytes_of_targets_without_the_head() -> None:

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import MissingDependencyError
-from megatron_ext.training import metrics_writers
-from megatron_ext.training.metrics import MetricsLog, without_measurements
-from megatron_ext.training.metrics_writers import check_writers, open_writers
+from megatron_ext.training import metrics
+from megatron_ext.training.metrics import (
+    MetricsLog,
+    check_writers,
+    open_writers,
+    without_measurements,
+)
 from megatron_ext.training.run_plan import RunPlan
 from tests.training.dry_run.planned_runs import planned_run
 
@@ -109,7 +113,7 @@ def test_the_log_passes_every_row_on_and_closes_what_it_was_given(tmp_path: Path
 def test_a_package_that_is_missing_is_told_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_writers, "find_spec", lambda name: None)
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     check_writers(watched(tmp_path).training)
     with pytest.raises(MissingDependencyError, match=r"wandb_project needs the package wandb"):
         check_writers(watched(tmp_path, wandb_project="distillation").training)

@@ -1,0 +1,217 @@
+"""Rectangles of tensors out of safetensors files; nothing else of them is read.
+
+A HuggingFace checkpoint, written file by file and published whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.files import flush, new_folder
+from megatron_ext.huggingface.checkpoint_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    CheckpointFiles,
+)
+from megatron_ext.huggingface.tensor_map import MegatronTensor
+
+
+class TensorReader:
+    """Reads a checkpoint, as a context that keeps its files open.
+
+    Args:
+        files: The checkpoint.
+    """
+
+    def __init__(self, files: CheckpointFiles) -> None:
+        self._tensors = files.tensors
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def rows(self, name: str, rows: slice, columns: slice | None) -> torch.Tensor:
+        """Some rows of a tensor, and of these some columns; of a vector some elements.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+        """
+        stored = self._tensors[name]
+        try:
+            part = self._file(stored.file).get_slice(name)
+            found: torch.Tensor = part[rows] if columns is None else part[rows, columns]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"the tensor {name} cannot be read", where=stored.file, got=error
+            ) from error
+        return found
+
+    def fill(
+        self, target: torch.Tensor, tensor: MegatronTensor, *, row: int, column: int = 0
+    ) -> None:
+        """Copy a rectangle of a megatron-core tensor, converted to the dtype of ``target``.
+
+        Args:
+            target: [rows, columns] or [rows], on any device; what no tensor fills, which is the
+                padding of a vocabulary, becomes zero.
+            tensor: What it is a part of.
+            row: Of ``tensor``, that is the first of ``target``.
+            column: Likewise.
+        """
+        stop = row + target.shape[0]
+        columns = None if target.ndim == 1 else slice(column, column + target.shape[1])
+        begin = 0
+        for block in tensor.blocks:
+            end = begin + block.stop - block.start
+            first, last = max(row, begin), min(stop, end)
+            if first < last:
+                source = slice(block.start + first - begin, block.start + last - begin)
+                target[first - row : last - row].copy_(self.rows(block.name, source, columns))
+            begin = end
+        if begin < stop:
+            target[max(begin - row, 0) :].zero_()
+
+    def _file(self, file: Path) -> Any:
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(str(file), framework="pt"))
+        return self._open[file]
+
+
+_SHARD: Final = "model-{number:05d}-of-{count:05d}.safetensors"
+_METADATA: Final = {"format": "pt"}
+"""What transformers looks for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """A tensor that is going to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """In the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def shards(plans: Iterable[TensorPlan], *, max_shard_bytes: int) -> list[list[TensorPlan]]:
+    """The tensors cut into files, in order; only a tensor that is larger alone makes one larger."""
+    files: list[list[TensorPlan]] = []
+    size = 0
+    for plan in plans:
+        if not files or size + plan.bytes > max_shard_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(plan)
+        size += plan.bytes
+    return files
+
+
+def write_checkpoint(
+    folder: Path,
+    *,
+    config: Mapping[str, Any],
+    files: list[list[TensorPlan]],
+    read: Callable[[list[TensorPlan]], dict[str, torch.Tensor]],
+    write_others: Callable[[Path], None],
+) -> None:
+    """Write a folder that transformers loads, under another name first.
+
+    Args:
+        folder: New, or empty.
+        config: ``config.json``.
+        files: What goes into which file.
+        read: The tensors of one file; they are let go of when it is written.
+        write_others: Adds the files of tokenizer and generation to a folder.
+
+    Raises:
+        CheckpointError: Something is there already, or the disk refuses.
+    """
+    final = Path(os.path.realpath(folder))
+    check_target(final)
+    try:
+        with new_folder(final) as part:
+            _write_weights(part, files, read)
+            _write_json(part / CONFIG_FILE, config)
+            write_others(part)
+            flush(*part.iterdir(), part)
+            # Takes the place of an empty folder, and fails on any other.
+            part.rename(final)
+            flush(final.parent)
+    except OSError as error:
+        raise CheckpointError(
+            "cannot write the folder", where=final, got=error.strerror or error
+        ) from error
+
+
+def check_target(folder: Path) -> None:
+    """Check that nothing is lost where a checkpoint is to be written.
+
+    Raises:
+        CheckpointError: Something is there.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(
+            "something is there already",
+            where=folder,
+            got="a folder with files" if folder.is_dir() else "a file",
+            fix="name another folder, or remove it",
+        )
+
+
+def _write_weights(
+    part: Path,
+    files: list[list[TensorPlan]],
+    read: Callable[[list[TensorPlan]], dict[str, torch.Tensor]],
+) -> None:
+    weight_map: dict[str, str] = {}
+    for number, plans in enumerate(files, 1):
+        name = WEIGHTS_FILE
+        if len(files) > 1:
+            name = _SHARD.format(number=number, count=len(files))
+        _save(read(plans), part / name)
+        weight_map |= {plan.name: name for plan in plans}
+    if len(files) > 1:
+        total = sum(plan.bytes for plans in files for plan in plans)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(part / INDEX_FILE, index)
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write tensors into a file with the permissions that any new file in its folder gets."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata=_METADATA)
+    # safetensors may have written another file, for its owner alone, and put it in this place.
+    file.chmod(mode)
+
+
+def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+    text = json.dumps(values, indent=2, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")

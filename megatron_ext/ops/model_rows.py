@@ -1,0 +1,198 @@
+"""Rows of both models as probabilities, their means by chunk, and gradients from these.
+
+Rows become probabilities a few at a time. T rows, C chunks, C' of them, Vp local columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import torch
+
+from megatron_ext.distributed.shard_collectives import all_reduce_sum
+from megatron_ext.distributed.vocab_parallel import (
+    LogSumExp,
+    VocabShard,
+    merge_log_sum_exp,
+    row_slices,
+    scaled_logits,
+)
+from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
+from megatron_ext.ops.launch import Implementation
+from megatron_ext.ops.softmax_statistics import row_statistics
+from megatron_ext.ops.unit_gradient import scale_rows_
+
+
+class ModelRows(NamedTuple):
+    """One model's logits, which rows a chunk has, and what makes them probabilities."""
+
+    logits: torch.Tensor
+    """[T, Vp] without a graph, any float dtype; rows may be strided."""
+
+    rows: ChunkRows
+
+    shard: VocabShard
+
+    temperature: float
+
+    lse: LogSumExp
+    """[T] over every shard, of ``logits / temperature``."""
+
+    member_mass: torch.Tensor
+    """[T]: probability of the columns that ``pair_of_models`` was asked about; 1 for all."""
+
+    def probabilities(self, row: torch.Tensor) -> torch.Tensor:
+        """``softmax(logits / temperature)`` [T', Vp] of rows int64 [T'], 0 in padding."""
+        excluded = self.shard.excluded_columns(self.logits.device)
+        scaled = scaled_logits(self.logits[row], self.temperature, excluded)
+        return scaled.sub_(self.lse.peak[row, None]).sub_(self.lse.log_sum[row, None]).exp_()
+
+
+def pair_of_models(
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
+    *,
+    temperature: float,
+    members: tuple[torch.Tensor, torch.Tensor] | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[ModelRows, ModelRows]:
+    """The student's and the teacher's rows; each model's logits are read once.
+
+    Args:
+        members: bool [Vps] and [Vpt], columns whose probability is asked for.
+
+    Two all-reduces of [Ts + Tt], twice as long with ``members``.
+    """
+    pair = (student, teacher)
+    sums = 1 if members is None else 2
+    found = [
+        row_statistics(
+            model.logits.detach(),
+            model.shard,
+            temperature=temperature,
+            members=None if members is None else members[number],
+            with_column=False,
+            implementation=implementation,
+        )
+        for number, model in enumerate(pair)
+    ]
+    peak, total = (
+        torch.cat([getattr(part, name)[:sums].flatten() for part in found])
+        for name in ("peak", "total")
+    )
+    merged = merge_log_sum_exp(peak, total, student.shard.group)
+    lengths = [sums * len(model.logits) for model in pair]
+    models = []
+    for model, *lse in zip(pair, *(part.split(lengths) for part in merged), strict=True):
+        peaks, log_sums = (part.view(sums, -1) for part in lse)
+        mass = ((peaks[-1] - peaks[0]) + log_sums[-1] - log_sums[0]).exp_()
+        whole = LogSumExp(peaks[0].contiguous(), log_sums[0].contiguous())
+        logits = model.logits.detach()
+        models.append(ModelRows(logits, model.rows, model.shard, temperature, whole, mass))
+    return models[0], models[1]
+
+
+def host_offsets(*models: ModelRows) -> list[list[int]]:
+    """``ChunkRows.offsets`` of each model on the host, which waits for the device once."""
+    ends: list[list[int]] = torch.stack([model.rows.offsets for model in models]).tolist()
+    return ends
+
+
+def rows_of(model: ModelRows, ends: list[int], chunks: slice) -> Iterator[torch.Tensor]:
+    """int64 [T'] of the rows of these chunks, few enough at a time for a temporary [T', Vp].
+
+    Args:
+        ends: This model's of ``host_offsets``.
+    """
+    first, last = ends[chunks.start], ends[chunks.stop]
+    for part in row_slices(last - first, model.shard.width, device=model.logits.device):
+        yield model.rows.order[first + part.start : first + part.stop].long()
+
+
+_BLOCK: Final = 4096
+
+
+def chunk_means(model: ModelRows, ends: list[int], chunks: slice) -> torch.Tensor:
+    """Mean of ``softmax(logits / temperature)`` over the rows of each chunk (README, 2).
+
+    Returns:
+        [C', Vp] fp32 (fp64 for fp64 logits); 0 in padding and for chunks without rows. No
+        collectives.
+    """
+    count, dtype = chunks.stop - chunks.start, model.lse.peak.dtype
+    sums = torch.zeros(count, model.shard.width, dtype=dtype, device=model.logits.device)
+    for row in rows_of(model, ends, chunks):
+        sums.index_add_(0, model.rows.slots[row] - chunks.start, model.probabilities(row))
+    return sums.div_(model.rows.sizes()[chunks].clamp(min=1)[:, None])
+
+
+def chunk_means_by_kernel(model: ModelRows, chunks: slice) -> torch.Tensor:
+    """``chunk_means`` by a Triton kernel; the host waits for nothing."""
+    from megatron_ext.ops.chunk_kernels import chunk_means_kernel
+
+    count, width = chunks.stop - chunks.start, model.shard.width
+    out = torch.empty(count, width, dtype=torch.float32, device=model.logits.device)
+    if count and width:
+        chunk_means_kernel[(count, -(-width // _BLOCK))](
+            model.logits,
+            model.rows.order,
+            model.rows.offsets,
+            *model.lse,
+            out,
+            chunks.start,
+            model.logits.stride(0),
+            width,
+            model.shard.valid_width,
+            model.temperature,
+            HAS_TEMPERATURE=model.temperature != 1.0,
+            BLOCK=_BLOCK,
+        )
+    return out
+
+
+def row_scale(model: ModelRows, grad_scale: torch.Tensor | None) -> torch.Tensor:
+    """``grad_scale_c / (|S_c| tau)`` [C]: what README 3 has before the parentheses."""
+    sizes = model.rows.sizes().clamp(min=1).to(model.lse.peak.dtype)
+    return (1.0 if grad_scale is None else grad_scale) / (sizes * model.temperature)
+
+
+def write_row_gradients(
+    model: ModelRows,
+    ends: list[int],
+    chunks: slice,
+    slope: torch.Tensor,
+    scale: torch.Tensor,
+    gradient: torch.Tensor,
+) -> None:
+    """Write README 3 into the rows of these chunks.
+
+    Args:
+        slope: [C', Vp], dL/dQ of the chunks.
+        scale: [C] from ``row_scale``; rows of a chunk at 0 get exactly 0.
+        gradient: [T, Vp], may be the logits.
+
+    One all-reduce of [T'] a slice of T' rows.
+    """
+    for row in rows_of(model, ends, chunks):
+        slot = model.rows.slots[row]
+        probs, factor = model.probabilities(row), scale[slot, None]
+        own = slope[slot - chunks.start]
+        centre = all_reduce_sum((probs * own).sum(dim=-1, keepdim=True), model.shard.group)
+        out = probs.mul_(own.sub_(centre)).mul_(factor).masked_fill_(factor == 0, 0.0)
+        gradient[row] = out.to(gradient.dtype)
+
+
+def clear_rows_of_no_chunk_(gradient: torch.Tensor, model: ModelRows, *, by_kernel: bool) -> None:
+    """Make these rows exactly 0, whatever they hold."""
+    used = (model.rows.slots < model.rows.chunk_count).to(model.lse.peak.dtype)
+    scale_rows_(gradient, used, "triton" if by_kernel else "torch")
+
+
+def chunk_mean_softmax_reference(
+    logits: torch.Tensor, chunk_id: torch.Tensor, chunk_count: int, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """Mean of ``softmax(logits / temperature)`` over the rows of each chunk: [C, V]."""
+    probs = torch.softmax(logits / temperature, dim=-1)
+    means = [probs[chunk_id == chunk].mean(dim=0) for chunk in range(chunk_count)]
+    return torch.stack(means) if means else probs[:0]

@@ -1,0 +1,151 @@
+"""Peaks and sums of this rank's columns, in one read. T rows, Vp local columns."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+
+from megatron_ext.distributed.vocab_parallel import (
+    VocabShard,
+    accumulation_dtype,
+    finite_peak,
+    local_log_sum_exp,
+    row_slices,
+    scaled_logits,
+)
+from megatron_ext.ops.launch import (
+    ROW_CONFIGS,
+    Implementation,
+    LaunchConfig,
+    chosen_config,
+    small_block,
+    uses_triton,
+)
+
+_SAFE_DISTANCE: Final = 40.0
+"""Nats from the peak at which fp32 exponentials have all their digits, those around them too."""
+
+
+class RowStatistics(NamedTuple):
+    """Of this rank's real columns, not merged over shards: see ``merge_log_sum_exp``."""
+
+    peak: torch.Tensor
+    """[2, T]: largest logit over tau, of all columns and of the members; 0 where there is none."""
+
+    total: torch.Tensor
+    """[2, T]: sum of ``exp(logit / tau - peak)``."""
+
+    column: torch.Tensor
+    """int64 [T]: this rank's column of the largest logit, the first of equals."""
+
+
+def row_statistics(
+    logits: torch.Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float = 1.0,
+    members: torch.Tensor | None = None,
+    read: torch.Tensor | None = None,
+    with_column: bool = True,
+    implementation: Implementation = "auto",
+) -> RowStatistics:
+    """Softmax statistics of each row, in fp32 (fp64 for fp64 logits). No graph, no collectives.
+
+    Args:
+        logits: [T, Vp], any float dtype, contiguous in its columns. Padding counts for nothing,
+            whatever it holds.
+        members: bool [Vp]; a second peak and sum are those of its columns. None: the first again.
+        read: bool [T]; the others are not read and have nothing, whatever they hold. None: all.
+        with_column: Whether ``column`` is looked at; otherwise it need not mean anything.
+    """
+    logits, width = logits.detach(), shard.valid_width
+    if width and uses_triton(implementation, logits):
+        return _by_kernel(logits, width, temperature, members, read)
+    within = None if members is None else members[:width]
+    found = _by_torch(logits[:, :width], temperature, within, with_column)
+    if read is None:
+        return found
+    return RowStatistics(*(torch.where(read, part, torch.zeros_like(part)) for part in found))
+
+
+def _by_torch(
+    logits: torch.Tensor, temperature: float, members: torch.Tensor | None, with_column: bool
+) -> RowStatistics:
+    rows, dtype = logits.shape[0], accumulation_dtype(logits.dtype)
+    if not logits.shape[1]:
+        empty = torch.zeros(2, rows, dtype=dtype, device=logits.device)
+        return RowStatistics(empty, empty.clone(), empty[0].long())
+    column = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    peak, total = torch.empty(2, 2, rows, dtype=dtype, device=logits.device)
+    for part in row_slices(*logits.shape, device=logits.device):
+        scaled = scaled_logits(logits[part], temperature, None)
+        if with_column:
+            column[part] = scaled.argmax(dim=-1)
+        best = scaled.amax(dim=-1)
+        inside = best if members is None else scaled.masked_fill(~members, -torch.inf).amax(dim=-1)
+        peak[0, part], peak[1, part] = finite_peak(best), finite_peak(inside)
+        weights = scaled.sub_(peak[0, part, None]).exp_()
+        total[0, part] = weights.sum(dim=-1)
+        if members is None:
+            total[1, part] = total[0, part]
+            continue
+        # Exponentials that are there, unless they are too small beside those of the other columns.
+        far = ~(best - inside < _SAFE_DISTANCE)
+        scale = torch.exp((peak[0, part] - peak[1, part]).masked_fill(far, 0.0))
+        total[1, part] = weights.mul_(members).sum(dim=-1).mul_(scale)
+        if logits.device.type != "cpu" or bool(far.any()):
+            _, exact = local_log_sum_exp(logits[part], temperature, ~members)
+            total[1, part] = torch.where(far, exact, total[1, part])
+    return RowStatistics(peak, total, column)
+
+
+def _by_kernel(
+    logits: torch.Tensor,
+    width: int,
+    temperature: float,
+    members: torch.Tensor | None,
+    read: torch.Tensor | None,
+) -> RowStatistics:
+    from megatron_ext.ops.softmax_kernels import row_statistics_kernel
+
+    rows, held_width = logits.shape
+    peak, total = torch.empty(2, 2, rows, dtype=torch.float32, device=logits.device)
+    column = torch.empty(rows, dtype=torch.int64, device=logits.device)
+
+    def launch(config: LaunchConfig) -> None:
+        row_statistics_kernel[(rows,)](
+            logits,
+            members,
+            read,
+            peak,
+            total,
+            column,
+            logits.stride(0),
+            width,
+            held_width,
+            rows,
+            temperature,
+            HAS_MEMBERS=members is not None,
+            HAS_READ=read is not None,
+            HAS_TEMPERATURE=temperature != 1.0,
+            BLOCK=small_block(width, config.block),
+            num_warps=config.num_warps,
+        )
+
+    if rows:
+        flags = (members is not None, read is not None, temperature != 1.0)
+        key = ("row_statistics", logits.dtype, width, held_width, *flags)
+        launch(chosen_config(key, ROW_CONFIGS, launch))
+    if members is None:
+        peak[1], total[1] = peak[0], total[0]
+    return RowStatistics(peak, total, column)
+
+
+def row_statistics_reference(
+    logits: torch.Tensor, *, temperature: float = 1.0, members: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-sum-exps [T] over all columns and over ``members`` bool [V], and the argmax [T]."""
+    scaled = logits / temperature
+    inside = scaled if members is None else scaled.masked_fill(~members, -torch.inf)
+    return scaled.logsumexp(dim=-1), inside.logsumexp(dim=-1), scaled.argmax(dim=-1)

@@ -1,0 +1,334 @@
+"""Likelihoods of tokens and of sets of tokens, for two models, with the student's graph.
+
+T rows, Vp local columns. Equations are in the README.
+
+What a row's logits get for its token and its set of tokens. T rows, Vp local columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_slices, scaled_logits
+from megatron_ext.ops.chunk_rows import (
+    ExpSums,
+    local_column,
+    merge_exp_sums,
+    token_exp_sums,
+    token_log_probs,
+)
+from megatron_ext.ops.launch import (
+    Implementation,
+    LaunchConfig,
+    check_implementation,
+    launch_rows,
+    uses_triton,
+)
+from megatron_ext.ops.softmax_statistics import row_statistics
+
+
+class RowGradient(NamedTuple):
+    """What arrives for each row and what is known of it, [T] each."""
+
+    column: torch.Tensor
+    """int64: this rank's column of the token, -1 where it is not here."""
+
+    on_token: torch.Tensor
+    """For the token's log-probability."""
+
+    whole: LogSumExp
+    """Over all columns of all shards."""
+
+    on_mass: torch.Tensor | None = None
+    """For the set's log-mass; None: there is no set."""
+
+    members: LogSumExp | None = None
+    """Over the set's columns of all shards."""
+
+
+def write_token_gradient(
+    logits: torch.Tensor,
+    members: torch.Tensor | None,
+    row: RowGradient,
+    shard: VocabShard,
+    gradient: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    implementation: Implementation = "auto",
+) -> None:
+    """Write equation (3) of the README into ``gradient`` [T, Vp], which may be ``logits``.
+
+    A row that gets nothing gives exactly 0, whatever it holds. No collectives. By kernel one read
+    and one write of a row.
+
+    Args:
+        logits: [T, Vp], any float dtype, contiguous in its columns.
+        members: bool [Vp], the set's columns; None: there is no set.
+    """
+    if uses_triton(implementation, logits):
+        _by_kernel(logits, members, row, shard, gradient, temperature)
+    else:
+        _by_torch(logits, members, row, shard, gradient, temperature)
+
+
+def _by_torch(
+    logits: torch.Tensor,
+    members: torch.Tensor | None,
+    row: RowGradient,
+    shard: VocabShard,
+    gradient: torch.Tensor,
+    temperature: float,
+) -> None:
+    excluded = shard.excluded_columns(logits.device)
+    on_token = row.on_token / temperature
+    on_mass = torch.zeros_like(on_token) if row.on_mass is None else row.on_mass / temperature
+    picked = torch.where(row.column >= 0, on_token, 0.0)[:, None]
+    unused = ((on_token == 0) & (on_mass == 0))[:, None]
+    total = (on_token + on_mass)[:, None]
+    for rows in row_slices(*logits.shape, device=logits.device):
+        scaled = scaled_logits(logits[rows], temperature, excluded)
+        part = row.whole.normalise_(scaled, rows).exp_().mul_(-total[rows])
+        if members is not None and row.members is not None:
+            outside = shard.excluded_columns(logits.device, members)
+            inside = scaled_logits(logits[rows], temperature, outside)
+            shares = row.members.normalise_(inside, rows).exp_().mul_(on_mass[rows, None])
+            part.add_(shares.masked_fill_(on_mass[rows, None] == 0, 0.0))
+        part.scatter_add_(-1, row.column[rows, None].clamp(min=0), picked[rows])
+        gradient[rows] = part.masked_fill_(unused[rows], 0.0)
+
+
+def _by_kernel(
+    logits: torch.Tensor,
+    members: torch.Tensor | None,
+    row: RowGradient,
+    shard: VocabShard,
+    gradient: torch.Tensor,
+    temperature: float,
+) -> None:
+    from megatron_ext.ops.token_likelihood_kernels import token_gradient_kernel
+
+    rows, padded_width = logits.shape
+    has_members = members is not None and row.members is not None and row.on_mass is not None
+    vectors = [*row.whole, *(row.members or row.whole), row.on_token / temperature]
+    vectors.append(vectors[-1] if row.on_mass is None else row.on_mass / temperature)
+    packed = torch.stack([vector.float() for vector in vectors])
+
+    def launch(config: LaunchConfig, out: torch.Tensor) -> None:
+        token_gradient_kernel[(len(out),)](
+            logits,
+            members,
+            packed,
+            row.column,
+            out,
+            logits.stride(0),
+            out.stride(0),
+            shard.valid_width,
+            padded_width,
+            rows,
+            temperature,
+            HAS_MEMBERS=has_members,
+            HAS_TEMPERATURE=temperature != 1.0,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+        )
+
+    launch_rows(("token_gradient", logits.dtype, has_members, temperature != 1.0), launch, gradient)
+
+
+class TokenRows(NamedTuple):
+    """One model's rows and what is asked of them."""
+
+    logits: torch.Tensor
+    """[T, Vp], any float dtype, contiguous in its columns."""
+
+    token_id: torch.Tensor
+    """int64 [T]; negative: not asked."""
+
+    members: torch.Tensor | None
+    """bool [Vp], this rank's columns of a set of tokens; None: not asked. Padding is no member."""
+
+    shard: VocabShard
+
+
+class TokenLikelihood(NamedTuple):
+    """[T] each, replicated over the group."""
+
+    log_prob: torch.Tensor
+    """log p of the row's token; 0 where not asked, NaN beyond the vocabulary."""
+
+    log_mass: torch.Tensor
+    """log p of any member of the set, -inf where all of them are masked; 0 where not asked."""
+
+
+class EvaluatedLikelihood(NamedTuple):
+    """What both models say, and what the student's gradient needs besides its logits."""
+
+    student: TokenLikelihood
+    teacher: TokenLikelihood | None
+
+    whole: LogSumExp
+    """[Ts], of all the student's columns."""
+
+    members: LogSumExp
+    """[Ts], of its set's; ``whole`` where there is none."""
+
+
+def evaluate_token_likelihood(
+    student: TokenRows,
+    teacher: TokenRows | None = None,
+    *,
+    implementation: Implementation = "auto",
+) -> EvaluatedLikelihood:
+    """Values of ``token_likelihood`` from one read of the logits.
+
+    Collectives: two all-reduces of at most [3 (Ts + Tt)], 24 (Ts + Tt) bytes in fp32.
+    """
+    sides = [student] if teacher is None else [student, teacher]
+    sums = [part for side in sides for part in _exp_sums(side, implementation)]
+    merged = merge_exp_sums(sums, student.shard)
+    found, known = [], []
+    for side in sides:
+        whole, token = merged.pop(0), merged.pop(0)
+        members = whole if side.members is None else merged.pop(0)
+        log_prob = token_log_probs(token, whole, side.token_id, side.shard)
+        log_mass = (members.peak - whole.peak).add_(members.log_sum).sub_(whole.log_sum)
+        mass = torch.zeros_like(log_mass) if side.members is None else log_mass
+        found.append(TokenLikelihood(log_prob, mass))
+        known.append((whole, members))
+    return EvaluatedLikelihood(found[0], found[1] if teacher is not None else None, *known[0])
+
+
+def write_likelihood_gradient(
+    student: TokenRows,
+    whole: LogSumExp,
+    members: LogSumExp,
+    on_token: torch.Tensor,
+    on_mass: torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    implementation: Implementation = "auto",
+) -> None:
+    """Write d(on_token . log_prob + on_mass . log_mass)/d logits into ``gradient`` [Ts, Vp].
+
+    ``gradient`` may be the logits themselves. Rows that get nothing give exactly 0, whatever they
+    hold. No collectives.
+
+    Args:
+        whole: Of ``EvaluatedLikelihood``, as is ``members``.
+        on_token: [Ts], ignored where the token is not asked.
+        on_mass: [Ts], ignored where the set is not asked.
+    """
+    arrives = RowGradient(
+        local_column(student.token_id, student.shard),
+        on_token.masked_fill(student.token_id < 0, 0.0),
+        whole,
+        None if student.members is None else on_mass,
+        None if student.members is None else members,
+    )
+    write_token_gradient(
+        student.logits.detach(),
+        student.members,
+        arrives,
+        student.shard,
+        gradient,
+        implementation=implementation,
+    )
+
+
+def _exp_sums(side: TokenRows, implementation: Implementation) -> list[ExpSums]:
+    """Of all columns, of the token, and of the set if it is asked."""
+    statistics = row_statistics(
+        side.logits,
+        side.shard,
+        members=side.members,
+        with_column=False,
+        implementation=implementation,
+    )
+    whole, members = map(ExpSums, statistics.peak, statistics.total)
+    token = token_exp_sums(side.logits, local_column(side.token_id, side.shard))
+    return [whole, token] if side.members is None else [whole, token, members]
+
+
+def token_likelihood(
+    student: TokenRows,
+    teacher: TokenRows | None = None,
+    *,
+    in_place: bool = False,
+    implementation: Implementation = "auto",
+) -> tuple[TokenLikelihood, TokenLikelihood | None]:
+    """Log-probabilities of the rows' tokens and log-masses of the models' sets of tokens.
+
+    Each logit is read once for all these numbers, with a peak of its own for the set, so that a
+    mass of exp(-1e4) still has its logarithm.
+
+    Args:
+        student: Its logits are the only tensor with a gradient.
+        teacher: None where its numbers are known. Its shard has the student's group.
+        in_place: Let the backward write the gradient over the student's logits. What arrives for
+            the two numbers depends on them, so the forward cannot.
+
+    Returns:
+        fp32 (fp64 where the student's logits are). Forward: two all-reduces of at most
+        [3 (Ts + Tt)]. Backward: none; keeps the student's logits and vectors. A row whose
+        gradients are 0 gets none, whatever it holds.
+
+    Raises:
+        LossError: The implementation is unknown or cannot run here.
+    """
+    check_implementation("token_likelihood", implementation)
+    log_prob, log_mass, *others = _TokenLikelihood.apply(
+        student.logits, student, teacher, in_place, implementation
+    )
+    known = TokenLikelihood(*others) if others else None
+    return TokenLikelihood(log_prob, log_mass), known
+
+
+class _TokenLikelihood(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        student: TokenRows,
+        teacher: TokenRows | None,
+        in_place: bool,
+        implementation: Implementation,
+    ) -> tuple[torch.Tensor, ...]:
+        out = evaluate_token_likelihood(student, teacher, implementation=implementation)
+        ctx.save_for_backward(logits, student.token_id, student.members, *out.whole, *out.members)
+        ctx.shard, ctx.in_place, ctx.implementation = student.shard, in_place, implementation
+        others = () if out.teacher is None else tuple(out.teacher)
+        ctx.mark_non_differentiable(*others)
+        return (*out.student, *others)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, on_token: torch.Tensor, on_mass: torch.Tensor, *_: Any
+    ) -> tuple[torch.Tensor, None, None, None, None]:
+        logits, token_id, members, *vectors = ctx.saved_tensors
+        gradient = logits.detach() if ctx.in_place else torch.empty_like(logits)
+        student = TokenRows(logits, token_id, members, ctx.shard)
+        write_likelihood_gradient(
+            student,
+            LogSumExp(*vectors[:2]),
+            LogSumExp(*vectors[2:]),
+            on_token,
+            on_mass,
+            gradient,
+            implementation=ctx.implementation,
+        )
+        if ctx.in_place:
+            torch.autograd.graph.increment_version(logits)
+        return gradient, None, None, None, None
+
+
+def token_likelihood_reference(
+    logits: torch.Tensor, token_id: torch.Tensor, members: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p of ``token_id`` [T], 0 where it is negative, and log p of ``members`` [T] bool [V]."""
+    log_probs = torch.log_softmax(logits, dim=-1)
+    picked = log_probs.gather(-1, token_id.clamp(min=0)[:, None])[:, 0]
+    return torch.where(token_id >= 0, picked, 0.0), torch.logsumexp(log_probs[:, members], dim=-1)

@@ -1,1 +1,0 @@
-"""What a run reads: its sources, microbatches and held-out rows."""

@@ -1,0 +1,302 @@
+"""Everything a run reads besides models: training sources and held-out rows.
+
+From a configuration to what is read: files, collator, global batches, held-out rows.
+
+Held-out rows, in memory, the same number for every replica. G rows of a global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import chain, groupby
+from typing import Any, Final
+
+from megatron_ext.data.aligner import PackedSample
+from megatron_ext.data.blend import read_blend
+from megatron_ext.data.collator import CrossTokenizerCollator, TeacherCTSpec
+from megatron_ext.data.global_batches import GlobalBatches, Replica, WeightedDataset
+from megatron_ext.data.packed_dataset import PackedTextDataset
+from megatron_ext.documents.dataset import ArrowTextDataset, CorpusNames
+from megatron_ext.documents.documents import CorpusReport, Documents, JoinedDocuments
+from megatron_ext.documents.id_tokenizers import IdTokenizers
+from megatron_ext.documents.indexed_file import indexed_prefixes
+from megatron_ext.documents.indexed_texts import IndexedTexts
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.training.config import DataConfig, DistillConfig
+
+_BLOCK_BYTES: Final = 1 << 22
+_RUN_DOCUMENTS: Final = 64
+_BLOCKS_A_ROW: Final = 4
+"""Blocks that a corpus has at least for each row of a global batch, where it has enough text, so
+that every row has a stream of its own."""
+
+
+def make_collator(
+    config: DistillConfig,
+    tokenizer: MegatronTokenizerText,
+    teachers: Mapping[str, tuple[MegatronTokenizerText, int]],
+    *,
+    append_eod: bool | None = None,
+) -> CrossTokenizerCollator:
+    """What makes microbatches.
+
+    Args:
+        config: The run.
+        tokenizer: The student's.
+        teachers: Tokenizer and sequence length of each teacher by its name.
+        append_eod: In place of the configuration's.
+    """
+    return CrossTokenizerCollator(
+        tokenizer,
+        config.student.seq_length,
+        [
+            TeacherCTSpec(name=name, tokenizer=its_tokenizer, max_length=length)
+            for name, (its_tokenizer, length) in teachers.items()
+        ],
+        append_eod=config.data.append_eod if append_eod is None else append_eod,
+        row_multiple=(
+            config.training.seq_length_multiple if config.training.variable_seq_lengths else None
+        ),
+        filled_multiple=config.parallel.layout.sequence_multiple,
+        cache_dir=config.data.alignment_cache,
+    )
+
+
+def training_sources(
+    config: DistillConfig, collator: CrossTokenizerCollator, tokenizers: IdTokenizers
+) -> list[WeightedDataset]:
+    """The training data by its blend.
+
+    Args:
+        config: The run.
+        collator: What the samples are for.
+        tokenizers: Those that may have made ids in the data.
+
+    Raises:
+        DataError: Files that cannot be read, or hold nothing.
+        ConfigError: A blend that is none, or ids of an unknown tokenizer.
+    """
+    rows = config.training.global_batch_size
+    return [
+        WeightedDataset(source.weight, _dataset(config, source.paths, collator, tokenizers, rows))
+        for source in read_blend(config.data.train, where="data.train")
+    ]
+
+
+def held_out_dataset(
+    config: DistillConfig, collator: CrossTokenizerCollator, tokenizers: IdTokenizers
+) -> PackedTextDataset:
+    """The held-out texts in their order, each in rows of its own; as ``training_sources``."""
+    documents = _documents(config.data, config.data.validation, tokenizers, "data.validation")
+    refuse_bad = config.data.bad_documents == "stop"
+    return PackedTextDataset(documents, collator, shuffle=False, pack=False, refuse_bad=refuse_bad)
+
+
+def _dataset(
+    config: DistillConfig,
+    paths: Sequence[str],
+    collator: CrossTokenizerCollator,
+    tokenizers: IdTokenizers,
+    rows: int,
+) -> PackedTextDataset:
+    documents = _documents(config.data, paths, tokenizers, "data.train")
+    blocks = _BLOCKS_A_ROW * rows
+    # Rows are filled from one block: it should hold text for some sixteen, of four bytes a token.
+    least = 64 * config.student.seq_length if config.data.packing else 1
+    return PackedTextDataset(
+        documents,
+        collator,
+        seed=config.training.seed,
+        block_bytes=min(_BLOCK_BYTES, max(least, int(documents.sizes.sum()) // blocks)),
+        run_documents=min(_RUN_DOCUMENTS, max(1, len(documents) // (2 * blocks))),
+        pack=config.data.packing,
+        refuse_bad=config.data.bad_documents == "stop",
+    )
+
+
+def _documents(
+    data: DataConfig, paths: Sequence[str], tokenizers: IdTokenizers, where: str
+) -> Documents:
+    """What ``paths`` hold, in their order."""
+    prefixes = {path: indexed_prefixes(path) for path in paths}
+    parts: list[Documents] = []
+    for is_indexed, run in groupby(paths, key=lambda path: bool(prefixes[path])):
+        if is_indexed:
+            found = [prefix for path in run for prefix in prefixes[path]]
+            parts += [_indexed(data, prefix, tokenizers, where) for prefix in found]
+        else:
+            parts.append(_texts(data, list(run), where))
+    return parts[0] if len(parts) == 1 else JoinedDocuments(parts)
+
+
+def _texts(data: DataConfig, paths: list[str], where: str) -> ArrowTextDataset:
+    return ArrowTextDataset(
+        paths,
+        text_key=data.text_key,
+        conversations=data.conversations,
+        messages_key=data.messages_key,
+        cache_dir=data.index_cache,
+        refuse_bad=data.bad_documents == "stop",
+        called=CorpusNames(
+            where,
+            "data.text_key",
+            "data.messages_key",
+            "--data-conversations (data.conversations: true)",
+        ),
+    )
+
+
+def _indexed(data: DataConfig, prefix: str, tokenizers: IdTokenizers, where: str) -> IndexedTexts:
+    if data.conversations:
+        raise ConfigError(
+            "a .bin with its .idx holds texts, and data.conversations asks for conversations",
+            where=where,
+            got=prefix,
+            expected="the records that it was made of, or data.conversations false",
+        )
+    tokenizer = tokenizers.of(prefix)
+    return IndexedTexts(
+        prefix,
+        tokenizer,
+        are_the_students=tokenizer.fingerprint() == tokenizers.student.fingerprint(),
+        cache_dir=data.index_cache,
+    )
+
+
+def summary(datasets: Sequence[PackedTextDataset]) -> dict[str, Any]:
+    """What a user should know of the data before training on it; plain values."""
+    report = sum((dataset.documents.report for dataset in datasets), CorpusReport())
+    hashes = [dataset.documents.sha256 for dataset in datasets]
+    return {
+        "sha256": hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest(),
+        "documents": report.documents,
+        "bytes": report.bytes,
+        "empty_rows": report.empty_rows,
+        "bad_rows": report.bad_rows,
+    }
+
+
+_BLANK = PackedSample(())
+"""A row that predicts nothing."""
+
+
+class HeldOut:
+    """The rows of held-out texts, filled up with blank ones to whole global batches.
+
+    Args:
+        dataset: The texts, without an end-of-document token, so that labels are the text.
+        global_batch_size: G
+
+    Attributes:
+        refused: Documents that were left out, which ``data.bad_documents: skip`` allows.
+
+    Raises:
+        DataError: No row fits the models.
+    """
+
+    def __init__(self, dataset: PackedTextDataset, *, global_batch_size: int) -> None:
+        blocks = [dataset[0, block] for block in range(dataset.block_count(0))]
+        self.dataset = dataset
+        self.samples = list(chain.from_iterable(block.samples for block in blocks))
+        self.dropped_bytes = sum(block.dropped_bytes for block in blocks)
+        self.refused = [document for block in blocks for document in block.refused]
+        if not self.samples:
+            raise DataError(
+                "no held-out text fits the models' sequence lengths",
+                got=f"{self.dropped_bytes} bytes dropped",
+                fix="raise seq_length",
+            )
+        self._rows = global_batch_size
+
+    def global_batches(self, replica: Replica) -> Iterator[list[list[PackedSample]]]:
+        """The replica's microbatches of each global batch."""
+        filled = -(-len(self.samples) // self._rows) * self._rows
+        samples = [*self.samples, *[_BLANK] * (filled - len(self.samples))]
+        for first in range(0, filled, self._rows):
+            own = [samples[first + row] for row in range(self._rows) if replica.has(row)]
+            size = replica.micro_batch_size
+            yield [own[start : start + size] for start in range(0, len(own), size)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """The same on every rank."""
+
+    collator: CrossTokenizerCollator
+    """Of training rows."""
+
+    sources: list[WeightedDataset]
+
+    held_out: HeldOut | None
+
+    config: DistillConfig
+
+    @classmethod
+    def read(
+        cls,
+        config: DistillConfig,
+        tokenizer: MegatronTokenizerText,
+        teachers: Mapping[str, tuple[MegatronTokenizerText, int]],
+    ) -> RunData:
+        """Index the files, and tokenize what is held out.
+
+        Args:
+            config: The run.
+            tokenizer: The student's.
+            teachers: Tokenizer and sequence length of each teacher by its name.
+
+        Raises:
+            MegatronExtError: Files that cannot be read, hold nothing, or fit no row.
+        """
+        collator = make_collator(config, tokenizer, teachers)
+        known = IdTokenizers(
+            student=tokenizer,
+            teachers={name: its for name, (its, _) in teachers.items()},
+            named=config.data.indexed_tokenizer,
+        )
+        sources = training_sources(config, collator, known)
+        held_out = None
+        if config.data.validation:
+            # Without an end-of-document token labels are the text, whose bytes are counted.
+            reader = make_collator(config, tokenizer, teachers, append_eod=False)
+            held_out = HeldOut(
+                held_out_dataset(config, reader, known),
+                global_batch_size=config.training.global_batch_size,
+            )
+        return cls(collator=collator, sources=sources, held_out=held_out, config=config)
+
+    @property
+    def has_student_ids(self) -> bool:
+        """Whether documents to train on are kept as ids of the student's tokenizer."""
+        return any(source.dataset.documents.has_student_ids for source in self.sources)
+
+    def batches(self, replica: Replica) -> GlobalBatches:
+        """Global batches from the first one on, as a replica reads them."""
+        workers = self.config.data.num_workers
+        options: dict[str, Any] = {"num_workers": workers}
+        if workers:
+            options["multiprocessing_context"] = "forkserver"
+        return GlobalBatches(
+            self.sources,
+            global_batch_size=self.config.training.global_batch_size,
+            replica=replica,
+            seed=self.config.training.seed,
+            **options,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """What a user should know of the text; plain values."""
+        held_out = self.held_out
+        return {
+            "train": summary([source.dataset for source in self.sources]),
+            "validation": held_out
+            and {
+                **summary([held_out.dataset]),
+                "rows": len(held_out.samples),
+                "dropped_bytes": held_out.dropped_bytes,
+                "refused": [document._asdict() for document in held_out.refused],
+            },
+        }

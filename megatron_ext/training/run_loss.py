@@ -1,0 +1,202 @@
+"""What of a run's loss can be known to be wrong before a model is built.
+
+How distillation weighs against cross-entropy in a run, step after step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.errors import ConfigError, LossError
+from megatron_ext.losses import (
+    FixedWeighting,
+    GradientMagnitudeWeighting,
+    LayerGradients,
+    LossWeighting,
+    MatchedWeighting,
+    Objective,
+    ScheduledWeighting,
+)
+from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.training.config import DistillConfig, LossConfig, ModelConfig
+from megatron_ext.training.exclusions import check_exclusions
+from megatron_ext.training.objective import make_objective, teacher_objective
+from megatron_ext.training.run_plan import TeacherPlan
+from megatron_ext.training.teacher_term import make_aggregator
+from megatron_ext.typed_mapping import build_config
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+_TERMS: Final = ("kd", "ce")
+
+_SECTION: Final = "loss.weighting_options"
+
+
+def make_weighting(loss: LossConfig, *, train_iters: int) -> LossWeighting:
+    """The weighting of a run of ``train_iters`` steps, before the first.
+
+    Raises:
+        ConfigError: Options that it does not have or cannot use.
+    """
+    _check_options(loss)
+    weights = {"kd": loss.kd_weight, "ce": loss.ce_weight, "steps": train_iters}
+    values = {name: weights[name] for name in _OF_LOSS[loss.weighting]}
+    try:
+        return _build(_KINDS[loss.weighting], {**values, **loss.weighting_options})
+    except LossError as error:
+        raise ConfigError(str(error), where=_SECTION) from error
+
+
+def layer_gradients(gpt: GPTModel, groups: ProcessGroups) -> LayerGradients:
+    """What measures the terms' gradients: over the matrices of a last stage's last layer."""
+    matrices = [weight for weight in gpt.decoder.layers[-1].parameters() if weight.dim() > 1]
+    return LayerGradients(matrices, _TERMS, tp_group=groups.tp, dp_group=groups.dp_cp)
+
+
+def observe(
+    weighting: LossWeighting,
+    metrics: Mapping[str, float],
+    gradients: LayerGradients | None,
+    groups: ProcessGroups,
+    *,
+    has_both: bool,
+) -> None:
+    """Tell the weighting, on every rank alike, what the last stage has seen of a global batch.
+
+    A step without one of the terms is left out.
+
+    Args:
+        metrics: On the last stage the means of the terms.
+        gradients: On the last stage what each term pulled at the last layer, where that is asked.
+        has_both: Whether both terms count anything; of the last stage.
+
+    Collectives: none where it observes nothing; else one broadcast over the stages, and those of
+    ``LayerGradients.norms``.
+    """
+    if weighting.observes == "nothing":
+        return
+    seen = torch.zeros(len(_TERMS) + 1, dtype=torch.float64, device=groups.device)
+    if groups.is_last_stage:
+        values = metrics if gradients is None else gradients.norms()
+        seen = seen.new_tensor([float(has_both), *(values[name] for name in _TERMS)])
+    is_whole, *shared = groups.broadcast_from_last_stage(seen).tolist()
+    if is_whole:
+        weighting.observe(dict(zip(_TERMS, shared, strict=True)))
+
+
+_KINDS: Final[Mapping[str, type[Any]]] = {
+    "fixed": FixedWeighting,
+    "scheduled": ScheduledWeighting,
+    "matched": MatchedWeighting,
+    "gradient_magnitude": GradientMagnitudeWeighting,
+}
+
+_OF_LOSS: Final[Mapping[str, tuple[str, ...]]] = {
+    "fixed": ("kd", "ce"),
+    "scheduled": ("kd", "ce", "steps"),
+    "matched": ("ce",),
+    "gradient_magnitude": (),
+}
+"""What each takes from the rest of the configuration."""
+
+
+def _build(kind: type[Any], values: Mapping[str, Any]) -> LossWeighting:
+    weighting: LossWeighting = build_config(kind, values, lambda keys: ".".join((_SECTION, *keys)))
+    return weighting
+
+
+def _check_options(loss: LossConfig) -> None:
+    for name in loss.weighting_options:
+        if name.startswith("_") or name in ("kd", "ce", "terms"):
+            raise ConfigError(
+                "no such option of a weighting",
+                where=f"{_SECTION}.{name}",
+                fix="weights are loss.kd_weight and loss.ce_weight",
+            )
+
+
+def check_objectives(config: DistillConfig) -> None:
+    """Check that objectives have their names and options, whatever the run then does with them.
+
+    Raises:
+        ConfigError: An option that one does not have or cannot use.
+        UnknownNameError: There is no such objective.
+    """
+    # Also where nothing distils: a wrong name or option is an error.
+    make_objective(config.loss)
+    for name in config.named_teachers if config.distils else ():
+        teacher_objective(TeacherPlan.of(config, name))
+
+
+def check_loss(
+    config: DistillConfig,
+    tokenizer: MegatronTokenizerText,
+    teachers: Mapping[str, MegatronTokenizerText],
+) -> None:
+    """Check what objectives, which ``check_objectives`` found right, ask of the run.
+
+    Args:
+        teachers: Tokenizers by name.
+
+    Raises:
+        ConfigError: Something does not go together.
+    """
+    make_weighting(config.loss, train_iters=config.training.train_iters)
+    objectives: dict[str, Objective] = {}
+    plans = {name: TeacherPlan.of(config, name) for name in teachers}
+    if config.distils:
+        objectives = {name: teacher_objective(plan) for name, plan in plans.items()}
+        make_aggregator(config.loss, plans, objectives)
+    check_exclusions(config, "objectives", objectives=objectives)
+    for name, objective in objectives.items():
+        if objective.needs.same_tokenizer or config.loss.teacher_mode == "averaged_logits":
+            _check_same_tokenizer(plans[name], tokenizer, teachers[name], student=config.student)
+
+
+def _check_same_tokenizer(
+    teacher: TeacherPlan,
+    tokenizer: MegatronTokenizerText,
+    other: MegatronTokenizerText,
+    *,
+    student: ModelConfig,
+) -> None:
+    """Check that both models see the same ids in rows of the same length.
+
+    Args:
+        tokenizer: The student's.
+        other: The teacher's.
+    """
+    objective = teacher.loss.objective
+    why = f"the objective {objective} needs a teacher"
+    if teacher.loss.teacher_mode == "averaged_logits":
+        why = "averaged logits need teachers"
+    if tokenizer.fingerprint() != other.fingerprint():
+        raise ConfigError(
+            f"{why} with the student's tokenizer",
+            where=f"{teacher.section}.tokenizer",
+            got="another vocabulary",
+            fix="take another loss.objective, see docs/losses.md",
+        )
+    ids, model = tokenizer.vocab_size, teacher.config.model
+    compared = {
+        "seq_length": (student.seq_length, model.seq_length),
+        "make_vocab_size_divisible_by": (
+            student.make_vocab_size_divisible_by,
+            model.make_vocab_size_divisible_by,
+        ),
+        "vocab_size": (student.padded_ids(ids), model.padded_ids(ids)),
+    }
+    for key, (own, its) in compared.items():
+        if own != its:
+            raise ConfigError(
+                f"the objective {objective} compares both models position by position and token "
+                "by token",
+                where=f"{teacher.section}.model.{key}",
+                got=its,
+                expected=f"{own}, as the student's",
+            )

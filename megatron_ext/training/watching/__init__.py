@@ -1,1 +1,0 @@
-"""What a run measures of itself besides its loss, and where its numbers go."""
