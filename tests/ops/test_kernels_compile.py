@@ -36,7 +36,7 @@ def test_softmax_statistics() -> None:
 def test_unit_gradient() -> None:
     types = {"scale_ptr": "*fp32", "row_stride": "i32", "width": "i32"}
     compiles(
-        "unit_gradient_kernels",
+        "triton_math",
         [
             ("scale_rows_kernel", {"gradient_ptr": kind, **types}, {"BLOCK": 8192})
             for kind in LOGITS
