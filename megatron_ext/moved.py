@@ -12,7 +12,10 @@ from types import ModuleType
 from typing import Final
 
 MOVED: Final = {
+    "megatron_ext.alignment.chunk_class": "megatron_ext.alignment.alignment",
     "megatron_ext.atomic_file": "megatron_ext.files",
+    "megatron_ext.tokenizers.file_kind": "megatron_ext.tokenizers.tokenizer_files",
+    "megatron_ext.training.data": "megatron_ext.training",
     "megatron_ext.training.cross_tokenizer": "megatron_ext.data",
     "megatron_ext.training.cross_tokenizer.corpus": "megatron_ext.documents",
     "megatron_ext.training.cross_tokenizer.packing": "megatron_ext.data",
