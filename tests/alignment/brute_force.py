@@ -83,3 +83,11 @@ def _joined(pairs):
         else:
             merged.append([own, other])
     return merged
+
+
+def assert_swapped(forward, backward):
+    """Spans and ids of the sides have changed places."""
+    for name in ("spans", "chunk_id"):
+        for own, other in (("student", "teacher"), ("teacher", "student")):
+            first, second = getattr(forward, f"{own}_{name}"), getattr(backward, f"{other}_{name}")
+            assert np.array_equal(first, second)

@@ -5,6 +5,7 @@ from pathlib import Path
 import mistral_common
 import pytest
 
+from megatron_ext.alignment import TokenAligner
 from megatron_ext.tokenizers.libraries.sentencepiece import SentencePieceTokenizer
 from megatron_ext.tokenizers.libraries.tiktoken import TiktokenTokenizer
 
@@ -19,3 +20,8 @@ def tekken():
 @pytest.fixture(scope="session")
 def sentencepiece():
     return SentencePieceTokenizer(DATA / "mistral_instruct_tokenizer_240323.model.v3")
+
+
+@pytest.fixture(scope="session")
+def aligner(tekken, sentencepiece):
+    return TokenAligner(tekken, sentencepiece)

@@ -1,26 +1,15 @@
 """Published tokenizers and texts; see the conversation tests for where they are."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from functools import cache
-from pathlib import Path
-
-import pytest
 
 from megatron_ext.tokenizers import MegatronTokenizerText
+from tests.conversation.shared_files import SHARED, needs_shared
 
-SHARED = Path(
-    os.environ.get("MEGATRON_EXT_SHARED") or Path(__file__).parents[2] / ".." / "shared"
-).resolve()
 ALL_TEXT = os.environ.get("MEGATRON_EXT_ALL_TEXT") == "1"
-
-needs_shared = pytest.mark.skipif(
-    not SHARED.is_dir(),
-    reason="published files are absent: set MEGATRON_EXT_SHARED to a folder that has them",
-)
+__all__ = ["SHARED", "needs_shared"]
 
 HUGGINGFACE = (
     "bert_uncased",
@@ -48,7 +37,7 @@ LIBRARY_OF = dict.fromkeys(HUGGINGFACE, "huggingface") | FILES
 
 
 @cache
-def published(name: str) -> MegatronTokenizerText:
+def published(name):
     """A tokenizer of the shared folder."""
     path = SHARED / "tokenizers" / name
     if name == "llama2_sp":
@@ -56,7 +45,7 @@ def published(name: str) -> MegatronTokenizerText:
     return MegatronTokenizerText(path, {"library": LIBRARY_OF[name]}, engine="reference")
 
 
-def published_texts() -> dict[str, list[str]]:
+def published_texts():
     """Paragraphs by what they are in: 30 languages and more, mathematics, prose, code."""
     corpora = SHARED / "corpora"
     texts = {
@@ -72,7 +61,7 @@ def published_texts() -> dict[str, list[str]]:
     return texts
 
 
-def _po_texts(path: Path) -> list[str]:
+def _po_texts(path):
     """Translations of a catalogue, one paragraph each."""
     source = path.read_text(encoding="utf-8")
     found = re.findall(r'^msgstr(?:\[\d\])? ((?:"[^\n]*"\s*)+)', source, flags=re.MULTILINE)

@@ -54,34 +54,28 @@ def microbatches(draw):
     return chunk_ids, draw(st.integers(1, 20)), draw(st.integers(1, 20)), masks
 
 
+def padded(microbatch):
+    chunk_ids, *options = microbatch
+    names = ("student_length", "teacher_length", "student_masks")
+    return pad_alignments(chunk_ids, **dict(zip(names, options, strict=True)))
+
+
 @given(microbatches())
 @settings(deadline=None)
 def test_a_batch_is_that_of_a_slow_loop(microbatch):
-    chunk_ids, student_length, teacher_length, masks = microbatch
-    batch = pad_alignments(
-        chunk_ids,
-        student_length=student_length,
-        teacher_length=teacher_length,
-        student_masks=masks,
-    )
+    batch = padded(microbatch)
     student, teacher, count = slow_batch(*microbatch)
     assert batch.student_chunk_id.tolist() == student
     assert batch.teacher_chunk_id.tolist() == teacher
     assert batch.chunk_count == count
-    assert batch.student_chunk_id.shape == (len(chunk_ids), student_length)
+    assert batch.student_chunk_id.shape == (len(microbatch[0]), microbatch[1])
     assert batch.student_chunk_id.dtype == batch.teacher_chunk_id.dtype == torch.int64
 
 
 @given(microbatches())
 @settings(deadline=None)
 def test_every_chunk_occurs_on_both_sides(microbatch):
-    chunk_ids, student_length, teacher_length, masks = microbatch
-    batch = pad_alignments(
-        chunk_ids,
-        student_length=student_length,
-        teacher_length=teacher_length,
-        student_masks=masks,
-    )
+    batch = padded(microbatch)
     for ids in (batch.student_chunk_id, batch.teacher_chunk_id):
         assert set(ids.unique().tolist()) - {NO_CHUNK} == set(range(batch.chunk_count))
 
@@ -227,14 +221,8 @@ def assert_facts(batch, sample_of):
 @given(microbatches())
 @settings(deadline=None)
 def test_spans_classes_and_samples_of_a_padded_batch_are_those_of_its_ids(microbatch):
-    chunk_ids, student_length, teacher_length, masks = microbatch
-    batch = pad_alignments(
-        chunk_ids,
-        student_length=student_length,
-        teacher_length=teacher_length,
-        student_masks=masks,
-    )
-    assert_facts(batch, lambda position: position // student_length)
+    batch = padded(microbatch)
+    assert_facts(batch, lambda position: position // microbatch[1])
 
 
 @given(microbatches(), st.integers(1, 3))
@@ -318,13 +306,7 @@ def test_ids_that_leave_a_chunk_out_are_refused():
 @given(microbatches())
 @settings(deadline=None)
 def test_a_batch_of_marks_is_that_of_the_chunk_ids(microbatch):
-    chunk_ids, student_length, teacher_length, masks = microbatch
-    batch = pad_alignments(
-        chunk_ids,
-        student_length=student_length,
-        teacher_length=teacher_length,
-        student_masks=masks,
-    )
+    batch = padded(microbatch)
     marks = [
         np.where(starts, BEGINS, np.where(ids != NO_CHUNK, INSIDE, OUTSIDE)).astype(np.uint8)
         for ids, starts in (
@@ -333,7 +315,6 @@ def test_a_batch_of_marks_is_that_of_the_chunk_ids(microbatch):
         )
     ]
     marked = AlignmentBatch.from_marks(*marks)
-
     for field in fields(AlignmentBatch):
         own, expected = getattr(marked, field.name), getattr(batch, field.name)
         assert own == expected if not torch.is_tensor(own) else own.equal(expected), field.name

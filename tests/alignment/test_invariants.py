@@ -29,11 +29,6 @@ texts = st.lists(
 ).map("".join)
 
 
-@pytest.fixture(scope="session")
-def aligner(tekken, sentencepiece):
-    return TokenAligner(tekken, sentencepiece)
-
-
 @given(text=texts)
 @any_text
 def test_every_token_that_covers_a_byte_is_in_one_chunk(aligner, text):

@@ -4,8 +4,6 @@ The truth is computed here with sets: from the bytes of each token where these s
 for tokenizers that normalise from the offsets into the original text that they report.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from itertools import accumulate, permutations

@@ -33,11 +33,6 @@ PASSAGES = [
 ]
 
 
-@pytest.fixture(scope="session")
-def aligner(tekken, sentencepiece):
-    return TokenAligner(tekken, sentencepiece)
-
-
 @given(text=texts)
 @any_text
 def test_chunks_of_any_text_are_the_groups_of_tokens_that_share_bytes(aligner, text):

@@ -18,7 +18,7 @@ class HtmlPage(HTMLParser):
         source: The page.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source):
         super().__init__(convert_charrefs=True)
         self.source = source
         self.elements: list[tuple[str, dict[str, str]]] = []
@@ -35,7 +35,7 @@ class HtmlPage(HTMLParser):
         assert self._open == []
         self._check_policy()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         values = {name: value or "" for name, value in attrs}
         self.elements.append((tag, values))
         for name in values:
@@ -53,22 +53,22 @@ class HtmlPage(HTMLParser):
                 self.chunks[-1][1][-1].append("")
                 self.titles.append(values["title"])
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.handle_starttag(tag, attrs)
         self.handle_endtag(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self._open.pop()[0] == tag
         self.text += " " if tag not in ("i", "b", "u", "bdi") else ""
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self._data.append((list(self._open), data))
         tags = [tag for tag, _ in self._open]
         if tags[-2:] == ["i", "bdi"]:
             self.chunks[-1][1][-1][-1] += data
         self.text += data if tags[-1:] not in (["style"], ["script"]) else ""
 
-    def inside(self, *tags: str, style: str | None = None) -> list[str]:
+    def inside(self, *tags, style=None):
         """Data right within elements of these names, within one of a class where one is named."""
         return [
             data
@@ -78,11 +78,11 @@ class HtmlPage(HTMLParser):
             and (style is None or any(style in one.get("class", "").split() for _, one in path))
         ]
 
-    def side(self, number: int) -> str:
+    def side(self, number):
         """The text of one side's tokens in all ribbons."""
         return "".join(token for _, sides in self.chunks for token in sides[number])
 
-    def _check_policy(self) -> None:
+    def _check_policy(self):
         (policy,) = (one["content"] for _, one in self.elements if "http-equiv" in one)
         (style,) = self.inside("style")
         assert "url(" not in style

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -10,25 +11,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import mistral_common
 import pytest
 import yaml
 
 from megatron_ext.cli.main import main
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.run_folder import config_values
 from tests.fork_server import fork_server
 
 REPOSITORY = Path(__file__).parents[2]
+MODEL = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
 
 
-def write_config(folder: Path, config: DistillConfig) -> Path:
+def write_config(folder, config):
     """The configuration as the YAML file that a user would have written."""
     path = folder / f"{Path(config.run_dir).name}.yaml"
     path.write_text(yaml.safe_dump(config_values(config), sort_keys=False), encoding="utf-8")
     return path
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments):
     """``megatron-ext`` with these arguments on one CPU process, its output captured."""
     # One thread, for the same sums in every process; no GPU, for the same run on every machine.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -43,7 +45,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process):
     """What a process that must succeed printed."""
     try:
         output, errors = process.communicate(timeout=180)
@@ -53,7 +55,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def refusal(capsys, *words):
     """What a command line that must be refused says on standard error, in one line at its end."""
     with pytest.raises(SystemExit) as stopped:
         main([str(word) for word in words])
@@ -63,7 +65,15 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return errors
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def contents(folder):
+    """What is in a folder: digests of files by their path."""
+    return {
+        path.relative_to(folder): path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def kill(process):
     """SIGKILL for the process and for those it forked to write a checkpoint."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -77,23 +87,23 @@ class PreloadedRun:
         output: File for what it prints.
     """
 
-    def __init__(self, *arguments: str, output: Path) -> None:
+    def __init__(self, *arguments, output):
         context = fork_server()
         self.output = output
         self._process: Any = context.Process(target=_run_preloaded, args=(arguments, output))
         self._process.start()
 
-    def is_alive(self) -> bool:
+    def is_alive(self):
         """Whether it runs."""
         return bool(self._process.is_alive())
 
-    def kill(self) -> None:
+    def kill(self):
         """SIGKILL for the process and for those it forked to write a checkpoint."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.join()
 
-    def finish(self) -> str:
+    def finish(self):
         """What it printed; it must succeed."""
         self._process.join(180)
         self.kill()
@@ -102,7 +112,7 @@ class PreloadedRun:
         return text
 
 
-def _run_preloaded(arguments: tuple[str, ...], output: Path) -> None:
+def _run_preloaded(arguments, output):
     os.setsid()
     # One thread, for the same sums in every process; no GPU, for the same run on every machine.
     import torch

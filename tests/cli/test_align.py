@@ -1,7 +1,5 @@
 """``megatron-ext align``: the audit of a pair as text, JSON and a page."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

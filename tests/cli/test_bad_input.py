@@ -1,11 +1,9 @@
 """Whatever a user gets wrong is one line on standard error, a non-zero exit, and no output."""
 
-from __future__ import annotations
-
 import copy
 import json
+import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ Values = dict[str, Any]
 
 
 @pytest.fixture
-def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Values:
+def values(tmp_path, monkeypatch):
     """A right configuration, as a mapping to spoil; its teacher's checkpoint is only a folder."""
     # Nothing here may get as far as megatron-core, which changes torch for its whole process.
     monkeypatch.setitem(sys.modules, "megatron_ext.training.distill", None)
@@ -37,12 +35,10 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Values:
 
 
 @pytest.fixture
-def refused(
-    values: Values, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def refused(values, tmp_path, capsys):
     """Start ``values`` with extra flags; the one line it is refused with."""
 
-    def refused(*flags: str) -> str:
+    def refused(*flags):
         before = _files(tmp_path)
         file = tmp_path / "run.yaml"
         file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
@@ -53,74 +49,131 @@ def refused(
     return refused
 
 
-def _files(folder: Path) -> set[Path]:
+def _files(folder):
     """All but the index of the texts, which any start may leave."""
     return {path for path in folder.rglob("*") if ".text_cache" not in path.parts}
 
 
-def one_line(errors: str) -> str:
+def one_line(errors):
     assert errors.count("\n") == 1, errors
     assert errors.startswith(PREFIX)
     return errors.removeprefix(PREFIX).strip()
 
 
-def test_a_right_configuration_gets_past_every_check(values: Values, tmp_path: Path) -> None:
+def test_a_right_configuration_gets_past_every_check(values, tmp_path):
     _gets_past_every_check(values, tmp_path)
 
 
-def _gets_past_every_check(values: Values, folder: Path) -> None:
+def _gets_past_every_check(values, folder):
     (folder / "run.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ImportError, match=r"megatron_ext\.training\.distill"):
         main(["distill", "--config", str(folder / "run.yaml")])
 
 
 @pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
-def test_a_tokenizer_of_bytes_needs_no_file(values: Values, tmp_path: Path, section: str) -> None:
+def test_a_tokenizer_of_bytes_needs_no_file(values, tmp_path, section):
     _section(values, section).clear()
     _section(values, section)["library"] = "byte-level"
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(ImportError, match=r"megatron_ext\.training\.distill"):
-        main(["distill", "--config", str(tmp_path / "run.yaml")])
+    _gets_past_every_check(values, tmp_path)
 
 
 @pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
-def test_a_run_reads_no_numbers(values, refused, section) -> None:
-    _section(values, section).clear()
-    _section(values, section).update(library="null", vocab_size=300)
-    assert refused().startswith(f"{section}: a run reads texts, of which a null tokenizer knows")
-
-
-@pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
-def test_a_missing_tokenizer_file_is_named(values, refused, section) -> None:
-    _section(values, section)["model"] = "/nowhere/tokenizer.model"
-    assert refused().startswith("/nowhere/tokenizer.model: the tokenizer does not exist")
-
-
-@pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
-def test_a_tokenizer_that_is_not_named_is_asked_for_by_key_and_flag(
-    values, refused, section
-) -> None:
-    del _section(values, section)["model"]
+@pytest.mark.parametrize(
+    ("changes", "start", "end"),
+    [
+        (
+            {"model": None, "library": "null", "vocab_size": 300},
+            "{}: a run reads texts, of which",
+            "",
+        ),
+        ({"model": "/no/t.model"}, "/no/t.model: the tokenizer does not exist", ""),
+        ({"model": None}, "{}.model: no tokenizer is named", "set it, or pass --{flag}-model"),
+        ({"mode": "multimodal", "prompt_format": "mistral"}, "{}: a run reads no images", ""),
+    ],
+    ids=["null", "missing", "not named", "images"],
+)
+def test_a_tokenizer_that_a_run_cannot_use_is_refused(
+    values, refused, section, changes, start, end
+):
+    settings = _section(values, section)
+    if changes.get("library") == "null":
+        settings.clear()
+    settings.update(changes)
+    if changes.get("model", "") is None:
+        del settings["model"]
     line = refused()
-    assert line.startswith(f"{section}.model: no tokenizer is named")
-    assert line.endswith(f"set it, or pass --{section.replace('.', '-')}-model")
+    assert line.startswith(start.format(section))
+    assert line.endswith(end.format(flag=section.replace(".", "-")))
 
 
-@pytest.mark.parametrize("section", ["tokenizer", "teacher.tokenizer"])
-def test_a_run_reads_no_images(values, refused, section) -> None:
-    _section(values, section).update(mode="multimodal", prompt_format="mistral")
-    assert refused().startswith(f"{section}: a run reads no images")
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("data.train=['0.5', a, b.jsonl]", "^data.train: weights and paths do not alternate"),
+        ("teacher.tokenizer.library=huggingface", "got a sentencepiece file; use library 'sent"),
+        ("optimizer.learning_rat=1", r"run.yaml:\d+: optimizer.learning_rat: unknown configurat"),
+        ("optimizer.learning_rat=1", "configuration key; expected one of lr, min_lr"),
+        ("loss.objective=projected_lk", "got 'projected_lk'; expected one of .*mean 'projected_kl"),
+        ("loss.options={vocab_topkk: 8}", r"^loss.options.vocab_topkk: unknown configuration key"),
+        ("loss.options={vocab_topkk: 8}", r"expected one of .*; did you mean 'vocab_topk'\?$"),
+        (
+            "loss.objective=vocab_kl",
+            "^teacher.tokenizer: the objective vocab_kl needs a teacher with",
+        ),
+        (
+            "projection=/nowhere/p.safetensors",
+            "^/nowhere/p.safetensors: there is no projection file",
+        ),
+        ("initial_checkpoint=/nowhere", "^initial_checkpoint: no check"),
+        ("run_dir=/dev/null/run", "^run_dir: the run folder cannot be written to"),
+        (
+            "data.conversations=true",
+            "^tokenizer: conversations need a prompt format; got a tokenizer",
+        ),
+        (
+            "data.conversations=true",
+            "set tokenizer.prompt_format, or pass --tokenizer-prompt-format, ",
+        ),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(values, refused, setting, words):
+    keys, _, value = setting.partition("=")
+    section, _, key = keys.rpartition(".")
+    _section(values, section)[key] = yaml.safe_load(value)
+    assert re.search(words, refused())
 
 
-def test_conversations_need_a_prompt_format(values, refused) -> None:
-    values["data"]["conversations"] = True
-    line = refused()
-    assert line.startswith("tokenizer: conversations need a prompt format; got a tokenizer without")
-    assert "set tokenizer.prompt_format, or pass --tokenizer-prompt-format, see" in line
+def test_options_on_the_command_line_take_the_place_of_those_in_the_file(values, refused):
+    values["loss"]["options"] = {"vocab_topkk": 8}
+    line = refused("--loss-options", '{"vocab_topk": "few"}')
+    assert line.startswith("loss.options.vocab_topk: a value has the wrong type; got 'few'")
+
+
+@pytest.mark.parametrize(
+    ("processes", "layers", "parallel", "words"),
+    [
+        (
+            6,
+            4,
+            2,
+            r"got 6 processes; .* a multiple of 4 \(tensor_model_parallel_size 2.*--nproc-per-",
+        ),
+        (3, 4, 1, r"got 4; expected a multiple of 6 \(micro_batch_size 2 x 3"),
+        (4, 3, 2, "layers do not divide over pipeline_model_parallel_size; got 3 over 2; .*of 2"),
+    ],
+)
+def test_what_does_not_divide_over_processes_is_refused(
+    values, refused, monkeypatch, processes, layers, parallel, words
+):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    values["student"]["num_layers"] = layers
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    values["parallel"] |= dict.fromkeys(sizes, parallel)
+    assert re.search(words, refused())
 
 
 @pytest.mark.parametrize("side", ["student", "teacher", "one of several teachers"])
-def test_a_chat_template_is_asked_for_by_its_switch(values, refused, side) -> None:
+def test_a_chat_template_is_asked_for_by_its_switch(values, refused, side):
     values["data"]["conversations"] = True
     values["tokenizer"]["chat_template"] = "{{ messages[0].content }}"
     section, flag = "tokenizer", ", or pass --tokenizer-prompt-format auto"
@@ -138,7 +191,7 @@ def test_a_chat_template_is_asked_for_by_its_switch(values, refused, side) -> No
 
 
 @pytest.mark.parametrize("asked", [{"prompt_format": "auto"}, {"mode": "sft"}], ids=str)
-def test_a_run_reads_conversations_by_each_tokenizers_template(values, tmp_path, asked) -> None:
+def test_a_run_reads_conversations_by_each_tokenizers_template(values, tmp_path, asked):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     for section in ("tokenizer", "teacher.tokenizer"):
         _section(values, section).update(asked, chat_template=template)
@@ -151,17 +204,7 @@ def test_a_run_reads_conversations_by_each_tokenizers_template(values, tmp_path,
     assert all(word in said for setting in asked.items() for word in setting)
 
 
-def test_a_blend_needs_a_weight_before_every_path(values, refused) -> None:
-    values["data"]["train"] = ["0.5", *values["data"]["train"], "b.jsonl"]
-    assert refused().startswith("data.train: weights and paths do not alternate")
-
-
-def test_the_wrong_library_is_told_the_right_one(values, refused) -> None:
-    values["teacher"]["tokenizer"]["library"] = "huggingface"
-    assert "got a sentencepiece file; use library 'sentencepiece'" in refused()
-
-
-def test_a_truncated_sentencepiece_model_is_refused(values, refused, tmp_path) -> None:
+def test_a_truncated_sentencepiece_model_is_refused(values, refused, tmp_path):
     whole = Path(values["teacher"]["tokenizer"]["model"]).read_bytes()
     cut = tmp_path / "cut.model"
     cut.write_bytes(whole[: len(whole) // 2])
@@ -188,7 +231,7 @@ def test_a_truncated_sentencepiece_model_is_refused(values, refused, tmp_path) -
 )
 def test_text_that_cannot_be_used_is_refused_with_its_place(
     values, refused, tmp_path, part, name, contents, place, words
-) -> None:
+):
     file = tmp_path / name
     if contents is not None:
         file.write_bytes(contents)
@@ -200,21 +243,14 @@ def test_text_that_cannot_be_used_is_refused_with_its_place(
         assert line.startswith(f"{file}{place}: ")
 
 
-def test_text_that_no_window_holds_is_refused(values, refused, tmp_path) -> None:
+def test_text_that_no_window_holds_is_refused(values, refused, tmp_path):
     (tmp_path / "x.txt").write_text("a")
     values["data"]["train"] = [str(tmp_path / "x.txt")]
     values["student"]["seq_length"] = values["teacher"]["model"]["seq_length"] = 1
     assert "raise its length" in refused()
 
 
-def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_key(values, refused) -> None:
-    values["optimizer"]["learning_rat"] = values["optimizer"].pop("lr")
-    line = refused()
-    assert "run.yaml:" in line
-    assert "optimizer.learning_rat: unknown configuration key; expected one of lr, min_lr" in line
-
-
-def test_a_value_of_the_wrong_type_is_refused_with_its_line(values, refused, tmp_path) -> None:
+def test_a_value_of_the_wrong_type_is_refused_with_its_line(values, refused, tmp_path):
     values["training"]["train_iters"] = "many"
     line = refused()
     number = int(line.removeprefix(f"{tmp_path / 'run.yaml'}:").split(":")[0])
@@ -222,39 +258,13 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_line(values, refused, tmp
     assert "training.train_iters: a value has the wrong type; got 'many'; expected int" in line
 
 
-def test_an_unknown_objective_lists_the_known_ones(values, refused) -> None:
-    values["loss"]["objective"] = "projected_lk"
-    line = refused()
-    assert "got 'projected_lk'; expected one of" in line
-    assert "did you mean 'projected_kl'?" in line
-
-
-def test_an_unknown_objective_is_no_other_experiment(values, refused, tmp_path) -> None:
+def test_an_unknown_objective_is_no_other_experiment(values, refused, tmp_path):
     record_run(student_run(tmp_path, "run"), {})
     _checkpoint(tmp_path / "run" / "checkpoints")
     assert "did you mean 'projected_kl'?" in refused("--loss-objective", "projectedkl")
 
 
-def test_a_wrong_option_of_the_objective_names_the_nearest(values, refused) -> None:
-    values["loss"]["options"] = {"vocab_topkk": 8}
-    line = refused()
-    assert line.startswith("loss.options.vocab_topkk: unknown configuration key; expected one of ")
-    assert line.endswith("did you mean 'vocab_topk'?")
-
-
-def test_options_on_the_command_line_take_the_place_of_those_in_the_file(values, refused) -> None:
-    values["loss"]["options"] = {"vocab_topkk": 8}
-    line = refused("--loss-options", '{"vocab_topk": "few"}')
-    assert line.startswith("loss.options.vocab_topk: a value has the wrong type; got 'few'")
-
-
-def test_vocab_kl_is_refused_for_a_teacher_with_another_tokenizer(values, refused) -> None:
-    values["loss"]["objective"] = "vocab_kl"
-    line = refused()
-    assert line.startswith("teacher.tokenizer: the objective vocab_kl needs a teacher with the")
-
-
-def test_a_projection_of_another_pair_is_refused(values, refused, tmp_path) -> None:
+def test_a_projection_of_another_pair_is_refused(values, refused, tmp_path):
     other = TokenizerConfig(model=values["tokenizer"]["model"], vocab_size=1400)
     teacher = TokenizerConfig(model=values["teacher"]["tokenizer"]["model"])
     file = tmp_path / "other.safetensors"
@@ -266,35 +276,8 @@ def test_a_projection_of_another_pair_is_refused(values, refused, tmp_path) -> N
     assert "8001 ids" in line
 
 
-def test_a_missing_projection_is_refused(values, refused) -> None:
-    values["projection"] = "/nowhere/projection.safetensors"
-    assert refused().startswith("/nowhere/projection.safetensors: there is no projection file")
-
-
-def test_processes_that_make_no_whole_replica_are_refused(values, refused, monkeypatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    values["parallel"] |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    line = refused()
-    assert "got 6 processes; expected a multiple of 4 (tensor_model_parallel_size 2" in line
-    assert "--nproc-per-node" in line
-
-
-def test_a_batch_that_does_not_divide_over_the_replicas_is_refused(
-    values, refused, monkeypatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "got 4; expected a multiple of 6 (micro_batch_size 2 x 3" in refused()
-
-
-def test_layers_that_do_not_divide_over_the_stages_are_refused(values, refused) -> None:
-    values["student"]["num_layers"] = 3
-    line = refused("--pipeline-model-parallel-size", "2")
-    assert "the student's num_layers do not divide over pipeline_model_parallel_size" in line
-    assert "got 3 over 2; expected a multiple of 2" in line
-
-
 @pytest.mark.parametrize("exists", [False, True], ids=["absent", "empty"])
-def test_a_missing_teacher_checkpoint_is_refused(values, refused, tmp_path, exists) -> None:
+def test_a_missing_teacher_checkpoint_is_refused(values, refused, tmp_path, exists):
     if exists:
         (tmp_path / "none").mkdir()
     values["teacher"]["checkpoint"] = str(tmp_path / "none")
@@ -314,42 +297,31 @@ def test_a_missing_teacher_checkpoint_is_refused(values, refused, tmp_path, exis
 )
 def test_a_model_that_is_not_there_is_the_reason_and_not_its_missing_shape(
     values, refused, section, key, place
-) -> None:
+):
     values["student"] = {"seq_length": 41}
     values["teacher"]["model"] = {"seq_length": 53}
     if section != ("teacher",):
         del values["teacher"]
-    (_section(values, ".".join(section)) if section else values)[key] = "Qwen/Qwen3-4B"
+    _section(values, ".".join(section))[key] = "Qwen/Qwen3-4B"
     line = refused()
     assert f"run.yaml:{_line_of(values, key)}: {place}: no checkpoint found; got Qwen/Q" in line
     assert "which does not exist; expected a HuggingFace folder" in line
     assert line.endswith("hf download OWNER/NAME --local-dir Qwen/Qwen3-4B")
 
 
-def _line_of(values: Values, key: str) -> int:
+def _line_of(values, key):
     lines = yaml.safe_dump(values, sort_keys=False).splitlines()
     (number,) = (i for i, line in enumerate(lines, 1) if line.strip() == f"{key}: Qwen/Qwen3-4B")
     return number
 
 
-def test_a_missing_first_checkpoint_of_the_student_is_refused(values, refused) -> None:
-    assert refused("--initial-checkpoint", "/nowhere").startswith("initial_checkpoint: no check")
-
-
-def test_a_run_folder_of_another_configuration_is_refused(values, refused, tmp_path) -> None:
+def test_a_run_folder_of_another_configuration_is_refused(values, refused, tmp_path):
     config = student_run(tmp_path, "run")
     record_run(config, {})
     _checkpoint(tmp_path / "run" / "checkpoints")
     line = refused("--lr", "0.5")
     assert line.startswith(f"{tmp_path / 'run' / 'config.yaml'}: the run folder holds a run with")
     assert "another optimizer.lr; got 0.5; expected 0.001; use another run_dir" in line
-
-
-def test_a_run_folder_that_is_a_file_is_refused(values, refused, tmp_path) -> None:
-    (tmp_path / "file").touch()
-    assert refused("--run-dir", str(tmp_path / "file" / "run")).startswith(
-        "run_dir: the run folder cannot be written to"
-    )
 
 
 @pytest.mark.parametrize(
@@ -374,17 +346,17 @@ def test_a_run_folder_that_is_a_file_is_refused(values, refused, tmp_path) -> No
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_wrong_command_line_is_refused(capsys, arguments, words) -> None:
+def test_a_wrong_command_line_is_refused(capsys, arguments, words):
     assert words in one_line(refusal(capsys, *arguments))
 
 
-def test_a_run_that_needs_a_gpu_does_not_start_on_a_cpu(values, refused, monkeypatch) -> None:
+def test_a_run_that_needs_a_gpu_does_not_start_on_a_cpu(refused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     line = refused("--require-gpu")
     assert line.startswith("training.require_gpu: a GPU is required and there is none; got ")
 
 
-def test_other_ranks_say_which_they_are(capsys, monkeypatch) -> None:
+def test_other_ranks_say_which_they_are(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit):
         main(["distill", "--config", "/nowhere.yaml"])
@@ -393,9 +365,7 @@ def test_other_ranks_say_which_they_are(capsys, monkeypatch) -> None:
     assert output.out == ""
 
 
-def test_a_start_that_fails_late_is_one_line_too_and_binds_no_folder(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_start_that_fails_late_is_one_line_too_and_binds_no_folder(folder, tmp_path):
     config = student_run(folder, "late")
     file = write_config(tmp_path, config)
     process = start("distill", "--config", str(file), "--teacher-hidden-size", "96")
@@ -406,14 +376,14 @@ def test_a_start_that_fails_late_is_one_line_too_and_binds_no_folder(
     check_run_folder(config)
 
 
-def _checkpoint(folder: Path) -> None:
+def _checkpoint(folder):
     """What tells a folder of checkpoints from others, without any weights."""
     (folder / "iter_0000001").mkdir(parents=True)
     torch.save({}, folder / "iter_0000001" / "common.pt")
     (folder / "latest").write_text("iter_0000001")
 
 
-def _section(values: Values, keys: str) -> Values:
-    for key in keys.split("."):
+def _section(values, keys):
+    for key in filter(None, keys.split(".")):
         values = values[key]
     return values

@@ -1,30 +1,17 @@
 """``megatron-ext inspect`` shows what the tokenizer does, to a person and to a program."""
 
-from __future__ import annotations
-
 import io
 import json
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-from megatron_ext.cli import inspect as verb
 from megatron_ext.cli.main import main
 from megatron_ext.cli.pages.token_view import TokenView, ribbon
-from megatron_ext.tokenizers import MegatronTokenizer, build_tokenizer
-from tests.cli.run_files import refusal, start
+from megatron_ext.tokenizers import MegatronTokenizer
+from tests.cli.run_files import MODEL, refusal, start
 
-MODEL = Path(pytest.importorskip("mistral_common").__file__).parent / "data" / "tekken_240911.json"
+pytestmark = pytest.mark.usefixtures("built_once")
 TEXT = "naïve\t2017\n\u65e5\u672c 🤷"
-
-
-@pytest.fixture(autouse=True)
-def _built_once(monkeypatch):
-    monkeypatch.setattr(verb, "build_tokenizer", _tokenizer)
-
-
-_tokenizer = cache(build_tokenizer)
 
 
 def shown(capsys, *words):
@@ -95,11 +82,9 @@ def test_a_reader_may_stop_early(tmp_path, text):
     (tmp_path / "text.txt").write_text(text)
     flags = ("--limit", "0", "--tokenizer-library", "byte-level")
     process = start("inspect", str(tmp_path / "text.txt"), *flags)
-    assert process.stdout is not None
     process.stdout.close()
     process.wait(timeout=60)
     assert process.returncode == 141
-    assert process.stderr is not None
     assert process.stderr.read() == ""
 
 

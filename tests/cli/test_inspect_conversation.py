@@ -1,11 +1,8 @@
 """``megatron-ext inspect --conversation`` says what is trained and where each character is from."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +11,11 @@ import pytest
 from megatron_ext.cli.main import main
 from megatron_ext.cli.pages.conversation_cells import cells_of
 from megatron_ext.conversation import EncodedConversation, Provenance, Span
-from megatron_ext.tokenizers import MegatronTokenizer, build_tokenizer
+from megatron_ext.tokenizers import MegatronTokenizer
 from tests.cli.html_page import HtmlPage
-from tests.cli.run_files import refusal
+from tests.cli.run_files import MODEL, refusal
 
-MODEL = Path(pytest.importorskip("mistral_common").__file__).parent / "data" / "tekken_240911.json"
+pytestmark = pytest.mark.usefixtures("built_once")
 HOSTILE = '</s> </div><script>alert("1")</script> &amp; \u202e\x1b[31m 🤷 日本'
 CHAT = [
     {"role": "user", "content": f"What is 2+2? {HOSTILE}"},
@@ -40,13 +37,6 @@ def inspect(capsys, *words, prompt_format="mistral"):
 
 def refused(capsys, *words):
     return refusal(capsys, "inspect", *words, *FLAGS, "mistral")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _a_vocabulary_is_read_once():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_ext.cli.inspect.build_tokenizer", cache(build_tokenizer))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -245,10 +235,7 @@ def test_a_conversation_that_training_refuses_says_so(capsys, tmp_path):
     file.write_text(json.dumps(CHAT[:1]), encoding="utf-8")
     row = only_row(inspect(capsys, "--conversation", str(file), "--json").out)
     assert row["refusal"].startswith("there is nothing to train on")
-    assert row["warnings"][0] == {
-        "message": None,
-        "text": "nothing of the conversation is trained",
-    }
+    assert row["warnings"][0] == {"message": None, "text": "nothing of the conversation is trained"}
     out = inspect(capsys, "--conversation", str(file)).out
     assert "a run leaves the conversation out: there is nothing to train on" in out
 

@@ -1,9 +1,6 @@
 """``megatron-ext projection``: its own actions on files of either kind."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +8,7 @@ import torch
 
 from megatron_ext.cli.main import main
 from megatron_ext.projection import SparseProjection
+from tests.cli.run_files import refusal
 from tests.projection.original_recipe import default_file, leaked_share
 from tests.projection.trained_pair import trained_pair
 
@@ -18,7 +16,7 @@ from tests.projection.trained_pair import trained_pair
 class Files:
     """A pair of tokenizers, and the file that the original recipe makes of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         (student, self.student), (teacher, self.teacher) = trained_pair(folder)
         self.names = ("--student", str(self.student), "--teacher", str(self.teacher))
         self.content = default_file(student, teacher)
@@ -38,10 +36,7 @@ def projection(*words):
 
 
 def refused(capsys, *words):
-    with pytest.raises(SystemExit) as stopped:
-        projection(*words)
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
+    return refusal(capsys, "projection", *words)
 
 
 def test_what_is_built_is_the_projection_of_the_pair(files, tmp_path):

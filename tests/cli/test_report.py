@@ -1,21 +1,23 @@
 """``megatron-ext report``: runs as one page, whatever state they are in."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from megatron_ext.alignment import ChunkCounts
 from megatron_ext.cli.main import main
 from megatron_ext.cli.pages import frame, run_tables
+from megatron_ext.cli.pages.frame import element, swatch
 from megatron_ext.cli.pages.run_charts import SIDE, Chart, Curve, means, smoothed
 from megatron_ext.training.faults import FaultCounts
 from tests.cli.html_page import HtmlPage
@@ -43,36 +45,22 @@ def tokenizers(tmp_path_factory):
     }
 
 
-def row(iteration: int, **more):
+LOGGED = yaml.safe_load("""
+{seconds: 2.0, seconds/data: 0.25, seconds/waiting: 0.125, seconds/teacher: 0.5,
+ seconds/student: 1.0, memory_bytes: 3221225472, grad_norm: 1.5, tokens: 10, one_to_one: 6,
+ one_to_many: 2, many_to_one: 0, many_to_many: 0, student_unaligned: 0, teacher_unaligned: 0,
+ skipped_iterations: 0}
+""")
+
+
+def row(iteration, **more):
     kd = 4 / iteration
-    return {
-        "iteration": iteration,
-        "seconds": 2.0,
-        "seconds/data": 0.25,
-        "seconds/waiting": 0.125,
-        "seconds/teacher": 0.5,
-        "seconds/student": 1.0,
-        "tokens_per_second": 100.0 + iteration,
-        "memory_bytes": 3 << 30,
-        "loss": 2 + 2 * kd,
-        "ce": 2 + kd,
-        "ce/accuracy": 0.25 + iteration / 1000,
-        "kd": kd,
-        "grad_norm": 1.5,
-        "learning_rate": 1e-3 * iteration,
-        "tokens": 10,
-        "one_to_one": 6,
-        "one_to_many": 2,
-        "many_to_one": 0,
-        "many_to_many": 0,
-        "student_unaligned": 0,
-        "teacher_unaligned": 0,
-        "skipped_iterations": 0,
-        **more,
-    }
+    changing = {"loss": 2 + 2 * kd, "ce": 2 + kd, "ce/accuracy": 0.25 + iteration / 1000, "kd": kd}
+    changing |= {"tokens_per_second": 100.0 + iteration, "learning_rate": 1e-3 * iteration}
+    return {"iteration": iteration, **LOGGED, **changing, **more}
 
 
-def rows(count: int = STEPS, **more):
+def rows(count=STEPS, **more):
     found = [row(iteration, **more) for iteration in range(1, count + 1)]
     for one in found[9::10]:
         one |= {"student_bits_per_byte": 3.25, "teacher_bits_per_byte": 2.5}
@@ -80,7 +68,7 @@ def rows(count: int = STEPS, **more):
     return found
 
 
-def write_run(folder: Path, tokenizers, *, metrics=None, text=HOSTILE, **config) -> Path:
+def write_run(folder, tokenizers, *, metrics=None, text=HOSTILE, **config):
     """A folder as a run leaves it; without metrics it has not begun."""
     folder.mkdir(parents=True)
     held_out = folder / "held-out.jsonl"
@@ -107,10 +95,10 @@ class Page(HtmlPage):
     """Text of each section by its heading, and the paths that are drawn."""
 
     @property
-    def paths(self) -> list[tuple[str, str]]:
+    def paths(self):
         return [(one.get("class", ""), one["d"]) for tag, one in self.elements if tag == "path"]
 
-    def section(self, heading: str) -> str:
+    def section(self, heading):
         text = re.sub(r"\s+", " ", self.text)
         heads = ("In short", "Curves", "Time", "Evaluation", "Data", "Configuration", "Texts")
         # The names stand in the navigation first.
@@ -120,7 +108,7 @@ class Page(HtmlPage):
         return body[begin : min([at for at in later if at > 0], default=len(body))]
 
 
-def report(capsys, *words) -> Page:
+def report(capsys, *words):
     main(["report", *map(str, words)])
     page = Path(capsys.readouterr().out.strip()).read_text(encoding="utf-8")
     # It is meant to be sent: the folders of the machine are not on it.
@@ -128,7 +116,7 @@ def report(capsys, *words) -> Page:
     return Page(page)
 
 
-def refused(capsys, *words) -> str:
+def refused(capsys, *words):
     error = refusal(capsys, "report", *words)
     assert error.count("\n") == 1
     return error
@@ -145,32 +133,32 @@ def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp
     (run / "quarantine.jsonl").write_text(refused)
     page = report(capsys, run)
     assert (run / "report.html").exists()
-    short = page.section("In short")
-    assert "finished: 40 iterations" in short
-    assert "trained tokens 400 " in short
-    assert "time of all steps 1.3 min" in short
-    assert "tokens per second, median 120.5" in short
-    assert "3 GiB" in short
-    curves = page.section("Curves")
-    names = ("loss", "ce", "kd", "grad_norm", "learning_rate", "student_bits_per_byte")
-    for name in (*names, "agreement", "eval/mmlu/accuracy"):
-        assert f" {name} " in curves
-    assert "ce/accuracy" in curves
-    assert "Unchanged: tokens = 10, one_to_one = 6" in curves
-    time = page.section("Time")
+    said = {
+        "In short": (
+            *("finished: 40 iterations", "trained tokens 400 ", "time of all steps 1.3 min"),
+            *("tokens per second, median 120.5", "3 GiB"),
+        ),
+        "Curves": (
+            *(" loss ", " ce ", " kd ", " grad_norm ", " learning_rate ", "ce/accuracy"),
+            *(" student_bits_per_byte ", " agreement ", " eval/mmlu/accuracy "),
+            "Unchanged: tokens = 10, one_to_one = 6",
+        ),
+        "Time": ("waiting for samples: 5 s, 6.2%",),
+        "Evaluation": ("10 3.25 2.5", "mmlu.accuracy 0.375 mmlu.rows 3"),
+        "Data": (
+            *("train.documents 1,234", "one_to_one 75.0% one_to_many 25.0%"),
+            "run left out: 12, the first place run/text.jsonl:0, reason no text",
+        ),
+        "Configuration": ("optimizer.lr 0.006",),
+        "Texts": ("held-out.jsonl:1", "of the chunks are 1:1"),
+    }
+    for heading, parts in said.items():
+        for part in parts:
+            assert part in page.section(heading)
     # Of 2 s a step 1.75 are phases; waiting is a part of data.
-    assert re.search(r"data 10 s 12\.5%.*student 40 s 50\.0% other 10 s 12\.5%", time)
-    assert "waiting for samples: 5 s, 6.2%" in time
-    assert "10 3.25 2.5" in page.section("Evaluation")
-    assert "mmlu.accuracy 0.375 mmlu.rows 3" in page.section("Evaluation")
-    assert "train.documents 1,234" in page.section("Data")
-    left_out = "run left out: 12, the first place run/text.jsonl:0, reason no text"
-    assert left_out in page.section("Data")
+    phases = r"data 10 s 12\.5%.*student 40 s 50\.0% other 10 s 12\.5%"
+    assert re.search(phases, page.section("Time"))
     assert page.section("Data").count("no text") == 10
-    assert "one_to_one 75.0% one_to_many 25.0%" in page.section("Data")
-    assert "optimizer.lr 0.006" in page.section("Configuration")
-    assert "held-out.jsonl:1" in page.section("Texts")
-    assert "of the chunks are 1:1" in page.section("Texts")
 
 
 def test_the_loss_of_each_teacher_is_a_line_of_the_loss_chart(capsys, tmp_path, tokenizers):
@@ -366,13 +354,13 @@ def test_any_finite_values_have_a_place_in_a_chart(values):
     assert all(0 <= tick.percent <= 100 for tick in (*chart.x_ticks, *chart.y_ticks))
 
 
-def luminance(colour: str) -> float:
+def luminance(colour):
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one, other):
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 
@@ -390,3 +378,21 @@ def test_every_colour_of_text_has_the_contrast_of_wcag_aa(theme):
     grounds += [pair for tint, hue in tints.items() for pair in ((hue, tint), ("ink", tint))]
     low = {pair: contrast(*(colours[name] for name in pair)) for pair in grounds}
     assert min(low.values()) >= 4.5, min(low.items(), key=lambda item: item[1])
+
+
+@given(st.text(), st.text())
+@example(f"&lt;{HOSTILE}", f"</b>{HOSTILE}")
+def test_a_text_in_an_element_and_in_an_attribute_is_read_as_it_is(content, value):
+    read = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: read.append((tag, attributes))
+    parser.handle_endtag = read.append
+    parser.handle_data = read.append
+    parser.feed(element("b", element("i", content, {"title": value})))
+    parser.close()
+    data = [content] if content else []
+    assert read == [("b", []), ("i", [("title", value)]), *data, "i", "b"]
+
+
+def test_a_text_beside_a_colour_is_escaped():
+    assert swatch("k1", HOSTILE).count("<") == 2

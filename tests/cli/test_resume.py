@@ -1,17 +1,12 @@
 """A run that is killed and started again is the run that was never killed."""
 
-from __future__ import annotations
-
 import dataclasses
-import hashlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.tokenizers import MegatronTokenizer
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.metrics import PLOT_FILE, read_metrics
 from megatron_ext.training.run_folder import (
     CONFIG_FILE,
@@ -20,7 +15,7 @@ from megatron_ext.training.run_folder import (
     PROJECTION_FILE,
     TOKENIZER_FOLDER,
 )
-from tests.cli.run_files import PreloadedRun, write_config
+from tests.cli.run_files import PreloadedRun, contents, write_config
 from tests.training.tiny_run import student_run
 
 ITERATIONS = 6
@@ -29,7 +24,7 @@ QUANTITIES = ("iteration", "loss", "kd", "ce", "grad_norm", "learning_rate", "to
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> tuple[Path, Path]:
+def runs(folder):
     """A run that nothing interrupts, and beside it the same run, which is killed twice."""
     config = _student(folder, "uninterrupted")
     beside = _start(write_config(folder, config))
@@ -42,27 +37,23 @@ def runs(folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(runs: tuple[Path, Path]) -> Path:
+def uninterrupted(runs):
     return runs[0]
 
 
 @pytest.fixture(scope="module")
-def killed(runs: tuple[Path, Path]) -> Path:
+def killed(runs):
     return runs[1]
 
 
-def test_every_number_is_bitwise_that_of_the_uninterrupted_run(
-    uninterrupted: Path, killed: Path
-) -> None:
+def test_every_number_is_bitwise_that_of_the_uninterrupted_run(uninterrupted, killed):
     expected, resumed = read_metrics(uninterrupted), read_metrics(killed)
     assert len(expected) == ITERATIONS
     for name in (*QUANTITIES, "kd/top1_agreement"):
         assert [row[name] for row in resumed] == [row[name] for row in expected]
 
 
-def test_what_is_measured_on_held_out_text_is_bitwise_the_same(
-    uninterrupted: Path, killed: Path
-) -> None:
+def test_what_is_measured_on_held_out_text_is_bitwise_the_same(uninterrupted, killed):
     expected, resumed = read_metrics(uninterrupted), read_metrics(killed)
     measured = [row for row in expected if "student_bits_per_byte" in row]
     assert len(measured) == 2
@@ -72,7 +63,7 @@ def test_what_is_measured_on_held_out_text_is_bitwise_the_same(
             assert again[name] == row[name]
 
 
-def test_no_unfinished_file_stays_behind(killed: Path) -> None:
+def test_no_unfinished_file_stays_behind(killed):
     in_run = {path.name for path in killed.iterdir()}
     assert in_run == {
         "checkpoints",
@@ -87,7 +78,7 @@ def test_no_unfinished_file_stays_behind(killed: Path) -> None:
     assert in_checkpoints == {"latest", "iter_0000004", "iter_0000006"}
 
 
-def test_every_checkpoint_carries_the_tokenizer(killed: Path) -> None:
+def test_every_checkpoint_carries_the_tokenizer(killed):
     ours = MegatronTokenizer.from_pretrained(killed / TOKENIZER_FOLDER)
     for name in ("iter_0000004", "iter_0000006"):
         theirs = MegatronTokenizer.from_pretrained(killed / "checkpoints" / name / TOKENIZER_FOLDER)
@@ -95,10 +86,8 @@ def test_every_checkpoint_carries_the_tokenizer(killed: Path) -> None:
         assert theirs.tokenize("the parser") == ours.tokenize("the parser")
 
 
-def test_a_finished_run_started_again_says_so_and_changes_nothing(
-    folder: Path, killed: Path
-) -> None:
-    before = _contents(killed)
+def test_a_finished_run_started_again_says_so_and_changes_nothing(folder, killed):
+    before = contents(killed)
     output = _start(folder / "killed.yaml", "--async-save").finish().splitlines()
     assert output[0].startswith("device: cpu (")
     assert output[-3] == f"the run in {killed} is finished: {ITERATIONS} iterations are done"
@@ -106,10 +95,10 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(
     student, teacher = (f"{value:.3f}" for value in measured)
     assert output[-2] == f"held-out bits per byte: student {student}, teacher {teacher}"
     assert output[-1] == f"next: megatron-ext report {killed}"
-    assert _contents(killed) == before
+    assert contents(killed) == before
 
 
-def _student(folder: Path, name: str) -> DistillConfig:
+def _student(folder, name):
     config = student_run(folder, name)
     training = dataclasses.replace(
         config.training,
@@ -122,14 +111,13 @@ def _student(folder: Path, name: str) -> DistillConfig:
     return dataclasses.replace(config, training=training)
 
 
-def _killed_run(folder: Path) -> Path:
+def _killed_run(folder):
     """Killed between two checkpoints, killed again while it writes one in the background, then left
     to finish."""
     config = _student(folder, "killed")
     run = Path(config.run_dir)
     checkpoints = run / "checkpoints"
     file = write_config(folder, config)
-
     _kill_when(_start(file), lambda: _row_count(run) > SAVE_INTERVAL)
     assert SAVE_INTERVAL < _row_count(run) < ITERATIONS
     before = set(checkpoints.glob(".iter_*.partial"))
@@ -139,18 +127,17 @@ def _killed_run(folder: Path) -> Path:
     )
     assert any(checkpoints.glob(".iter_*.partial"))
     assert (checkpoints / "latest").read_text() == f"iter_{SAVE_INTERVAL:07d}"
-
     _start(file, "--async-save").finish()
     return run
 
 
-def _start(config: Path, *flags: str) -> PreloadedRun:
+def _start(config, *flags):
     return PreloadedRun(
         "distill", "--config", str(config), *flags, output=config.with_suffix(".log")
     )
 
 
-def _kill_when(process: PreloadedRun, condition: Callable[[], bool]) -> None:
+def _kill_when(process, condition):
     """End a run with SIGKILL as soon as ``condition`` holds."""
     deadline = time.monotonic() + 120
     while not condition():
@@ -161,14 +148,6 @@ def _kill_when(process: PreloadedRun, condition: Callable[[], bool]) -> None:
     process.kill()
 
 
-def _row_count(run: Path) -> int:
+def _row_count(run):
     path = run / METRICS_FILE
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def _contents(run: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(run.rglob("*"))
-        if path.is_file()
-    }

@@ -1,12 +1,9 @@
 """``megatron-ext tokenize`` as a user calls it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -22,25 +19,23 @@ TEXTS = ["one", "zwölf", "", "三 tokens", "line\nline"]
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     """A few records."""
     return write_json_lines(tmp_path / "a.jsonl", ({"text": text} for text in TEXTS))
 
 
-def tokenize(*arguments: object) -> None:
+def tokenize(*arguments):
     """The verb in this process, over bytes."""
     main(["tokenize", *BYTES, *map(str, arguments)])
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def refused(capsys, *arguments):
     """The one line with which the verb ends."""
     *_, line = refusal(capsys, "tokenize", *BYTES, *arguments).splitlines()
     return line.removeprefix("megatron-ext: error: ")
 
 
-def test_a_run_says_what_came_of_it(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_what_came_of_it(tmp_path, corpus, capsys):
     corpus.write_text(corpus.read_text() + "no json\n")
     tokenize("--input", corpus, "--output-prefix", tmp_path / "out" / "a")
     output, errors = capsys.readouterr()
@@ -70,13 +65,7 @@ def test_a_run_says_what_came_of_it(
     ],
     ids=["auto", "named"],
 )
-def test_a_run_over_conversations_says_how_it_read_them(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    flags: tuple[str, ...],
-    asked: str,
-    said: str,
-) -> None:
+def test_a_run_over_conversations_says_how_it_read_them(tmp_path, capsys, flags, asked, said):
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
     pair = {"instruction": "q", "output": "a"}
@@ -93,9 +82,7 @@ def test_a_run_over_conversations_says_how_it_read_them(
     assert [bytes(row.astype(np.uint8)) for row in dataset] == [b"user: q;assistant: a;"]
 
 
-def test_a_shard_says_that_it_is_finished(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shard_says_that_it_is_finished(tmp_path, corpus, capsys):
     flags = ("--input", corpus, "--output-prefix", tmp_path / "a", "--shard-count", 2)
     for index in (0, 1):
         tokenize(*flags, "--shard-index", index)
@@ -132,34 +119,22 @@ def test_a_shard_says_that_it_is_finished(
     ids=lambda value: " ".join(value[2:] or value) if isinstance(value, list) else "",
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(
-    tmp_path: Path,
-    corpus: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    flags: list[str],
-    line: str,
-) -> None:
+    tmp_path, corpus, capsys, monkeypatch, flags, line
+):
     monkeypatch.chdir(tmp_path)
     prefix = [] if "--output-prefix" in flags else ["--output-prefix", "out/a"]
     assert line in refused(capsys, *flags, *prefix)
     assert not list(tmp_path.glob("out/*document*"))
 
 
-def test_output_that_cannot_be_written_is_one_line(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_that_cannot_be_written_is_one_line(tmp_path, corpus, capsys):
     (tmp_path / "file").touch()
     line = refused(capsys, "--input", corpus, "--output-prefix", tmp_path / "file" / "a")
     assert "cannot write the output; got Not a directory" in line
 
 
-def test_an_interrupted_run_says_that_it_can_go_on(
-    tmp_path: Path,
-    corpus: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
+def test_an_interrupted_run_says_that_it_can_go_on(tmp_path, corpus, capsys, monkeypatch):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("megatron_ext.preprocessing.preprocess.assemble", interrupted, raising=True)
@@ -174,7 +149,7 @@ def test_an_interrupted_run_says_that_it_can_go_on(
     assert (tmp_path / "a_text_document.idx").exists()
 
 
-def test_the_help_loads_nothing_heavy() -> None:
+def test_the_help_loads_nothing_heavy():
     code = (
         "import sys; from megatron_ext.cli.main import main\n"
         "try: main(['tokenize', '--help'])\n"
@@ -188,7 +163,7 @@ def test_the_help_loads_nothing_heavy() -> None:
     assert "--tokenizer-prompt-format" in finished.stdout
 
 
-def test_nothing_but_the_builder_loads_torch(tmp_path: Path, corpus: Path) -> None:
+def test_nothing_but_the_builder_loads_torch(tmp_path, corpus):
     code = (
         "import sys; from megatron_ext.cli.main import main; "
         f"main(['tokenize', '--tokenizer-library', 'byte-level', '--input', {str(corpus)!r}, "
@@ -198,7 +173,7 @@ def test_nothing_but_the_builder_loads_torch(tmp_path: Path, corpus: Path) -> No
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 
-def test_a_killed_run_leaves_no_worker_and_goes_on_to_the_same_output(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_no_worker_and_goes_on_to_the_same_output(tmp_path):
     long = "a text that is long enough to take some time " * 20
     corpus = write_json_lines(tmp_path / "a.jsonl", ({"text": f"{i} {long}"} for i in range(6000)))
     flags = ["tokenize", "--tokenizer-library", "byte-level", "--append-eod", "--input"]
@@ -220,7 +195,7 @@ def test_a_killed_run_leaves_no_worker_and_goes_on_to_the_same_output(tmp_path: 
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def _wait_for_a_shard(process: subprocess.Popen[str], parts: Path) -> list[psutil.Process]:
+def _wait_for_a_shard(process, parts):
     """The processes under ``process`` when the first shard is finished."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:

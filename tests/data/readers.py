@@ -1,15 +1,11 @@
 """Collators for the real vocabularies that mistral-common carries, and a corpus for them."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 from megatron_ext import ArrowTextDataset, CrossTokenizerCollator, TeacherCTSpec
 from megatron_ext.data.packed_dataset import PackedTextDataset
-from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.training.tiny_run import SENTENCES, vocabulary
 
 TEXTS = [
@@ -24,20 +20,20 @@ TEXTS = [
 
 
 @cache
-def student_tokenizer() -> MegatronTokenizerText:
+def student_tokenizer():
     """Tekken."""
     model = vocabulary("tekken_240911.json")
     return build_tokenizer(TokenizerConfig(model=model, engine="reference"))
 
 
 @cache
-def teacher_tokenizer() -> MegatronTokenizerText:
+def teacher_tokenizer():
     """SentencePiece, which puts a space before the text."""
     model = vocabulary("mistral_instruct_tokenizer_240323.model.v3")
     return build_tokenizer(TokenizerConfig(model=model, engine="reference"))
 
 
-def collator(student_length: int = 64, teacher_length: int = 80, **options: Any) -> Any:
+def collator(student_length=64, teacher_length=80, **options):
     """Tekken as the student's; teachers with SentencePiece, with Tekken, and with its own."""
     return CrossTokenizerCollator(
         student_tokenizer(),
@@ -51,16 +47,21 @@ def collator(student_length: int = 64, teacher_length: int = 80, **options: Any)
     )
 
 
-def write_corpus(folder: Path) -> Path:
+def write_corpus(folder):
     """``TEXTS`` as JSON lines."""
     path = folder / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return path
 
 
-def packed(folder: Path, reader: Any = None, **options: Any) -> PackedTextDataset:
+def packed(folder, reader=None, **options):
     """``TEXTS`` in small blocks."""
     settings = {"block_bytes": 900, "run_documents": 2} | options
     return PackedTextDataset(
         ArrowTextDataset(write_corpus(folder)), reader or collator(), **settings
     )
+
+
+def student_ids(sample):
+    """Of all pieces."""
+    return [token for piece in sample.pieces for token in piece.student_ids.tolist()]

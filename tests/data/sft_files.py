@@ -1,15 +1,8 @@
 """Conversations in files, and a tokenizer that says how often it was asked."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.conversation.rendering.template_limits import template_time
@@ -31,18 +24,14 @@ class Chat(ChatOfBytes):
 
     bos = BEGIN
 
-    def __init__(self, *, trains_all: bool = False, writes_year: bool = False) -> None:
+    def __init__(self, *, trains_all=False, writes_year=False):
         super().__init__(trains_all=trains_all)
         self.calls = 0
         self._writes_year = writes_year
 
     def tokenize_conversation(
-        self,
-        conversation: Sequence[Mapping[str, str]],
-        return_target: bool,
-        add_generation_prompt: bool,
-        template_variables: Mapping[str, Any],
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        self, conversation, return_target, add_generation_prompt, template_variables
+    ):
         self.calls += 1
         system = [message["content"] for message in conversation if message["role"] == "system"]
         turns = [message for message in conversation if message["role"] != "system"]
@@ -59,7 +48,7 @@ class Chat(ChatOfBytes):
         )
 
 
-def conversations(count: int) -> list[dict[str, Any]]:
+def conversations(count):
     """Records of different lengths, each told by its first word."""
     return [
         {"messages": conversation(f"{i:02}", "a" * (1 + 5 * i % 17), "x", "b" * (i % 3 + 1))}
@@ -68,17 +57,17 @@ def conversations(count: int) -> list[dict[str, Any]]:
 
 
 def dataset(
-    folder: Path,
-    records: Sequence[Any],
+    folder,
+    records,
     *,
-    tokenizer: Any = None,
-    sequence_length: int = LENGTH,
-    num_samples: int | None = None,
-    seed: int = 5,
-    context_parallel_size: int = 1,
-    create_attention_mask: bool = False,
-    **sft: Any,
-) -> SFTDataset:
+    tokenizer=None,
+    sequence_length=LENGTH,
+    num_samples=None,
+    seed=5,
+    context_parallel_size=1,
+    create_attention_mask=False,
+    **sft,
+):
     """A dataset over ``records``, which are written to ``folder``."""
     path = folder / "data.jsonl"
     if not path.exists():
@@ -95,7 +84,7 @@ def dataset(
     )
 
 
-def segments(sample: Mapping[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
+def segments(sample):
     """Tokens and labels of each segment of a sample, that of the padding included."""
     bounds = sample["cu_seqlens"].tolist()
     return [

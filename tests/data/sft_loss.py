@@ -1,9 +1,5 @@
 """What a spawned rank runs: the loss of conversations that share samples, and of each alone."""
 
-from __future__ import annotations
-
-from typing import Final, Literal
-
 import torch
 from torch.utils.data import default_collate
 
@@ -14,15 +10,15 @@ from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.models import build_gpt_model
 
-POSITIONS: Final[tuple[Literal["learned_absolute", "rope"], ...]] = ("learned_absolute", "rope")
-VOCAB_SIZE: Final = 512
+POSITIONS = ("learned_absolute", "rope")
+VOCAB_SIZE = 512
 
 Sample = dict[str, torch.Tensor]
 Loss = tuple[float, int, torch.Tensor]
 """Sum over trained positions, their number, and the gradient of the word embeddings."""
 
 
-def losses(rank: int, cases: dict[str, tuple[list[Sample], bool]]) -> dict[str, dict[str, Loss]]:
+def losses(rank, cases):
     """By positions and case: the loss of a batch, under the mask of its segments or a causal one.
 
     Args:
@@ -56,7 +52,7 @@ def losses(rank: int, cases: dict[str, tuple[list[Sample], bool]]) -> dict[str, 
     return found
 
 
-def _loss(gpt: torch.nn.Module, batch: Sample, has_segments: bool) -> Loss:
+def _loss(gpt, batch, has_segments):
     gpt.zero_grad()
     mask = attention_mask(batch["cu_seqlens"], batch["tokens"].shape[1]) if has_segments else None
     per_token = gpt(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])

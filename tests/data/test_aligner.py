@@ -1,14 +1,11 @@
-from __future__ import annotations
-
 from functools import cache
-from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext import TokenAligner
-from megatron_ext.alignment.chunk_places import BEGINS, OUTSIDE, Marks
+from megatron_ext.alignment.chunk_places import BEGINS, OUTSIDE
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.data.aligner import TextAligner, cut
 from tests.data.readers import TEXTS, student_tokenizer, teacher_tokenizer
@@ -20,15 +17,14 @@ texts = st.lists(
 
 
 @cache
-def aligner() -> TextAligner:
+def aligner():
     return TextAligner(student_tokenizer(), [teacher_tokenizer(), student_tokenizer()])
 
 
 @settings(deadline=None, max_examples=60)
 @given(texts)
-def test_a_batch_is_aligned_as_each_of_its_texts(texts: list[str]) -> None:
+def test_a_batch_is_aligned_as_each_of_its_texts(texts):
     reference = TokenAligner(student_tokenizer(), teacher_tokenizer())
-
     for text, aligned in zip(texts, aligner().align(texts), strict=True):
         expected, (teacher, same) = reference.align(text), aligned.teachers
         assert aligned.student_ids.tolist() == student_tokenizer().text_to_ids(text)
@@ -42,8 +38,8 @@ def test_a_batch_is_aligned_as_each_of_its_texts(texts: list[str]) -> None:
 @settings(deadline=None, max_examples=60)
 @given(texts, st.integers(1, 40), st.integers(1, 40))
 def test_pieces_fit_and_are_the_text_in_order_but_for_what_is_dropped(
-    texts: list[str], student_capacity: int, teacher_capacity: int
-) -> None:
+    texts, student_capacity, teacher_capacity
+):
     capacities = [student_capacity, teacher_capacity, student_capacity]
     for text in aligner().align(["".join(texts)]):
         pieces = cut(text, capacities)
@@ -62,32 +58,31 @@ def test_pieces_fit_and_are_the_text_in_order_but_for_what_is_dropped(
             assert [piece.is_end for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-def ids_of(marks: Marks) -> list[int]:
+def ids_of(marks):
     """The chunk ids that marks stand for, counted from 0."""
-    ids: list[int] = np.where(marks == OUTSIDE, NO_CHUNK, np.cumsum(marks >= BEGINS) - 1).tolist()
+    ids = np.where(marks == OUTSIDE, NO_CHUNK, np.cumsum(marks >= BEGINS) - 1).tolist()
     return ids
 
 
-def test_a_tokenizer_that_has_no_token_for_a_text_leaves_its_neighbours_alone() -> None:
+def test_a_tokenizer_that_has_no_token_for_a_text_leaves_its_neighbours_alone():
     class Deaf:
         """It hears no spaces alone, as BERT's does."""
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             return getattr(teacher_tokenizer(), name)
 
-        def text_to_flat_ids(self, texts: list[str]) -> Any:
+        def text_to_flat_ids(self, texts):
             rows = [teacher_tokenizer().text_to_ids(text) if text.strip() else [] for text in texts]
             ids = np.array([i for row in rows for i in row], np.int32)
             return ids, np.cumsum([0, *map(len, rows)])
 
-        def encode_with_byte_ends(self, text: str) -> Any:
+        def encode_with_byte_ends(self, text):
             return np.zeros(0, np.int32), np.zeros(0, np.int64)
 
-    deaf: Any = Deaf()
+    deaf = Deaf()
     words = ["some words", "  ", "others here"]
     found = TextAligner(student_tokenizer(), [deaf]).align(words)
     swapped = TextAligner(deaf, [student_tokenizer()]).align(words)
-
     for index in (0, 2):
         expected = TokenAligner(student_tokenizer(), teacher_tokenizer()).align(words[index])
         marks = found[index].teachers[0].student_marks

@@ -1,22 +1,17 @@
 """A worker that dies costs nothing but the time to start it again."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_ext import ArrowTextDataset
-from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.block_order import Position
 from megatron_ext.data.packed_batches import PackedBatches
-from megatron_ext.data.packed_dataset import BlockWorkers, PackedBlock, PackedTextDataset
+from megatron_ext.data.packed_dataset import BlockWorkers, PackedTextDataset
 from megatron_ext.data.row_streams import RowStreams
 from megatron_ext.errors import DataError, TokenizerError
-from tests.data.readers import collator, write_corpus
+from tests.data.readers import collator, student_ids, write_corpus
 
 STREAMS = (0, 1)
 TAKEN = 24
@@ -25,30 +20,26 @@ TAKEN = 24
 class DyingDataset(PackedTextDataset):
     """One on which every worker dies, as by a lack of memory."""
 
-    def __getitem__(self, key: tuple[int, int]) -> PackedBlock:
+    def __getitem__(self, key):
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
 
-def dataset(folder: Path, kind: type[PackedTextDataset] = PackedTextDataset) -> PackedTextDataset:
+def dataset(folder, kind=PackedTextDataset):
     documents = ArrowTextDataset(write_corpus(folder), cache_dir=folder / "index")
     return kind(documents, collator(96, 110), block_bytes=200, run_documents=1, refuse_bad=False)
 
 
-def streams(source: PackedTextDataset, **options: Any) -> RowStreams:
+def streams(source, **options):
     if options.get("num_workers"):
         options["multiprocessing_context"] = "fork"
     return RowStreams(source, stream_count=len(STREAMS), streams=STREAMS, **options)
 
 
-def ids(sample: PackedSample) -> list[int]:
-    return [token for piece in sample.pieces for token in piece.student_ids.tolist()]
-
-
-def test_the_samples_behind_a_worker_that_was_killed_are_those_of_none(tmp_path: Path) -> None:
+def test_the_samples_behind_a_worker_that_was_killed_are_those_of_none(tmp_path):
     source = dataset(tmp_path)
     without = streams(source)
-    expected = [ids(without.take(number % 2)) for number in range(TAKEN)]
+    expected = [student_ids(without.take(number % 2)) for number in range(TAKEN)]
     reader, found = streams(source, num_workers=2), []
     for number in range(TAKEN):
         if number in (5, 12):
@@ -59,13 +50,13 @@ def test_the_samples_behind_a_worker_that_was_killed_are_those_of_none(tmp_path:
             # What was read ahead is used up first: only then is the worker missed.
             reader._ready[number % 2].clear()
             reader.positions[number % 2] = reader.positions[number % 2]
-        found.append(ids(reader.take(number % 2)))
+        found.append(student_ids(reader.take(number % 2)))
     assert found == expected
     assert reader.restarts == 2
     reader.close()
 
 
-def test_workers_that_die_each_time_end_the_run_with_the_reason(tmp_path: Path) -> None:
+def test_workers_that_die_each_time_end_the_run_with_the_reason(tmp_path):
     reader = streams(dataset(tmp_path, DyingDataset), num_workers=1)
     with pytest.raises(DataError, match=r"die each time .* was ended by SIGKILL, after 3 starts"):
         reader.take(0)
@@ -75,12 +66,12 @@ def test_workers_that_die_each_time_end_the_run_with_the_reason(tmp_path: Path) 
         next(iter(batches))
 
 
-def test_a_document_is_refused_once_however_often_its_block_is_read(tmp_path: Path) -> None:
+def test_a_document_is_refused_once_however_often_its_block_is_read(tmp_path):
     source = dataset(tmp_path)
     aligner = source.collator.aligner
     bad = {source.documents.content(number) for number in (1, 4, 6)}
 
-    def align(contents: list[Any]) -> Any:
+    def align(contents):
         if bad.intersection(contents):
             raise TokenizerError("the text cannot be taken")
         return aligner.align(contents)
@@ -92,8 +83,7 @@ def test_a_document_is_refused_once_however_often_its_block_is_read(tmp_path: Pa
         whole.take(number % 2)
         refused_after.append(list(whole.refused))
     assert refused_after[-1]
-
-    state: dict[int, Position] = dict.fromkeys(STREAMS, Position())
+    state = dict.fromkeys(STREAMS, Position())
     found = []
     for number in range(TAKEN):
         resumed = streams(source)

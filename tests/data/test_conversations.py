@@ -1,11 +1,7 @@
 """Conversations in batches: each model's own template, its mask, and chunks of what is trained."""
 
-from __future__ import annotations
-
 import pickle
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +9,6 @@ from megatron_ext import CrossTokenizerCollator, TeacherCTSpec
 from megatron_ext.alignment import align_conversation
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.conversation.records import ConversationRecord
-from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.errors import ConfigError, ConversationError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from tests.data.readers import student_tokenizer, teacher_tokenizer
@@ -36,7 +31,7 @@ TURNS = [
 
 
 @cache
-def tokenizer(library: str, template: str) -> MegatronTokenizerText:
+def tokenizer(library, template):
     file = {
         "tiktoken": "tekken_240911.json",
         "sentencepiece": "mistral_instruct_tokenizer_240323.model.v3",
@@ -50,7 +45,7 @@ def tokenizer(library: str, template: str) -> MegatronTokenizerText:
     )
 
 
-def collator(length: int = 120, **options: Any) -> CrossTokenizerCollator:
+def collator(length=120, **options):
     student = tokenizer("tiktoken", BRACKETS)
     return CrossTokenizerCollator(
         student,
@@ -64,7 +59,7 @@ def collator(length: int = 120, **options: Any) -> CrossTokenizerCollator:
     )
 
 
-def flat(batch: CrossTokenizerBatch) -> dict[str, Any]:
+def flat(batch):
     return {
         name: value.tolist() if hasattr(value, "tolist") else value
         for name, value in batch.as_dict().items()
@@ -72,7 +67,7 @@ def flat(batch: CrossTokenizerBatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("side", ["student", "other", "renamed"])
-def test_a_row_is_what_a_template_writes_and_its_labels_what_it_trains(side: str) -> None:
+def test_a_row_is_what_a_template_writes_and_its_labels_what_it_trains(side):
     batch = collator()([{"messages": TURNS}])
     rows = batch.student if side == "student" else batch.teachers[side]
     encoded = {
@@ -81,7 +76,6 @@ def test_a_row_is_what_a_template_writes_and_its_labels_what_it_trains(side: str
         "renamed": tokenizer("tiktoken", NAMES),
     }[side].encode_conversation(TURNS)
     count = len(encoded.ids) - 1
-
     assert rows.lengths.tolist() == [count]
     assert rows.input_ids[0, :count].tolist() == encoded.ids[:-1].tolist()
     assert rows.labels[0, :count].tolist() == encoded.target[1:].tolist()
@@ -91,7 +85,7 @@ def test_a_row_is_what_a_template_writes_and_its_labels_what_it_trains(side: str
 
 
 @pytest.mark.parametrize(("name", "library"), [("other", "sentencepiece"), ("renamed", "tiktoken")])
-def test_chunks_are_those_of_the_alignment_that_the_student_trains(name: str, library: str) -> None:
+def test_chunks_are_those_of_the_alignment_that_the_student_trains(name, library):
     alignment = collator()([{"messages": TURNS}]).alignments[name]
     expected = align_conversation(tokenizer("tiktoken", BRACKETS), tokenizer(library, NAMES), TURNS)
     is_trained = expected.student.trained
@@ -105,7 +99,6 @@ def test_chunks_are_those_of_the_alignment_that_the_student_trains(name: str, li
         (alignment.student_chunk_id, chunk_id),
         (alignment.teacher_chunk_id, expected.alignment.teacher_chunk_id),
     )
-
     assert 0 < len(trained) < expected.alignment.chunk_count
     assert alignment.chunk_count == len(trained)
     for ids, its in sides:
@@ -113,25 +106,23 @@ def test_chunks_are_those_of_the_alignment_that_the_student_trains(name: str, li
         assert ids[0, : len(its) - 1].tolist() == renumbered[1:]
 
 
-def test_a_teacher_of_the_same_tokenizer_and_template_has_a_chunk_for_each_trained_label() -> None:
+def test_a_teacher_of_the_same_tokenizer_and_template_has_a_chunk_for_each_trained_label():
     batch = collator()([{"messages": TURNS}])
-
     assert batch.teachers["same"] is batch.student
     assert batch.alignments["same"].chunk_count == batch.token_count
     assert batch.teachers["renamed"] is not batch.student
 
 
-def test_texts_and_conversations_share_a_batch() -> None:
+def test_texts_and_conversations_share_a_batch():
     mixed = collator()(["A text.", ConversationRecord(TURNS), {"text": "Another."}])
     text, talk = collator()(["A text."]), collator()([{"messages": TURNS}])
-
     assert mixed.student.labels[0].tolist() == text.student.labels[0].tolist()
     assert mixed.student.labels[1].tolist() == talk.student.labels[0].tolist()
     assert mixed.alignments["other"].sample.unique().tolist() == [0, 1, 2]
     assert mixed.dropped_bytes == 0
 
 
-def test_a_conversation_that_is_too_long_is_its_beginning() -> None:
+def test_a_conversation_that_is_too_long_is_its_beginning():
     whole = tokenizer("tiktoken", BRACKETS).encode_conversation(TURNS)
     for length in range(5, len(whole.ids) - 1, 5):
         batch = collator(length)([{"messages": TURNS}])
@@ -145,9 +136,7 @@ def test_a_conversation_that_is_too_long_is_its_beginning() -> None:
 
 
 @pytest.mark.parametrize("kind", ["files", "memory"])
-def test_a_conversation_is_written_and_aligned_once(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_is_written_and_aligned_once(kind, tmp_path, monkeypatch):
     records = [{"messages": TURNS}, "A text.", {"messages": TURNS[:2]}]
     options = {"cache_dir": tmp_path} if kind == "files" else {"memory_cache_bytes": 1 << 20}
     reader = collator(**options)
@@ -155,21 +144,19 @@ def test_a_conversation_is_written_and_aligned_once(
     assert flat(reader(records)) == expected
     monkeypatch.setattr(MegatronTokenizerText, "encode_conversation", None)
     monkeypatch.setattr(MegatronTokenizerText, "text_to_flat_ids", None)
-
     assert flat(reader(records)) == expected
     if kind == "files":
         assert flat(collator(**options)(records)) == expected
 
 
-def test_what_is_kept_in_memory_is_bounded_and_not_sent() -> None:
+def test_what_is_kept_in_memory_is_bounded_and_not_sent():
     reader = collator(memory_cache_bytes=1 << 20)
     reader(["A text.", {"messages": TURNS}])
     bare = collator(memory_cache_bytes=1 << 20)
-
     assert len(pickle.dumps(reader.aligner)) == len(pickle.dumps(bare.aligner))
 
 
-def test_a_conversation_needs_templates_and_has_to_be_one() -> None:
+def test_a_conversation_needs_templates_and_has_to_be_one():
     spec = TeacherCTSpec(name="bare", tokenizer=teacher_tokenizer())
     with pytest.raises(ConfigError, match="no prompt format"):
         CrossTokenizerCollator(student_tokenizer(), 50, [spec])([{"messages": TURNS}])

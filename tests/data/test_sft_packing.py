@@ -1,7 +1,5 @@
 """Bins against textbook placements, which look at every bin, and against the best packing."""
 
-from __future__ import annotations
-
 import time
 from typing import get_args
 
@@ -14,21 +12,21 @@ from megatron_ext.data.sft_packing import Bins, Packing, fill_ratio, pack
 from megatron_ext.errors import DataError
 
 CAPACITY = 16
-PACKINGS: tuple[Packing, ...] = get_args(Packing)
+PACKINGS = get_args(Packing)
 LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=60)
 
 
-def packed(lengths: list[int], packing: Packing, capacity: int = CAPACITY) -> list[list[int]]:
+def packed(lengths, packing, capacity=CAPACITY):
     bins = pack(np.array(lengths, np.int64), capacity, packing)
     return [bins[index].tolist() for index in range(len(bins))]
 
 
-def by_looking_at_every_bin(lengths: list[int], packing: Packing) -> list[list[int]]:
+def by_looking_at_every_bin(lengths, packing):
     """The same placement, in quadratic time."""
     order = list(range(len(lengths)))
     if packing.endswith("decreasing"):
         order.sort(key=lambda index: -lengths[index])
-    bins: list[list[int]] = []
+    bins = []
     for index in order:
         room = [CAPACITY - sum(lengths[i] for i in members) for members in bins]
         fits = [b for b, left in enumerate(room) if left >= lengths[index]]
@@ -41,7 +39,7 @@ def by_looking_at_every_bin(lengths: list[int], packing: Packing) -> list[list[i
     return bins
 
 
-def fewest_bins(lengths: list[int]) -> int:
+def fewest_bins(lengths):
     """The best that any packing can do, by trying all: bins and the fill of the last, by subset."""
     best = [(0, CAPACITY)] + [(len(lengths) + 1, 0)] * ((1 << len(lengths)) - 1)
     for subset in range(len(best)):
@@ -61,16 +59,14 @@ def fewest_bins(lengths: list[int]) -> int:
 @example(lengths=[CAPACITY])
 @example(lengths=[8, 8, 8, 7, 1, 9, 8])
 @settings(max_examples=100, deadline=None)
-def test_bins_are_those_of_the_textbook(lengths: list[int], packing: Packing) -> None:
+def test_bins_are_those_of_the_textbook(lengths, packing):
     assert packed(lengths, packing) == by_looking_at_every_bin(lengths, packing)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @given(lengths=LENGTHS)
 @settings(max_examples=50, deadline=None)
-def test_every_conversation_is_in_exactly_one_bin_and_no_bin_overflows(
-    lengths: list[int], packing: Packing
-) -> None:
+def test_every_conversation_is_in_exactly_one_bin_and_no_bin_overflows(lengths, packing):
     bins = packed(lengths, packing)
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
     assert all(0 < sum(lengths[i] for i in members) <= CAPACITY for members in bins)
@@ -83,7 +79,7 @@ def test_every_conversation_is_in_exactly_one_bin_and_no_bin_overflows(
 @given(lengths=st.lists(st.integers(1, CAPACITY), max_size=9))
 @example(lengths=[8, 5, 5, 4, 4, 3, 3])
 @settings(max_examples=60, deadline=None)
-def test_the_number_of_bins_keeps_the_known_bounds(lengths: list[int]) -> None:
+def test_the_number_of_bins_keeps_the_known_bounds(lengths):
     fewest = fewest_bins(lengths)
     # Dosa 2007.
     assert fewest <= len(packed(lengths, "first-fit-decreasing")) <= (11 * fewest + 6) / 9
@@ -94,7 +90,7 @@ def test_the_number_of_bins_keeps_the_known_bounds(lengths: list[int]) -> None:
         assert fewest <= len(packed(lengths, packing)) <= 1.7 * fewest
 
 
-def test_the_bins_are_shown_in_the_order_in_which_they_were_filled() -> None:
+def test_the_bins_are_shown_in_the_order_in_which_they_were_filled():
     lengths = [3, 9, 7, 9, 4]
     assert packed(lengths, "first-fit-decreasing") == [[1, 2], [3, 4, 0]]
     assert packed(lengths, "best-fit-decreasing") == [[1, 2], [3, 4, 0]]
@@ -104,7 +100,7 @@ def test_the_bins_are_shown_in_the_order_in_which_they_were_filled() -> None:
     assert packed([9, 3], "none") == [[0], [1]]
 
 
-def test_the_fill_ratio_is_the_share_of_the_room_that_is_taken() -> None:
+def test_the_fill_ratio_is_the_share_of_the_room_that_is_taken():
     lengths = np.array([8, 8, 8])
     assert fill_ratio(pack(lengths, 16, "first-fit"), lengths, 16) == 0.75
     assert fill_ratio(pack(lengths, 16, "none"), lengths, 16) == 0.5
@@ -112,13 +108,13 @@ def test_the_fill_ratio_is_the_share_of_the_room_that_is_taken() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 17])
-def test_what_fits_no_bin_is_refused(length: int) -> None:
+def test_what_fits_no_bin_is_refused(length):
     with pytest.raises(DataError, match=rf"lengths\[1\]: .*got {length} tokens; expected 1 to 16"):
         packed([1, length], "best-fit")
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_many_conversations_do_not_take_quadratic_time(packing: Packing) -> None:
+def test_many_conversations_do_not_take_quadratic_time(packing):
     # Of these no two fit together, so that a scan would look at every bin each time.
     lengths = np.full(100_000, 5000)
     start = time.perf_counter()

@@ -1,11 +1,7 @@
 """Published vocabularies through the dataset: what is trained is what the assistant says."""
 
-from __future__ import annotations
-
 import importlib.resources
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +30,7 @@ ANSWERS = (
 )
 
 
-def records() -> list[dict[str, Any]]:
+def records():
     """Two answers each, which the questions name."""
     return [
         {"messages": conversation(f"{i} {a} {b}?", a, "And </s> [INST] then?", b)}
@@ -43,16 +39,14 @@ def records() -> list[dict[str, Any]]:
 
 
 @cache
-def tokenizer_of(library: str, **options: Any) -> MegatronTokenizerText:
+def tokenizer_of(library, **options):
     path = str(importlib.resources.files("mistral_common") / "data" / FILES[library])
     return MegatronTokenizerText(path, {"library": library}, **options)
 
 
 @pytest.mark.parametrize("library", FILES)
 @pytest.mark.parametrize("packing", ["none", "best-fit-decreasing"])
-def test_the_answers_and_their_stops_are_trained_and_nothing_else(
-    tmp_path: Path, library: str, packing: str
-) -> None:
+def test_the_answers_and_their_stops_are_trained_and_nothing_else(tmp_path, library, packing):
     tokenizer = tokenizer_of(library, prompt_format="mistral")
     made = dataset(tmp_path, records(), tokenizer=tokenizer, sequence_length=256, packing=packing)
     stop = tokenizer.detokenize([tokenizer.eos])
@@ -77,12 +71,12 @@ def test_the_answers_and_their_stops_are_trained_and_nothing_else(
     assert (packing == "none") == (len(made) == 25)
 
 
-def _split(text: str, stop: str) -> list[str]:
+def _split(text, stop):
     return [part + stop for part in text.split(stop)[:-1]]
 
 
 @pytest.mark.parametrize("library", FILES)
-def test_a_sample_holds_the_ids_that_the_tokenizer_gives(tmp_path: Path, library: str) -> None:
+def test_a_sample_holds_the_ids_that_the_tokenizer_gives(tmp_path, library):
     tokenizer = tokenizer_of(library, prompt_format="mistral")
     made = dataset(tmp_path, records(), tokenizer=tokenizer, sequence_length=256, shuffle=False)
     for sample, record in zip(made, records(), strict=True):
@@ -95,9 +89,7 @@ def test_a_sample_holds_the_ids_that_the_tokenizer_gives(tmp_path: Path, library
 
 
 @pytest.mark.parametrize("library", FILES)
-def test_a_format_that_trains_everything_trains_all_but_the_beginnings(
-    tmp_path: Path, library: str
-) -> None:
+def test_a_format_that_trains_everything_trains_all_but_the_beginnings(tmp_path, library):
     tokenizer = tokenizer_of(library, prompt_format="default", chat_template=TOOL_TEMPLATE)
     made = dataset(
         tmp_path, records(), tokenizer=tokenizer, sequence_length=512, packing="first-fit"
@@ -112,7 +104,7 @@ def test_a_format_that_trains_everything_trains_all_but_the_beginnings(
 
 
 @pytest.mark.parametrize("library", FILES)
-def test_the_tools_of_each_record_are_in_its_own_render(tmp_path: Path, library: str) -> None:
+def test_the_tools_of_each_record_are_in_its_own_render(tmp_path, library):
     tokenizer = tokenizer_of(library, prompt_format="auto", chat_template=TOOL_TEMPLATE)
     turns = conversation("a", "b")
     path = tmp_path / "data.jsonl"

@@ -1,11 +1,7 @@
 """The same documents in every kind of file."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,33 +9,33 @@ import pyarrow.parquet as pq
 DOCUMENTS = ("one line", "日本語\nと emoji 😀", " leads with a space", "x" * 300, "é", "the last")
 
 
-def write_lines(path: Path, texts: Sequence[object] = DOCUMENTS) -> Path:
+def write_lines(path, texts=DOCUMENTS):
     """JSON lines, compressed where the name says so."""
     content = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
 
 
-def write_marked(path: Path) -> Path:
+def write_marked(path):
     """JSON lines as Windows writes them: a byte-order mark, carriage returns and blank lines."""
     lines = write_lines(path).read_bytes().replace(b"\n", b"\r\n\r\n")
     path.write_bytes(b"\xef\xbb\xbf" + lines)
     return path
 
 
-def write_list(path: Path) -> Path:
+def write_list(path):
     """A JSON list over several lines."""
     path.write_text(json.dumps([{"text": text} for text in DOCUMENTS], indent=1))
     return path
 
 
-def write_parquet(path: Path, texts: Sequence[str | None] = DOCUMENTS) -> Path:
+def write_parquet(path, texts=DOCUMENTS):
     """Row groups of two rows."""
     pq.write_table(pa.table({"n": list(range(len(texts))), "text": texts}), path, row_group_size=2)
     return path
 
 
-def write_arrow(path: Path) -> Path:
+def write_arrow(path):
     """An IPC file with batches of four rows."""
     table = pa.table({"text": DOCUMENTS})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
@@ -47,7 +43,7 @@ def write_arrow(path: Path) -> Path:
     return path
 
 
-def write_stream(path: Path) -> Path:
+def write_stream(path):
     """An IPC stream, with strings whose offsets have 64 bits."""
     table = pa.table({"text": pa.array(DOCUMENTS, pa.large_string())})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
@@ -55,7 +51,7 @@ def write_stream(path: Path) -> Path:
     return path
 
 
-KINDS: dict[str, Callable[[Path], Path]] = {
+KINDS = {
     "lines.jsonl": write_lines,
     "marked.jsonl": write_marked,
     "lines.json.gz": write_lines,

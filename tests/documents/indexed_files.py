@@ -1,10 +1,5 @@
 """Indexed datasets for tests: made by ``megatron-ext tokenize``, and by hand."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -12,10 +7,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.preprocess import preprocess
-from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig
+from megatron_ext.tokenizers import TokenizerConfig
 
 
-def tokenize(source: Path, prefix: Path, tokenizer: MegatronTokenizerText, **options: Any) -> str:
+def tokenize(source, prefix, tokenizer, **options):
     """What the verb makes of ``source``, with a report beside it; the prefix of the dataset."""
     config = PreprocessConfig(
         inputs=(str(source),),
@@ -30,9 +25,7 @@ def tokenize(source: Path, prefix: Path, tokenizer: MegatronTokenizerText, **opt
     return f"{prefix}_text_document"
 
 
-def write_ids(
-    prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: Any = np.int32
-) -> str:
+def write_ids(prefix, documents, dtype=np.int32):
     """Documents of sequences of ids, without a report; the prefix."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for sequences in documents:

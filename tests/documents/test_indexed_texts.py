@@ -1,30 +1,24 @@
 """``.bin`` and ``.idx`` as a run's data: exact texts, the student's own ids, what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.global_batches import Replica
 from megatron_ext.documents.id_tokenizers import IdTokenizers, settings_of
 from megatron_ext.documents.indexed_file import IndexedFile, indexed_prefixes
 from megatron_ext.documents.indexed_texts import IndexedTexts
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, TokenizerError
-from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DataConfig
 from megatron_ext.training.run_data import RunData
-from tests.data.readers import TEXTS, student_tokenizer, teacher_tokenizer
+from tests.data.readers import TEXTS, student_ids, student_tokenizer, teacher_tokenizer
 from tests.documents.indexed_files import tokenize, write_ids
 from tests.training.tiny_run import student_run
 
@@ -33,7 +27,7 @@ TOKENIZERS = {"student": student_tokenizer, "teacher": teacher_tokenizer}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """``TEXTS`` as JSON lines, and as ids of both tokenizers."""
     folder = tmp_path_factory.mktemp("made")
     lines = folder / "corpus.jsonl"
@@ -43,15 +37,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ids_of(text: str) -> list[int]:
+def ids_of(text):
     return student_tokenizer().text_to_ids(text)
 
 
-def texts_at(prefix: str, tokenizer: MegatronTokenizerText, folder: Path) -> IndexedTexts:
+def texts_at(prefix, tokenizer, folder):
     return IndexedTexts(prefix, tokenizer, are_the_students=True, cache_dir=folder / "index")
 
 
-def run_data(folder: Path, *train: str, **data: Any) -> RunData:
+def run_data(folder, *train, **data):
     config = dataclasses.replace(
         student_run(folder, "run", global_batch_size=8),
         data=DataConfig(train=train, index_cache=str(folder / "index"), **data),
@@ -59,21 +53,21 @@ def run_data(folder: Path, *train: str, **data: Any) -> RunData:
     return RunData.read(config, student_tokenizer(), {"teacher": (teacher_tokenizer(), 60)})
 
 
-def samples(data: RunData, iterations: int = 3) -> list[PackedSample]:
+def samples(data, iterations=3):
     batches = data.batches(WHOLE)
     taken = [batches.take() for _ in range(iterations)]
     batches.close()
     return list(chain.from_iterable(chain.from_iterable(taken)))
 
 
-def ids_by_model(data: RunData) -> list[list[list[int]]]:
+def ids_by_model(data):
     """Of each piece of three global batches: the student's ids, and the teacher's."""
     pieces = chain.from_iterable(sample.pieces for sample in samples(data))
     return [[piece.student_ids.tolist(), piece.teachers[0].ids.tolist()] for piece in pieces]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_ids_are_decoded_to_the_very_texts(made: Path, tmp_path: Path, name: str) -> None:
+def test_ids_are_decoded_to_the_very_texts(made, tmp_path, name):
     texts = texts_at(f"{made}/{name}_text_document", TOKENIZERS[name](), tmp_path)
     assert [texts.content(number) for number in range(len(texts))] == TEXTS
     assert texts.sizes.tolist() == [len(text.encode()) for text in TEXTS]
@@ -83,24 +77,21 @@ def test_ids_are_decoded_to_the_very_texts(made: Path, tmp_path: Path, name: str
     assert texts.place(0) == f"{made}/{name}_text_document.bin:2"
     for number, text in enumerate(TEXTS):
         kept = texts.student_ids(number)
-        assert kept is not None
         assert kept.tolist() == TOKENIZERS[name]().text_to_ids(text)
 
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_run_reads_the_same_from_ids_as_from_text(
-    made: Path, tmp_path: Path, name: str, packing: bool
-) -> None:
+def test_a_run_reads_the_same_from_ids_as_from_text(made, tmp_path, name, packing):
     from_text = run_data(tmp_path, f"{made}/corpus.jsonl", packing=packing)
     from_ids = run_data(tmp_path, f"{made}/{name}_text_document.idx", packing=packing)
     assert ids_by_model(from_ids) == ids_by_model(from_text)
     assert from_ids.has_student_ids == (name == "student")
 
 
-def test_workers_read_the_same_and_a_run_goes_on_where_it_was(made: Path, tmp_path: Path) -> None:
+def test_workers_read_the_same_and_a_run_goes_on_where_it_was(made, tmp_path):
     prefix = f"{made}/student_text_document"
-    whole = [ids_in(sample) for sample in samples(run_data(tmp_path, prefix), 4)]
+    whole = [student_ids(sample) for sample in samples(run_data(tmp_path, prefix), 4)]
     reader = run_data(tmp_path, prefix, num_workers=1).batches(WHOLE)
     taken = [reader.take(), reader.take()]
     state = json.loads(json.dumps(reader.state([reader.positions()])))
@@ -109,14 +100,10 @@ def test_workers_read_the_same_and_a_run_goes_on_where_it_was(made: Path, tmp_pa
     later.load_state(state)
     taken += [later.take(), later.take()]
     found = chain.from_iterable(chain.from_iterable(taken))
-    assert [ids_in(sample) for sample in found] == whole
+    assert [student_ids(sample) for sample in found] == whole
 
 
-def ids_in(sample: PackedSample) -> list[int]:
-    return [token for piece in sample.pieces for token in piece.student_ids.tolist()]
-
-
-def test_a_blend_and_a_list_mix_ids_with_text(made: Path, tmp_path: Path) -> None:
+def test_a_blend_and_a_list_mix_ids_with_text(made, tmp_path):
     lines, prefix = f"{made}/corpus.jsonl", f"{made}/teacher_text_document"
     blended = run_data(tmp_path, "0.25", prefix, "0.75", lines)
     assert [source.weight for source in blended.sources] == [0.25, 0.75]
@@ -134,11 +121,9 @@ def test_a_blend_and_a_list_mix_ids_with_text(made: Path, tmp_path: Path) -> Non
     assert places == ["corpus.jsonl:2", "teacher_text_document.bin:3", "corpus.jsonl:24"]
 
 
-def test_documents_of_several_sequences_and_an_eod_and_a_bos(tmp_path: Path) -> None:
+def test_documents_of_several_sequences_and_an_eod_and_a_bos(tmp_path):
     tokenizer = student_tokenizer()
     bos, eod = tokenizer.bos_id, tokenizer.eod
-    assert bos is not None
-    assert eod is not None
     sequences = [ids_of("One. "), ids_of("Two."), [eod]]
     prefix = write_ids(tmp_path / "by_hand", [sequences, [], [[bos, *ids_of("x"), eod]], [[eod]]])
     texts = texts_at(prefix, tokenizer, tmp_path)
@@ -148,10 +133,9 @@ def test_documents_of_several_sequences_and_an_eod_and_a_bos(tmp_path: Path) -> 
     assert texts.place(1) == f"{prefix}.bin:3"
 
 
-def bad_documents(folder: Path) -> str:
+def bad_documents(folder):
     """Among good documents one with half a character, and one with a control token inside."""
     tokenizer = student_tokenizer()
-    assert tokenizer.eod is not None
     half = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"\xe6")
     good = [[ids_of(f"Good {number}.")] for number in range(20)]
     spoilt = [
@@ -167,7 +151,7 @@ REASONS = {
 }
 
 
-def test_documents_that_spell_no_text_are_left_out_with_their_places(tmp_path: Path) -> None:
+def test_documents_that_spell_no_text_are_left_out_with_their_places(tmp_path):
     prefix = bad_documents(tmp_path)
     data = run_data(tmp_path, prefix, indexed_tokenizer="student", bad_documents="skip")
     (source,) = data.sources
@@ -182,16 +166,16 @@ def test_documents_that_spell_no_text_are_left_out_with_their_places(tmp_path: P
     assert sum(block.retokenized for block in blocks) == 0
 
 
-def test_a_document_that_spells_no_text_ends_a_run_that_is_to_stop(tmp_path: Path) -> None:
+def test_a_document_that_spells_no_text_ends_a_run_that_is_to_stop(tmp_path):
     prefix = bad_documents(tmp_path)
     (source,) = run_data(tmp_path, prefix, indexed_tokenizer="student").sources
     with pytest.raises(TokenizerError, match=r"bad\.bin:1[12]: the (ids|document)"):
         [source.dataset[0, block] for block in range(source.dataset.block_count(0))]
 
 
-def test_held_out_documents_that_spell_no_text_are_said(tmp_path: Path, made: Path) -> None:
+def test_held_out_documents_that_spell_no_text_are_said(tmp_path, made):
     prefix = bad_documents(tmp_path)
-    options: dict[str, Any] = {"validation": (prefix,), "indexed_tokenizer": "student"}
+    options = {"validation": (prefix,), "indexed_tokenizer": "student"}
     with pytest.raises(TokenizerError, match=r"bad\.bin:11: "):
         run_data(tmp_path, f"{made}/corpus.jsonl", **options)
     data = run_data(tmp_path, f"{made}/corpus.jsonl", bad_documents="skip", **options)
@@ -199,7 +183,7 @@ def test_held_out_documents_that_spell_no_text_are_said(tmp_path: Path, made: Pa
     assert [document["place"] for document in said] == [f"{prefix}.bin:{n}" for n in REASONS]
 
 
-def test_ids_that_the_tokenizer_does_not_give_are_counted_once(tmp_path: Path) -> None:
+def test_ids_that_the_tokenizer_does_not_give_are_counted_once(tmp_path):
     letters = [i for word in ("D", "r", "o", "p", "o", "u", "t") for i in ids_of(word)]
     assert letters != ids_of("Dropout")
     documents = [[ids_of(f"Text {number}.")] for number in range(31)]
@@ -208,7 +192,7 @@ def test_ids_that_the_tokenizer_does_not_give_are_counted_once(tmp_path: Path) -
     (source,) = data.sources
     blocks = [source.dataset[0, block] for block in range(source.dataset.block_count(0))]
     assert sum(block.retokenized for block in blocks) == 1
-    trained = [ids_in(sample) for block in blocks for sample in block.samples]
+    trained = [student_ids(sample) for block in blocks for sample in block.samples]
     assert sorted(trained) == sorted([*(document[0] for document in documents), ids_of("Dropout")])
     # An epoch is 32 rows.
     assert [counted(data, size, 4) for size in (1, 2, 4)] == [1, 1, 1]
@@ -219,7 +203,7 @@ def test_ids_that_the_tokenizer_does_not_give_are_counted_once(tmp_path: Path) -
     assert counted(data, 1, 4) > 3
 
 
-def test_a_run_that_goes_on_within_a_block_counts_its_documents_once(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_within_a_block_counts_its_documents_once(tmp_path):
     letters = [i for letter in "dropout" for i in ids_of(letter)] * 4
     prefix = write_ids(tmp_path / "long", [[letters] for _ in range(80)])
     data = run_data(tmp_path, prefix, indexed_tokenizer="student", packing=True)
@@ -236,7 +220,7 @@ def test_a_run_that_goes_on_within_a_block_counts_its_documents_once(tmp_path: P
     assert parts == whole.retokenized_since_asked() == 80
 
 
-def counted(data: RunData, size: int, iterations: int) -> int:
+def counted(data, size, iterations):
     """Documents with other ids, of all replicas."""
     readers = [data.batches(Replica(rank, size, 2)) for rank in range(size)]
     for reader in readers:
@@ -247,7 +231,7 @@ def counted(data: RunData, size: int, iterations: int) -> int:
     return found
 
 
-def test_the_report_beside_a_dataset_says_what_made_it(made: Path) -> None:
+def test_the_report_beside_a_dataset_says_what_made_it(made):
     for name, tokenizer in TOKENIZERS.items():
         prefix = f"{made}/{name}_text_document"
         assert settings_of(prefix)["tokenizer_fingerprint"] == tokenizer().fingerprint()
@@ -256,9 +240,7 @@ def test_the_report_beside_a_dataset_says_what_made_it(made: Path) -> None:
         assert known.of(prefix) is tokenizer()
 
 
-def test_a_dataset_of_another_tokenizer_is_refused_until_it_is_named(
-    made: Path, tmp_path: Path
-) -> None:
+def test_a_dataset_of_another_tokenizer_is_refused_until_it_is_named(made, tmp_path):
     prefix = f"{made}/teacher_text_document"
     with pytest.raises(ConfigError, match="by a tokenizer that the run does not know") as raised:
         IdTokenizers(student_tokenizer(), {}).of(prefix)
@@ -272,7 +254,7 @@ def test_a_dataset_of_another_tokenizer_is_refused_until_it_is_named(
         IdTokenizers(student_tokenizer(), {"big": teacher_tokenizer()}, "bgi").of(unknown)
 
 
-def test_conversations_are_refused(made: Path, tmp_path: Path) -> None:
+def test_conversations_are_refused(made, tmp_path):
     prefix = f"{made}/student_text_document"
     with pytest.raises(ConfigError, match="asks for conversations"):
         run_data(tmp_path, prefix, conversations=True)
@@ -283,7 +265,7 @@ def test_conversations_are_refused(made: Path, tmp_path: Path) -> None:
             IdTokenizers(student_tokenizer(), {}, "student").of(f"{tmp_path}/{name}")
 
 
-def test_a_name_is_a_prefix_either_file_or_a_pattern(made: Path) -> None:
+def test_a_name_is_a_prefix_either_file_or_a_pattern(made):
     prefix = f"{made}/student_text_document"
     for name in (prefix, f"{prefix}.bin", f"{prefix}.idx"):
         assert indexed_prefixes(name) == [prefix]
@@ -295,7 +277,7 @@ def test_a_name_is_a_prefix_either_file_or_a_pattern(made: Path) -> None:
         indexed_prefixes(f"{made}/nothing*.idx")
 
 
-def truncate(path: Path, size: int) -> None:
+def truncate(path, size):
     with path.open("r+b") as file:
         file.truncate(size)
 
@@ -313,9 +295,7 @@ def truncate(path: Path, size: int) -> None:
     ],
     ids=["no index", "no bin", "short index", "empty index", "short bin", "empty bin", "zeros"],
 )
-def test_damaged_files_are_refused_at_the_start(
-    made: Path, tmp_path: Path, spoil: Callable[[Path], None], words: str
-) -> None:
+def test_damaged_files_are_refused_at_the_start(made, tmp_path, spoil, words):
     for end in (".bin", ".idx"):
         shutil.copy(f"{made}/student_text_document{end}", tmp_path / f"copy{end}")
     spoil(tmp_path / "copy")
@@ -333,9 +313,7 @@ def test_damaged_files_are_refused_at_the_start(
     ],
     ids=["last document", "first document", "a document behind the next", "a sequence elsewhere"],
 )
-def test_an_index_that_is_spoilt_is_refused(
-    tmp_path: Path, place: int, value: int, words: str
-) -> None:
+def test_an_index_that_is_spoilt_is_refused(tmp_path, place, value, words):
     prefix = write_ids(tmp_path / "spoilt", [[ids_of(word)] for word in ("one", "two", "three")])
     index = bytearray(Path(f"{prefix}.idx").read_bytes())
     place %= len(index)
@@ -345,9 +323,7 @@ def test_an_index_that_is_spoilt_is_refused(
         texts_at(prefix, student_tokenizer(), tmp_path)
 
 
-def test_what_is_read_together_does_not_matter(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_read_together_does_not_matter(made, tmp_path, monkeypatch):
     prefix = f"{made}/student_text_document"
     whole = texts_at(prefix, student_tokenizer(), tmp_path / "whole")
     monkeypatch.setattr("megatron_ext.documents.indexed_file._BLOCK_IDS", 60)
@@ -358,14 +334,14 @@ def test_what_is_read_together_does_not_matter(
     assert [parts.content(number) for number in range(len(parts))] == TEXTS
 
 
-def test_an_id_outside_the_vocabulary_is_said_with_its_document(tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_is_said_with_its_document(tmp_path):
     size = student_tokenizer().vocab_size
     prefix = write_ids(tmp_path / "wide", [[ids_of("x")], [], [[5, size]], [[1]]], np.int64)
     with pytest.raises(DataError, match=rf"wide\.bin:3: an id is outside .* got {size}; "):
         texts_at(prefix, student_tokenizer(), tmp_path)
 
 
-def test_files_that_change_are_not_read_on(tmp_path: Path) -> None:
+def test_files_that_change_are_not_read_on(tmp_path):
     prefix = write_ids(tmp_path / "changing", [[ids_of("x")]])
     texts = texts_at(prefix, student_tokenizer(), tmp_path)
     sent = pickle.dumps(texts)
@@ -376,7 +352,7 @@ def test_files_that_change_are_not_read_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
-def test_the_size_of_an_id_does_not_matter(tmp_path: Path, dtype: Any) -> None:
+def test_the_size_of_an_id_does_not_matter(tmp_path, dtype):
     """Two bytes an id are what Megatron takes for vocabularies below 65,500."""
     ids = teacher_tokenizer().text_to_ids("  Ten €, ½ naïve.")
     texts = texts_at(write_ids(tmp_path / "d", [[ids]], dtype), teacher_tokenizer(), tmp_path)
@@ -384,5 +360,5 @@ def test_the_size_of_an_id_does_not_matter(tmp_path: Path, dtype: Any) -> None:
     assert texts.sha256 == _sha256_of_int32(tmp_path, ids)
 
 
-def _sha256_of_int32(folder: Path, ids: list[int]) -> str:
+def _sha256_of_int32(folder, ids):
     return texts_at(write_ids(folder / "wide", [[ids]]), teacher_tokenizer(), folder).sha256

@@ -1,11 +1,7 @@
 """Records of a JSON document."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +16,7 @@ from tests.preprocessing.runs import contents, run, write_json_lines
 RECORDS = [{"text": "a\nb"}, {"text": "]é,日["}, {"text": "", "more": [1, {"x": "[\n"}]}]
 
 
-def read(file: Path) -> tuple[list[Any], list[int], list[tuple[int | None, str]]]:
+def read(file):
     """Texts, their lines, and what is bad."""
     (source,) = find_sources([str(file)]).files
     assert source.kind == "json-document" + "-gzip" * (file.suffix == ".gz")
@@ -37,9 +33,7 @@ def read(file: Path) -> tuple[list[Any], list[int], list[tuple[int | None, str]]
 @pytest.mark.parametrize("block_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("begin", ["", "\ufeff", "\n "])
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-def test_a_list_gives_its_records_at_their_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, begin: str, name: str
-) -> None:
+def test_a_list_gives_its_records_at_their_lines(tmp_path, monkeypatch, block_bytes, begin, name):
     monkeypatch.setattr(lines, "BLOCK_BYTES", block_bytes)
     file = tmp_path / name
     content = (begin + json.dumps(RECORDS, indent=1, ensure_ascii=False)).encode()
@@ -51,7 +45,7 @@ def test_a_list_gives_its_records_at_their_lines(
     assert bad == []
 
 
-def test_a_document_gives_what_its_records_give_as_lines(tmp_path: Path) -> None:
+def test_a_document_gives_what_its_records_give_as_lines(tmp_path):
     document = tmp_path / "a.json"
     document.write_text(json.dumps(RECORDS * 3, indent=2), encoding="utf-8")
     report = run(document, output=tmp_path / "a" / "x", shard_count=2)
@@ -75,9 +69,7 @@ def test_a_document_gives_what_its_records_give_as_lines(tmp_path: Path) -> None
     ],
     ids=["empty", "cut off", "comma", "last comma", "rest", "records", "surrogate", "deep"],
 )
-def test_what_is_broken_is_bad_with_its_line(
-    tmp_path: Path, text: str, texts: list[str], bad: list[tuple[int, str]]
-) -> None:
+def test_what_is_broken_is_bad_with_its_line(tmp_path, text, texts, bad):
     (tmp_path / "a.json").write_text(text, encoding="utf-8")
     found, _, problems = read(tmp_path / "a.json")
     assert found == texts
@@ -85,14 +77,14 @@ def test_what_is_broken_is_bad_with_its_line(
     assert all(words in problem for (_, problem), (_, words) in zip(problems, bad, strict=True))
 
 
-def test_a_document_that_is_not_utf_8_is_one_bad_record(tmp_path: Path) -> None:
+def test_a_document_that_is_not_utf_8_is_one_bad_record(tmp_path):
     (tmp_path / "a.json").write_bytes(b'[\n{"text": "caf\xe9"}]')
     assert read(tmp_path / "a.json")[2][0][0] is None
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\n \n"])
 @pytest.mark.parametrize("begin", ["", "\ufeff", "\n "])
-def test_a_list_on_one_line_gives_its_records(tmp_path: Path, begin: str, end: str) -> None:
+def test_a_list_on_one_line_gives_its_records(tmp_path, begin, end):
     (tmp_path / "a.json").write_text(begin + json.dumps(RECORDS) + end, encoding="utf-8")
     texts, lines, bad = read(tmp_path / "a.json")
     assert texts == [record["text"] for record in RECORDS]
@@ -103,7 +95,7 @@ def test_a_list_on_one_line_gives_its_records(tmp_path: Path, begin: str, end: s
 @pytest.mark.parametrize(
     "text", ['[{"text": "a"},\n {"text": "b"}]', '[{\n"text": "a"}, {"text": "b"}]']
 )
-def test_a_list_may_begin_with_a_record_on_its_line(tmp_path: Path, text: str) -> None:
+def test_a_list_may_begin_with_a_record_on_its_line(tmp_path, text):
     (tmp_path / "a.json").write_text(text, encoding="utf-8")
     assert read(tmp_path / "a.json")[0] == ["a", "b"]
 
@@ -111,7 +103,7 @@ def test_a_list_may_begin_with_a_record_on_its_line(tmp_path: Path, text: str) -
 @pytest.mark.parametrize(
     "text", ['{"text": "a"}\n', '[{"text": "a"}]\n[{"text": "b"}]\n', "[]\n", "\n"]
 )
-def test_lines_stay_lines(tmp_path: Path, text: str) -> None:
+def test_lines_stay_lines(tmp_path, text):
     (tmp_path / "a.json").write_text(text, encoding="utf-8")
     assert find_sources([str(tmp_path / "a.json")]).files[0].kind == "json-lines"
 
@@ -126,9 +118,7 @@ def test_lines_stay_lines(tmp_path: Path, text: str) -> None:
         ("llamafactory_chat/reason_tool_use_demo_50.jsonl", "messages", 50),
     ],
 )
-def test_published_files_are_tokenized_whole(
-    tmp_path: Path, name: str, schema: str, documents: int
-) -> None:
+def test_published_files_are_tokenized_whole(tmp_path, name, schema, documents):
     template = (SHARED / "chat_templates" / "Qwen-Qwen3-0.6B.jinja").read_text(encoding="utf-8")
     sft = TokenizerConfig(library="byte-level", mode="sft", chat_template=template)
     report = run(SHARED / "corpora" / name, output=tmp_path / "a", tokenizer=sft)

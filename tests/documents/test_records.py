@@ -1,13 +1,10 @@
 """Reading: every line once, wherever files are cut, and every fault with its place."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pytest
@@ -32,19 +29,21 @@ TEXT = RecordFields(("text",))
 SENTENCES = RecordFields(("text",), "sentences")
 
 
-def read(path: Path, fields: RecordFields = TEXT) -> tuple[list[Any], list[tuple[int | None, str]]]:
+def blocks_of(path, fields=TEXT):
+    (pieces,) = cut_into_shards([source_file(path, source_kind(path))], 1)
+    return [block for piece in pieces for block in read_records(piece, fields)]
+
+
+def read(path, fields=TEXT):
     """Values under the first key, and the bad records, of a whole file."""
-    file = source_file(path, source_kind(path))
-    blocks = [
-        block for piece in cut_into_shards([file], 1)[0] for block in read_records(piece, fields)
-    ]
-    assert sum(block.size for block in blocks) == file.size
+    blocks = blocks_of(path, fields)
+    assert sum(block.size for block in blocks) == path.stat().st_size
     values = [value for block in blocks for value in block.columns[0]]
     return values, [(bad.line, bad.problem) for block in blocks for bad in block.bad]
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     """Blocks of a few bytes, so that a small file has many."""
     monkeypatch.setattr(line_blocks, "BLOCK_BYTES", 7)
 
@@ -61,12 +60,12 @@ LINES = st.lists(
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_blocks_and_cuts_lose_no_line_and_double_none(tmp_path: Path, suffix: str) -> None:
+def test_blocks_and_cuts_lose_no_line_and_double_none(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
 
     @settings(max_examples=60, deadline=None)
     @given(LINES, st.integers(1, 9), st.booleans())
-    def check(lines: list[str], shard_count: int, ends_with_newline: bool) -> None:
+    def check(lines, shard_count, ends_with_newline):
         content = ("\n".join(lines) + "\n" * ends_with_newline).encode()
         path.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
         expected_values, expected_bad = [], []
@@ -91,7 +90,7 @@ def test_blocks_and_cuts_lose_no_line_and_double_none(tmp_path: Path, suffix: st
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 12))
-def test_shards_are_of_about_the_same_size_and_in_order(sizes: list[int], count: int) -> None:
+def test_shards_are_of_about_the_same_size_and_in_order(sizes, count):
     files = [SourceFile(f"/{i}", "json-lines", size, 0) for i, size in enumerate(sizes)]
     shards = cut_into_shards(files, count)
     assert len(shards) == count
@@ -123,9 +122,7 @@ def test_shards_are_of_about_the_same_size_and_in_order(sizes: list[int], count:
     ],
     ids=["nan", "big", "twice", "pair", "half", "half-elsewhere", "two", "tab", "mark"],
 )
-def test_a_line_is_judged_alike_with_and_without_orjson(
-    line: str, has_orjson: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_is_judged_alike_with_and_without_orjson(line, has_orjson, monkeypatch):
     judged = {
         '{"text": "a", "x": NaN}': "a",
         '{"text": "a", "x": 123456789012345678901234567890}': "a",
@@ -143,9 +140,7 @@ def test_a_line_is_judged_alike_with_and_without_orjson(
 
 
 @pytest.mark.parametrize("damage", ["cut", "checksum", "garbage-behind", "no-gzip"])
-def test_a_damaged_compressed_file_gives_its_lines_up_to_the_damage(
-    tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_compressed_file_gives_its_lines_up_to_the_damage(tmp_path, damage):
     lines = b"".join(b'{"text": "%d"}\n' % i for i in range(1000))
     whole = gzip.compress(lines)
     content = {
@@ -168,13 +163,13 @@ def test_a_damaged_compressed_file_gives_its_lines_up_to_the_damage(
         assert 500 < len(values) < 1000
 
 
-def test_a_compressed_file_may_have_several_members(tmp_path: Path) -> None:
+def test_a_compressed_file_may_have_several_members(tmp_path):
     members = [gzip.compress(b'{"text": "a"}\n{"te'), gzip.compress(b'xt": "b"}\n')]
     (tmp_path / "a.jsonl.gz").write_bytes(b"".join(members))
     assert read(tmp_path / "a.jsonl.gz") == (["a", "b"], [])
 
 
-def test_parquet_rows_keep_their_order_and_their_numbers(tmp_path: Path) -> None:
+def test_parquet_rows_keep_their_order_and_their_numbers(tmp_path):
     texts = [str(i) if i % 10 else None for i in range(95)]
     table = pyarrow.table({"other": range(95), "text": texts})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=20)
@@ -187,7 +182,7 @@ def test_parquet_rows_keep_their_order_and_their_numbers(tmp_path: Path) -> None
     assert sum(piece.size for piece in pieces) == file.size
 
 
-def test_parquet_lists_are_sentences(tmp_path: Path) -> None:
+def test_parquet_lists_are_sentences(tmp_path):
     table = pyarrow.table({"text": [["a", "b"], [], ["c", None]]})
     parquet.write_table(table, tmp_path / "a.parquet")
     values, bad = read(tmp_path / "a.parquet", SENTENCES)
@@ -195,7 +190,7 @@ def test_parquet_lists_are_sentences(tmp_path: Path) -> None:
     assert [line for line, _ in bad] == [3]
 
 
-def test_a_parquet_text_that_is_no_utf8_is_one_bad_row(tmp_path: Path) -> None:
+def test_a_parquet_text_that_is_no_utf8_is_one_bad_row(tmp_path):
     column = pyarrow.array([b"a", b"\xff\xfe", b"c"], pyarrow.binary()).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     values, bad = read(tmp_path / "a.parquet")
@@ -203,17 +198,15 @@ def test_a_parquet_text_that_is_no_utf8_is_one_bad_row(tmp_path: Path) -> None:
     assert bad == [(2, "the row is not UTF-8; got invalid start byte at byte 0")]
 
 
-def test_a_parquet_file_without_the_column_counts_all_of_its_rows_as_bad(tmp_path: Path) -> None:
+def test_a_parquet_file_without_the_column_counts_all_of_its_rows_as_bad(tmp_path):
     table = pyarrow.table({"body": ["a"] * 30})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=20)
-    file = source_file(tmp_path / "a.parquet", "parquet")
-    (piece,) = cut_into_shards([file], 1)[0]
-    bad = [record for block in read_records(piece, TEXT) for record in block.bad]
+    bad = [record for block in blocks_of(tmp_path / "a.parquet") for record in block.bad]
     assert [(record.line, record.rows) for record in bad] == [(1, 20), (21, 10)]
     assert "no text under 'text'; got keys ['body']" in bad[0].problem
 
 
-def test_a_damaged_row_group_counts_the_rows_that_are_lost(tmp_path: Path) -> None:
+def test_a_damaged_row_group_counts_the_rows_that_are_lost(tmp_path):
     path = tmp_path / "a.parquet"
     texts = [f"text number {i}" for i in range(4000)]
     parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=2000)
@@ -221,20 +214,19 @@ def test_a_damaged_row_group_counts_the_rows_that_are_lost(tmp_path: Path) -> No
     begin = parquet.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
     content[begin : begin + 200] = b"\xff" * 200
     path.write_bytes(bytes(content))
-    (piece,) = cut_into_shards([source_file(path, "parquet")], 1)[0]
-    blocks = list(read_records(piece, TEXT))
+    blocks = blocks_of(path)
     assert [value for block in blocks for value in block.columns[0]] == texts[:2000]
     bad = [record for block in blocks for record in block.bad]
     assert [(record.line, record.rows) for record in bad] == [(2001, 2000)]
 
 
-def test_what_is_no_parquet_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_what_is_no_parquet_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing more")
     with pytest.raises(DataError, match=r"a\.parquet: the Parquet file cannot be read"):
         cut_into_shards([source_file(tmp_path / "a.parquet", "parquet")], 1)
 
 
-def test_a_file_that_became_shorter_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_became_shorter_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n')
     piece = InputSlice(str(path), "json-lines", 0, 100, 100)
@@ -250,7 +242,7 @@ def test_a_file_that_became_shorter_is_refused(tmp_path: Path) -> None:
     ],
     ids=["keys", "conversation"],
 )
-def test_plain_text_gives_one_text_only(tmp_path: Path, fields: RecordFields, words: str) -> None:
+def test_plain_text_gives_one_text_only(tmp_path, fields, words):
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ConfigError, match=words):
         check_fields([source_file(tmp_path / "a.txt", "text")], fields)
@@ -267,16 +259,16 @@ def test_plain_text_gives_one_text_only(tmp_path: Path, fields: RecordFields, wo
         ("a.log.gz", "text-gzip"),
     ],
 )
-def test_a_name_tells_what_a_file_holds(name: str, kind: str) -> None:
+def test_a_name_tells_what_a_file_holds(name, kind):
     assert source_kind(name) == kind
 
 
-def test_inputs_are_files_folders_and_patterns_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_inputs_are_files_folders_and_patterns_in_the_order_of_their_names(tmp_path):
     for name in ("b.txt", "a.jsonl", "sub/z.txt", "sub/y.json", "[x].txt", "c.bin"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
 
-    def names(*inputs: str) -> list[str]:
+    def names(*inputs):
         files = find_sources([str(tmp_path / name) for name in inputs]).files
         return [str(Path(file.path).relative_to(tmp_path)) for file in files]
 
@@ -287,7 +279,7 @@ def test_inputs_are_files_folders_and_patterns_in_the_order_of_their_names(tmp_p
     assert names("**/*.json", "sub/z.txt") == ["sub/y.json", "sub/z.txt"]
 
 
-def test_a_folder_that_links_to_itself_is_read_once(tmp_path: Path) -> None:
+def test_a_folder_that_links_to_itself_is_read_once(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "again").symlink_to(tmp_path)
     (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
@@ -295,7 +287,7 @@ def test_a_folder_that_links_to_itself_is_read_once(tmp_path: Path) -> None:
     assert [file.path for file in files] == [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
 
 
-def test_a_pipe_is_refused(tmp_path: Path) -> None:
+def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"a\.jsonl: the input is no regular file"):
         find_sources([str(tmp_path / "a.jsonl")])
@@ -311,9 +303,7 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
     ],
     ids=["absent", "pattern", "twice", "unknown"],
 )
-def test_an_input_that_stands_for_nothing_is_refused(
-    tmp_path: Path, names: list[str], words: str
-) -> None:
+def test_an_input_that_stands_for_nothing_is_refused(tmp_path, names, words):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "LICENSE").write_text("x")

@@ -1,12 +1,8 @@
 """What spawned ranks run: everything that is asked of a model, under several layouts."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +17,14 @@ from megatron_ext.evaluation.language_model import (
     prompt_ids,
     rolling_requests,
 )
-from megatron_ext.evaluation.megatron_language_model import (
-    MegatronLanguageModel,
-    ModelOptions,
-    load_language_model,
-)
+from megatron_ext.evaluation.megatron_language_model import ModelOptions, load_language_model
 from tests.evaluation.tiny_language_model import PAIRS, PROMPTS
 
 NEW_TOKENS = 12
 GREEDY = GenerationOptions(max_new_tokens=NEW_TOKENS)
 
 
-def ask(rank: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def ask(rank, folder, layouts):
     """Answers under each layout."""
     found = {}
     for name, options in layouts.items():
@@ -44,7 +36,7 @@ def ask(rank: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str
     return found
 
 
-def _answers(model: MegatronLanguageModel) -> dict[str, Any]:
+def _answers(model):
     requests = [continuation_request(*pair, model) for pair in PAIRS]
     text = " ".join(PROMPTS) * 6
     rolling = list(rolling_requests(text, model))
@@ -59,7 +51,7 @@ def _answers(model: MegatronLanguageModel) -> dict[str, Any]:
     }
 
 
-def _answers_alone(model: MegatronLanguageModel) -> dict[str, Any]:
+def _answers_alone(model):
     ids = [prompt_ids(prompt, model) for prompt in PROMPTS]
     return {
         "greedy": model.generate(PROMPTS, GREEDY),
@@ -71,21 +63,21 @@ def _answers_alone(model: MegatronLanguageModel) -> dict[str, Any]:
     }
 
 
-def _with_seed(seed: int) -> GenerationOptions:
+def _with_seed(seed):
     return GenerationOptions(max_new_tokens=NEW_TOKENS, temperature=0.7, top_p=0.9, seed=seed)
 
 
-def _with_stop(stop: str) -> GenerationOptions:
+def _with_stop(stop):
     return GenerationOptions(max_new_tokens=NEW_TOKENS, stop=(stop,))
 
 
-def _by_large_batches(model: MegatronLanguageModel) -> MegatronLanguageModel:
+def _by_large_batches(model):
     return replace(model, scorer=replace(model.scorer, micro_batch_size=64))
 
 
-def _without_cache(model: MegatronLanguageModel, prompt: list[int]) -> list[int]:
+def _without_cache(model, prompt):
     """Three tokens, each from all before it: the one that scores best, of all that there are."""
-    new: list[int] = []
+    new = []
     for _ in range(3):
         tokens = range(model.tokenizer.vocab_size)
         scores = model.log_likelihoods([TokenRequest(prompt + new, [token]) for token in tokens])
@@ -95,7 +87,7 @@ def _without_cache(model: MegatronLanguageModel, prompt: list[int]) -> list[int]
     return new
 
 
-def evaluate(rank: int, arguments: list[str]) -> None:
+def evaluate(rank, arguments):
     """The verb as a program of one process would run it."""
     dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -105,7 +97,7 @@ def evaluate(rank: int, arguments: list[str]) -> None:
     process_groups.join(timedelta(minutes=1))
 
 
-def ask_families(rank: int, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def ask_families(rank, folders):
     """First choices of models of other families, and what they are asked as a chat."""
     found = {}
     for name, folder in folders.items():

@@ -1,17 +1,14 @@
 """What spawned ranks run: a run with tasks between its steps, without them, and resumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron_ext.evaluation.run_tasks import RunTasks
 from megatron_ext.tokenizers import build_tokenizer
-from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.config import LossConfig
 from megatron_ext.training.evaluator import measurement
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.teacher_config import EvaluationConfig, EvaluationTaskConfig
@@ -21,7 +18,7 @@ from tests.training.tiny_run import objective_run
 PROBLEMS = [("2 + 3?", "5\n#### 5"), ("4?", "#### 4"), ("1?", "#### 1")]
 
 
-def write_tasks(folder: Path) -> None:
+def write_tasks(folder):
     """Files of three tasks."""
     problems = [json.dumps({"question": q, "answer": a}) for q, a in PROBLEMS]
     (folder / "gsm8k.jsonl").write_text("\n".join(problems))
@@ -32,7 +29,7 @@ def write_tasks(folder: Path) -> None:
     (folder / "mmlu.jsonl").write_text("\n".join(map(json.dumps, questions)))
 
 
-def run_config(folder: Path, name: str, **parallel: Any) -> DistillConfig:
+def run_config(folder, name, **parallel):
     """Two steps of next-token training, saved at each."""
     config = objective_run(folder, name, LossConfig(objective="next_token"), **parallel)
     return dataclasses.replace(
@@ -43,7 +40,7 @@ def run_config(folder: Path, name: str, **parallel: Any) -> DistillConfig:
     )
 
 
-def with_tasks(config: DistillConfig, folder: Path) -> DistillConfig:
+def with_tasks(config, folder):
     """The run, measured after every step."""
     tasks = {
         "bits_per_byte": EvaluationTaskConfig(data=str(folder / "held-out.jsonl")),
@@ -55,9 +52,9 @@ def with_tasks(config: DistillConfig, folder: Path) -> DistillConfig:
     return dataclasses.replace(config, evaluation=EvaluationConfig(tasks=tasks, interval=1))
 
 
-def train(rank: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def train(rank, folder, layouts):
     """The logs of each layout's runs, and the weights they end with."""
-    found: dict[str, Any] = {}
+    found = {}
     for name, parallel in layouts.items():
         plain = run_config(folder, f"{name}-plain", **parallel)
         measured = with_tasks(run_config(folder, name, **parallel), folder)
@@ -73,7 +70,7 @@ def train(rank: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[s
     return found
 
 
-def _train(config: DistillConfig) -> Any:
+def _train(config):
     tasks = RunTasks(config.evaluation) if config.evaluation.tasks else None
     trainer = _trainer(config)
     trainer.train(measurement(trainer, tasks, build_tokenizer(config.tokenizer)))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
-from megatron_ext.evaluation.language_model import GenerationOptions, LogLikelihood, TokenRequest
+from megatron_ext.evaluation.language_model import GenerationOptions, LogLikelihood
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 
 Result = TypeVar("Result")
@@ -21,10 +19,10 @@ class StandInModel:
     def __init__(
         self,
         *,
-        nats: Callable[[str, str], float] = lambda context, text: -float(len(text)),
-        complete: Callable[[str], str] = lambda prompt: "",
-        max_length: int = 10_000,
-    ) -> None:
+        nats=lambda context, text: -float(len(text)),
+        complete=lambda prompt: "",
+        max_length=10000,
+    ):
         self.tokenizer: MegatronTokenizerText = build_tokenizer(
             TokenizerConfig(library="byte-level", vocab_size=512)
         )
@@ -34,22 +32,22 @@ class StandInModel:
         self._nats = nats
         self._complete = complete
 
-    def log_likelihoods(self, requests: Sequence[TokenRequest]) -> list[LogLikelihood]:
+    def log_likelihoods(self, requests):
         """By the rule."""
         texts = [tuple(map(self.tokenizer.detokenize, request)) for request in requests]
         return [LogLikelihood(self._nats(*pair), True) for pair in texts]
 
-    def generate(self, prompts: Sequence[str], options: GenerationOptions) -> list[str]:
+    def generate(self, prompts, options):
         """By the rule."""
         self.prompts, self.options = list(prompts), options
         return [self._complete(prompt) for prompt in prompts]
 
-    def once(self, work: Callable[[], Result]) -> Result:
+    def once(self, work):
         """Here."""
         return work()
 
 
-def written(path: Path, text: str) -> Path:
+def written(path, text):
     """A file with its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

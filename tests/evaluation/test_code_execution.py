@@ -1,7 +1,5 @@
 """Code that a model wrote runs to its end, or is ended, and harms nothing around it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -12,7 +10,6 @@ import time
 import venv
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +21,7 @@ from tests.evaluation.stand_in_model import StandInModel, written
 QUICK = Limits(seconds=1, memory_bytes=256 << 20, disk_bytes=1 << 20)
 
 
-def _can_hold() -> bool:
+def _can_hold():
     try:
         return run_program("", Limits()).passed
     except ConfigError:
@@ -54,9 +51,7 @@ HOSTILE = {
 
 @needs_namespaces
 @pytest.mark.parametrize("program", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_code_is_ended_and_leaves_no_process(
-    program: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_code_is_ended_and_leaves_no_process(program, monkeypatch):
     with tempfile.TemporaryDirectory(prefix="hostile-") as place:
         # Programs are started from a folder in here, by its path.
         os.chmod(place, 0o755)
@@ -74,9 +69,7 @@ def test_hostile_code_is_ended_and_leaves_no_process(
 
 
 @needs_namespaces
-def test_nothing_outside_can_be_written_reached_or_read_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_outside_can_be_written_reached_or_read_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "secret")
     tmp_path.chmod(0o777)
     victim = written(tmp_path / "victim", "whole")
@@ -116,7 +109,7 @@ open("own", "w").write("may be written")
 
 
 @needs_namespaces
-def test_processes_are_counted() -> None:
+def test_processes_are_counted():
     program = """
 import os, time
 for count in range(20):
@@ -130,7 +123,7 @@ assert count < 8, count
     assert run_program(program, Limits()).passed
 
 
-def test_without_namespaces_limits_still_hold() -> None:
+def test_without_namespaces_limits_still_hold():
     limits = Limits(seconds=1, memory_bytes=256 << 20, needs_namespaces=False)
     assert run_program("import math\nassert math.pi > 3", replace(limits, seconds=20)).passed
     assert not run_program("while True: pass", limits).passed
@@ -139,9 +132,7 @@ def test_without_namespaces_limits_still_hold() -> None:
 
 @needs_namespaces
 @pytest.mark.parametrize("private", ["", "environment"], ids=["folder around it", "itself"])
-def test_an_environment_in_a_private_folder_runs_programs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private: str
-) -> None:
+def test_an_environment_in_a_private_folder_runs_programs(tmp_path, monkeypatch, private):
     environment = tmp_path / "home" / "environment"
     venv.create(environment, symlinks=True)
     (tmp_path / "home" / private).chmod(0o700)
@@ -158,9 +149,7 @@ def test_an_environment_in_a_private_folder_runs_programs(
 
 
 @needs_namespaces
-def test_an_environment_that_cannot_be_read_is_no_fault_of_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_that_cannot_be_read_is_no_fault_of_the_program(tmp_path, monkeypatch):
     venv.create(tmp_path / "environment", symlinks=True)
     (tmp_path / "environment" / "pyvenv.cfg").chmod(0)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "environment" / "bin" / "python"))
@@ -174,9 +163,7 @@ IN_NAMESPACE = "exec unshare --user --map-root-user"
 @needs_namespaces
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="util-linux is not installed")
 @pytest.mark.parametrize("needs", [True, False], ids=["namespaces", "limits alone"])
-def test_root_of_namespaces_without_nobody_holds_a_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs: bool
-) -> None:
+def test_root_of_namespaces_without_nobody_holds_a_program(tmp_path, monkeypatch, needs):
     _python_through(tmp_path, monkeypatch, f'{IN_NAMESPACE} {sys.executable} "$@"')
     program = "import os\nassert os.getuid() != 0\n" + HOSTILE["mounts"].replace("==", "!=")
     assert run_program(program, Limits(needs_namespaces=needs)).passed
@@ -184,16 +171,14 @@ def test_root_of_namespaces_without_nobody_holds_a_program(
 
 @needs_namespaces
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="util-linux is not installed")
-def test_root_that_nothing_holds_runs_no_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_root_that_nothing_holds_runs_no_program(tmp_path, monkeypatch):
     no_more = f'echo 0 > /proc/sys/user/max_user_namespaces; exec {sys.executable} "$@"'
     _python_through(tmp_path, monkeypatch, f"{IN_NAMESPACE} sh -c '{no_more}' sh \"$@\"")
     with pytest.raises(ConfigError, match="root cannot become nobody"):
         run_program("", Limits(needs_namespaces=False))
 
 
-def test_the_end_of_what_a_program_prints_says_why_it_failed() -> None:
+def test_the_end_of_what_a_program_prints_says_why_it_failed():
     limits = Limits(needs_namespaces=False)
     noisy = "import sys\nsys.stderr.write('\\x1b]0;x\\x07\\n' * (1 << 17))"
     assert run_program(noisy, limits).passed
@@ -204,13 +189,13 @@ def test_the_end_of_what_a_program_prints_says_why_it_failed() -> None:
     assert "utf-8" in run_program("x = '\ud800'", limits).printed
 
 
-def test_code_runs_only_where_it_was_allowed(tmp_path: Path) -> None:
+def test_code_runs_only_where_it_was_allowed(tmp_path):
     data = written(tmp_path / "x.jsonl", "{}")
     with pytest.raises(ConfigError, match="--run-generated-code"):
         TASKS["humaneval_plus"](TaskOptions(data=data))
 
 
-EVALPLUS: dict[str, Any] = {
+EVALPLUS = {
     "task_id": "HumanEval/0",
     "prompt": 'def half(x):\n    """Half of x."""\n',
     "canonical_solution": "    return x / 2\n",
@@ -245,9 +230,7 @@ MBPP = {
     ],
     ids=["evalplus", "humaneval-hf", "evalplus-mbpp", "mbpp-hf"],
 )
-def test_solutions_pass_base_and_plus_tests(
-    tmp_path: Path, task: str, row: dict[str, Any], head: str
-) -> None:
+def test_solutions_pass_base_and_plus_tests(tmp_path, task, row, head):
     data = written(tmp_path / "problems.jsonl", f"{json.dumps(row)}\n{json.dumps(row)}\n")
     bodies = iter(["    return x / 2", "    return x // 2"])
     made = TASKS[task](TaskOptions(data=data, run_generated_code=True))
@@ -259,7 +242,7 @@ def test_solutions_pass_base_and_plus_tests(
 
 
 @needs_namespaces
-def test_a_reference_that_fails_on_every_input_is_an_error_of_the_data(tmp_path: Path) -> None:
+def test_a_reference_that_fails_on_every_input_is_an_error_of_the_data(tmp_path):
     broken = {**EVALPLUS, "task_id": "X", "canonical_solution": "    return x / nothing\n"}
     data = written(tmp_path / "problems.jsonl", f"{json.dumps(EVALPLUS)}\n{json.dumps(broken)}\n")
     made = TASKS["humaneval_plus"](TaskOptions(data=data, run_generated_code=True))
@@ -277,22 +260,20 @@ def test_a_reference_that_fails_on_every_input_is_an_error_of_the_data(tmp_path:
     ],
     ids=["evalplus", "humaneval-hf", "mbpp-hf"],
 )
-def test_a_first_reference_that_fails_is_an_error_of_the_sandbox(
-    tmp_path: Path, task: str, row: dict[str, Any], field: str
-) -> None:
+def test_a_first_reference_that_fails_is_an_error_of_the_sandbox(tmp_path, task, row, field):
     data = written(tmp_path / "x.jsonl", json.dumps({**row, field: "    import not_there"}))
     with pytest.raises(ConfigError, match=r"sandbox cannot run the reference.*not_there"):
         TASKS[task](TaskOptions(data=data, run_generated_code=True))
 
 
-def _python_through(folder: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def _python_through(folder, monkeypatch, command):
     """Put a shell script in the place of the interpreter."""
     script = written(folder / "python", f"#!/bin/sh\n{command}\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
 
 
-def _processes(place: str) -> list[str]:
+def _processes(place):
     """Command lines that name a folder."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,11 +1,7 @@
 """What megatron-core generates and scores is what transformers does, under every layout."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,12 +24,12 @@ FAMILIES = ["qwen3", "gemma"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
-def answers(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def answers(folder):
     """Of each rank, by layout."""
     found = {}
     for world_size, layouts in ((1, {"alone": ALONE}), (2, LAYOUTS)):
@@ -43,14 +39,12 @@ def answers(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
+def model(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("kind", ["scores", "rolling"])
-def test_log_likelihoods_are_those_of_transformers(
-    answers: dict[str, list[dict[str, Any]]], model: Any, kind: str
-) -> None:
+def test_log_likelihoods_are_those_of_transformers(answers, model, kind):
     (found,) = answers["alone"]
     requests = found["requests" if kind == "scores" else "rolling_requests"]
     for request, score in zip(requests, found[kind], strict=True):
@@ -60,9 +54,7 @@ def test_log_likelihoods_are_those_of_transformers(
         assert score.is_greedy == is_greedy
 
 
-def test_greedy_generation_is_that_of_transformers_and_of_no_cache(
-    answers: dict[str, list[dict[str, Any]]], folder: Path, model: Any
-) -> None:
+def test_greedy_generation_is_that_of_transformers_and_of_no_cache(answers, folder, model):
     (found,) = answers["alone"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for prompt, ids, text in zip(PROMPTS, found["greedy_ids"], found["greedy"], strict=True):
@@ -79,9 +71,7 @@ def test_greedy_generation_is_that_of_transformers_and_of_no_cache(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_layout_and_no_batch_changes_an_answer(
-    answers: dict[str, list[dict[str, Any]]], layout: str
-) -> None:
+def test_no_layout_and_no_batch_changes_an_answer(answers, layout):
     (alone,) = answers["alone"]
     for rank in answers[layout]:
         for kind in ("stopped", "sampled", "once"):
@@ -92,21 +82,19 @@ def test_no_layout_and_no_batch_changes_an_answer(
             assert [s.is_greedy for s in rank[kind]] == [s.is_greedy for s in alone[kind]]
 
 
-def test_draws_depend_on_their_seed_and_differ_from_first_choices(
-    answers: dict[str, list[dict[str, Any]]],
-) -> None:
+def test_draws_depend_on_their_seed_and_differ_from_first_choices(answers):
     (alone,) = answers["alone"]
     assert alone["sampled"] != alone["greedy"]
     assert alone["sampled"] != alone["others"]
 
 
-def test_a_completion_ends_before_a_stop_string(answers: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_completion_ends_before_a_stop_string(answers):
     (alone,) = answers["alone"]
     assert any("e" in text for text in alone["greedy"])
     assert alone["stopped"] == [text.split("e")[0] for text in alone["greedy"]]
 
 
-def test_the_verb_measures_a_huggingface_folder(folder: Path, model: Any, tmp_path: Path) -> None:
+def test_the_verb_measures_a_huggingface_folder(folder, model, tmp_path):
     text = "the theory of the other thing"
     written(tmp_path / "texts.jsonl", json.dumps({"text": text}))
     options = {"checkpoint": folder, "task": "bits_per_byte", "data": tmp_path / "texts.jsonl"}
@@ -123,21 +111,19 @@ def test_the_verb_measures_a_huggingface_folder(folder: Path, model: Any, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def families(tmp_path_factory):
     root = tmp_path_factory.mktemp("families")
     return {name: save_model(name, root / name) for name in FAMILIES}
 
 
 @pytest.fixture(scope="module")
-def asked(families: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def asked(families):
     (found,) = run_ranks(1, ask_families, families)
     return dict(found)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_other_families_generate_what_transformers_does(
-    asked: dict[str, dict[str, Any]], families: dict[str, Path], name: str
-) -> None:
+def test_other_families_generate_what_transformers_does(asked, families, name):
     model = AutoModelForCausalLM.from_pretrained(families[name], dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(families[name])
     for prompt, ids in zip(PROMPTS, asked[name]["greedy_ids"], strict=True):
@@ -146,9 +132,7 @@ def test_other_families_generate_what_transformers_does(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_chat_template_makes_a_message_of_every_prompt(
-    asked: dict[str, dict[str, Any]], families: dict[str, Path], name: str
-) -> None:
+def test_a_chat_template_makes_a_message_of_every_prompt(asked, families, name):
     model = AutoModelForCausalLM.from_pretrained(families[name], dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(families[name])
     message = [{"role": "user", "content": PROMPTS[0]}]
@@ -163,7 +147,7 @@ def test_a_chat_template_makes_a_message_of_every_prompt(
     assert found["chat"] == [tokenizer.decode(ids, skip_special_tokens=True)]
 
 
-def _first_choices(model: Any, ids: torch.Tensor, vocab_size: int) -> list[int]:
+def _first_choices(model, ids, vocab_size):
     """As many new ids, each from all before it, of those that the tokenizer has."""
     start = ids.shape[1]
     with torch.no_grad():
@@ -173,9 +157,7 @@ def _first_choices(model: Any, ids: torch.Tensor, vocab_size: int) -> list[int]:
     return ids[0, start:].tolist()
 
 
-def _score(
-    model: Any, context: list[int], continuation: list[int], *, vocab_size: int | None = None
-) -> tuple[float, bool]:
+def _score(model, context, continuation, *, vocab_size=None):
     ids = torch.tensor([(context + continuation)[-97:]])
     with torch.no_grad():
         logits = model(ids[:, :-1]).logits[0, :, :vocab_size]

@@ -1,11 +1,6 @@
 """Numbers are those of lm-evaluation-harness over the same HuggingFace model and local data."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,48 +16,41 @@ except ImportError:
     HAS_HARNESS = False
 needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="the package lm_eval is not installed")
 
-CHOICE = """
-task: tiny_choice
+HEAD = """task: tiny_{name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
+"""
+TASK_FILES = {
+    "choice": """output_type: multiple_choice
+doc_to_text: "{{question}}"
 doc_to_target: answer
 doc_to_choice: choices
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-GENERATION = """
-task: tiny_generation
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{choices[0]}}}}"
-generation_kwargs: {{until: ["e"], max_gen_toks: 12, do_sample: false}}
-metric_list: [{{metric: exact_match}}]
-"""
-ROLLING = """
-task: tiny_rolling
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: loglikelihood_rolling
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "generation": """output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["e"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+    "rolling": """output_type: loglikelihood_rolling
 doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list: [{{metric: bits_per_byte}}]
-"""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+""",
+}
+NAMES = [f"tiny_{name}" for name in TASK_FILES]
 
 
 @pytest.mark.skipif(HAS_HARNESS, reason="lm_eval is installed")
-def test_without_the_package_one_line_says_so(tmp_path: Path) -> None:
+def test_without_the_package_one_line_says_so(tmp_path):
     with pytest.raises(MissingDependencyError, match="lm_eval"):
         LmEvalTask("hellaswag", TaskOptions(data=None))
 
 
 @pytest.fixture
-def tasks(tmp_path: Path) -> Path:
+def tasks(tmp_path):
     words = ["the theory", "of the other", "thing there", "then the"]
     rows = [
         {
@@ -74,13 +62,13 @@ def tasks(tmp_path: Path) -> Path:
         for number, (word, other) in enumerate(zip(words, reversed(words), strict=True))
     ]
     data = written(tmp_path / "rows.jsonl", "\n".join(map(json.dumps, rows)))
-    for name, text in (("choice", CHOICE), ("generation", GENERATION), ("rolling", ROLLING)):
-        written(tmp_path / "tasks" / f"{name}.yaml", text.format(data=data))
+    for name, text in TASK_FILES.items():
+        written(tmp_path / "tasks" / f"{name}.yaml", HEAD.format(name=name, data=data) + text)
     return tmp_path / "tasks"
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Iterator[Any]:
+def model(tmp_path):
     from megatron_ext.distributed import process_groups
     from megatron_ext.evaluation.megatron_language_model import ModelOptions, load_language_model
     from tests.evaluation.tiny_language_model import save_tiny_model
@@ -91,9 +79,7 @@ def model(tmp_path: Path) -> Iterator[Any]:
 
 
 @needs_harness
-def test_answers_are_those_of_the_harness(
-    tasks: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_those_of_the_harness(tasks, model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder, ours = model
     from lm_eval.tasks import TaskManager
@@ -102,12 +88,12 @@ def test_answers_are_those_of_the_harness(
     expected = lm_eval.simple_evaluate(
         model="hf",
         model_args={"pretrained": str(folder), "dtype": "float32", "max_length": 96},
-        tasks=["tiny_choice", "tiny_generation", "tiny_rolling"],
+        tasks=NAMES,
         task_manager=manager,
         device="cpu",
         bootstrap_iters=0,
     )
-    for name in ("tiny_choice", "tiny_generation", "tiny_rolling"):
+    for name in NAMES:
         result = LmEvalTask(name, TaskOptions(data=tasks)).run(ours)
         assert result.metrics
         for key, value in result.metrics.items():
@@ -126,7 +112,7 @@ def test_answers_are_those_of_the_harness(
     assert found.metrics["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
-def _close(ours: Any, theirs: Any) -> None:
+def _close(ours, theirs):
     """Nested log-likelihoods, whether they are of first choices included."""
     if isinstance(theirs, (list, tuple)):
         assert len(ours) == len(theirs)

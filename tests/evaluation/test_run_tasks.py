@@ -1,11 +1,7 @@
 """Tasks between steps have the numbers of ``evaluate`` and change nothing of the run."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +14,7 @@ from tests.evaluation.run_task_ranks import train, write_tasks
 from tests.process_group import run_ranks
 from tests.training.tiny_run import write_corpus, write_rank_list
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor_model_parallel_size": 2},
-    "pp2": {"pipeline_model_parallel_size": 2},
-}
+LAYOUTS = {"tp2": {"tensor_model_parallel_size": 2}, "pp2": {"pipeline_model_parallel_size": 2}}
 """Replicas too with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     LAYOUTS["dp2"] = {"use_distributed_optimizer": True}
@@ -39,7 +32,7 @@ TIMES = ("seconds", "tokens_per_second", "memory_bytes")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     write_corpus(folder)
     write_rank_list(folder)
@@ -48,14 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
+def ranks(folder):
     return run_ranks(2, train, folder, LAYOUTS, timeout_s=300)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_is_the_same_with_tasks_without_them_and_resumed(
-    ranks: list[dict[str, Any]], layout: str
-) -> None:
+def test_a_run_is_the_same_with_tasks_without_them_and_resumed(ranks, layout):
     for rank in ranks:
         plain, measured, resumed = rank[layout]["weights"]
         for name, value in plain.items():
@@ -70,9 +61,7 @@ def test_a_run_is_the_same_with_tasks_without_them_and_resumed(
         }
 
 
-def test_the_numbers_are_those_of_evaluate_on_the_checkpoint(
-    folder: Path, ranks: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_the_numbers_are_those_of_evaluate_on_the_checkpoint(folder, ranks, tmp_path):
     options = {"checkpoint": folder / "tp2", "task": "bits_per_byte"}
     options |= {"data": folder / "held-out.jsonl", "output": tmp_path / "results.json"}
     run_ranks(1, evaluate, [f"--{name}={value}" for name, value in options.items()])
@@ -82,7 +71,7 @@ def test_the_numbers_are_those_of_evaluate_on_the_checkpoint(
         assert last[f"eval/bits_per_byte/{name}"] == pytest.approx(value, rel=1e-5)
 
 
-def test_parts_of_a_metric_are_left_out() -> None:
+def test_parts_of_a_metric_are_left_out():
     metrics = {"accuracy": 0.5, "accuracy/law": 1.0, "exact_match/strict": 0.25}
     assert main_metrics("x", metrics) == {"eval/x/accuracy": 0.5, "eval/x/exact_match/strict": 0.25}
 
@@ -95,15 +84,13 @@ def test_parts_of_a_metric_are_left_out() -> None:
         ("gsm8k", {"data": "missing.jsonl"}, MegatronExtError),
     ],
 )
-def test_what_a_run_cannot_ask_is_refused_before_a_model_is_built(
-    folder: Path, name: str, options: dict[str, Any], error: type[Exception]
-) -> None:
+def test_what_a_run_cannot_ask_is_refused_before_a_model_is_built(folder, name, options, error):
     task = EvaluationTaskConfig(**{"data": str(folder / "gsm8k.jsonl"), **options})
     with pytest.raises(error, match=r"humaneval_plus|no_such_task|missing\.jsonl"):
         RunTasks(EvaluationConfig(tasks={name: task}))
 
 
-def _without_times(row: dict[str, Any]) -> dict[str, Any]:
+def _without_times(row):
     return {
         name: value
         for name, value in row.items()

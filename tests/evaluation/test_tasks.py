@@ -1,12 +1,8 @@
 """Tasks read published files, ask what they should, and count right."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +25,7 @@ PROBLEMS = [
 ]
 
 
-def mmlu_csv(folder: Path) -> None:
+def mmlu_csv(folder):
     for split, rows in (("dev", ROWS[:2]), ("test", ROWS[2:] + ROWS[:1])):
         lines = [
             ",".join([f'"{text}"', *choices, "ABCD"[answer]]) for text, choices, answer in rows
@@ -37,7 +33,7 @@ def mmlu_csv(folder: Path) -> None:
         written(folder / split / f"college_physics_{split}.csv", "\n".join(lines) + "\n")
 
 
-def mmlu_json(folder: Path) -> None:
+def mmlu_json(folder):
     for split, rows in (("dev", ROWS[:2]), ("test", ROWS[2:] + ROWS[:1])):
         records = [
             {"question": q, "subject": "college_physics", "choices": list(c), "answer": a}
@@ -47,7 +43,7 @@ def mmlu_json(folder: Path) -> None:
         written(folder / "college_physics" / f"{split}-00000-of-00001.json", text)
 
 
-def mmlu_parquet(folder: Path) -> None:
+def mmlu_parquet(folder):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
@@ -59,11 +55,11 @@ def mmlu_parquet(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [mmlu_csv, mmlu_json, mmlu_parquet])
-def test_mmlu_asks_for_a_letter_behind_solved_questions(tmp_path: Path, write: Any) -> None:
+def test_mmlu_asks_for_a_letter_behind_solved_questions(tmp_path, write):
     write(tmp_path)
     asked = []
 
-    def nats(context: str, letter: str) -> float:
+    def nats(context, letter):
         asked.append((context, letter))
         return -1.0 if letter == " C" else -2.0
 
@@ -84,7 +80,7 @@ def test_mmlu_asks_for_a_letter_behind_solved_questions(tmp_path: Path, write: A
     }
 
 
-def test_gsm8k_generates_behind_solved_problems_and_compares_numbers(tmp_path: Path) -> None:
+def test_gsm8k_generates_behind_solved_problems_and_compares_numbers(tmp_path):
     lines = [json.dumps({"question": q, "answer": a}) for q, a in PROBLEMS]
     written(tmp_path / "train.jsonl", lines[0])
     data = written(tmp_path / "test.jsonl", "\n".join(lines[1:]))
@@ -95,7 +91,6 @@ def test_gsm8k_generates_behind_solved_problems_and_compares_numbers(tmp_path: P
         "Question: How many are 2 and 3?\nAnswer: They are 5.\n#### 5\n\n"
         "Question: And 1,000 more?\nAnswer:"
     )
-    assert model.options is not None
     assert "Question:" in model.options.stop
     assert result.metrics == {"exact_match/strict": 0.5, "exact_match/flexible": 1.0}
     assert [sample["strict"] for sample in result.samples] == [False, True]
@@ -110,13 +105,13 @@ def test_gsm8k_generates_behind_solved_problems_and_compares_numbers(tmp_path: P
         ("no number", "[invalid]", "[invalid]"),
     ],
 )
-def test_numbers_are_found_in_completions(completion: str, strict: str, flexible: str) -> None:
+def test_numbers_are_found_in_completions(completion, strict, flexible):
     assert normalised(strict_number(completion)) == strict
     assert normalised(flexible_number(completion)) == flexible
 
 
 @pytest.mark.parametrize("name", ["texts.jsonl", "texts.jsonl.gz", "list.json.gz", "texts.txt"])
-def test_bits_per_byte_counts_every_token_once_in_windows(tmp_path: Path, name: str) -> None:
+def test_bits_per_byte_counts_every_token_once_in_windows(tmp_path, name):
     texts = ["", "naïve" * 11, "b"]
     path = tmp_path / name
     if name.endswith(".txt"):
@@ -130,7 +125,7 @@ def test_bits_per_byte_counts_every_token_once_in_windows(tmp_path: Path, name: 
     size = sum(len(text.encode()) for text in texts)
     seen = []
 
-    def nats(context: str, window: str) -> float:
+    def nats(context, window):
         seen.append((context, window))
         return -math.log(2)
 
@@ -152,31 +147,28 @@ def test_bits_per_byte_counts_every_token_once_in_windows(tmp_path: Path, name: 
         ("gsm8k", "x.jsonl", "no json"),
         ("bits_per_byte", "x.jsonl", ""),
         ("bits_per_byte", "x.bin", "text"),
-        ("bits_per_byte", "missing.txt", None),
-        ("mmlu", "missing", None),
     ],
 )
-def test_bad_files_get_one_line(tmp_path: Path, task: str, name: str, text: str | None) -> None:
+def test_bad_files_get_one_line(tmp_path, task, name, text):
     path = tmp_path / name
-    if text is not None:
-        path.write_text(text)
+    path.write_text(text)
     with pytest.raises(MegatronExtError, match=name):
         TASKS[task](TaskOptions(data=path, num_fewshot=0))
 
 
 @pytest.mark.parametrize("task", ["mmlu", "gsm8k", "bits_per_byte"])
-def test_data_that_is_not_there_is_the_reason(tmp_path: Path, task: str) -> None:
+def test_data_that_is_not_there_is_the_reason(tmp_path, task):
     with pytest.raises(MegatronExtError, match=r"^\S+nofolder: there is no such file or folder;"):
         TASKS[task](TaskOptions(data=tmp_path / "nofolder"))
 
 
-def test_too_few_examples_are_said_before_a_model_is_built(tmp_path: Path) -> None:
+def test_too_few_examples_are_said_before_a_model_is_built(tmp_path):
     mmlu_csv(tmp_path)
     with pytest.raises(MegatronExtError, match="too few solved examples of college physics"):
         TASKS["mmlu"](TaskOptions(data=tmp_path))
 
 
-def test_results_are_a_file_and_a_table(tmp_path: Path) -> None:
+def test_results_are_a_file_and_a_table(tmp_path):
     path = written(tmp_path / "texts.txt", "text")
     result = TASKS["bits_per_byte"](TaskOptions(data=path)).run(StandInModel())
     write_results(tmp_path / "r.json", result, {"task": "bits_per_byte"})
@@ -189,7 +181,7 @@ def test_results_are_a_file_and_a_table(tmp_path: Path) -> None:
     assert f"{result.metrics['bits_per_byte']:.4f}" in results_table("bits_per_byte", result)
 
 
-def test_texts_are_no_messages_of_a_user(tmp_path: Path, capsys: Any) -> None:
+def test_texts_are_no_messages_of_a_user(tmp_path, capsys):
     data = written(tmp_path / "texts.txt", "text")
     words = ["evaluate", "--checkpoint", "none", "--task", "bits_per_byte", "--data", str(data)]
     with pytest.raises(SystemExit) as exit:

@@ -1,9 +1,5 @@
 """A tiny HuggingFace model whose vocabulary is its tokenizer's, and prompts for it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 
 from tests.huggingface.tiny_models import SIZES, save_tokenizer
@@ -26,7 +22,7 @@ PAIRS = [
 """Contexts and continuations; the last is longer than some models read."""
 
 
-def save_tiny_model(folder: Path) -> Path:
+def save_tiny_model(folder):
     """Random weights that are large enough to prefer some tokens."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

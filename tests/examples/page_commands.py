@@ -1,22 +1,19 @@
 """The commands of a page, as a shell would read them."""
 
-from __future__ import annotations
-
 import re
 import shlex
-from pathlib import Path
 
 _SHELL = re.compile(r"^```bash\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
 
-def commands(page: Path) -> list[list[str]]:
+def commands(page):
     """The words of each, in order."""
     blocks = _SHELL.findall(page.read_text(encoding="utf-8"))
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [shlex.split(line) for line in lines if line.strip()]
 
 
-def verb_of(words: list[str]) -> list[str] | None:
+def verb_of(words):
     """The verb of a command of this package with its arguments, also where torchrun starts it."""
     if words[0] == "megatron-ext":
         return words[1:]

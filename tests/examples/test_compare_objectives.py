@@ -1,7 +1,5 @@
 """The parts of the comparison of objectives whose mistakes no figure would show."""
 
-from __future__ import annotations
-
 import importlib.resources
 import json
 import os
@@ -32,12 +30,12 @@ GPT2 = SHARED / "tokenizers" / "openai_tiktoken" / "r50k_base.tiktoken"
 TEXT = "In 2017 she paid 48 dollars and $120, naïvely: 48+24 = 72."
 
 
-def tokens_of(vocabulary: Path) -> list[bytes]:
+def tokens_of(vocabulary):
     tokenizer = MegatronTokenizer.from_pretrained(vocabulary)
     return [tokenizer.token_bytes(i) or b"" for i in tokenizer.tokenize(TEXT)]
 
 
-def test_the_head_of_tekken_is_a_tokenizer_that_spells_numerals(tmp_path: Path) -> None:
+def test_the_head_of_tekken_is_a_tokenizer_that_spells_numerals(tmp_path):
     head = write_head(TEKKEN, 4096, tmp_path / "head.json")
     assert MegatronTokenizer.from_pretrained(head).vocab_size == 4096
     tokens = tokens_of(head)
@@ -46,7 +44,7 @@ def test_the_head_of_tekken_is_a_tokenizer_that_spells_numerals(tmp_path: Path) 
 
 
 @pytest.mark.skipif(not GPT2.exists(), reason=f"GPT-2's published ranks are absent: {GPT2}")
-def test_the_head_of_gpt2_has_tokens_of_several_digits(tmp_path: Path) -> None:
+def test_the_head_of_gpt2_has_tokens_of_several_digits(tmp_path):
     tokens = tokens_of(write_head(GPT2, 8192, tmp_path / "head.json"))
     assert b"".join(tokens).decode() == TEXT
     assert {b" 2017", b" 48", b"24"} <= set(tokens)
@@ -56,21 +54,19 @@ def test_the_head_of_gpt2_has_tokens_of_several_digits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [100, 200_000])
-def test_a_head_of_no_such_size_is_refused(tmp_path: Path, size: int) -> None:
+def test_a_head_of_no_such_size_is_refused(tmp_path, size):
     with pytest.raises(TokenizerError, match=f"no such head of the vocabulary; got {size}"):
         write_head(TEKKEN, size, tmp_path / "head.json")
 
 
-def test_a_rank_list_that_says_no_pattern_is_refused(tmp_path: Path) -> None:
+def test_a_rank_list_that_says_no_pattern_is_refused(tmp_path):
     ranks = tmp_path / "ranks.json"
     ranks.write_text(json.dumps(json.loads(TEKKEN.read_text())["vocab"][:1000]))
     with pytest.raises(TokenizerError, match="nothing says how this vocabulary cuts text"):
         write_head(ranks, 500, tmp_path / "head.json")
 
 
-def test_held_out_lines_are_in_no_training_text_and_the_students_are_the_teachers(
-    tmp_path: Path,
-) -> None:
+def test_held_out_lines_are_in_no_training_text_and_the_students_are_the_teachers(tmp_path):
     source = tmp_path / "lines.jsonl"
     source.write_text(
         "".join(json.dumps({"q": f"[{i}]", "a": i}) + "\n" for i in range(HELD_OUT + 64))
@@ -97,7 +93,7 @@ def test_held_out_lines_are_in_no_training_text_and_the_students_are_the_teacher
 
 
 @pytest.mark.parametrize("side", ["student", "teacher"])
-def test_numerals_cost_the_bits_of_the_tokens_that_cover_them(tmp_path: Path, side: str) -> None:
+def test_numerals_cost_the_bits_of_the_tokens_that_cover_them(tmp_path, side):
     tokenizer = MegatronTokenizer.from_pretrained(write_head(TEKKEN, 512, tmp_path / "head.json"))
     text = "ab 120, 7 and 48"
     ids = np.array(tokenizer.tokenize(text), np.int32)

@@ -1,14 +1,11 @@
 """docs/distillation.md can be walked: its commands exist, and run one after the other."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +26,7 @@ SHORTER = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_has_flags_that_there_are(page: str) -> None:
+def test_every_command_has_flags_that_there_are(page):
     found = [verb_of(words) for words in commands(REPOSITORY / "docs" / f"{page}.md")]
     verbs = [words for words in found if words is not None]
     assert verbs
@@ -40,7 +37,7 @@ def test_every_command_has_flags_that_there_are(page: str) -> None:
         parser.parse_args(arguments)
 
 
-def test_the_configuration_of_the_page_is_that_of_the_example() -> None:
+def test_the_configuration_of_the_page_is_that_of_the_example():
     (shown,) = re.findall(r"^```yaml\n(.*?)^```\n", WALK.read_text(), re.DOTALL | re.MULTILINE)
     comment, _, settings = CONFIG.read_text().partition("\n")
     assert comment.startswith("#")
@@ -50,7 +47,7 @@ def test_the_configuration_of_the_page_is_that_of_the_example() -> None:
 @pytest.mark.skipif(
     not os.environ.get("MEGATRON_EXT_ALL_TEXT"), reason="two minutes: MEGATRON_EXT_ALL_TEXT=1"
 )
-def test_the_walk_leads_to_a_student_that_transformers_loads(tmp_path: Path) -> None:
+def test_the_walk_leads_to_a_student_that_transformers_loads(tmp_path):
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     for words in [*commands(WALK), *_commands_after_the_walk()]:
         for mark, more in SHORTER.items():
@@ -62,7 +59,7 @@ def test_the_walk_leads_to_a_student_that_transformers_loads(tmp_path: Path) -> 
     assert (tmp_path / "runs" / "walk" / "report.html").stat().st_size > 10_000
 
 
-def _commands_after_the_walk() -> list[list[str]]:
+def _commands_after_the_walk():
     """Commands on other pages that name nothing but what the walk left."""
     pages = [REPOSITORY / "docs" / f"{name}.md" for name in AFTER_THE_WALK]
     found = [words for page in pages for words in commands(page)]
@@ -70,18 +67,18 @@ def _commands_after_the_walk() -> list[list[str]]:
     return [words for words in own if "chat.jsonl" not in words]
 
 
-def _not_given(more: list[str], words: list[str]) -> list[str]:
+def _not_given(more, words):
     pairs = zip(more[::2], more[1::2], strict=True)
     return [word for flag, value in pairs if flag not in words for word in (flag, value)]
 
 
-def _program(name: str) -> list[str]:
+def _program(name):
     modules = {"python": [], "megatron-ext": ["-m", "megatron_ext"]}
     modules["torchrun"] = ["-m", "torch.distributed.run"]
     return [sys.executable, *modules[name]]
 
 
-def _run(command: list[str], folder: Path) -> str:
+def _run(command, folder):
     finished = subprocess.run(
         command,
         cwd=folder,

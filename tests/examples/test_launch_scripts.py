@@ -1,12 +1,9 @@
 """The launch scripts start what they say, and their configurations pass a dry run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -22,6 +19,7 @@ from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.model_section import read_config_file
 from megatron_ext.typed_mapping import build_config
 from tests.cli.run_files import REPOSITORY, write_config
+from tests.training.launched_ranks import Launch
 from tests.training.tiny_run import student_run, vocabulary, write_corpus, write_rank_list
 
 LAUNCH = REPOSITORY / "examples" / "launch"
@@ -45,7 +43,7 @@ exit "${RUN_EXIT:-0}"
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(tmp_path_factory):
     """A folder with every file that the configurations name; the teacher says not what it is."""
     folder = tmp_path_factory.mktemp("launch")
     for name in ("text", "tokenizers", "teacher/checkpoints/iter_0000001"):
@@ -62,15 +60,13 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_configuration_has_its_script_and_its_processes() -> None:
+def test_every_configuration_has_its_script_and_its_processes():
     assert {path.stem for path in LAUNCH.glob("*.yaml")} == set(PROCESSES)
     assert {path.stem for path in SCRIPTS} == set(PROCESSES)
 
 
 @pytest.mark.parametrize("name", PROCESSES)
-def test_a_dry_run_accepts_the_configuration(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_dry_run_accepts_the_configuration(workplace, monkeypatch, name):
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(run_tokenizer, "build_tokenizer", _tokenizer)
     monkeypatch.setattr(SparseProjection, "from_tokenizers", _projection)
@@ -86,31 +82,31 @@ _projection = cache(SparseProjection.from_tokenizers)
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, *LAUNCH.glob("*.bash")], ids=lambda path: path.name)
-def test_bash_reads_the_script(script: Path) -> None:
+def test_bash_reads_the_script(script):
     subprocess.run(["bash", "-n", script], check=True)
     assert os.access(script, os.X_OK) == (script.suffix == ".sh")
 
 
-def test_the_cpu_script_trains_on_two_processes(tmp_path: Path) -> None:
+def test_the_cpu_script_trains_on_two_processes(tmp_path):
+    """What torchrun makes of a command is held by ``tests/training/test_megatron_lm.py``."""
     write_corpus(tmp_path)
     write_rank_list(tmp_path)
     config = write_config(tmp_path, student_run(tmp_path, "run"))
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    finished = subprocess.run(
-        [LAUNCH / "cpu.sh", "--config", config, "--loss-objective", "next_token"],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    recorder = {"torchrun": 'echo "$*" > "$CALLS"; env >> "$CALLS"'}
+    environment = {**commands(tmp_path / "commands", recorder), "CALLS": str(tmp_path / "calls")}
+    script = [LAUNCH / "cpu.sh", "--config", config, "--loss-objective", "next_token"]
+    subprocess.run(script, cwd=tmp_path, env=environment, check=True, timeout=30)
+    command, *variables = (tmp_path / "calls").read_text().splitlines()
+    head = "--standalone --nproc-per-node 2 -m megatron_ext "
+    assert command.startswith(head)
+    assert "CUDA_VISIBLE_DEVICES=" in variables
+    words = command.removeprefix(head).split()
+    ranks = Launch(words, world_size=2, folder=tmp_path, name="ranks").wait()
+    assert [rank.exit_code for rank in ranks] == [0, 0], ranks
     assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2]
-    assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "iter_0000002"
 
 
-def commands(folder: Path, texts: dict[str, str]) -> dict[str, str]:
+def commands(folder, texts):
     """An environment in which these commands are found before any other."""
     folder.mkdir()
     for name, text in texts.items():
@@ -136,8 +132,8 @@ def commands(folder: Path, texts: dict[str, str]) -> dict[str, str]:
     ],
 )
 def test_a_script_says_in_one_line_what_is_missing_and_starts_nothing(
-    tmp_path: Path, name: str, words: list[str], environment: dict[str, str], line: str
-) -> None:
+    tmp_path, name, words, environment, line
+):
     # A Python whose torch sees no GPU, and nothing to start.
     found = commands(tmp_path / "commands", {"python": "exit 1", "torchrun": "echo started"})
     script = [LAUNCH / f"{name}.sh", *words]
@@ -156,7 +152,7 @@ def test_a_script_says_in_one_line_what_is_missing_and_starts_nothing(
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> dict[str, str]:
+def slurm(tmp_path):
     """The environment of a job on two nodes, with commands that only say that they were called."""
     return {
         **commands(tmp_path / "commands", _FAKES),
@@ -168,7 +164,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_a_slurm_job_meets_at_its_first_node(slurm: dict[str, str]) -> None:
+def test_a_slurm_job_meets_at_its_first_node(slurm):
     script = [LAUNCH / "slurm.sbatch", "--lr", "1e-4", "--run-dir", "a folder"]
     subprocess.run(["bash", *script], env=slurm, check=True, timeout=30)
     calls = Path(slurm["CALLS"]).read_text().splitlines()
@@ -182,7 +178,7 @@ def test_a_slurm_job_meets_at_its_first_node(slurm: dict[str, str]) -> None:
     assert len(calls) == 3
 
 
-def test_a_slurm_job_at_its_time_limit_goes_back_into_the_queue(slurm: dict[str, str]) -> None:
+def test_a_slurm_job_at_its_time_limit_goes_back_into_the_queue(slurm):
     calls = Path(slurm["CALLS"])
     job = subprocess.Popen(
         ["bash", str(LAUNCH / "slurm.sbatch")], env={**slurm, "RUN_SECONDS": "60"}
@@ -199,7 +195,7 @@ def test_a_slurm_job_at_its_time_limit_goes_back_into_the_queue(slurm: dict[str,
     assert calls.read_text().splitlines()[-1] == "scontrol requeue 31"
 
 
-def test_a_slurm_job_that_fails_is_not_queued_again(slurm: dict[str, str]) -> None:
+def test_a_slurm_job_that_fails_is_not_queued_again(slurm):
     finished = subprocess.run(
         ["bash", LAUNCH / "slurm.sbatch"], env={**slurm, "RUN_EXIT": "3"}, check=False, timeout=30
     )

@@ -1,7 +1,5 @@
 """Every recipe is a run: its keys are known, its models fit its layout and its machine."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from math import prod
@@ -15,7 +13,6 @@ from megatron_ext.huggingface.families import FAMILIES
 from megatron_ext.huggingface.model_settings import model_settings
 from megatron_ext.huggingface.tensor_map import TensorMap
 from megatron_ext.training.arguments import config_from_arguments
-from megatron_ext.training.config import DistillConfig
 from tests.examples.published_models import BILLIONS, CONFIGS, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +21,7 @@ PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("recipes")
     for name in CONFIGS:
         write_config(root / "models" / name, name)
@@ -32,25 +29,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=RECIPES, ids=lambda file: file.stem)
-def recipe(
-    request: pytest.FixtureRequest, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> DistillConfig:
+def recipe(request, models, monkeypatch):
     monkeypatch.chdir(models)
     return config_from_arguments(argparse.Namespace(config=str(request.param)))
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_a_recipe_without_its_models_names_the_first(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_without_its_models_names_the_first(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"initial_checkpoint: no checkpoint .* got models/"):
         config_from_arguments(argparse.Namespace(config=str(file)))
 
 
-def test_a_recipe_divides_over_its_processes(
-    recipe: DistillConfig, request: pytest.FixtureRequest
-) -> None:
+def test_a_recipe_divides_over_its_processes(recipe, request):
     first_lines = next(f for f in RECIPES if f.stem in request.node.name).read_text()[:200]
     processes = 8 if "8 GPUs" in first_lines else 1
     parallel, training = recipe.parallel, recipe.training
@@ -66,7 +57,7 @@ def test_a_recipe_divides_over_its_processes(
     assert recipe.distils
 
 
-def test_models_and_tokenizers_are_those_of_the_folders(recipe: DistillConfig) -> None:
+def test_models_and_tokenizers_are_those_of_the_folders(recipe):
     assert recipe.tokenizer.model == recipe.initial_checkpoint
     sides = [(recipe.initial_checkpoint, recipe.student)]
     for teacher in recipe.named_teachers.values():
@@ -77,7 +68,7 @@ def test_models_and_tokenizers_are_those_of_the_folders(recipe: DistillConfig) -
 
 
 @pytest.mark.parametrize("name", BILLIONS)
-def test_the_shapes_have_as_many_parameters_as_is_published(models: Path, name: str) -> None:
+def test_the_shapes_have_as_many_parameters_as_is_published(models, name):
     files = CheckpointFiles(models / "models" / name)
     settings = model_settings(files)
     (architecture,) = files.config["architectures"]
@@ -87,6 +78,6 @@ def test_the_shapes_have_as_many_parameters_as_is_published(models: Path, name: 
     assert sum(map(prod, shapes.values())) / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
 
 
-def test_the_page_has_every_recipe_and_names_no_other() -> None:
+def test_the_page_has_every_recipe_and_names_no_other():
     named = set(re.findall(r"examples/recipes/(\w+\.yaml)", PAGE))
     assert named == {file.name for file in RECIPES}

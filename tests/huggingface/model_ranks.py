@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -38,9 +35,7 @@ class RankLogits:
     """Of all tensors in the files."""
 
 
-def logits_of(
-    rank: int, folders: dict[str, Path], layouts: dict[str, dict[str, int]]
-) -> dict[tuple[str, str], RankLogits]:
+def logits_of(rank, folders, layouts):
     """Logits of each checkpoint under each layout, and how much was read for them."""
     found = {}
     for layout, sizes in layouts.items():
@@ -54,11 +49,11 @@ def logits_of(
 
 
 @contextmanager
-def _counted_reads() -> Iterator[list[int]]:
-    counts: list[int] = []
+def _counted_reads():
+    counts = []
     read = TensorReader.rows
 
-    def rows(reader: TensorReader, *where: Any) -> torch.Tensor:
+    def rows(reader, *where):
         part = read(reader, *where)
         counts.append(part.numel())
         return part
@@ -67,15 +62,13 @@ def _counted_reads() -> Iterator[list[int]]:
         yield counts
 
 
-def _groups(parallel: ParallelConfig) -> process_groups.ProcessGroups:
+def _groups(parallel):
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
     return process_groups.initialize(parallel.layout)
 
 
-def _logits(
-    folder: Path, parallel: ParallelConfig, groups: process_groups.ProcessGroups
-) -> torch.Tensor | None:
+def _logits(folder, parallel, groups):
     tokens = some_tokens()
     settings = model_settings(CheckpointFiles(folder))
     model = ModelConfig(**settings, seq_length=tokens.shape[1], make_vocab_size_divisible_by=8)
@@ -92,7 +85,7 @@ def _logits(
     )
     load_huggingface(folder, chunks, model)
 
-    def forward(batches: Any, chunk: Any) -> Any:
+    def forward(batches, chunk):
         del batches
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         return chunk(tokens, positions, None), lambda output, non_loss_data: output

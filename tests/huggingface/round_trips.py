@@ -1,15 +1,11 @@
 """What a spawned rank runs: HuggingFace folders to checkpoints of ours and back."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from megatron_ext.cli.main import main
 from megatron_ext.training.export_checkpoint import export_huggingface
 from megatron_ext.training.import_checkpoint import import_huggingface
 
 
-def round_trips(rank: int, folders: dict[str, Path], root: Path) -> None:
+def round_trips(rank, folders, root):
     """Each folder imported to ``root/imported/NAME`` and exported to ``root/exported/NAME``."""
     for name, folder in folders.items():
         imported, exported = root / "imported" / name, root / "exported" / name

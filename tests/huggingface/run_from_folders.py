@@ -1,10 +1,6 @@
 """What spawned ranks run: one step of a run whose student and teacher are HuggingFace folders."""
 
-from __future__ import annotations
-
 import argparse
-from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -12,12 +8,12 @@ from megatron_ext.training.arguments import config_from_arguments
 from tests.training.rank_functions import _trainer
 
 
-def train_one_step(rank: int, root: Path, name: str) -> None:
+def train_one_step(rank, root, name):
     """By ``root/NAME.yaml``."""
     _trainer(config_from_arguments(argparse.Namespace(config=str(root / f"{name}.yaml")))).train()
 
 
-def write_run(root: Path, name: str, *, student: str, teacher: str, **parallel: Any) -> None:
+def write_run(root, name, *, student, teacher, **parallel):
     """A run at a learning rate that is too small to change a weight."""
     (root / "text.jsonl").write_text('{"text": "the theory of the other thing"}\n' * 8)
     sizes = {"seq_length": 32, "make_vocab_size_divisible_by": 8}

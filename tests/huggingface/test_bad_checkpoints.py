@@ -1,12 +1,8 @@
 """A folder that is not what its configuration says is refused in one line with the file."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,29 +28,29 @@ from tests.training.tiny_run import write_rank_list
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     return save_model("llama", tmp_path_factory.mktemp("bad") / "llama")
 
 
 @pytest.fixture
-def folder(llama: Path, tmp_path: Path) -> Path:
+def folder(llama, tmp_path):
     return Path(shutil.copytree(llama, tmp_path / "llama"))
 
 
-def _model(folder: Path, **others: Any) -> ModelConfig:
+def _model(folder, **others):
     return ModelConfig(**{**model_settings(CheckpointFiles(folder)), "seq_length": 32, **others})
 
 
-def _edit(file: str, **values: Any) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
+def _edit(file, **values):
+    def edit(folder):
         path = folder / file
         path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
     return edit
 
 
-def _change_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
+def _change_tensors(change):
+    def edit(folder):
         index = folder / "model.safetensors.index.json"
         file = folder / json.loads(index.read_text())["weight_map"]["model.norm.weight"]
         tensors = load_file(file)
@@ -66,22 +62,22 @@ def _change_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callabl
     return edit
 
 
-def _names(file: Path) -> list[str]:
+def _names(file):
     return list(load_file(file))
 
 
-def _cut(folder: Path) -> None:
+def _cut(folder):
     file = sorted(folder.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-10])
 
 
-def _only_pickles(folder: Path) -> None:
+def _only_pickles(folder):
     for file in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"whatever")
 
 
-FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+FAULTS = {
     "an architecture that is not known": (
         _edit("config.json", architectures=["FalconForCausalLM"]),
         r"config.json: this architecture is not read; got FalconForCausalLM; expected one of Llama",
@@ -133,7 +129,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_it_is_refused(folder: Path, fault: str) -> None:
+def test_it_is_refused(folder, fault):
     spoil, message = FAULTS[fault]
     checked(CheckpointFiles(folder), _model(folder))
     spoil(folder)
@@ -142,12 +138,12 @@ def test_it_is_refused(folder: Path, fault: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_model_that_is_configured_otherwise_is_refused(folder: Path) -> None:
+def test_a_model_that_is_configured_otherwise_is_refused(folder):
     with pytest.raises(CheckpointError, match="with another num_attention_heads; got 2; expected"):
         checked(CheckpointFiles(folder), _model(folder, num_attention_heads=2))
 
 
-def test_a_repeated_tied_head_and_old_buffers_do_not_matter(folder: Path) -> None:
+def test_a_repeated_tied_head_and_old_buffers_do_not_matter(folder):
     _edit("config.json", tie_word_embeddings=True)(folder)
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     _change_tensors(lambda tensors: tensors.update(buffer))(folder)
@@ -155,7 +151,7 @@ def test_a_repeated_tied_head_and_old_buffers_do_not_matter(folder: Path) -> Non
     assert "lm_head.weight" not in tensors.shapes()
 
 
-def test_sequences_longer_than_a_window_are_refused(folder: Path) -> None:
+def test_sequences_longer_than_a_window_are_refused(folder):
     _edit("config.json", architectures=["MistralForCausalLM"], sliding_window=16)(folder)
     with pytest.raises(MegatronExtError, match="seq_length 32, window_size 16"):
         _model(folder)
@@ -163,7 +159,7 @@ def test_sequences_longer_than_a_window_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_settings_make_a_configuration_that_gives_them_again(name: str, tmp_path: Path) -> None:
+def test_settings_make_a_configuration_that_gives_them_again(name, tmp_path):
     folder = save_model(name, tmp_path)
     settings = full_settings(_model(folder))
     config = model_config(settings, max_position_embeddings=64)
@@ -171,13 +167,13 @@ def test_settings_make_a_configuration_that_gives_them_again(name: str, tmp_path
     assert full_settings(_model(tmp_path)) == settings
 
 
-def test_a_model_that_no_architecture_is_has_no_configuration(folder: Path) -> None:
+def test_a_model_that_no_architecture_is_has_no_configuration(folder):
     settings = full_settings(_model(folder)) | {"add_qkv_bias": True, "qk_layernorm": True}
     with pytest.raises(CheckpointError, match=r"add_qkv_bias.*qk_layernorm"):
         model_config(settings, max_position_embeddings=64)
 
 
-def test_keys_of_both_releases_of_transformers_say_the_same(folder: Path) -> None:
+def test_keys_of_both_releases_of_transformers_say_the_same(folder):
     newer = model_settings(CheckpointFiles(folder))
     scaling = {"type": "llama3", "factor": 32.0, **LLAMA3}
     _edit("config.json", rope_parameters=None, rope_theta=500000.0, rope_scaling=scaling)(folder)
@@ -186,7 +182,7 @@ def test_keys_of_both_releases_of_transformers_say_the_same(folder: Path) -> Non
     assert newer["rope_scaling_factor"] == 32.0
 
 
-def test_a_configuration_takes_model_and_tokenizer_from_folders(folder: Path) -> None:
+def test_a_configuration_takes_model_and_tokenizer_from_folders(folder):
     section = {"checkpoint": str(folder), "model": {"seq_length": 17}}
     for teachers in ({"a": section}, [{"name": "a", **section}]):
         values = {"teachers": teachers, "student": {"hf": str(folder), "num_layers": 2}}
@@ -229,14 +225,14 @@ def test_a_tokenizer_of_bytes_is_not_given_the_file_of_the_folder(folder: Path) 
     assert with_huggingface_models(values)["tokenizer"] == {"library": "byte-level"}
 
 
-def test_a_folder_without_an_architecture_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_an_architecture_is_no_checkpoint(folder, tmp_path):
     assert is_checkpoint_folder(folder)
     assert find_checkpoint(str(folder), where="here") == folder
     (tmp_path / "config.json").write_text("{}")
     assert not is_checkpoint_folder(tmp_path)
 
 
-def test_files_are_cut_by_size_and_appear_together(tmp_path: Path) -> None:
+def test_files_are_cut_by_size_and_appear_together(tmp_path):
     plans = [
         TensorPlan(name=name, shape=(size,), dtype=torch.float32)
         for name, size in {"a": 10, "b": 10, "c": 40, "d": 1}.items()
@@ -244,7 +240,7 @@ def test_files_are_cut_by_size_and_appear_together(tmp_path: Path) -> None:
     files = shards(plans, max_shard_bytes=80)
     assert [[plan.name for plan in file] for file in files] == [["a", "b"], ["c"], ["d"]]
 
-    def read(plans: list[TensorPlan]) -> dict[str, torch.Tensor]:
+    def read(plans):
         if plans[0].name == "d":
             raise OSError(28, "No space left on device")
         return {plan.name: torch.ones(plan.shape) for plan in plans}

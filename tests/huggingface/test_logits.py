@@ -1,9 +1,6 @@
 """A HuggingFace checkpoint computes in megatron-core what it computes in transformers."""
 
-from __future__ import annotations
-
 from math import prod
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,14 +25,14 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("hf")
     return {name: save_model(name, root / name) for name in MODELS}
 
 
 @pytest.fixture(scope="module")
-def ranks(folders: dict[str, Path]) -> Ranks:
-    found: Ranks = {}
+def ranks(folders):
+    found = {}
     for world_size, layouts in ((1, {"alone": {}}), (2, LAYOUTS)):
         of_ranks = run_ranks(world_size, logits_of, folders, layouts)
         found |= {key: [of_rank[key] for of_rank in of_ranks] for key in of_ranks[0]}
@@ -44,9 +41,7 @@ def ranks(folders: dict[str, Path]) -> Ranks:
 
 @pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(
-    folders: dict[str, Path], ranks: Ranks, name: str, layout: str
-) -> None:
+def test_logits_are_those_of_transformers(folders, ranks, name, layout):
     model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
     with torch.no_grad():
         expected = model(some_tokens()).logits
@@ -61,9 +56,7 @@ def test_logits_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_rank_reads_what_it_has_and_no_more(
-    folders: dict[str, Path], ranks: Ranks, name: str
-) -> None:
+def test_a_rank_reads_what_it_has_and_no_more(folders, ranks, name):
     tensors = CheckpointFiles(folders[name]).tensors
     sizes = {name: prod(tensor.shape) for name, tensor in tensors.items()}
     vocabulary = sizes["model.embed_tokens.weight"]
@@ -79,7 +72,7 @@ def test_a_rank_reads_what_it_has_and_no_more(
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_scaled_rotary_embeddings_are_those_of_transformers(factor: float) -> None:
+def test_scaled_rotary_embeddings_are_those_of_transformers(factor):
     scaling = {**LLAMA3_ROPE, "factor": factor}
     config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=scaling)
     expected = LlamaRotaryEmbedding(config).inv_freq

@@ -1,15 +1,11 @@
 """A model with another tokenizer has every weight but its vocabulary's, which are ``P E``."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.cli.main import main
@@ -18,20 +14,15 @@ from megatron_ext.huggingface.new_vocabulary import projected_rows, write_with_v
 from megatron_ext.huggingface.tensor_files import TensorPlan, write_checkpoint
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.nemo.legacy_file import write_legacy_file
-from megatron_ext.tokenizers import (
-    MegatronTokenizer,
-    MegatronTokenizerText,
-    TokenizerConfig,
-    build_tokenizer,
-)
-from tests.huggingface.tiny_models import save_model, save_tokenizer
+from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
+from tests.huggingface.tiny_models import save_model, save_tokenizer, tensors_of
 from tests.tokenizers.tokenizer_files import nfkc_sentencepiece, rank_file
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.fixture(scope="module")
-def new_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def new_tokenizer(tmp_path_factory):
     """Words of its own, and another order of control tokens."""
     folder = tmp_path_factory.mktemp("new")
     save_tokenizer(
@@ -43,14 +34,12 @@ def new_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_the_vocabulary_is_projected_and_all_else_is_kept(
-    tmp_path: Path, new_tokenizer: Path, name: str
-) -> None:
+def test_the_vocabulary_is_projected_and_all_else_is_kept(tmp_path, new_tokenizer, name):
     old = save_model(name, tmp_path / "old", dtype=torch.bfloat16)
     main(
         ["projection", "embed", str(old), str(tmp_path / "new"), "--tokenizer", str(new_tokenizer)]
     )
-    before, after = _tensors(old), _tensors(tmp_path / "new")
+    before, after = tensors_of(old), tensors_of(tmp_path / "new")
     projection = _projection(new_tokenizer, old)
     dense = np.zeros(projection.shape)
     rows = np.repeat(np.arange(projection.shape[0]), np.diff(projection.indptr))
@@ -71,7 +60,7 @@ def test_the_vocabulary_is_projected_and_all_else_is_kept(
     assert len(projection.empty_rows) == 1
 
 
-def test_transformers_loads_it_with_the_new_tokenizer(tmp_path: Path, new_tokenizer: Path) -> None:
+def test_transformers_loads_it_with_the_new_tokenizer(tmp_path, new_tokenizer):
     old = save_model("qwen3", tmp_path / "old")
     main(
         ["projection", "embed", str(old), str(tmp_path / "new"), "--tokenizer", str(new_tokenizer)]
@@ -88,7 +77,7 @@ def test_transformers_loads_it_with_the_new_tokenizer(tmp_path: Path, new_tokeni
     assert torch.isfinite(model(ids).logits).all()
 
 
-def test_weights_get_the_permissions_that_any_new_file_gets(tmp_path: Path) -> None:
+def test_weights_get_the_permissions_that_any_new_file_gets(tmp_path):
     tensor = torch.zeros(2)
     plan = TensorPlan(name="weight", shape=(2,), dtype=tensor.dtype)
     write_checkpoint(
@@ -104,7 +93,7 @@ def test_weights_get_the_permissions_that_any_new_file_gets(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["tiktoken", "model of another name", "saved"])
-def test_a_tokenizer_of_any_kind_comes_along(tmp_path: Path, kind: str) -> None:
+def test_a_tokenizer_of_any_kind_comes_along(tmp_path, kind):
     old, folder = save_model("qwen3", tmp_path / "old"), tmp_path / "tokenizer"
     folder.mkdir()
     if kind == "tiktoken":
@@ -126,9 +115,7 @@ def test_a_tokenizer_of_any_kind_comes_along(tmp_path: Path, kind: str) -> None:
     }
 
 
-def test_a_tokenizer_that_does_not_survive_a_copy_is_refused_before_anything_is_written(
-    tmp_path: Path,
-) -> None:
+def test_a_tokenizer_that_does_not_survive_a_copy_is_refused_before_anything_is_written(tmp_path):
     old, folder = save_model("qwen3", tmp_path / "old"), tmp_path / "tokenizer"
     folder.mkdir()
     shutil.copyfile(nfkc_sentencepiece(tmp_path), folder / "words.model")
@@ -150,9 +137,7 @@ def test_a_tokenizer_that_does_not_survive_a_copy_is_refused_before_anything_is_
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_shares_may_come_from_a_file_of_the_known_tools(
-    tmp_path: Path, new_tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shares_may_come_from_a_file_of_the_known_tools(tmp_path, new_tokenizer, capsys):
     old = save_model("llama", tmp_path / "old")
     words = ["projection", "embed", str(old), "--tokenizer", str(new_tokenizer)]
     main([*words, str(tmp_path / "spelled")])
@@ -160,11 +145,11 @@ def test_shares_may_come_from_a_file_of_the_known_tools(
     write_legacy_file(content, tmp_path / "map.pt")
     main([*words, str(tmp_path / "given"), "--projection", str(tmp_path / "map.pt")])
     assert "note:" not in capsys.readouterr().err
-    first, second = (_tensors(tmp_path / name) for name in ("spelled", "given"))
+    first, second = (tensors_of(tmp_path / name) for name in ("spelled", "given"))
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_the_mean_of_a_row_without_entries_leaves_padding_out() -> None:
+def test_the_mean_of_a_row_without_entries_leaves_padding_out():
     projection = SparseProjection.from_entries(
         np.array([0, 1, 1]), np.array([2, 0, 1]), np.array([1.0, 0.25, 0.75]), (3, 3)
     )
@@ -172,9 +157,7 @@ def test_the_mean_of_a_row_without_entries_leaves_padding_out() -> None:
     assert projected_rows(projection, old).tolist() == [[6.0], [1.75], [3.0]]
 
 
-def test_what_is_there_and_what_does_not_fit_is_refused(
-    tmp_path: Path, new_tokenizer: Path
-) -> None:
+def test_what_is_there_and_what_does_not_fit_is_refused(tmp_path, new_tokenizer):
     old = save_model("llama", tmp_path / "old")
     words = ["projection", "embed", str(old), str(tmp_path / "new"), "--tokenizer"]
     _projection(new_tokenizer, new_tokenizer).save(tmp_path / "other.safetensors")
@@ -189,13 +172,9 @@ def test_what_is_there_and_what_does_not_fit_is_refused(
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["kept"]
 
 
-def _projection(new: Path, old: Path) -> SparseProjection:
+def _projection(new, old):
     return SparseProjection.from_tokenizers(_tokenizer(new), _tokenizer(old), top_k=32, decay=1.0)
 
 
-def _tokenizer(folder: Path) -> MegatronTokenizerText:
+def _tokenizer(folder):
     return build_tokenizer(TokenizerConfig(model=str(folder)))
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}

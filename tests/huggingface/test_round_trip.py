@@ -1,17 +1,12 @@
 """Import then export gives the same folder: tensors bit for bit, and the same text generated."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from tests.huggingface.round_trips import round_trips
-from tests.huggingface.tiny_models import MODELS, save_model
+from tests.huggingface.tiny_models import MODELS, save_model, tensors_of
 from tests.process_group import run_ranks
 
 BF16 = ("mistral",)
@@ -19,7 +14,7 @@ BF16 = ("mistral",)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("trips")
     folders = {
         name: save_model(name, root / name, dtype=torch.bfloat16 if name in BF16 else torch.float32)
@@ -30,8 +25,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_tensor_comes_back_bit_for_bit(root: Path, name: str) -> None:
-    before, after = _tensors(root / name), _tensors(root / "exported" / name)
+def test_every_tensor_comes_back_bit_for_bit(root, name):
+    before, after = tensors_of(root / name), tensors_of(root / "exported" / name)
     assert after.keys() == before.keys()
     for tensor, expected in before.items():
         assert after[tensor].dtype == expected.dtype
@@ -39,7 +34,7 @@ def test_every_tensor_comes_back_bit_for_bit(root: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_not_a_tensor_comes_back_as_it_was(root: Path, name: str) -> None:
+def test_what_is_not_a_tensor_comes_back_as_it_was(root, name):
     exported = root / "exported" / name
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (exported / file).read_bytes() == (root / name / file).read_bytes()
@@ -51,17 +46,13 @@ def test_what_is_not_a_tensor_comes_back_as_it_was(root: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_loads_it_and_generates_the_same_text(root: Path, name: str) -> None:
+def test_transformers_loads_it_and_generates_the_same_text(root, name):
     texts = [_generated(root / name), _generated(root / "exported" / name)]
     assert texts[0] == texts[1]
     assert len(texts[0]) > len("the other thing")
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def _generated(folder: Path) -> str:
+def _generated(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     chat = [{"role": "user", "content": "the other thing"}]

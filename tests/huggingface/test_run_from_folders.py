@@ -1,12 +1,7 @@
 """A run starts from a HuggingFace folder, learns from another, and is exported again."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,14 +10,14 @@ from megatron_ext.training.export_checkpoint import export_huggingface
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.model_section import read_config_file
 from tests.huggingface.run_from_folders import train_one_step, write_run
-from tests.huggingface.tiny_models import save_model
+from tests.huggingface.tiny_models import save_model, tensors_of
 from tests.process_group import run_ranks
 
 STUDENT, TEACHER = "gemma3", "qwen3"
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     for name in (STUDENT, TEACHER):
         save_model(name, root / name)
@@ -34,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_models_and_tokenizers_are_those_of_the_folders(root: Path) -> None:
+def test_models_and_tokenizers_are_those_of_the_folders(root):
     values, _ = read_config_file(root / "run" / "config.yaml")
     assert values["tokenizer"]["model"] == str(root / STUDENT)
     assert values["student"]["kv_channels"] == 16
@@ -43,21 +38,21 @@ def test_models_and_tokenizers_are_those_of_the_folders(root: Path) -> None:
     assert values["teacher"]["model"]["qk_layernorm"]
 
 
-def test_the_first_loss_is_that_of_transformers(root: Path) -> None:
+def test_the_first_loss_is_that_of_transformers(root):
     student, teacher = _log_probs(root / STUDENT), _log_probs(root / TEACHER)
     divergence = kl_div(student, teacher, log_target=True, reduction="none").sum(-1).mean()
     (measured,) = read_metrics(root / "run")
     assert measured["kd"] == pytest.approx(float(divergence), rel=1e-4)
 
 
-def test_the_gradient_is_that_of_one_process(root: Path) -> None:
+def test_the_gradient_is_that_of_one_process(root):
     (alone,), (sharded,) = read_metrics(root / "alone"), read_metrics(root / "run")
     assert sharded["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
 
 
-def test_an_exported_run_is_the_student_with_all_its_rows(root: Path) -> None:
+def test_an_exported_run_is_the_student_with_all_its_rows(root):
     export_huggingface(root / "run", root / "exported")
-    before, after = _tensors(root / STUDENT), _tensors(root / "exported")
+    before, after = tensors_of(root / STUDENT), tensors_of(root / "exported")
     assert after.keys() == before.keys()
     for name, tensor in before.items():
         # A step of 1e-30 is all that was made.
@@ -68,7 +63,7 @@ def test_an_exported_run_is_the_student_with_all_its_rows(root: Path) -> None:
         assert (root / "exported" / file).read_bytes() == (root / STUDENT / file).read_bytes()
 
 
-def test_a_run_without_huggingface_files_is_exported_with_its_own_tokenizer(root: Path) -> None:
+def test_a_run_without_huggingface_files_is_exported_with_its_own_tokenizer(root):
     (root / "run" / "checkpoints" / "iter_0000001" / SIDE_FOLDER).rename(root / "kept")
     export_huggingface(root / "run", root / "without", dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(root / "without")
@@ -80,7 +75,7 @@ def test_a_run_without_huggingface_files_is_exported_with_its_own_tokenizer(root
     assert tokenizers[0].chat_template == tokenizers[1].chat_template
 
 
-def _log_probs(folder: Path) -> torch.Tensor:
+def _log_probs(folder):
     """[T, V] of every label, over the ids of the tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [1, *tokenizer("the theory of the other thing", add_special_tokens=False).input_ids]
@@ -88,7 +83,3 @@ def _log_probs(folder: Path) -> torch.Tensor:
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0]
     return logits[:, : len(tokenizer)].log_softmax(-1)
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}

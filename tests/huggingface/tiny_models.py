@@ -1,19 +1,14 @@
 """Tiny models of each family, made by transformers' own classes with random weights."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import torch
+from safetensors.torch import load_file
 
 VOCAB_SIZE = 301
 """Odd, so that every layout pads it, and more than the tokenizer has ids."""
 
 CHAT_TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -37,7 +32,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
@@ -61,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """transformers' name and what its configuration differs in, by a name of our own."""
 
 
-def hf_model(name: str) -> Any:
+def hf_model(name):
     """A model with random weights everywhere, norms and biases included."""
     import transformers
 
@@ -79,7 +74,7 @@ def hf_model(name: str) -> Any:
 _CONFIGS = {"Gemma3": "Gemma3Text"}
 
 
-def save_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+def save_model(name, folder, *, dtype=torch.float32):
     """It as a folder of two safetensors files or more, with a tokenizer and a chat template."""
     model = hf_model(name).to(dtype)
     model.generation_config.max_new_tokens = 8
@@ -89,11 +84,11 @@ def save_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -
 
 
 def save_tokenizer(
-    folder: Path,
+    folder,
     *,
-    text: str = "the theory of the other thing then there",
-    control_tokens: Sequence[str] = ("<pad>", "<s>", "</s>"),
-) -> None:
+    text="the theory of the other thing then there",
+    control_tokens=("<pad>", "<s>", "</s>"),
+):
     """A byte-level BPE tokenizer of fewer ids than ``VOCAB_SIZE``, trained on a text."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -117,6 +112,11 @@ def save_tokenizer(
     ).save_pretrained(folder)
 
 
-def some_tokens() -> torch.Tensor:
+def some_tokens():
     """[2, 24] int64"""
     return torch.randint(0, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(7))
+
+
+def tensors_of(folder):
+    """All weights of a folder, by name."""
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}

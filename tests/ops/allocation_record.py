@@ -12,8 +12,7 @@ what a single kernel uses inside. Tensors that exist before are not counted.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,22 +33,15 @@ class Allocation(NamedTuple):
 class AllocationRecord(TorchDispatchMode):
     """Counts from ``with`` on; read it afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.allocations: list[Allocation] = []
         self.peak_bytes = 0
         """Most bytes that were alive at once, of those allocated here."""
-
         self._alive: dict[int, int] = {}
         self._alive_bytes = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if _has_memory(tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
@@ -57,7 +49,7 @@ class AllocationRecord(TorchDispatchMode):
                 self._add(str(func), tensor)
         return out
 
-    def wide_tensors(self, *, rows: int, columns: int) -> list[Allocation]:
+    def wide_tensors(self, *, rows, columns):
         """Allocations in fp32 or wider with at least ``rows * columns`` elements."""
         limit = rows * columns
         return [
@@ -66,12 +58,12 @@ class AllocationRecord(TorchDispatchMode):
             if found.dtype in WIDE and found.bytes >= limit * found.dtype.itemsize
         ]
 
-    def assert_no_wide_tensor(self, *, rows: int, columns: int) -> None:
+    def assert_no_wide_tensor(self, *, rows, columns):
         """No fp32 tensor [rows, columns] or larger was made."""
         found = self.wide_tensors(rows=rows, columns=columns)
         assert not found, "\n".join(map(str, found))
 
-    def _add(self, operation: str, tensor: torch.Tensor) -> None:
+    def _add(self, operation, tensor):
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), _key(tensor)
         self.allocations.append(Allocation(operation, tuple(tensor.shape), tensor.dtype, size))
@@ -81,13 +73,13 @@ class AllocationRecord(TorchDispatchMode):
         weakref.finalize(storage, self._remove, key)
         self.peak_bytes = max(self.peak_bytes, self._alive_bytes)
 
-    def _remove(self, key: int) -> None:
+    def _remove(self, key):
         self._alive_bytes -= self._alive.pop(key)
 
 
-def _has_memory(value: object) -> bool:
+def _has_memory(value):
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
-def _key(tensor: torch.Tensor) -> int:
+def _key(tensor):
     return int(tensor.untyped_storage()._cdata)

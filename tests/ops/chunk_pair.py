@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -30,15 +29,7 @@ class ChunkPair(NamedTuple):
     chunk_count: int
 
     @classmethod
-    def random(
-        cls,
-        vocabs: tuple[int, int] = (2311, 1207),
-        *,
-        sizes: tuple[tuple[int, int], ...] = FEW,
-        dtype: torch.dtype = torch.float32,
-        padding: int = 5,
-        scale: float = 3.0,
-    ) -> ChunkPair:
+    def random(cls, vocabs=(2311, 1207), *, sizes=FEW, dtype=torch.float32, padding=5, scale=3.0):
         """Rows of a chunk need not be neighbours."""
         generator = torch.Generator().manual_seed(0)
         logits, ids = [], []
@@ -54,26 +45,23 @@ class ChunkPair(NamedTuple):
         return cls((logits[0], logits[1]), (ids[0], ids[1]), vocabs, len(sizes))
 
     @property
-    def weights(self) -> torch.Tensor:
+    def weights(self):
         """[C]: what each chunk's loss gets; the last gets nothing."""
         weights = torch.linspace(0.5, 2.0, self.chunk_count, device=DEVICE)
         weights[-1:] = 0.0
         return weights
 
-    def sides(self, student: torch.Tensor | None = None) -> list[ChunkedLogits]:
+    def sides(self, student=None):
         """Both models' of one rank, with other logits of the student where they are given."""
         logits = (self.logits[0] if student is None else student, self.logits[1])
         return [
             ChunkedLogits.of(
-                own,
-                ids,
-                self.chunk_count,
-                VocabShard(start=0, stop=own.shape[1], vocab_size=vocab),
+                own, ids, self.chunk_count, VocabShard(start=0, stop=own.shape[1], vocab_size=vocab)
             )
             for own, ids, vocab in zip(logits, self.chunk_ids, self.vocabs, strict=True)
         ]
 
-    def run(self, op: Callable[..., Any], **options: Any) -> tuple[Any, torch.Tensor]:
+    def run(self, op, **options):
         """The op's outputs, and the gradient of the weighted sum of its first."""
         base = torch.zeros_like(self.logits[0], requires_grad=True)
         # Rows stay strided, and may be written in place.
@@ -83,13 +71,7 @@ class ChunkPair(NamedTuple):
         (grad,) = torch.autograd.grad((outputs[0] * self.weights).sum(), base)
         return outputs, grad
 
-    def truth(
-        self,
-        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        *,
-        temperature: float,
-        dtype: torch.dtype = torch.float64,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def truth(self, loss, *, temperature, dtype=torch.float64):
         """``loss(Q, P)`` [C] and the gradient of its weighted sum [Ts, Vs + padding].
 
         Args:
@@ -111,6 +93,6 @@ class ChunkPair(NamedTuple):
         return value.detach(), grad
 
 
-def _mean(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def _mean(logits, temperature):
     """0 for no rows."""
     return torch.softmax(logits / temperature, dim=-1).sum(dim=0) / max(len(logits), 1)

@@ -4,8 +4,6 @@ It reads a module and its variants from a line of JSON, and answers with a line:
 nothing. A process of its own, since Triton decides as it is imported whether it interprets.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -14,23 +12,23 @@ import sys
 import traceback
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 HOPPER = ("cuda", 90, 32)
 
-Variant = tuple[str, dict[str, str], dict[str, Any]]
-"""Name of a kernel, types of its arguments as Triton spells them, and values of those that are
-``constexpr``. A type with ``:16`` behind it is that of a multiple of 16."""
+
+def arguments(text):
+    """Types of arguments by name: ``width rows: i32; logits: *bf16``, with ``_ptr`` of pointers."""
+    parts = (part.partition(":") for part in text.split(";"))
+    return {
+        name + "_ptr" * ("*" in kind): kind.strip()
+        for names, _, kind in parts
+        for name in names.split()
+    }
 
 
-def compiles(
-    module: str,
-    variants: list[Variant],
-    *,
-    containing: str = "",
-) -> None:
+def compiles(module, variants, *, containing=""):
     """Assert that kernels of a module compile to machine code.
 
     Each in the first of its variants; in all of them with ``MEGATRON_EXT_ALL_TEXT``.
@@ -44,8 +42,6 @@ def compiles(
     if not os.environ.get("MEGATRON_EXT_ALL_TEXT"):
         variants = list({variant[0]: variant for variant in reversed(variants)}.values())
     compiler = _compiler()
-    assert compiler.stdin is not None
-    assert compiler.stdout is not None
     print(json.dumps([module, variants, containing]), file=compiler.stdin, flush=True)
     answer = compiler.stdout.readline()
     assert answer, f"the compiler died, exit status {compiler.wait()}"
@@ -56,7 +52,7 @@ def compiles(
 
 
 @cache
-def _compiler() -> subprocess.Popen[str]:
+def _compiler():
     """One for all kernels: to import torch takes longer than to compile. Ends with its input."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
@@ -68,7 +64,7 @@ def _compiler() -> subprocess.Popen[str]:
     )
 
 
-def _main() -> None:
+def _main():
     import triton
 
     # Whatever else is printed must not be taken for an answer.
@@ -85,7 +81,7 @@ def _main() -> None:
         print(json.dumps(error), file=answers, flush=True)
 
 
-def _compile(module: str, variants: list[Variant], containing: str) -> None:
+def _compile(module, variants, containing):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,27 +1,26 @@
 """How a kernel is compared: on a GPU or interpreted, over memory full of NaN, with a fair rule."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import product
 from math import lcm
-from typing import Any
+from typing import get_args
 
 import pytest
 import torch
 
-from megatron_ext.ops.divergence import DivergenceOptions
+from megatron_ext.ops.divergence import Divergence, DivergenceOptions
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DIRECTIONS = get_args(Divergence)
+BOTH = pytest.mark.parametrize("implementation", ["triton", "torch"])
 
 EVERY_COMBINATION = DEVICE.type == "cuda" or bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
 """Whether to run the whole product of ``combinations``: interpreted kernels are slow."""
 
 
-def combinations(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+def combinations(*axes):
     """Values to run a kernel with, one of each axis: a diagonal, or every combination.
 
     The diagonal has every value of every axis, and every pair of two axes whose lengths have no
@@ -33,12 +32,12 @@ def combinations(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(axis[i % len(axis)] for axis in axes) for i in range(count)]
 
 
-def sampled(values: Sequence[Any]) -> Sequence[Any]:
+def sampled(values):
     """All values where every combination is run, else the first."""
     return values if EVERY_COMBINATION else values[:1]
 
 
-def packed(options: Mapping[str, Any], kind: type[Any] = DivergenceOptions) -> dict[str, Any]:
+def packed(options, kind=DivergenceOptions):
     """The options of a divergence as one ``kind`` of them, by the name ``options``; and others."""
     names = {field.name for field in fields(kind)}
     own = {name: value for name, value in options.items() if name in names}
@@ -46,7 +45,7 @@ def packed(options: Mapping[str, Any], kind: type[Any] = DivergenceOptions) -> d
     return {"options": kind(**own), **others}
 
 
-def rounding(dtype: torch.dtype) -> float:
+def rounding(dtype):
     """Largest relative error of storing a value: half a unit in the last place.
 
     Interpreted kernels cut bf16 values off instead of rounding them, so there it is a whole one.
@@ -55,20 +54,20 @@ def rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * (1.0 if cut_off else 0.5)
 
 
-@pytest.fixture
-def nan_filled() -> Iterator[None]:
-    """New memory holds NaN, and the largest integer, until something is written to it."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = before
-    torch.use_deterministic_algorithms(False)
+def kept_for_backward(run):
+    """What autograd saves while ``run`` is called."""
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return kept
 
 
-def assert_as_exact(
-    got: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor, *, slack: float
-) -> None:
+def assert_as_exact(got, same_dtype, truth, *, slack):
     """``got`` is no further from ``truth`` than torch in the same dtype is, plus a slack.
 
     Args:
@@ -84,5 +83,5 @@ def assert_as_exact(
     assert error <= allowed, f"{error:.3e} from the truth, {allowed:.3e} allowed"
 
 
-def _worst(values: torch.Tensor, truth: torch.Tensor) -> float:
+def _worst(values, truth):
     return float((values.double() - truth.double()).abs().max()) if truth.numel() else 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -12,7 +11,6 @@ from megatron_ext.ops.partition_kl import (
     ChainRows,
     Chains,
     PartitionPlan,
-    PartitionValues,
     SingleRows,
     evaluate_partition_kl,
     partition_kl_reference,
@@ -41,16 +39,16 @@ class Case:
     def random(
         cls,
         *,
-        sizes: Sizes = ((1, 1), (1, 2), (1, 1), (2, 1), (1, 3), (2, 3), (1, 1)),
-        vocabs: tuple[int, int] = (37, 23),
-        shared: int = 14,
-        completions: int = 4,
-        scale: float = 3.0,
-        seed: int = 0,
-    ) -> Case:
+        sizes=((1, 1), (1, 2), (1, 1), (2, 1), (1, 3), (2, 3), (1, 1)),
+        vocabs=(37, 23),
+        shared=14,
+        completions=4,
+        scale=3.0,
+        seed=0,
+    ):
         generator = torch.Generator().manual_seed(seed)
 
-        def some(vocab: int, count: int) -> list[int]:
+        def some(vocab, count):
             return torch.randperm(vocab, generator=generator)[: min(count, vocab)].tolist()
 
         pairs = list(zip(some(vocabs[0], shared), some(vocabs[1], shared), strict=False))
@@ -85,7 +83,7 @@ class Case:
             shared=pairs,
         )
 
-    def to(self, dtype: torch.dtype) -> Case:
+    def to(self, dtype):
         """The same case with logits in ``dtype``."""
         return replace(
             self,
@@ -93,17 +91,17 @@ class Case:
             teacher_logits=self.teacher_logits.to(dtype),
         )
 
-    def weights(self) -> torch.Tensor:
+    def weights(self):
         """[chunks] of the singles and then of the chains, so that each counts for itself."""
         return torch.linspace(0.5, 2, len(self.singles) + len(self.chains), dtype=torch.float64)
 
-    def divergences_of(self, logits: torch.Tensor, **options: Any) -> torch.Tensor:
+    def divergences_of(self, logits, **options):
         """Each chunk's divergence by the reference, of these logits of the student."""
         chunks = [*self.singles, *self.chains]
         teacher = self.teacher_logits.to(logits.dtype)
         return partition_kl_reference(logits, teacher, chunks, **options)
 
-    def truth(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def truth(self, **options):
         """Each chunk's divergence, and the gradient of their weighted sum."""
         logits = self.student_logits.detach().requires_grad_()
         found = self.divergences_of(logits, **options)
@@ -113,17 +111,17 @@ class Case:
     def run(
         self,
         *,
-        dtype: torch.dtype = torch.float64,
-        device: torch.device | str = "cpu",
-        logits: torch.Tensor | None = None,
-        padding: tuple[int, int] = (0, 0),
-        strided: bool = False,
-        backward: bool = True,
-        shards: tuple[int, int, Any] = (0, 1, None),
-        in_place: bool = False,
-        counted: torch.Tensor | None = None,
-        **options: Any,
-    ) -> tuple[PartitionValues, torch.Tensor]:
+        dtype=torch.float64,
+        device="cpu",
+        logits=None,
+        padding=(0, 0),
+        strided=False,
+        backward=True,
+        shards=(0, 1, None),
+        in_place=False,
+        counted=None,
+        **options,
+    ):
         """What the op says on one rank's columns, and the gradient of the weighted sum.
 
         Args:
@@ -158,9 +156,9 @@ class Case:
             name: value.to(device) if torch.is_tensor(value) else value
             for name, value in options.items()
         }
-        found: list[PartitionValues] = []
+        found = []
 
-        def evaluate(whole: torch.Tensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor]:
+        def evaluate(whole, gradient):
             values = evaluate_partition_kl(
                 whole,
                 columns(self.teacher_logits, teacher).to(device, dtype),
@@ -177,12 +175,12 @@ class Case:
         return found[0], torch.autograd.grad(total, leaf)[0]
 
 
-def chains_of(chunks: Sequence[ReferenceChunk], device: torch.device | str = "cpu") -> Chains:
+def chains_of(chunks, device="cpu"):
     """The chunks as the op takes them."""
     counts = [len(chunk.pairs) for chunk in chunks]
     pointers = torch.tensor([0, *counts]).cumsum(0).tolist()
 
-    def rows(student: bool) -> ChainRows:
+    def rows(student):
         own = [c.student_rows if student else c.teacher_rows for c in chunks]
         prefixes = [c.student_prefix if student else c.teacher_prefix for c in chunks]
         pairs = [pair[0 if student else 1] for chunk in chunks for pair in chunk.pairs]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.projected_kl import (
     ColumnPlan,
-    ProjectedKL,
     ProjectedKLOptions,
     ShardedProjection,
     projected_kl,
@@ -23,7 +21,7 @@ from tests.ops.kernel_case import packed
 
 
 @lru_cache(maxsize=16)
-def _random_projection(student_vocab: int, teacher_vocab: int, seed: int) -> torch.Tensor:
+def _random_projection(student_vocab, teacher_vocab, seed):
     generator = torch.Generator().manual_seed(seed)
     reachable = max(1, teacher_vocab - teacher_vocab // 10)
     dense = torch.zeros(student_vocab, teacher_vocab, dtype=torch.float64)
@@ -35,13 +33,13 @@ def _random_projection(student_vocab: int, teacher_vocab: int, seed: int) -> tor
     return dense / dense.sum(dim=-1, keepdim=True).clamp(min=1e-9)
 
 
-def random_projection(student_vocab: int, teacher_vocab: int, seed: int = 0) -> torch.Tensor:
+def random_projection(student_vocab, teacher_vocab, seed=0):
     """fp64 dense [Vs, Vt]: rows of one to three entries that sum to 1, some rows empty, the last
     tenth of the columns unreachable."""
     return _random_projection(student_vocab, teacher_vocab, seed).clone()
 
 
-def paired_projection(student_vocab: int, teacher_vocab: int, seed: int = 0) -> torch.Tensor:
+def paired_projection(student_vocab, teacher_vocab, seed=0):
     """fp64 dense [Vs, Vt]: mostly tokens that stand for one another, as between two real
     vocabularies. Every fifth student token is in no pair: it has two to four columns, one of which
     is often the first, or none. The last tenth of the teacher's are unreachable."""
@@ -59,7 +57,7 @@ def paired_projection(student_vocab: int, teacher_vocab: int, seed: int = 0) -> 
     return dense / dense.sum(dim=-1, keepdim=True).clamp(min=1e-9)
 
 
-def column_plan(projection: torch.Tensor, student: VocabShard, teacher: VocabShard) -> ColumnPlan:
+def column_plan(projection, student, teacher):
     """The plan of a rank for a dense projection [Vs, Vt]."""
     row, column = projection.nonzero(as_tuple=True)
     counts = np.bincount(row.numpy(), minlength=len(projection))
@@ -72,7 +70,7 @@ def column_plan(projection: torch.Tensor, student: VocabShard, teacher: VocabSha
     )
 
 
-def random_chunks(lengths: tuple[int, int], chunk_count: int, seed: int = 0) -> list[torch.Tensor]:
+def random_chunks(lengths, chunk_count, seed=0):
     """int64 [Ts], [Tt]: every chunk at least once on both sides, in any order, and rows in none."""
     generator = torch.Generator().manual_seed(seed)
     sides = []
@@ -81,6 +79,17 @@ def random_chunks(lengths: tuple[int, int], chunk_count: int, seed: int = 0) -> 
         ids = torch.cat([torch.arange(chunk_count), others])
         sides.append(ids[torch.randperm(rows, generator=generator)])
     return sides
+
+
+def sharded(rows, plan, reachable=None, dtype=torch.float32):
+    """A rank's rows [Vps, Vt] in the forms that the op takes."""
+    return ShardedProjection(
+        rows.to(dtype).to_sparse_csr(),
+        rows.t().contiguous().to(dtype).to_sparse_csr(),
+        rows.sum(dim=-1).to(dtype),
+        (rows > 0).any(dim=0) if reachable is None else reachable,
+        plan,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +104,7 @@ class Case:
     projection: torch.Tensor
 
     @classmethod
-    def random(
-        cls,
-        *,
-        vocabs: tuple[int, int] = (37, 23),
-        lengths: tuple[int, int] = (11, 9),
-        chunk_count: int = 4,
-        scale: float = 3.0,
-        seed: int = 0,
-    ) -> Case:
+    def random(cls, *, vocabs=(37, 23), lengths=(11, 9), chunk_count=4, scale=3.0, seed=0):
         generator = torch.Generator().manual_seed(seed)
         logits = [
             scale * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
@@ -119,7 +120,7 @@ class Case:
             projection=random_projection(*vocabs, seed=seed),
         )
 
-    def dominated(self, nats: float) -> Case:
+    def dominated(self, nats):
         """Students that are ``nats`` surer, and more from row to row, of a token with an empty row;
         in chunk 0 one row alone."""
         logits = self.student_logits.clone()
@@ -130,7 +131,7 @@ class Case:
         logits[:, token] += torch.where(raised, nats + rows % 3, 0.0)
         return replace(self, student_logits=logits)
 
-    def to(self, dtype: torch.dtype) -> Case:
+    def to(self, dtype):
         """The same case with logits and projection in ``dtype``."""
         return replace(
             self,
@@ -139,7 +140,7 @@ class Case:
             projection=self.projection.to(dtype),
         )
 
-    def truth(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def truth(self, **options):
         """Value and student gradient of the reference, in the dtype of the case."""
         logits = self.student_logits.detach().requires_grad_()
         value = projected_kl_reference(
@@ -157,16 +158,16 @@ class Case:
     def run(
         self,
         *,
-        dtype: torch.dtype = torch.float64,
-        padding: tuple[int, int] = (0, 0),
-        rank: int = 0,
-        ranks: int = 1,
-        group: Any = None,
-        pad_value: float = 50.0,
-        weights: torch.Tensor | None = None,
-        planned: bool = False,
-        **options: Any,
-    ) -> tuple[ProjectedKL, torch.Tensor]:
+        dtype=torch.float64,
+        padding=(0, 0),
+        rank=0,
+        ranks=1,
+        group=None,
+        pad_value=50.0,
+        weights=None,
+        planned=False,
+        **options,
+    ):
         """``projected_kl`` on rank ``rank``'s columns, and its gradient [Ts, Vps].
 
         Padded columns hold ``pad_value``, far above the real logits. Chunks count by ``weights``
@@ -177,17 +178,15 @@ class Case:
         logits = _columns(self.student_logits, student, pad_value).to(dtype).requires_grad_()
         rows = _columns(self.projection.t(), student, 0.0).t()
         reachable = (self.projection > 0).any(dim=0).double()[None]
-        weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         teacher_logits = _columns(self.teacher_logits, teacher, pad_value).to(dtype)
         out = projected_kl(
             ChunkedLogits.of(logits, self.student_chunk_id, self.chunk_count, student),
             ChunkedLogits.of(teacher_logits, self.teacher_chunk_id, self.chunk_count, teacher),
-            ShardedProjection(
-                rows.to(weight_dtype).to_sparse_csr(),
-                rows.t().contiguous().to(weight_dtype).to_sparse_csr(),
-                rows.sum(dim=-1).to(weight_dtype),
-                _columns(reachable, teacher, 0.0)[0] > 0,
+            sharded(
+                rows,
                 column_plan(self.projection, student, teacher) if planned else None,
+                _columns(reachable, teacher, 0.0)[0] > 0,
+                torch.float64 if dtype == torch.float64 else torch.float32,
             ),
             **packed(options, ProjectedKLOptions),
         )
@@ -196,12 +195,12 @@ class Case:
         return out, grad
 
 
-def _shard(vocab: int, padding: int, rank: int, ranks: int, group: Any) -> VocabShard:
+def _shard(vocab, padding, rank, ranks, group):
     width = -(-(vocab + padding) // ranks)
     return VocabShard(start=rank * width, stop=(rank + 1) * width, vocab_size=vocab, group=group)
 
 
-def _columns(full: torch.Tensor, shard: VocabShard, pad_value: float) -> torch.Tensor:
+def _columns(full, shard, pad_value):
     """This shard's columns [T, Vp] of unpadded ``full`` [T, V]."""
     missing = max(shard.stop - full.shape[1], 0)
     padded = torch.nn.functional.pad(full, (0, missing), value=pad_value)

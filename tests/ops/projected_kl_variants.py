@@ -1,46 +1,23 @@
 """The kernels of the projected KL in each of their forms, for ``test_kernels_compile.py``."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
-from tests.ops.compile_kernel import Variant
+from tests.ops.compile_kernel import arguments
+from tests.ops.kernel_case import DIRECTIONS
 
 triton_kernels = pytest.importorskip("megatron_ext.ops.projected_kl.triton_kernels")
 
 LOGITS = ("*bf16", "*fp32")
-DIRECTIONS = ("forward", "reverse", "jensen_shannon")
 
 FLOATS = {"temperature": "fp32", "mixture": "fp32"}
-POINTERS = {
-    "lse_ptr": "*fp32",
-    "student_lse_ptr": "*fp32",
-    "carried_lse_ptr": "*fp32",
-    "is_scaled_ptr": "*i1",
-    "teacher_lse_ptr": "*fp32",
-    "plain_lse_ptr": "*fp32",
-    "weight_ptr": "*fp32",
-    "out_ptr": "*fp32",
-    "slope_ptr": "*fp32",
-    "values_ptr": "*fp32",
-    "scratch_ptr": "*fp32",
-    "crossed_ptr": "*fp32",
-    "residual_ptr": "*fp32",
-    "mass_ptr": "*fp32",
-    "row_mass_ptr": "*fp32",
-    "partial_ptr": "*fp32",
-    "dots_ptr": "*fp32",
-    "grad_scale_ptr": "*fp32",
-    "label_weight_ptr": "*fp32",
-    "label_ptr": "*i64",
-    "row_ptr": "*i64",
-    "column_ptr": "*i64",
-}
+POINTERS = arguments(
+    "lse student_lse carried_lse teacher_lse plain_lse weight out slope values scratch crossed "
+    "residual mass row_mass partial dots grad_scale label_weight: *fp32; "
+    "is_scaled: *i1; label row column: *i64"
+)
 
 
-def variant(name: str, logits: str, **constants: Any) -> Variant:
+def variant(name, logits, **constants):
     """Types of every argument of a kernel that ``constants`` does not name."""
     types = {}
     for argument in getattr(triton_kernels, name).arg_names:
@@ -53,7 +30,7 @@ def variant(name: str, logits: str, **constants: Any) -> Variant:
     return name, {key: kind for key, kind in types.items() if key not in constants}, constants
 
 
-def sum_variants() -> list[Variant]:
+def sum_variants():
     segments = {"WIDEST": 10, "ENTRIES": 1024}
     # Each width is compiled by itself: of the first variants there are two.
     narrow = segments | {"WIDEST": 1}
@@ -78,7 +55,7 @@ def sum_variants() -> list[Variant]:
     ]
 
 
-def sweep_variants() -> list[Variant]:
+def sweep_variants():
     shared = {"HAS_TEMPERATURE": True, "HAS_DIAGNOSTICS": True, "BLOCK": 1024}
     wanted = shared | {"HAS_DOTS": True, "HAS_GRADIENT": True, "HAS_LABELS": True}
     found = [

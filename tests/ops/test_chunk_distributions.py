@@ -1,13 +1,10 @@
 """Chunk means, their member masses and their gradient against autograd over means in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.model_rows import (
-    ModelRows,
     chunk_means,
     chunk_means_by_kernel,
     clear_rows_of_no_chunk_,
@@ -17,23 +14,19 @@ from megatron_ext.ops.model_rows import (
     write_row_gradients,
 )
 from tests.ops.chunk_pair import MANY, ChunkPair
-from tests.ops.kernel_case import DEVICE, DTYPES, nan_filled, rounding
-
-__all__ = ["nan_filled"]
+from tests.ops.kernel_case import DEVICE, DTYPES, rounding
 
 SIZES = (*MANY, (0, 1), (1, 0))
 
 
-def models_of(
-    case: ChunkPair, members: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> tuple[ModelRows, ModelRows]:
+def models_of(case, members=None):
     return pair_of_models(*case.sides(), temperature=1.3, members=members, implementation="torch")
 
 
-def means_of(case: ChunkPair) -> tuple[torch.Tensor, torch.Tensor]:
-    found: list[torch.Tensor] = []
+def means_of(case):
+    found = []
 
-    def keep(q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    def keep(q, p):
         found.extend((q.detach(), p))
         return q.sum(dim=-1)
 
@@ -44,7 +37,7 @@ def means_of(case: ChunkPair) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("by", ["triton", "torch"])
-def test_means_are_those_of_softmaxes_and_padding_is_zero(dtype: torch.dtype, by: str) -> None:
+def test_means_are_those_of_softmaxes_and_padding_is_zero(dtype, by):
     if by == "triton":
         pytest.importorskip("triton")
     case = ChunkPair.random((301, 205), sizes=SIZES, dtype=dtype)
@@ -60,7 +53,7 @@ def test_means_are_those_of_softmaxes_and_padding_is_zero(dtype: torch.dtype, by
         assert not means[:, truth.shape[1] :].any()
 
 
-def test_the_mass_of_members_is_their_probability() -> None:
+def test_the_mass_of_members_is_their_probability():
     case = ChunkPair.random((60, 41), sizes=SIZES)
     members = tuple(torch.arange(side.shape[1], device=DEVICE) % 3 == 0 for side in case.logits)
     for model, chosen, truth in zip(
@@ -71,7 +64,7 @@ def test_the_mass_of_members_is_their_probability() -> None:
         torch.testing.assert_close(mass.double(), inside, rtol=1e-5, atol=1e-7)
 
 
-def test_rows_of_no_chunk_do_not_reach_a_mean_over_rows() -> None:
+def test_rows_of_no_chunk_do_not_reach_a_mean_over_rows():
     case = ChunkPair.random((20, 10), sizes=((2, 1), (0, 1), (3, 1)))
     model, _ = models_of(case)
     values = torch.where(case.chunk_ids[0] < 0, torch.nan, 1.0)
@@ -81,9 +74,7 @@ def test_rows_of_no_chunk_do_not_reach_a_mean_over_rows() -> None:
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("elements", [1 << 20, 400], ids=["at once", "in slices"])
-def test_a_slope_of_the_means_becomes_the_gradient_of_the_logits(
-    dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slope_of_the_means_becomes_the_gradient_of_the_logits(dtype, elements, monkeypatch):
     case = ChunkPair.random((61, 41), sizes=SIZES, dtype=dtype)
     torch.manual_seed(1)
     weights = torch.randn(len(SIZES), 66, device=DEVICE)

@@ -1,9 +1,6 @@
 """The sorted L1 of logits, by kernel and by torch, against its definition in fp64."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -11,26 +8,17 @@ import torch
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.model_rows import pair_of_models
-from megatron_ext.ops.sorted_l1 import (
-    ChunkSortedL1,
-    chunk_sorted_l1,
-    evaluate_sorted_l1,
-    sorted_l1_reference,
-)
+from megatron_ext.ops.sorted_l1 import chunk_sorted_l1, evaluate_sorted_l1, sorted_l1_reference
 from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
 from megatron_ext.ops.top_columns import largest_columns
 from tests.ops.chunk_pair import FEW, MANY, ChunkPair
-from tests.ops.kernel_case import DEVICE, DTYPES, assert_as_exact, nan_filled, rounding
+from tests.ops.kernel_case import BOTH, DEVICE, DTYPES, assert_as_exact, rounding
 
 pytest.importorskip("triton")
-__all__ = ["nan_filled"]
-
-BY = pytest.mark.parametrize("implementation", ["triton", "torch"])
 
 
-def check(case: ChunkPair, top_u: int | None, implementation: Implementation, **more: Any) -> None:
+def check(case, top_u, implementation, **more):
     """Values and gradient of a case are those of the definition."""
     loss = partial(sorted_l1_reference, largest=top_u)
     value, grad = case.truth(loss, temperature=1.3)
@@ -50,10 +38,10 @@ def check(case: ChunkPair, top_u: int | None, implementation: Implementation, **
     assert (got[case.chunk_ids[0] == case.chunk_count - 1] == 0).all()
 
 
-def _means(case: ChunkPair) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+def _means(case):
+    found = []
 
-    def keep(q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    def keep(q, p):
         found.extend((q.detach(), p))
         return q.sum(dim=-1)
 
@@ -62,31 +50,29 @@ def _means(case: ChunkPair) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BY
+@BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
-def test_value_and_gradient_are_those_of_the_definition(
-    implementation: Implementation, dtype: torch.dtype, in_place: bool
-) -> None:
+def test_value_and_gradient_are_those_of_the_definition(implementation, dtype, in_place):
     check(ChunkPair.random(dtype=dtype), 64, implementation, in_place=in_place)
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BY
-def test_chunks_of_every_size_have_a_scale(implementation: Implementation) -> None:
+@BOTH
+def test_chunks_of_every_size_have_a_scale(implementation):
     case = ChunkPair.random((300, 170), sizes=MANY)
     check(case, 20, implementation, grad_scale=case.weights.clone())
 
 
 @pytest.mark.parametrize("top_u", [1, 400, None])
-def test_places_from_one_to_all(top_u: int | None) -> None:
+def test_places_from_one_to_all(top_u):
     for implementation in ("triton", "torch"):
         check(ChunkPair.random((90, 51), padding=0), top_u, implementation)
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BY
-def test_no_chunk_at_all(implementation: Implementation) -> None:
+@BOTH
+def test_no_chunk_at_all(implementation):
     out, grad = ChunkPair.random((30, 20), sizes=()).run(
         chunk_sorted_l1, top_u=4, implementation=implementation
     )
@@ -94,10 +80,8 @@ def test_no_chunk_at_all(implementation: Implementation) -> None:
     assert not grad.any()
 
 
-@BY
-def test_extreme_rows_stay_finite_and_a_nan_shows_in_its_chunk_alone(
-    implementation: Implementation,
-) -> None:
+@BOTH
+def test_extreme_rows_stay_finite_and_a_nan_shows_in_its_chunk_alone(implementation):
     case = ChunkPair.random((120, 70), sizes=((1, 1), (2, 1), (1, 1)), scale=1e4)
     case.logits[0][:, 5:60] = -torch.inf
     out, grad = case.run(chunk_sorted_l1, top_u=8, implementation=implementation)
@@ -112,7 +96,7 @@ def test_extreme_rows_stay_finite_and_a_nan_shows_in_its_chunk_alone(
     assert (grad[case.chunk_ids[0] == 2] == 0).all(), "a chunk that gets nothing"
 
 
-def _selected(logits: torch.Tensor, places: int, excluded: torch.Tensor | None) -> Any:
+def _selected(logits, places, excluded):
     count = len(logits)
     shard = VocabShard(start=0, stop=logits.shape[1], vocab_size=logits.shape[1])
     side = ChunkedLogits.of(logits, torch.arange(count, device=DEVICE), count, shard)
@@ -133,7 +117,7 @@ ROWS = {
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("name", ROWS)
-def test_the_candidates_hold_the_largest_with_ties_in_the_order_of_columns(name: str) -> None:
+def test_the_candidates_hold_the_largest_with_ties_in_the_order_of_columns(name):
     torch.manual_seed(0)
     logits = ROWS[name]().to(DEVICE)
     excluded = torch.arange(logits.shape[1], device=DEVICE) % 7 == 2
@@ -150,7 +134,7 @@ def test_the_candidates_hold_the_largest_with_ties_in_the_order_of_columns(name:
     torch.testing.assert_close(chosen + found.rest[:, 0], everything)
 
 
-def test_fewer_columns_than_places_are_all_chosen() -> None:
+def test_fewer_columns_than_places_are_all_chosen():
     excluded = torch.arange(50, device=DEVICE) >= 9
     found, probs = _selected(torch.randn(1, 50, device=DEVICE), 20, excluded)
     assert (found.values >= 0).sum().item() == 9
@@ -158,7 +142,7 @@ def test_fewer_columns_than_places_are_all_chosen() -> None:
     torch.testing.assert_close(found.values.clamp(min=0).sum(), probs[0, :9].sum())
 
 
-def test_without_a_gradient_none_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gradient_none_is_computed(monkeypatch):
     case = ChunkPair.random((60, 40), sizes=FEW)
     with torch.no_grad():
         out = _evaluate(case, None)
@@ -174,11 +158,11 @@ def test_without_a_gradient_none_is_computed(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(sliced, gradient)
 
 
-def _evaluate(case: ChunkPair, gradient: torch.Tensor | None) -> ChunkSortedL1:
+def _evaluate(case, gradient):
     return evaluate_sorted_l1(*case.sides(), top_u=12, gradient=gradient, implementation="torch")
 
 
-def test_a_stale_reader_of_logits_written_in_place_is_an_error() -> None:
+def test_a_stale_reader_of_logits_written_in_place_is_an_error():
     case = ChunkPair.random((60, 40))
     base = torch.zeros_like(case.logits[0], requires_grad=True)
     student = base + 0.0

@@ -1,7 +1,5 @@
 """The plan that kernels walk says what the projection says, whatever the layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +12,7 @@ from megatron_ext.ops.projected_kl.column_plan import ENTRIES, Segments
 from tests.ops.projected_kl_case import column_plan, paired_projection, random_projection
 
 
-def shards(vocab: int, ranks: int) -> list[VocabShard]:
+def shards(vocab, ranks):
     width = -(-vocab // ranks) + 1
     return [
         VocabShard(start=rank * width, stop=(rank + 1) * width, vocab_size=vocab)
@@ -22,7 +20,7 @@ def shards(vocab: int, ranks: int) -> list[VocabShard]:
     ]
 
 
-def entries(segments: Segments) -> set[tuple[int, int, int]]:
+def entries(segments):
     """(target, source, place of the weight) of every entry."""
     offsets, target = segments.offsets.tolist(), segments.target.tolist()
     source, entry = segments.source.tolist(), segments.entry.tolist()
@@ -33,7 +31,7 @@ def entries(segments: Segments) -> set[tuple[int, int, int]]:
     }
 
 
-def spread(plan: ColumnPlan, weight: torch.Tensor, student: VocabShard, columns: list[int]) -> dict:
+def spread(plan, weight, student, columns):
     """Entries {(student token, teacher token): weight} by column, and by row."""
     tokens = {slot: column for column, slot in enumerate(plan.slot.tolist()) if slot >= 0}
     rows = {-2 - code: row for row, code in enumerate(plan.partner.tolist()) if code < -1}
@@ -53,7 +51,7 @@ def spread(plan: ColumnPlan, weight: torch.Tensor, student: VocabShard, columns:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("build", [random_projection, paired_projection])
-def test_pairs_and_sums_are_all_entries_once(build, ranks: int) -> None:  # type: ignore[no-untyped-def]
+def test_pairs_and_sums_are_all_entries_once(build, ranks):
     dense = build(53, 41).float()
     crossing = []
     for student, teacher in zip(shards(53, ranks), shards(41, ranks), strict=True):
@@ -79,7 +77,7 @@ def test_pairs_and_sums_are_all_entries_once(build, ranks: int) -> None:  # type
     assert (len(crossing[0]) > 0) == (ranks > 1)
 
 
-def test_every_rank_knows_the_widest_scratch() -> None:
+def test_every_rank_knows_the_widest_scratch():
     dense = paired_projection(53, 41)
     plans = [column_plan(dense, *pair) for pair in zip(shards(53, 4), shards(41, 4), strict=True)]
     widths = [len(plan.home) + plan.residual_rows for plan in plans]
@@ -87,7 +85,7 @@ def test_every_rank_knows_the_widest_scratch() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [1, 0, 3, 5, 2], [ENTRIES, ENTRIES + 1, 3 * ENTRIES]])
-def test_blocks_hold_every_sum_once_and_have_room_for_it(lengths: list[int]) -> None:
+def test_blocks_hold_every_sum_once_and_have_room_for_it(lengths):
     target = np.repeat(np.arange(len(lengths)), lengths)
     source = np.arange(len(target))[::-1].copy()
     segments = Segments.of(target, source, source, len(lengths), "cpu")
@@ -106,7 +104,7 @@ def test_blocks_hold_every_sum_once_and_have_room_for_it(lengths: list[int]) -> 
     assert sorted(segments.target.tolist()) == covered
 
 
-def test_rows_of_another_sum_and_entries_of_no_weight_are_seen() -> None:
+def test_rows_of_another_sum_and_entries_of_no_weight_are_seen():
     student, teacher = shards(3, 1)[0], shards(3, 1)[0]
     dense = torch.tensor([[1.0, 0, 0], [0, 0.5, 0.5], [0, 0, 0]])
     plan = column_plan(dense, student, teacher)
@@ -115,7 +113,6 @@ def test_rows_of_another_sum_and_entries_of_no_weight_are_seen() -> None:
     assert not column_plan(dense * 1.1, student, teacher).has_unit_rows
     # A pair must carry everything: 0.9 of a token is a sum of one entry.
     assert column_plan(dense * 0.9, student, teacher).partner[0] < -1
-
     with_zero = ColumnPlan.of(
         np.array([0, 2, 3, 3]),
         np.array([0, 1, 2], dtype=np.int32),
@@ -127,7 +124,7 @@ def test_rows_of_another_sum_and_entries_of_no_weight_are_seen() -> None:
     assert with_zero.slot.tolist() == [-1, -1, -1]
 
 
-def test_a_pair_whose_halves_are_on_two_ranks_crosses() -> None:
+def test_a_pair_whose_halves_are_on_two_ranks_crosses():
     dense = torch.eye(4).flip(0)
     plan = column_plan(
         dense, *[replace(shard, stop=2, start=0) for shard in (shards(4, 2)[0],) * 2]

@@ -1,17 +1,18 @@
-"""Which blocks a kernel is launched with."""
+"""Which code runs, with which blocks a kernel is launched, and which logits it may not get."""
 
-from __future__ import annotations
+import sys
 
 import pytest
 import torch
 
+from megatron_ext.errors import LossError, MissingDependencyError
 from megatron_ext.ops import launch
-from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, fitting_config
+from megatron_ext.ops.launch import ROW_CONFIGS, chosen_config, fitting_config, uses_triton
 
 
 @pytest.mark.parametrize("width", [1, 17, 255, 256, 300, 1000, 4097, 200_000])
 @pytest.mark.parametrize("config", ROW_CONFIGS)
-def test_no_two_warps_hold_one_element(config: LaunchConfig, width: int) -> None:
+def test_no_two_warps_hold_one_element(config, width):
     fitting = fitting_config(config, width)
     assert fitting.block & (fitting.block - 1) == 0
     assert fitting.block >= min(width, config.block)
@@ -20,13 +21,11 @@ def test_no_two_warps_hold_one_element(config: LaunchConfig, width: int) -> None
     assert fitting.num_warps == 1 or fitting.block >= fitting.num_warps * 32 * 8
 
 
-def test_nothing_is_timed_where_torch_is_to_be_deterministic(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_is_timed_where_torch_is_to_be_deterministic(monkeypatch):
     monkeypatch.setattr(launch, "interpreted", lambda: False)
     monkeypatch.setattr(launch, "_CHOSEN", {"kernel": ROW_CONFIGS[3]})
 
-    def run(config: LaunchConfig) -> None:
+    def run(config):
         raise AssertionError
 
     assert chosen_config("kernel", ROW_CONFIGS, run) == ROW_CONFIGS[3]
@@ -36,3 +35,34 @@ def test_nothing_is_timed_where_torch_is_to_be_deterministic(
         assert chosen_config("another", ROW_CONFIGS, run) == ROW_CONFIGS[0]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+pytest.importorskip("triton")
+
+
+def test_columns_that_are_apart_are_refused_by_kernels_alone():
+    logits = torch.zeros(8, 6)
+    turned = torch.zeros(6, 8).t()
+    assert uses_triton("triton", logits)
+    assert uses_triton("triton", logits[:, 1:4])
+    assert uses_triton("triton", logits[::2])
+    assert not uses_triton("torch", turned)
+    with pytest.raises(LossError, match="next to one another"):
+        uses_triton("triton", logits, turned)
+
+
+def test_a_single_column_has_no_neighbours():
+    assert uses_triton("triton", torch.zeros(5, 9)[:, 3:4])
+
+
+def test_kernels_that_are_asked_for_name_the_extra_with_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not uses_triton("auto", torch.zeros(2, 4))
+    with pytest.raises(MissingDependencyError, match=r"megatron-ext\[gpu\]"):
+        uses_triton("triton", torch.zeros(2, 4))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_logits_of_another_device_than_the_current_are_refused():
+    with pytest.raises(LossError, match="current device"):
+        uses_triton("auto", torch.zeros(2, 4, device="cuda:1"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import log
-from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.distributed import vocab_parallel
-from megatron_ext.ops.divergence import Divergence
-from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.matched_divergence import (
     MatchedOptions,
     Matching,
@@ -23,28 +20,25 @@ from megatron_ext.ops.matched_divergence import (
 from megatron_ext.ops.sorted_l1 import sorted_l1_reference
 from tests.ops.chunk_pair import MANY, ChunkPair
 from tests.ops.kernel_case import (
+    BOTH,
     DEVICE,
+    DIRECTIONS,
     DTYPES,
     assert_as_exact,
     combinations,
-    nan_filled,
+    kept_for_backward,
     rounding,
     sampled,
 )
 
 pytest.importorskip("triton")
-__all__ = ["nan_filled"]
-
-DIRECTIONS = get_args(Divergence)
 
 
-def matched_options(*values: Any) -> MatchedOptions:
+def matched_options(*values):
     """In the order of the fields."""
     names = (field.name for field in fields(MatchedOptions))
     return MatchedOptions(**dict(zip(names, values, strict=False)))
 
-
-BY = pytest.mark.parametrize("implementation", ["triton", "torch"])
 
 MATCHES = {
     "some are common": (211, 157, 83),
@@ -65,7 +59,7 @@ class Case:
     common_teacher: torch.Tensor
 
     @classmethod
-    def random(cls, student: int, teacher: int, common: int, *, seed: int = 0, **more: Any) -> Case:
+    def random(cls, student, teacher, common, *, seed=0, **more):
         generator = torch.Generator().manual_seed(seed)
         return cls(
             pair=ChunkPair.random((student, teacher), **more),
@@ -73,7 +67,7 @@ class Case:
             common_teacher=torch.randperm(teacher, generator=generator)[:common].to(DEVICE),
         )
 
-    def matching(self) -> Matching:
+    def matching(self):
         widths = [side.shape[1] for side in self.pair.logits]
         column = torch.full((widths[1],), -1, device=DEVICE)
         column[self.common_teacher] = self.common_student
@@ -81,9 +75,7 @@ class Case:
         is_common[self.common_student] = True
         return Matching(column, is_common, len(self.common_student) < min(self.pair.vocabs))
 
-    def run(
-        self, options: MatchedOptions, implementation: Implementation = "torch", **more: Any
-    ) -> tuple[Any, torch.Tensor]:
+    def run(self, options, implementation="torch", **more):
         return self.pair.run(
             matched_divergence,
             matching=self.matching(),
@@ -92,7 +84,7 @@ class Case:
             **more,
         )
 
-    def loss(self, q: torch.Tensor, p: torch.Tensor, options: MatchedOptions) -> torch.Tensor:
+    def loss(self, q, p, options):
         common = matched_divergence_reference(
             q,
             p,
@@ -106,16 +98,16 @@ class Case:
         return common + options.uncommon_weight * uncommon
 
 
-def _without(probs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def _without(probs, columns):
     kept = torch.ones(probs.shape[1], dtype=torch.bool, device=probs.device)
     kept[columns] = False
     return probs[:, kept]
 
 
-def check(case: Case, options: MatchedOptions, implementation: Implementation, **more: Any) -> None:
+def check(case, options, implementation, **more):
     """Values and gradient of a case are those of the definition."""
 
-    def loss(q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    def loss(q, p):
         return case.loss(q, p, options)
 
     value, grad = case.pair.truth(loss, temperature=options.temperature)
@@ -131,27 +123,25 @@ def check(case: Case, options: MatchedOptions, implementation: Implementation, *
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BY
+@BOTH
 @pytest.mark.parametrize(("direction", "dtype"), combinations(DIRECTIONS, DTYPES), ids=str)
-def test_value_and_gradient_are_those_of_the_definition(
-    implementation: Implementation, direction: Divergence, dtype: torch.dtype
-) -> None:
+def test_value_and_gradient_are_those_of_the_definition(implementation, direction, dtype):
     case = Case.random(2311, 1207, 800, dtype=dtype)
     in_place = direction == "reverse"
     check(case, matched_options(1.3, direction, 0.3, 0.7, 64), implementation, in_place=in_place)
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BY
+@BOTH
 @pytest.mark.parametrize("name", MATCHES)
-def test_matches_of_every_size(implementation: Implementation, name: str) -> None:
+def test_matches_of_every_size(implementation, name):
     case = Case.random(*MATCHES[name])
     check(case, matched_options(1.0, "forward", 0.5, 0.7, 9), implementation)
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BY
-def test_chunks_of_every_size_have_a_scale(implementation: Implementation) -> None:
+@BOTH
+def test_chunks_of_every_size_have_a_scale(implementation):
     case = Case.random(160, 90, 90, sizes=MANY)
     grad_scale = case.pair.weights.clone()
     check(case, matched_options(1.3, "reverse", 0.5, 0.7, 9), implementation, grad_scale=grad_scale)
@@ -159,28 +149,26 @@ def test_chunks_of_every_size_have_a_scale(implementation: Implementation) -> No
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", MATCHES)
-def test_exact_tails_in_torch(name: str, direction: Divergence) -> None:
+def test_exact_tails_in_torch(name, direction):
     case = Case.random(*MATCHES[name], sizes=MANY)
     check(case, matched_options(1.3, direction, 0.3, 0.7, None), "torch")
 
 
-def test_a_chunk_of_more_rows_than_a_program_holds() -> None:
+def test_a_chunk_of_more_rows_than_a_program_holds():
     case = Case.random(70, 50, 30, sizes=((19, 2), (1, 1)))
     check(case, matched_options(1.0, "reverse", 0.5, 0.7, 9), "triton")
 
 
-@BY
-def test_no_chunk_at_all(implementation: Implementation) -> None:
+@BOTH
+def test_no_chunk_at_all(implementation):
     out, grad = Case.random(30, 20, 9, sizes=()).run(MatchedOptions(top_u=4), implementation)
     assert all(part.shape == (0,) for part in out)
     assert not grad.any()
 
 
-@BY
+@BOTH
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_chunk_of_no_rows_on_a_side_stays_finite(
-    implementation: Implementation, direction: Divergence
-) -> None:
+def test_a_chunk_of_no_rows_on_a_side_stays_finite(implementation, direction):
     sizes = ((0, 2), (2, 0), (0, 0), (1, 1))
     case = Case.random(60, 40, 25, sizes=sizes)
     out, grad = case.run(matched_options(1.0, direction, 0.5, 1.0, 9), implementation)
@@ -189,12 +177,10 @@ def test_a_chunk_of_no_rows_on_a_side_stays_finite(
     assert out.chunk_loss[2] == 0
 
 
-@BY
+@BOTH
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("common", sampled([50, 70]), ids=sampled(["with a rest", "without"]))
-def test_mass_that_the_other_side_rules_out_stays_finite(
-    implementation: Implementation, direction: Divergence, common: int
-) -> None:
+def test_mass_that_the_other_side_rules_out_stays_finite(implementation, direction, common):
     case = Case.random(120, 70, common, sizes=((1, 1), (2, 1)), scale=1e4)
     case.pair.logits[0][:, case.common_student[:20]] = -torch.inf
     case.pair.logits[1][:, case.common_teacher[10:30]] = -torch.inf
@@ -204,26 +190,26 @@ def test_mass_that_the_other_side_rules_out_stays_finite(
     assert grad.isfinite().all()
 
 
-@BY
-def test_vocabularies_of_one_token_always_agree(implementation: Implementation) -> None:
+@BOTH
+def test_vocabularies_of_one_token_always_agree(implementation):
     out, grad = Case.random(1, 1, 1).run(MatchedOptions(top_u=9), implementation)
     assert out.chunk_loss.abs().max().item() < 1e-6
     assert grad.abs().max().item() < 1e-6
 
 
-@BY
-def test_a_nan_shows_in_its_chunk_alone(implementation: Implementation) -> None:
+@BOTH
+def test_a_nan_shows_in_its_chunk_alone(implementation):
     case = Case.random(60, 40, 25)
     case.pair.logits[0][case.pair.chunk_ids[0] == 1, 7] = torch.nan
     out, _ = case.run(MatchedOptions(top_u=9), implementation)
     assert out.chunk_loss.isnan().tolist() == [False, True, False]
 
 
-def _certain(masses: list[float]) -> torch.Tensor:
+def _certain(masses):
     return torch.tensor([masses], dtype=torch.float64).log().to(DEVICE)
 
 
-def worked_by_hand(direction: Divergence) -> Any:
+def worked_by_hand(direction):
     """Common: (1/2, 1/4) of the student, (1/4, 1/4) of the teacher; the rest is 1/4 and 1/2."""
     nothing = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     student, teacher = _certain([0.5, 0.25, 0.25]), _certain([0.4, 0.25, 0.1, 0.25])
@@ -236,7 +222,7 @@ def worked_by_hand(direction: Divergence) -> Any:
     return case.run(MatchedOptions(direction=direction))[0]
 
 
-def test_a_case_worked_by_hand() -> None:
+def test_a_case_worked_by_hand():
     p, q = (0.25, 0.25, 0.5), (0.5, 0.25, 0.25)
     forward = sum(a * log(a / b) for a, b in zip(p, q, strict=True))
     out = worked_by_hand("forward")
@@ -255,14 +241,8 @@ def test_a_case_worked_by_hand() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    seed=st.integers(0, 2**31),
-    common=st.integers(0, 15),
-    direction=st.sampled_from(DIRECTIONS),
-)
-def test_it_is_zero_without_a_slope_where_both_agree_and_never_negative(
-    seed: int, common: int, direction: Divergence
-) -> None:
+@given(seed=st.integers(0, 2**31), common=st.integers(0, 15), direction=st.sampled_from(DIRECTIONS))
+def test_it_is_zero_without_a_slope_where_both_agree_and_never_negative(seed, common, direction):
     case = Case.random(15, 15, common, seed=seed, padding=0, sizes=((1, 1), (2, 2)))
     out, _ = case.run(MatchedOptions(direction=direction))
     assert (out.common >= -1e-6).all()
@@ -280,9 +260,7 @@ def test_it_is_zero_without_a_slope_where_both_agree_and_never_negative(
     assert (out.agreement == 1).all()
 
 
-def test_the_value_does_not_depend_on_how_chunks_are_sliced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_value_does_not_depend_on_how_chunks_are_sliced(monkeypatch):
     case, options = (
         Case.random(20, 30, 11, sizes=MANY),
         matched_options(1.0, "forward", 0.5, 0.7, 4),
@@ -294,7 +272,7 @@ def test_the_value_does_not_depend_on_how_chunks_are_sliced(
     torch.testing.assert_close(whole_grad, sliced_grad)
 
 
-def test_pairs_that_do_not_cross_need_no_exchange() -> None:
+def test_pairs_that_do_not_cross_need_no_exchange():
     case, options = Case.random(60, 40, 25), matched_options(1.0, "reverse", 0.5, 0.7, 9)
     out, grad = case.run(options)
     direct = case.matching()._replace(pairs_cross=False)
@@ -305,14 +283,8 @@ def test_pairs_that_do_not_cross_need_no_exchange() -> None:
     assert torch.equal(grad, again_grad)
 
 
-def test_the_gradient_is_all_that_is_kept() -> None:
-    kept: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        Case.random(200, 300, 90, dtype=torch.bfloat16, padding=0).run(MatchedOptions(top_u=9))
+def test_the_gradient_is_all_that_is_kept():
+    case = Case.random(200, 300, 90, dtype=torch.bfloat16, padding=0)
+    kept = kept_for_backward(lambda: case.run(MatchedOptions(top_u=9)))
     large = [tensor for tensor in kept if tensor.numel() > 200]
     assert [(tensor.dtype, tensor.shape[1]) for tensor in large] == [(torch.bfloat16, 200)]

@@ -1,32 +1,28 @@
 """The kernels of the partition KL, interpreted or on a GPU, against the reference in fp64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_ext.errors import LossError
 from tests.ops.kernel_case import (
+    BOTH,
     DEVICE,
+    DIRECTIONS,
     DTYPES,
     assert_as_exact,
     combinations,
-    nan_filled,
     rounding,
 )
 from tests.ops.partition_kl_case import Case
 
 pytest.importorskip("triton")
-__all__ = ["nan_filled"]
 
-DIRECTIONS = ("forward", "reverse", "jensen_shannon")
 
 FEW = ((1, 1), (1, 2), (2, 1), (2, 2))
 
-SIZES: dict[str, dict[str, Any]] = {
+SIZES = {
     "chunks of every kind": {},
     "one token a side": {"sizes": ((1, 1),) * 3},
     "chains alone": {"sizes": ((1, 2), (4, 1), (5, 5))},
@@ -39,13 +35,13 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def run(case: Case, dtype: torch.dtype, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run(case, dtype, **options):
     """Divergences and the gradient of their weighted sum by the kernels."""
     out, grad = case.run(dtype=dtype, device=DEVICE, implementation="triton", **options)
     return out.divergences().cpu(), grad.cpu()
 
 
-def check(case: Case, dtype: torch.dtype, **options: Any) -> None:
+def check(case, dtype, **options):
     """Value and gradient of the kernels on logits of ``dtype`` against fp64."""
     padding = options.pop("padding", (0, 0))
     same = case.to(dtype).to(torch.float64)
@@ -64,7 +60,7 @@ def check(case: Case, dtype: torch.dtype, **options: Any) -> None:
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("name", SIZES)
-def test_values_and_gradient_are_the_references(name: str) -> None:
+def test_values_and_gradient_are_the_references(name):
     check(Case.random(**SIZES[name]), torch.float32, padding=(3, 9))
 
 
@@ -72,16 +68,14 @@ def test_values_and_gradient_are_the_references(name: str) -> None:
 @pytest.mark.parametrize(
     ("direction", "dtype", "temperature"), combinations(DIRECTIONS, DTYPES, (1.0, 2.5)), ids=str
 )
-def test_every_direction_dtype_and_temperature(
-    direction: str, dtype: torch.dtype, temperature: float
-) -> None:
+def test_every_direction_dtype_and_temperature(direction, dtype, temperature):
     case = Case.random(sizes=FEW)
     check(case, dtype, direction=direction, temperature=temperature, mixture=0.3)
 
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_kernels_agree_with_torch_on_extreme_logits(direction: str) -> None:
+def test_kernels_agree_with_torch_on_extreme_logits(direction):
     # Ruled out by one model and not by the other, where the reference is infinite.
     case = Case.random(scale=30.0, sizes=FEW)
     case.student_logits[:, 4:9] = -torch.inf
@@ -102,8 +96,8 @@ def test_kernels_agree_with_torch_on_extreme_logits(direction: str) -> None:
 
 
 @pytest.mark.usefixtures("nan_filled")
-@pytest.mark.parametrize("implementation", ["triton", "torch"])
-def test_what_has_the_scale_0_has_no_gradient_whatever_it_holds(implementation: str) -> None:
+@BOTH
+def test_what_has_the_scale_0_has_no_gradient_whatever_it_holds(implementation):
     case = Case.random(sizes=((1, 1), (1, 2), (1, 1), (2, 1)))
     # A row of no chunk, a single and a step of a chain.
     rows = [0, case.singles[1].student_rows[0], case.chains[1].student_rows[0]]
@@ -122,9 +116,9 @@ def test_what_has_the_scale_0_has_no_gradient_whatever_it_holds(implementation: 
 
 
 @pytest.mark.usefixtures("nan_filled")
-@pytest.mark.parametrize("implementation", ["triton", "torch"])
+@BOTH
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
-def test_the_gradient_can_be_written_over_the_logits(implementation: str, strided: bool) -> None:
+def test_the_gradient_can_be_written_over_the_logits(implementation, strided):
     case = Case.random(sizes=FEW)
     value, grad = run(case, torch.float32)
     again, overwritten = case.run(
@@ -139,7 +133,7 @@ def test_the_gradient_can_be_written_over_the_logits(implementation: str, stride
     torch.testing.assert_close(overwritten.cpu(), grad, rtol=0, atol=2e-6)
 
 
-def test_a_reader_of_overwritten_logits_gets_an_error() -> None:
+def test_a_reader_of_overwritten_logits_gets_an_error():
     logits = Case.random().student_logits.float().to(DEVICE).requires_grad_()
     between = logits * 1.0
     before = between.square()
@@ -155,7 +149,7 @@ def test_a_reader_of_overwritten_logits_gets_an_error() -> None:
         before.sum().backward()
 
 
-def test_values_without_a_gradient_are_those_with_one() -> None:
+def test_values_without_a_gradient_are_those_with_one():
     case = Case.random(sizes=FEW)
     for direction in DIRECTIONS:
         with_gradient, _ = run(case, torch.float32, direction=direction)
@@ -171,7 +165,7 @@ def test_values_without_a_gradient_are_those_with_one() -> None:
         torch.testing.assert_close(found, with_gradient, rtol=0, atol=1e-6)
 
 
-def test_rests_and_agreement_are_those_of_torch() -> None:
+def test_rests_and_agreement_are_those_of_torch():
     case = Case.random(seed=3, sizes=((1, 1),) * 6 + ((1, 2),))
     by_kernel, _ = case.run(dtype=torch.float32, device=DEVICE, implementation="triton")
     by_torch, _ = case.run(dtype=torch.float32, device=DEVICE, implementation="torch")
@@ -183,10 +177,10 @@ def test_rests_and_agreement_are_those_of_torch() -> None:
 
 
 @pytest.mark.usefixtures("nan_filled")
-@pytest.mark.parametrize("implementation", ["triton", "torch"])
+@BOTH
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_cross_entropy_rides_along(direction: str, temperature: float, implementation: str) -> None:
+def test_cross_entropy_rides_along(direction, temperature, implementation):
     case = Case.random(sizes=((1, 1), (1, 2), (2, 1)))
     rows, vocab = case.student_logits.shape
     labels = torch.arange(rows) * 5 % vocab
@@ -197,7 +191,7 @@ def test_cross_entropy_rides_along(direction: str, temperature: float, implement
     weight[4] = 0.0
     options = {"direction": direction, "temperature": temperature}
 
-    def truth(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def truth(dtype):
         logits = case.student_logits.to(dtype).requires_grad_()
         taught = case.divergences_of(logits, **options)
         losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
@@ -217,7 +211,6 @@ def test_cross_entropy_rides_along(direction: str, temperature: float, implement
         **options,
     )
     token_loss = values.token_loss
-    assert token_loss is not None
     divergences = values.divergences().cpu()
     assert_as_exact(divergences, same[0], exact[0], slack=2e-6)
     assert_as_exact(grad[:, :vocab].cpu(), same[1], exact[1], slack=2e-6)
@@ -227,7 +220,7 @@ def test_cross_entropy_rides_along(direction: str, temperature: float, implement
     assert token_loss[2] == 0
 
 
-def test_logits_that_kernels_do_not_read_are_refused() -> None:
+def test_logits_that_kernels_do_not_read_are_refused():
     case = Case.random()
     with pytest.raises(LossError, match="do not read these logits"):
         case.run(implementation="triton")

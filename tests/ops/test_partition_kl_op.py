@@ -1,10 +1,7 @@
 """The fast partition KL against its reference in fp64, and what a proper divergence must do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import log
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +9,10 @@ import torch
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.partition_kl import partition_kl_reference
 from megatron_ext.ops.partition_kl.operands import ReferenceChunk
+from tests.ops.kernel_case import DIRECTIONS, kept_for_backward
 from tests.ops.partition_kl_case import Case
 
-DIRECTIONS = ("forward", "reverse", "jensen_shannon")
-
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "chunks of every kind": {},
     "one token a side": {"sizes": ((1, 1),) * 5},
     "one student token": {"sizes": ((1, 2), (1, 4), (1, 3))},
@@ -30,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
+def relative_error(value, truth):
     """Largest error over the largest true magnitude, or over 1 where that is larger.
 
     A divergence is a sum of terms that are as large as a probability and cancel.
@@ -41,16 +37,16 @@ def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
     return error / max(truth.abs().max().item(), 1.0)
 
 
-def divergences(case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def divergences(case, **options):
     out, grad = case.run(**options)
     return out.divergences(), grad
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_references_gradient_is_that_of_its_value(direction: str) -> None:
+def test_the_references_gradient_is_that_of_its_value(direction):
     case = Case.random(sizes=((1, 1), (1, 2), (2, 1)), vocabs=(5, 4), shared=2, completions=2)
 
-    def value(logits: torch.Tensor) -> torch.Tensor:
+    def value(logits):
         return partition_kl_reference(
             logits,
             case.teacher_logits,
@@ -62,7 +58,7 @@ def test_the_references_gradient_is_that_of_its_value(direction: str) -> None:
     assert torch.autograd.gradcheck(value, case.student_logits.requires_grad_())
 
 
-def test_a_case_worked_by_hand() -> None:
+def test_a_case_worked_by_hand():
     # The student writes "17" (token 0) or "18" (1), its teacher "1" (0) and then "7" (1) or "8"
     # (2): 1/2, 1/4 and a rest of 1/4 against 2/3 * (3/8, 3/8) and a rest of 1/3 + 2/3 * 1/4.
     case = Case(
@@ -88,9 +84,7 @@ def test_a_case_worked_by_hand() -> None:
     ("temperature", "padding"), [(1.0, (3, 9)), (2.5, (0, 0))], ids=["padded", "tempered"]
 )
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradient_equal_the_references(
-    name: str, padding: tuple[int, int], temperature: float, direction: str
-) -> None:
+def test_values_and_gradient_equal_the_references(name, padding, temperature, direction):
     case = Case.random(**CASES[name])
     options = {"temperature": temperature, "direction": direction}
     truth, true_grad = case.truth(**options)
@@ -106,7 +100,7 @@ def test_values_and_gradient_equal_the_references(
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_student_that_equals_its_teacher_has_neither_loss_nor_gradient(direction: str) -> None:
+def test_a_student_that_equals_its_teacher_has_neither_loss_nor_gradient(direction):
     case = Case.random(sizes=((1, 1), (2, 2), (1, 1), (4, 4)), vocabs=(19, 19), completions=1)
     rows = [c._replace(teacher_rows=c.student_rows) for c in case.singles]
     chains = [
@@ -131,14 +125,14 @@ def test_a_student_that_equals_its_teacher_has_neither_loss_nor_gradient(directi
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_no_chunk_has_a_negative_divergence(direction: str) -> None:
+def test_no_chunk_has_a_negative_divergence(direction):
     for seed in range(9):
         case = Case.random(seed=seed, scale=(0.1, 3.0, 30.0)[seed % 3])
         assert (divergences(case, direction=direction)[0] >= -1e-14).all()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_logits_of_ten_thousand_and_minus_infinity_stay_finite(direction: str) -> None:
+def test_logits_of_ten_thousand_and_minus_infinity_stay_finite(direction):
     case = Case.random(scale=1e4)
     case.student_logits[:, 4:9] = -torch.inf
     case.teacher_logits[:, 1:4] = -torch.inf
@@ -148,9 +142,7 @@ def test_logits_of_ten_thousand_and_minus_infinity_stay_finite(direction: str) -
     assert (grad[:, 4:9] == 0).all()
 
 
-def test_a_sure_student_has_a_gradient_to_fp32_where_one_minus_its_probability_would_be_lost() -> (
-    None
-):
+def test_a_sure_student_has_a_gradient_to_fp32_where_one_minus_its_probability_would_be_lost():
     # Each row is sure of its token to 1e-8: 1 - p is 0 in fp32, and the rest all the loss.
     case = Case.random(sizes=((1, 2), (3, 1)), completions=1, scale=0.5)
     for chunk in case.chains:
@@ -164,7 +156,7 @@ def test_a_sure_student_has_a_gradient_to_fp32_where_one_minus_its_probability_w
     assert true_grad.abs().max() > 0.1
 
 
-def test_rows_of_no_chunk_and_of_uncounted_chains_are_not_looked_at() -> None:
+def test_rows_of_no_chunk_and_of_uncounted_chains_are_not_looked_at():
     case = Case.random()
     truth, true_grad = case.truth()
     counted = torch.tensor([index != 1 for index in range(len(case.chains))])
@@ -183,7 +175,7 @@ def test_rows_of_no_chunk_and_of_uncounted_chains_are_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_bad_logit_in_a_chunk_shows_in_its_divergence(poison: float) -> None:
+def test_a_bad_logit_in_a_chunk_shows_in_its_divergence(poison):
     case = Case.random()
     case.student_logits[case.singles[0].student_rows[0], 5] = poison
     case.student_logits[case.chains[0].student_rows[0], 5] = poison
@@ -191,7 +183,7 @@ def test_a_bad_logit_in_a_chunk_shows_in_its_divergence(poison: float) -> None:
     assert value.isnan().tolist() == [True, False, False, True, False, False, False]
 
 
-def test_bf16_logits_are_summed_in_fp32() -> None:
+def test_bf16_logits_are_summed_in_fp32():
     case = Case.random(vocabs=(301, 203), shared=150, completions=20)
     rounded = case.to(torch.bfloat16).to(torch.float64)
     truth, true_grad = rounded.truth(temperature=1.3)
@@ -206,9 +198,7 @@ def test_bf16_logits_are_summed_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_value_does_not_depend_on_how_rows_are_sliced(
-    monkeypatch: pytest.MonkeyPatch, direction: str
-) -> None:
+def test_the_value_does_not_depend_on_how_rows_are_sliced(monkeypatch, direction):
     case = Case.random()
     whole = divergences(case, direction=direction, padding=(3, 1))
     monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 80)
@@ -217,7 +207,7 @@ def test_the_value_does_not_depend_on_how_rows_are_sliced(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-15)
 
 
-def test_agreement_and_rests_are_those_of_the_events() -> None:
+def test_agreement_and_rests_are_those_of_the_events():
     case = Case.random(seed=3)
     singles, chains, _ = case.run()[0]
     q, p = (torch.softmax(x, -1) for x in (case.student_logits, case.teacher_logits))
@@ -233,15 +223,8 @@ def test_agreement_and_rests_are_those_of_the_events() -> None:
     assert len(chains.agreement) == len(case.chains)
 
 
-def test_nothing_as_large_as_the_logits_is_kept_for_backward_but_their_gradient() -> None:
+def test_nothing_as_large_as_the_logits_is_kept_for_backward_but_their_gradient():
     case = Case.random(vocabs=(400, 300), shared=100)
-    kept: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        case.run(dtype=torch.float32)
+    kept = kept_for_backward(lambda: case.run(dtype=torch.float32))
     large = [tuple(tensor.shape) for tensor in kept if tensor.numel() > 1000]
     assert large == [tuple(case.student_logits.shape)]

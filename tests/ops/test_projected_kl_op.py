@@ -1,10 +1,7 @@
 """The fast projected KL against its reference in fp64, and what a proper KL must do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import log
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +10,10 @@ from hypothesis import strategies as st
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.projected_kl import projected_kl_reference
+from tests.ops.kernel_case import DIRECTIONS, kept_for_backward
 from tests.ops.projected_kl_case import Case
 
-DIRECTIONS = ("forward", "reverse", "jensen_shannon")
-
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "chunks of several rows": {},
     "one-token sequences": {"lengths": (1, 1), "chunk_count": 1},
     "one chunk of everything": {"lengths": (6, 13), "chunk_count": 1},
@@ -28,17 +24,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
+def relative_error(value, truth):
     """Largest error over the largest true magnitude; absolute where the truth is zero."""
     scale = truth.abs().max().item() if truth.numel() else 0.0
     return (value.double() - truth.double()).abs().max().item() / (scale or 1.0)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_references_gradient_is_that_of_its_value(direction: str) -> None:
+def test_the_references_gradient_is_that_of_its_value(direction):
     case = Case.random(vocabs=(7, 5), lengths=(5, 4), chunk_count=2)
 
-    def value(logits: torch.Tensor) -> torch.Tensor:
+    def value(logits):
         return projected_kl_reference(
             logits,
             case.teacher_logits,
@@ -53,7 +49,7 @@ def test_the_references_gradient_is_that_of_its_value(direction: str) -> None:
     assert torch.autograd.gradcheck(value, case.student_logits.requires_grad_())
 
 
-def test_a_case_worked_by_hand() -> None:
+def test_a_case_worked_by_hand():
     # Student (1/2, 1/4, 1/4) onto teacher columns 0, 0, 1: (3/4, 1/4). The teacher says (1/2, 1/2)
     # of what is reachable, and as much again on a column that is not.
     case = Case(
@@ -79,9 +75,7 @@ def test_a_case_worked_by_hand() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("padding", [(0, 0), (3, 9)], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("name", CASES)
-def test_value_and_gradient_equal_the_references(
-    name: str, padding: tuple[int, int], temperature: float, direction: str
-) -> None:
+def test_value_and_gradient_equal_the_references(name, padding, temperature, direction):
     case = Case.random(**CASES[name])
     truth, true_grad = case.truth(temperature=temperature, direction=direction)
     for dtype, slack in ((torch.float64, 1e-13), (torch.float32, 1e-6)):
@@ -99,7 +93,7 @@ def test_value_and_gradient_equal_the_references(
         assert (grad[:, true_grad.shape[1] :] == 0).all(), "padding has a gradient"
 
 
-def test_an_empty_chunk_set_gives_zero_with_a_graph() -> None:
+def test_an_empty_chunk_set_gives_zero_with_a_graph():
     out, grad = Case.random(chunk_count=0).run(dtype=torch.float32)
     assert out.chunk_loss.requires_grad
     assert out.chunk_loss.sum().item() == 0.0
@@ -112,8 +106,8 @@ def test_an_empty_chunk_set_gives_zero_with_a_graph() -> None:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), chunk_count=st.integers(0, 12), temperature=st.floats(0.5, 4.0))
 def test_a_student_that_equals_its_teacher_has_neither_loss_nor_gradient(
-    direction: str, seed: int, chunk_count: int, temperature: float
-) -> None:
+    direction, seed, chunk_count, temperature
+):
     case = Case.random(vocabs=(19, 19), lengths=(12, 12), chunk_count=chunk_count, seed=seed)
     same = replace(
         case,
@@ -135,16 +129,14 @@ def test_a_student_that_equals_its_teacher_has_neither_loss_nor_gradient(
     scale=st.sampled_from([0.1, 3.0, 30.0]),
     direction=st.sampled_from(DIRECTIONS),
 )
-def test_no_chunk_has_a_negative_divergence(
-    seed: int, chunk_count: int, scale: float, direction: str
-) -> None:
+def test_no_chunk_has_a_negative_divergence(seed, chunk_count, scale, direction):
     case = Case.random(chunk_count=chunk_count, scale=scale, seed=seed)
     out, _ = case.run(direction=direction)
     assert out.chunk_loss.sum().item() >= -1e-12
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_logits_of_ten_thousand_and_minus_infinity_stay_finite(direction: str) -> None:
+def test_logits_of_ten_thousand_and_minus_infinity_stay_finite(direction):
     case = Case.random(scale=1e4)
     case.student_logits[:, 4:9] = -torch.inf
     case.teacher_logits[:, 1:4] = -torch.inf
@@ -158,9 +150,7 @@ def test_logits_of_ten_thousand_and_minus_infinity_stay_finite(direction: str) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("nats", [20.0, 60.0, 88.0, 400.0, 1e4])
-def test_a_sure_student_of_a_token_that_stands_for_nothing_costs_no_less(
-    nats: float, dtype: torch.dtype
-) -> None:
+def test_a_sure_student_of_a_token_that_stands_for_nothing_costs_no_less(nats, dtype):
     """Ten tokens for ten of a teacher that has no preference, and one with an empty row."""
     case = Case(
         student_logits=torch.tensor([[0.0] * 10 + [nats]], dtype=dtype),
@@ -180,8 +170,8 @@ def test_a_sure_student_of_a_token_that_stands_for_nothing_costs_no_less(
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("nats", [30.0, 120.0, 800.0])
 def test_mapped_tokens_far_below_one_that_stands_for_nothing_are_compared_as_ever(
-    nats: float, direction: str, options: dict[str, Any]
-) -> None:
+    nats, direction, options
+):
     case = Case.random(chunk_count=4).dominated(nats)
     truth, true_grad = case.truth(direction=direction, **options)
     # Of rows at 800 nats fp64 itself has 1e-13, which weighs one row against another.
@@ -196,7 +186,7 @@ def test_mapped_tokens_far_below_one_that_stands_for_nothing_are_compared_as_eve
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_student_that_masks_all_that_it_maps_is_taught_nothing(direction: str) -> None:
+def test_a_student_that_masks_all_that_it_maps_is_taught_nothing(direction):
     case = Case.random(chunk_count=4)
     masked = case.student_chunk_id == 2
     mapped = case.projection.sum(dim=1) > 0
@@ -208,7 +198,7 @@ def test_a_student_that_masks_all_that_it_maps_is_taught_nothing(direction: str)
     assert not grad[masked].any()
 
 
-def test_mass_far_below_the_largest_logit_still_counts() -> None:
+def test_mass_far_below_the_largest_logit_still_counts():
     case = Case.random(vocabs=(23, 23))
     case = replace(case, projection=torch.eye(23, dtype=torch.float64))
     case.student_logits[:, 0] += 60.0
@@ -220,7 +210,7 @@ def test_mass_far_below_the_largest_logit_still_counts() -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_student_that_is_all_on_unmapped_tokens_stays_finite(direction: str) -> None:
+def test_a_student_that_is_all_on_unmapped_tokens_stays_finite(direction):
     case = Case.random()
     unmapped = case.projection.sum(dim=-1) == 0
     case.student_logits[:] = torch.where(unmapped, 500.0, -500.0)
@@ -229,7 +219,7 @@ def test_a_student_that_is_all_on_unmapped_tokens_stays_finite(direction: str) -
     assert grad.isfinite().all()
 
 
-def test_rows_of_no_chunk_are_not_looked_at() -> None:
+def test_rows_of_no_chunk_are_not_looked_at():
     case = Case.random()
     truth, true_grad = case.truth()
     case.student_logits[case.student_chunk_id < 0] = torch.nan
@@ -242,14 +232,14 @@ def test_rows_of_no_chunk_are_not_looked_at() -> None:
 
 @pytest.mark.parametrize("side", ["student_logits", "teacher_logits"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_bad_logit_in_a_chunk_shows_in_the_sum(side: str, poison: float) -> None:
+def test_a_bad_logit_in_a_chunk_shows_in_the_sum(side, poison):
     case = Case.random(chunk_count=9, lengths=(9, 9))
     getattr(case, side)[2, 5] = poison
     out, _ = case.run(dtype=torch.float32)
     assert out.chunk_loss.sum().isnan()
 
 
-def test_bf16_logits_are_summed_in_fp32() -> None:
+def test_bf16_logits_are_summed_in_fp32():
     case = Case.random(vocabs=(301, 203), lengths=(40, 30), chunk_count=20)
     rounded = replace(
         case,
@@ -267,9 +257,9 @@ def test_bf16_logits_are_summed_in_fp32() -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("vocab_topk", [1, 5, 22, 23])
-def test_the_top_columns_and_the_rest_as_one_are_compared(vocab_topk: int, direction: str) -> None:
+def test_the_top_columns_and_the_rest_as_one_are_compared(vocab_topk, direction):
     case = Case.random()
-    options: dict[str, Any] = {"direction": direction, "mixture": 0.3, "vocab_topk": vocab_topk}
+    options = {"direction": direction, "mixture": 0.3, "vocab_topk": vocab_topk}
     truth, true_grad = case.truth(**options)
     out, grad = case.run(padding=(3, 9), **options)
     assert relative_error(out.chunk_loss.sum(), truth) < 1e-13
@@ -283,7 +273,7 @@ def test_the_top_columns_and_the_rest_as_one_are_compared(vocab_topk: int, direc
         assert not out.rest_mass.any()
 
 
-def test_the_rest_mass_is_the_teachers_outside_the_top_columns() -> None:
+def test_the_rest_mass_is_the_teachers_outside_the_top_columns():
     case = Case.random(chunk_count=5)
     reachable = (case.projection > 0).any(dim=0)
     probs = torch.softmax(case.teacher_logits.masked_fill(~reachable, -torch.inf), dim=-1)
@@ -294,7 +284,7 @@ def test_the_rest_mass_is_the_teachers_outside_the_top_columns() -> None:
         assert out.rest_mass[chunk].item() == pytest.approx(truth, rel=1e-12)
 
 
-def test_chunks_without_an_upstream_gradient_give_none_whatever_they_hold() -> None:
+def test_chunks_without_an_upstream_gradient_give_none_whatever_they_hold():
     case = Case.random(chunk_count=4)
     case.student_logits[case.student_chunk_id == 2] = torch.nan
     out, grad = case.run(weights=torch.tensor([1.0, 0.5, 0.0, 0.0], dtype=torch.float64))
@@ -306,9 +296,7 @@ def test_chunks_without_an_upstream_gradient_give_none_whatever_they_hold() -> N
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_value_does_not_depend_on_how_rows_are_sliced(
-    monkeypatch: pytest.MonkeyPatch, direction: str
-) -> None:
+def test_the_value_does_not_depend_on_how_rows_are_sliced(monkeypatch, direction):
     case = Case.random(chunk_count=7)
     whole, whole_grad = case.run(direction=direction)
     monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 80)
@@ -319,7 +307,7 @@ def test_the_value_does_not_depend_on_how_rows_are_sliced(
     torch.testing.assert_close(whole_grad, sliced_grad, rtol=0, atol=1e-15)
 
 
-def test_metrics_are_those_of_the_chunk_distributions() -> None:
+def test_metrics_are_those_of_the_chunk_distributions():
     case = Case.random(chunk_count=5)
     out, _ = case.run(temperature=2.0)
     reachable = (case.projection > 0).any(dim=0)
@@ -327,7 +315,6 @@ def test_metrics_are_those_of_the_chunk_distributions() -> None:
     used = case.teacher_chunk_id >= 0
     assert int(out.teacher_rows.sum()) == int(used.sum())
     torch.testing.assert_close(out.offsupport_mass.sum(), probs[used][:, ~reachable].sum())
-
     kept = torch.where(reachable, probs, 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)
     carried = torch.softmax(case.student_logits / 2.0, dim=-1) @ case.projection
@@ -341,16 +328,9 @@ def test_metrics_are_those_of_the_chunk_distributions() -> None:
     assert out.top1_agreement.sum().item() == agreed
 
 
-def test_nothing_as_large_as_the_logits_is_kept_for_backward() -> None:
+def test_nothing_as_large_as_the_logits_is_kept_for_backward():
     case = Case.random(vocabs=(400, 30), lengths=(50, 40), chunk_count=10)
-    kept: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        case.run(dtype=torch.float32)
+    kept = kept_for_backward(lambda: case.run(dtype=torch.float32))
     logits = [tensor for tensor in kept if tensor.shape == (50, 400)]
     assert len(logits) == 1
     assert sum(tensor.numel() for tensor in kept) - logits[0].numel() < 50 * 30

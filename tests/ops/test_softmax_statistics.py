@@ -1,26 +1,22 @@
 """Peaks, sums and largest columns against their definition, by kernel and by torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.softmax_statistics import row_statistics, row_statistics_reference
-from tests.ops.kernel_case import DEVICE, DTYPES, combinations, nan_filled
+from tests.ops.kernel_case import BOTH, DEVICE, DTYPES, combinations
 
 pytest.importorskip("triton")
-__all__ = ["nan_filled"]
 
 
-def _shard(width: int, vocab: int) -> VocabShard:
+def _shard(width, vocab):
     return VocabShard(start=0, stop=width, vocab_size=vocab)
 
 
 @pytest.mark.usefixtures("nan_filled")
-@pytest.mark.parametrize("implementation", ["triton", "torch"])
+@BOTH
 @pytest.mark.parametrize(
     ("dtype", "temperature", "rows", "width", "vocab"),
     [
@@ -31,18 +27,12 @@ def _shard(width: int, vocab: int) -> VocabShard:
     ids=str,
 )
 def test_statistics_are_those_of_the_definition(
-    implementation: Implementation,
-    dtype: torch.dtype,
-    rows: int,
-    width: int,
-    vocab: int,
-    temperature: float,
-) -> None:
+    implementation, dtype, rows, width, vocab, temperature
+):
     torch.manual_seed(0)
     logits = (3 * torch.randn(rows, width, device=DEVICE)).to(dtype)
     logits[:, vocab:] = 1e4
     members = torch.rand(width, device=DEVICE) < 0.3
-
     out = row_statistics(
         logits,
         _shard(width, vocab),
@@ -50,7 +40,6 @@ def test_statistics_are_those_of_the_definition(
         members=members,
         implementation=implementation,
     )
-
     whole, inside, column = row_statistics_reference(
         logits[:, :vocab].double(), temperature=temperature, members=members[:vocab]
     )
@@ -60,51 +49,47 @@ def test_statistics_are_those_of_the_definition(
 
 
 @pytest.mark.usefixtures("nan_filled")
-@pytest.mark.parametrize("implementation", ["triton", "torch"])
-def test_extreme_rows(implementation: Implementation) -> None:
+@BOTH
+def test_extreme_rows(implementation):
     logits = torch.zeros(4, 40, device=DEVICE)
     logits[0] = -torch.inf
     logits[1] = 1e4
     logits[2, 1:] = -torch.inf
     logits[3, 7] = torch.nan
     members = torch.arange(40, device=DEVICE) > 0
-
     out = row_statistics(logits, _shard(40, 40), members=members, implementation=implementation)
-
     assert out.total[:, :3].tolist() == [[0.0, 40.0, 1.0], [0.0, 39.0, 0.0]]
     assert out.peak[:, :3].tolist() == [[0.0, 1e4, 0.0], [0.0, 1e4, 0.0]]
     assert out.total[:, 3].isnan().all()
 
 
 @pytest.mark.usefixtures("nan_filled")
-@pytest.mark.parametrize("implementation", ["triton", "torch"])
-def test_rows_that_are_not_read_have_nothing(implementation: Implementation) -> None:
+@BOTH
+def test_rows_that_are_not_read_have_nothing(implementation):
     logits = torch.randn(3, 40, device=DEVICE)
     alone = row_statistics(logits, _shard(40, 40), implementation=implementation)
     logits[1] = torch.nan
     read = torch.tensor([True, False, True], device=DEVICE)
-
     out = row_statistics(logits, _shard(40, 40), read=read, implementation=implementation)
-
     for got, whole in zip(out, alone, strict=True):
         assert torch.equal(got, torch.where(read, whole, torch.zeros_like(whole)))
 
 
-def test_without_members_the_second_sum_is_the_first() -> None:
+def test_without_members_the_second_sum_is_the_first():
     logits = torch.randn(3, 20, device=DEVICE)
     out = row_statistics(logits, _shard(20, 20), implementation="triton")
     assert torch.equal(out.peak[0], out.peak[1])
     assert torch.equal(out.total[0], out.total[1])
 
 
-def test_a_shard_of_padding_has_nothing() -> None:
+def test_a_shard_of_padding_has_nothing():
     shard = VocabShard(start=40, stop=60, vocab_size=33)
     out = row_statistics(torch.randn(3, 20, device=DEVICE), shard, implementation="triton")
     assert out.total.tolist() == [[0.0] * 3] * 2
     assert out.peak.tolist() == [[0.0] * 3] * 2
 
 
-def test_kernels_are_refused_where_they_cannot_run() -> None:
+def test_kernels_are_refused_where_they_cannot_run():
     logits = torch.zeros(1, 4, dtype=torch.float64, device=DEVICE)
     with pytest.raises(LossError, match="do not read these logits"):
         row_statistics(logits, _shard(4, 4), implementation="triton")

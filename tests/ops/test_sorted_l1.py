@@ -1,7 +1,5 @@
 """The sorted L1 against its reference in fp64, ties, truncation and what it keeps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +8,7 @@ from hypothesis import strategies as st
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.sorted_l1 import sorted_l1, sorted_l1_reference
 from megatron_ext.ops.top_columns import largest_columns
+from tests.ops.kernel_case import kept_for_backward
 
 SIZES = {
     "a larger student": (5, 37, 23),
@@ -20,9 +19,7 @@ SIZES = {
 }
 
 
-def distributions(
-    rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float64
-) -> torch.Tensor:
+def distributions(rows, columns, seed, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     return torch.softmax(logits, dim=-1).to(dtype)
@@ -31,9 +28,7 @@ def distributions(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("largest", [None, 1, 6, 1000])
 @pytest.mark.parametrize("name", SIZES)
-def test_value_and_gradient_equal_the_references(
-    name: str, largest: int | None, dtype: torch.dtype
-) -> None:
+def test_value_and_gradient_equal_the_references(name, largest, dtype):
     rows, student_width, teacher_width = SIZES[name]
     student = distributions(rows, student_width, 0, dtype).requires_grad_()
     teacher = distributions(rows, teacher_width, 1, dtype)
@@ -47,7 +42,7 @@ def test_value_and_gradient_equal_the_references(
     torch.testing.assert_close(grad, true_grad.to(dtype), rtol=1e-6, atol=0)
 
 
-def test_the_gradient_is_that_of_finite_differences() -> None:
+def test_the_gradient_is_that_of_finite_differences():
     teacher = distributions(3, 9, 1)
     student = distributions(3, 6, 0).requires_grad_()
     assert torch.autograd.gradcheck(
@@ -56,7 +51,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("largest", [7, None], ids=["fewer than there are", "all"])
-def test_excluded_columns_are_as_if_they_were_not_there(largest: int | None) -> None:
+def test_excluded_columns_are_as_if_they_were_not_there(largest):
     student = distributions(4, 13, 0, torch.float32).requires_grad_()
     teacher = distributions(4, 8, 1, torch.float32)
     # Without a limit the teacher has more places than the student: they meet excluded columns.
@@ -77,7 +72,7 @@ def test_excluded_columns_are_as_if_they_were_not_there(largest: int | None) -> 
     assert not grad[:, student_excluded].any()
 
 
-def test_everything_excluded_costs_nothing() -> None:
+def test_everything_excluded_costs_nothing():
     student = distributions(2, 5, 0).requires_grad_()
     out = sorted_l1(
         student,
@@ -92,9 +87,7 @@ def test_everything_excluded_costs_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("largest", [None, 3])
-def test_equal_probabilities_are_taken_in_the_order_of_columns(
-    dtype: torch.dtype, largest: int | None
-) -> None:
+def test_equal_probabilities_are_taken_in_the_order_of_columns(dtype, largest):
     student = torch.full((1, 4), 0.25, dtype=dtype, requires_grad=True)
     teacher = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=dtype)
     out = sorted_l1(student, teacher, largest=largest)
@@ -104,7 +97,7 @@ def test_equal_probabilities_are_taken_in_the_order_of_columns(
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**31), rows=st.integers(0, 4), width=st.integers(1, 70))
-def test_the_selection_is_a_stable_sort_cut_off(seed: int, rows: int, width: int) -> None:
+def test_the_selection_is_a_stable_sort_cut_off(seed, rows, width):
     generator = torch.Generator().manual_seed(seed)
     # Few levels, so that most values are tied, and zeros.
     values = torch.randint(0, 5, (rows, width), generator=generator) / 7
@@ -118,7 +111,7 @@ def test_the_selection_is_a_stable_sort_cut_off(seed: int, rows: int, width: int
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), largest=st.integers(1, 40))
-def test_what_is_left_out_bounds_what_is_missing(seed: int, largest: int) -> None:
+def test_what_is_left_out_bounds_what_is_missing(seed, largest):
     student, teacher = distributions(3, 31, seed), distributions(3, 19, seed + 1)
     exact = sorted_l1(student, teacher).value
     cut = sorted_l1(student, teacher, largest=largest)
@@ -132,7 +125,7 @@ def test_what_is_left_out_bounds_what_is_missing(seed: int, largest: int) -> Non
     assert sorted_l1(student, teacher, largest=31).left_out.tolist() == [0.0] * 3
 
 
-def test_a_difference_of_rounding_has_no_gradient() -> None:
+def test_a_difference_of_rounding_has_no_gradient():
     teacher = distributions(2, 40, 3, torch.float32)
     student = torch.nextafter(teacher, torch.ones_like(teacher)).roll(7, dims=-1)
     student = student.requires_grad_()
@@ -142,14 +135,14 @@ def test_a_difference_of_rounding_has_no_gradient() -> None:
     assert not grad.any()
 
 
-def test_a_nan_shows_in_its_row_alone() -> None:
+def test_a_nan_shows_in_its_row_alone():
     student = distributions(3, 9, 0, torch.float32)
     student[1, 4] = torch.nan
     value = sorted_l1(student, distributions(3, 9, 1, torch.float32), largest=3).value
     assert value.isnan().tolist() == [False, True, False]
 
 
-def test_the_value_does_not_depend_on_how_rows_are_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_value_does_not_depend_on_how_rows_are_sliced(monkeypatch):
     student, teacher = distributions(7, 30, 0), distributions(7, 20, 1)
     whole = sorted_l1(student, teacher, largest=8)
     monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 60)
@@ -157,16 +150,8 @@ def test_the_value_does_not_depend_on_how_rows_are_sliced(monkeypatch: pytest.Mo
     assert all(torch.equal(one, other) for one, other in zip(whole, sliced, strict=True))
 
 
-def test_columns_and_signs_of_the_compared_places_are_all_that_is_kept() -> None:
-    kept: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        sorted_l1(distributions(9, 300, 0).requires_grad_(), distributions(9, 200, 1), largest=12)
-    assert [(tensor.dtype, tuple(tensor.shape)) for tensor in kept] == [
-        (torch.int32, (9, 12)),
-        (torch.int8, (9, 12)),
-    ]
+def test_columns_and_signs_of_the_compared_places_are_all_that_is_kept():
+    student, teacher = distributions(9, 300, 0).requires_grad_(), distributions(9, 200, 1)
+    kept = kept_for_backward(lambda: sorted_l1(student, teacher, largest=12))
+    found = [(tensor.dtype, tuple(tensor.shape)) for tensor in kept]
+    assert found == [(torch.int32, (9, 12)), (torch.int8, (9, 12))]

@@ -1,7 +1,5 @@
 """Tiles hold whole chunks, every used row once, and no more rows than they must."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -13,11 +11,9 @@ from megatron_ext.errors import LossError
 from megatron_ext.ops.tile_plan import TilePlan
 
 
-def ordered_chunks(
-    chunk_sizes: list[tuple[int, int]], gaps: list[tuple[int, int]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def ordered_chunks(chunk_sizes, gaps):
     """Chunk ids of both sides: before chunk c, ``gaps[c]`` rows of no chunk."""
-    sides: tuple[list[int], list[int]] = ([], [])
+    sides = ([], [])
     for chunk, sizes in enumerate(chunk_sizes):
         for side, size, gap in zip(sides, sizes, gaps[chunk], strict=True):
             side.extend([-1] * gap + [chunk] * size)
@@ -29,14 +25,10 @@ gaps = st.tuples(st.integers(0, 5), st.integers(0, 5))
 
 
 @given(st.lists(st.tuples(sizes, gaps), max_size=12), st.integers(1, 9), st.booleans())
-def test_tiles_cover_every_used_row_once_in_whole_chunks(
-    chunks: list[tuple[tuple[int, int], tuple[int, int]]], rows: int, all_used: bool
-) -> None:
+def test_tiles_cover_every_used_row_once_in_whole_chunks(chunks, rows, all_used):
     student, teacher = ordered_chunks([s for s, _ in chunks], [g for _, g in chunks])
     used = None if all_used else torch.arange(len(student)) % 3 == 0
-
     plan = TilePlan.of(student, teacher, len(chunks), rows=rows, student_used=used)
-
     wanted = torch.ones_like(student, dtype=torch.bool) if used is None else used | (student >= 0)
     assert torch.equal(plan.student_rows, wanted.nonzero()[:, 0])
     assert torch.equal(plan.teacher_rows, (teacher >= 0).nonzero()[:, 0])
@@ -56,7 +48,7 @@ def test_tiles_cover_every_used_row_once_in_whole_chunks(
             assert tile.chunk_count == 1
 
 
-def test_tiles_are_as_few_as_may_be() -> None:
+def test_tiles_are_as_few_as_may_be():
     student, teacher = ordered_chunks([(2, 1)] * 10, [(0, 0)] * 10)
     plan = TilePlan.of(student, teacher, 10, rows=6)
     assert [tile.student_count for tile in plan.tiles] == [6, 6, 6, 2]
@@ -64,7 +56,7 @@ def test_tiles_are_as_few_as_may_be() -> None:
     assert plan.largest == (6, 3)
 
 
-def test_chunks_that_interleave_share_a_tile() -> None:
+def test_chunks_that_interleave_share_a_tile():
     # On the student's side, and by another order on the teacher's.
     interleaved = torch.tensor([0, 1, 0, 1, 2, 3])
     crossed = torch.tensor([0, 0, 1, 1, 3, 2])
@@ -73,7 +65,7 @@ def test_chunks_that_interleave_share_a_tile() -> None:
     assert [tile.chunks for tile in plan.tiles] == [slice(0, 2), slice(2, 4)]
 
 
-def test_chunks_are_ordered_by_their_first_student_row() -> None:
+def test_chunks_are_ordered_by_their_first_student_row():
     plan = TilePlan.of(torch.tensor([[2, -1, 0], [1, 1, -1]]), torch.tensor([2, 0, 1]), 3, rows=2)
     assert plan.chunks.tolist() == [2, 0, 1]
     assert plan.student_chunk_id.tolist() == [0, -1, 1, 2, 2, -1]
@@ -81,14 +73,14 @@ def test_chunks_are_ordered_by_their_first_student_row() -> None:
     assert [tile.chunk_count for tile in plan.tiles] == [1, 1, 1, 0]
 
 
-def test_rows_without_chunks_are_cut_anywhere() -> None:
+def test_rows_without_chunks_are_cut_anywhere():
     nowhere = torch.full((10,), -1)
     plan = TilePlan.of(nowhere, nowhere, 0, rows=4)
     assert [tile.student_count for tile in plan.tiles] == [4, 4, 2]
     assert len(plan.teacher_rows) == 0
 
 
-def test_without_a_used_row_there_is_an_empty_tile() -> None:
+def test_without_a_used_row_there_is_an_empty_tile():
     nowhere, none_used = torch.full((10,), -1), torch.zeros(10, dtype=torch.bool)
     for plan in (
         TilePlan.of(nowhere, nowhere, 0, rows=4, student_used=none_used),
@@ -97,14 +89,14 @@ def test_without_a_used_row_there_is_an_empty_tile() -> None:
         assert plan.tiles == ((slice(0, 0), slice(0, 0), slice(0, 0)),)
 
 
-def test_a_plan_of_pairs_has_the_same_rows_on_both_sides() -> None:
+def test_a_plan_of_pairs_has_the_same_rows_on_both_sides():
     plan = TilePlan.paired(torch.tensor([[True, False, True], [True, True, True]]), rows=2)
     assert plan.student_rows.tolist() == plan.teacher_rows.tolist() == [0, 2, 3, 4, 5]
     assert [tile.teacher for tile in plan.tiles] == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert plan.student_total == plan.teacher_total == 6
 
 
-def test_planning_takes_a_moment() -> None:
+def test_planning_takes_a_moment():
     ids = torch.arange(1 << 20)
     begin = time.perf_counter()
     assert len(TilePlan.of(ids, ids, len(ids), rows=2048).tiles) == 512
@@ -120,8 +112,6 @@ def test_planning_takes_a_moment() -> None:
         ([0, 1], [0, 0], 2, 4, "chunk 1"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(
-    student: list[int], teacher: list[int], count: int, rows: int, match: str
-) -> None:
+def test_what_cannot_be_cut_is_refused(student, teacher, count, rows, match):
     with pytest.raises(LossError, match=match):
         TilePlan.of(torch.tensor(student), torch.tensor(teacher), count, rows=rows)

@@ -1,14 +1,9 @@
 """Log-probabilities of tokens, and masses of sets of tokens, by kernel and by torch."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
-from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.token_likelihood import (
     TokenRows,
     evaluate_token_likelihood,
@@ -21,26 +16,15 @@ from megatron_ext.ops.token_log_prob import (
     token_log_prob_reference,
     token_prediction,
 )
-from tests.ops.kernel_case import (
-    DEVICE,
-    DTYPES,
-    assert_as_exact,
-    combinations,
-    nan_filled,
-    rounding,
-)
+from tests.ops.kernel_case import BOTH, DEVICE, DTYPES, assert_as_exact, combinations, rounding
 
 pytest.importorskip("triton")
-__all__ = ["nan_filled"]
 
-BOTH = pytest.mark.parametrize("implementation", ["triton", "torch"])
 SMALL = [(1, 7), (0, 9)]
 """Rows and vocabulary."""
 
 
-def _case(
-    rows: int, vocab: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, VocabShard]:
+def _case(rows, vocab, dtype):
     """Logits with five columns of padding that would win and gaps between rows, and tokens."""
     torch.manual_seed(rows)
     wide = torch.full((rows, vocab + 8), 1e4, dtype=dtype, device=DEVICE)
@@ -61,8 +45,8 @@ def _case(
     ids=str,
 )
 def test_cross_entropy_and_its_gradient_are_as_exact_as_torch(
-    implementation: Implementation, rows: int, vocab: int, dtype: torch.dtype, temperature: float
-) -> None:
+    implementation, rows, vocab, dtype, temperature
+):
     logits, token_id, shard = _case(rows, vocab, dtype)
     weights = torch.rand(rows, device=DEVICE) + 0.1
     found = []
@@ -73,7 +57,6 @@ def test_cross_entropy_and_its_gradient_are_as_exact_as_torch(
         found.append((loss.detach(), grad))
     (loss, grad), (true_loss, true_grad) = found
     gradient = torch.empty_like(logits)
-
     out = evaluate_cross_entropy(
         logits,
         token_id,
@@ -83,7 +66,6 @@ def test_cross_entropy_and_its_gradient_are_as_exact_as_torch(
         gradient=gradient,
         implementation=implementation,
     )
-
     assert_as_exact(out.row_loss, loss, true_loss, slack=1e-6)
     slack = rounding(dtype) + 1e-6
     assert_as_exact(gradient[:, :vocab], grad.to(dtype), true_grad, slack=slack)
@@ -94,14 +76,12 @@ def test_cross_entropy_and_its_gradient_are_as_exact_as_torch(
 
 @pytest.mark.usefixtures("nan_filled")
 @BOTH
-def test_the_gradient_of_cross_entropy_can_take_the_place_of_the_logits(
-    implementation: Implementation,
-) -> None:
+def test_the_gradient_of_cross_entropy_can_take_the_place_of_the_logits(implementation):
     logits, token_id, shard = _case(4, 4133, torch.bfloat16)
     apart = torch.empty_like(logits)
     grad_scale = torch.tensor([1.0, 1.0, 0.0, 2.0], device=DEVICE)
     logits[1:3] = torch.nan
-    options: dict[str, Any] = {"grad_scale": grad_scale, "implementation": implementation}
+    options = {"grad_scale": grad_scale, "implementation": implementation}
     out = evaluate_cross_entropy(logits, token_id, shard, gradient=apart, **options)
     evaluate_cross_entropy(logits, token_id, shard, gradient=logits, **options)
     assert torch.equal(logits, apart)
@@ -113,9 +93,7 @@ def test_the_gradient_of_cross_entropy_can_take_the_place_of_the_logits(
 
 @BOTH
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_a_token_gets_may_differ_from_the_scale(
-    implementation: Implementation, in_place: bool
-) -> None:
+def test_what_a_token_gets_may_differ_from_the_scale(implementation, in_place):
     logits, token_id, shard = _case(4, 40, torch.float32)
     leaf = logits.clone().requires_grad_()
     grad_scale = torch.tensor([-1.0, 1.0, 0.0, 0.5], device=DEVICE)
@@ -149,8 +127,8 @@ def test_what_a_token_gets_may_differ_from_the_scale(
     ids=str,
 )
 def test_likelihoods_and_their_gradient_are_as_exact_as_torch(
-    implementation: Implementation, rows: int, vocab: int, dtype: torch.dtype, in_place: bool
-) -> None:
+    implementation, rows, vocab, dtype, in_place
+):
     logits, token_id, shard = _case(rows, vocab, dtype)
     members = torch.arange(vocab + 5, device=DEVICE) % 3 == 1
     members[vocab:] = True
@@ -165,13 +143,11 @@ def test_likelihoods_and_their_gradient_are_as_exact_as_torch(
         (grad,) = torch.autograd.grad(total, given)
         found.append((*(value.detach() for value in both), grad))
     leaf = logits.clone().requires_grad_()
-
     out, _ = token_likelihood(
         TokenRows(leaf * 1.0, token_id, members, shard),
         in_place=in_place,
         implementation=implementation,
     )
-
     total = (out.log_prob * weights[0] + out.log_mass * weights[1]).sum()
     (grad,) = torch.autograd.grad(total, leaf)
     assert_as_exact(out.log_prob.detach(), found[0][0], found[1][0], slack=1e-6)
@@ -184,9 +160,7 @@ def test_likelihoods_and_their_gradient_are_as_exact_as_torch(
 
 @pytest.mark.usefixtures("nan_filled")
 @BOTH
-def test_rows_of_a_chunk_that_gets_nothing_give_exactly_nothing(
-    implementation: Implementation,
-) -> None:
+def test_rows_of_a_chunk_that_gets_nothing_give_exactly_nothing(implementation):
     logits, token_id, shard = _case(4, 60, torch.float32)
     members = torch.arange(65, device=DEVICE) < 9
     logits[2, :9] = -torch.inf
@@ -210,7 +184,7 @@ def test_rows_of_a_chunk_that_gets_nothing_give_exactly_nothing(
 
 @pytest.mark.usefixtures("nan_filled")
 @BOTH
-def test_a_shard_writes_its_columns_of_the_gradient(implementation: Implementation) -> None:
+def test_a_shard_writes_its_columns_of_the_gradient(implementation):
     logits, token_id, shard = _case(4, 95, torch.float32)
     members = torch.arange(100, device=DEVICE) % 4 == 0
     whole = torch.empty_like(logits)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from megatron_ext.ops.token_likelihood import (
 )
 
 
-def rows_of(rows: int, vocab: int, padding: int, *, dtype: torch.dtype) -> TokenRows:
+def rows_of(rows, vocab, padding, *, dtype):
     generator = torch.Generator().manual_seed(rows)
     logits = 4 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
     logits = torch.nn.functional.pad(logits, (0, padding), value=99.0).to(dtype)
@@ -25,9 +23,8 @@ def rows_of(rows: int, vocab: int, padding: int, *, dtype: torch.dtype) -> Token
     return TokenRows(logits.requires_grad_(), token_id, members, shard)
 
 
-def reference_of(rows: TokenRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def reference_of(rows):
     """Both numbers, and the fp64 logits that they have a graph to."""
-    assert rows.members is not None
     vocab = rows.shard.vocab_size
     logits = rows.logits.detach()[:, :vocab].double().requires_grad_()
     return *token_likelihood_reference(logits, rows.token_id, rows.members[:vocab]), logits
@@ -35,9 +32,7 @@ def reference_of(rows: TokenRows) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize(("rows", "vocab", "padding"), [(9, 37, 3), (1, 2, 0), (0, 5, 1)])
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
-def test_values_and_gradient_equal_the_references(
-    rows: int, vocab: int, padding: int, dtype: torch.dtype, slack: float
-) -> None:
+def test_values_and_gradient_equal_the_references(rows, vocab, padding, dtype, slack):
     side = rows_of(rows, vocab, padding, dtype=dtype)
     true_prob, true_mass, logits = reference_of(side)
     weights = torch.rand(2, rows, dtype=torch.float64)
@@ -52,29 +47,28 @@ def test_values_and_gradient_equal_the_references(
     assert (grad[:, vocab:] == 0).all()
 
 
-def test_the_gradient_is_that_of_finite_differences() -> None:
+def test_the_gradient_is_that_of_finite_differences():
     side = rows_of(5, 7, 2, dtype=torch.float64)
 
-    def both(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def both(logits):
         value, _ = token_likelihood(side._replace(logits=logits))
         return value.log_prob, value.log_mass
 
     assert torch.autograd.gradcheck(both, side.logits)
 
 
-def test_a_teacher_beside_the_student_changes_neither() -> None:
+def test_a_teacher_beside_the_student_changes_neither():
     student, teacher = (rows_of(9, vocab, 2, dtype=torch.float32) for vocab in (37, 23))
     alone, _ = token_likelihood(student)
     other, _ = token_likelihood(teacher)
     own, known = token_likelihood(student, teacher)
-    assert known is not None
     assert not known.log_prob.requires_grad
     for value, truth in ((own, alone), (known, other)):
         assert torch.equal(value.log_prob, truth.log_prob)
         assert torch.equal(value.log_mass, truth.log_mass)
 
 
-def test_a_mass_that_underflows_keeps_its_logarithm_and_a_bounded_gradient() -> None:
+def test_a_mass_that_underflows_keeps_its_logarithm_and_a_bounded_gradient():
     logits = torch.tensor([[0.0, -1e4, -1e4, -torch.inf]], requires_grad=True)
     shard = VocabShard(start=0, stop=4, vocab_size=4)
     members = torch.tensor([False, True, True, True])
@@ -84,7 +78,7 @@ def test_a_mass_that_underflows_keeps_its_logarithm_and_a_bounded_gradient() -> 
     assert grad.tolist() == [[-1.0, 0.5, 0.5, 0.0]]
 
 
-def test_a_set_that_is_masked_has_no_mass_and_rows_without_a_gradient_are_not_looked_at() -> None:
+def test_a_set_that_is_masked_has_no_mass_and_rows_without_a_gradient_are_not_looked_at():
     logits = torch.zeros(3, 4)
     logits[0, 2:] = -torch.inf
     logits[1] = torch.nan
@@ -98,7 +92,7 @@ def test_a_set_that_is_masked_has_no_mass_and_rows_without_a_gradient_are_not_lo
     assert not grad[1].any()
 
 
-def test_bf16_logits_lose_no_more_than_their_own_rounding() -> None:
+def test_bf16_logits_lose_no_more_than_their_own_rounding():
     side = rows_of(9, 37, 3, dtype=torch.bfloat16)
     true_prob, true_mass, _ = reference_of(side)
     value, _ = token_likelihood(side)
@@ -107,10 +101,10 @@ def test_bf16_logits_lose_no_more_than_their_own_rounding() -> None:
     torch.testing.assert_close(value.log_mass.double(), true_mass, rtol=1e-6, atol=2e-6)
 
 
-def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_of_rows_change_nothing(monkeypatch):
     side = rows_of(9, 37, 3, dtype=torch.float32)
 
-    def grad() -> torch.Tensor:
+    def grad():
         value, _ = token_likelihood(side)
         return torch.autograd.grad(value.log_prob.sum() + value.log_mass.sum(), side.logits)[0]
 

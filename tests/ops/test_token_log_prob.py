@@ -1,14 +1,16 @@
-from __future__ import annotations
+"""Log-probabilities of labels, and of selected tokens beside the rest."""
 
 import pytest
 import torch
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.selected_log_prob import selected_log_prob, selected_log_prob_reference
 from megatron_ext.ops.token_log_prob import token_log_prob, token_log_prob_reference
+from megatron_ext.ops.top_columns import top_columns
 
 
-def _inputs(rows: int, vocab: int, padding: int) -> tuple[torch.Tensor, torch.Tensor, VocabShard]:
+def _inputs(rows, vocab, padding):
     generator = torch.Generator().manual_seed(rows)
     logits = 4 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
     token_id = torch.randint(0, vocab, (rows,), generator=generator)
@@ -19,15 +21,12 @@ def _inputs(rows: int, vocab: int, padding: int) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize(("rows", "vocab", "padding"), [(9, 37, 3), (1, 2, 0), (0, 5, 1)])
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
-def test_value_and_gradient_equal_the_references(
-    rows: int, vocab: int, padding: int, temperature: float, dtype: torch.dtype, slack: float
-) -> None:
+def test_value_and_gradient_equal_the_references(rows, vocab, padding, temperature, dtype, slack):
     logits, token_id, shard = _inputs(rows, vocab, padding)
     weight = torch.rand(rows, dtype=torch.float64)
     reference = logits.clone().requires_grad_()
     truth = token_log_prob_reference(reference, token_id, temperature=temperature)
     (true_grad,) = torch.autograd.grad((truth * weight).sum(), reference)
-
     padded = torch.nn.functional.pad(logits, (0, padding), value=99.0).to(dtype).requires_grad_()
     value = token_log_prob(padded, token_id, shard, temperature=temperature)
     (grad,) = torch.autograd.grad((value * weight.to(dtype)).sum(), padded)
@@ -36,14 +35,14 @@ def test_value_and_gradient_equal_the_references(
     assert (grad[:, vocab:] == 0).all()
 
 
-def test_the_gradient_is_that_of_finite_differences() -> None:
+def test_the_gradient_is_that_of_finite_differences():
     logits, token_id, shard = _inputs(5, 7, 0)
     assert torch.autograd.gradcheck(
         lambda z: token_log_prob(z, token_id, shard, temperature=0.7), logits.requires_grad_()
     )
 
 
-def test_the_logits_are_not_overwritten() -> None:
+def test_the_logits_are_not_overwritten():
     logits, token_id, shard = _inputs(9, 37, 0)
     logits = logits.float().requires_grad_()
     before = logits.detach().clone()
@@ -51,7 +50,7 @@ def test_the_logits_are_not_overwritten() -> None:
     assert torch.equal(logits, before)
 
 
-def test_an_untrained_row_is_not_looked_at_and_a_foreign_token_shows() -> None:
+def test_an_untrained_row_is_not_looked_at_and_a_foreign_token_shows():
     logits, token_id, shard = _inputs(9, 37, 0)
     logits[token_id < 0] = torch.nan
     logits.requires_grad_()
@@ -63,7 +62,7 @@ def test_an_untrained_row_is_not_looked_at_and_a_foreign_token_shows() -> None:
     assert token_log_prob(logits, token_id, shard)[0].isnan()
 
 
-def test_a_row_without_a_gradient_gets_none_whatever_it_holds() -> None:
+def test_a_row_without_a_gradient_gets_none_whatever_it_holds():
     logits, token_id, shard = _inputs(9, 37, 0)
     token_id[2] = 5
     logits[2] = torch.nan
@@ -77,7 +76,7 @@ def test_a_row_without_a_gradient_gets_none_whatever_it_holds() -> None:
     assert grad[kept].any()
 
 
-def test_bf16_logits_lose_no_more_than_their_own_rounding() -> None:
+def test_bf16_logits_lose_no_more_than_their_own_rounding():
     logits, token_id, shard = _inputs(9, 37, 0)
     rounded = logits.bfloat16()
     truth = token_log_prob_reference(rounded.double(), token_id)
@@ -86,10 +85,91 @@ def test_bf16_logits_lose_no_more_than_their_own_rounding() -> None:
     torch.testing.assert_close(value.double(), truth, rtol=1e-6, atol=1e-6)
 
 
-def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_of_rows_change_nothing(monkeypatch):
     logits, token_id, shard = _inputs(9, 37, 0)
     logits.requires_grad_()
     whole = torch.autograd.grad(token_log_prob(logits, token_id, shard).sum(), logits)[0]
     monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 80)
     sliced = torch.autograd.grad(token_log_prob(logits, token_id, shard).sum(), logits)[0]
     assert torch.equal(whole, sliced)
+
+
+def _selection(rows=9, vocab=37, k=5):
+    generator = torch.Generator().manual_seed(rows)
+    logits = 4 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
+    ids = torch.stack([torch.randperm(vocab, generator=generator)[:k] for _ in range(rows)])
+    ids[1::3, -1] = -1
+    return logits, ids
+
+
+def _shard(vocab, padding=0):
+    return VocabShard(start=0, stop=vocab + padding, vocab_size=vocab)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize(("vocab", "k"), [(37, 5), (37, 1), (37, 36), (2, 1)])
+def test_selected_values_and_gradient_equal_the_references(vocab, k, temperature):
+    logits, ids = _selection(vocab=vocab, k=k)
+    weights = torch.rand(9, k + 1, dtype=torch.float64)
+    reference = logits.clone().requires_grad_()
+    truth = selected_log_prob_reference(reference, ids, temperature=temperature)
+    named = truth > -torch.inf
+    (true_grad,) = torch.autograd.grad(truth[named], reference, weights[named])
+    padded = torch.nn.functional.pad(logits, (0, 3), value=80.0).requires_grad_()
+    value = selected_log_prob(padded, ids, _shard(vocab, 3), temperature=temperature)
+    # What is not there gets a weight, too, and gives nothing for it.
+    (grad,) = torch.autograd.grad(value, padded, weights)
+    torch.testing.assert_close(value, truth.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad[:, :vocab], true_grad, rtol=1e-11, atol=1e-13)
+    assert not grad[:, vocab:].any()
+
+
+def test_with_every_token_selected_nothing_is_left():
+    logits, _ = _selection(vocab=4)
+    ids = torch.arange(4).expand(9, 4)
+    logits.requires_grad_()
+    value = selected_log_prob(logits, ids, _shard(4))
+    torch.testing.assert_close(value[:, :4], torch.log_softmax(logits, dim=-1))
+    assert (value[:, 4] == -torch.inf).all()
+    (grad,) = torch.autograd.grad(value, logits, torch.ones(9, 5, dtype=torch.float64))
+    assert grad.isfinite().all()
+
+
+def test_a_tiny_rest_keeps_its_digits_in_fp32():
+    logits = torch.tensor([[0.0, -30.0, -31.0, -40.0], [9e3, -1e3, -torch.inf, 8.9e3]])
+    value = selected_log_prob(logits, torch.tensor([[0], [0]]), _shard(4))
+    truth = torch.logsumexp(torch.tensor([-30.0, -31.0, -40.0]).double(), dim=0).item()
+    assert value[0, 1].item() == pytest.approx(truth, rel=1e-6)
+    assert value[1].tolist() == pytest.approx([0.0, -100.0])
+
+
+def test_a_row_that_gets_no_gradient_is_not_looked_at():
+    logits, ids = _selection()
+    logits[3] = torch.nan
+    value = selected_log_prob(logits.requires_grad_(), ids, _shard(37))
+    weights = torch.ones_like(value)
+    weights[3] = 0.0
+    (grad,) = torch.autograd.grad(value, logits, weights)
+    assert grad.isfinite().all()
+    assert not grad[3].any()
+
+
+def test_slices_of_rows_change_no_selected_value(monkeypatch):
+    logits, ids = _selection()
+    logits.requires_grad_()
+    whole = selected_log_prob(logits, ids, _shard(37))
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 80)
+    sliced = selected_log_prob(logits, ids, _shard(37))
+    assert torch.equal(whole, sliced)
+    assert top_columns(logits, 7, _shard(37)).tolist() == (
+        torch.topk(logits.detach().float(), 7, dim=-1).indices.tolist()
+    )
+
+
+def test_top_columns_are_those_of_the_largest_logits_and_the_lowest_of_equals():
+    logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 9.0], [-0.0, 0.0, -1.0, -torch.inf, 9.0]])
+    shard = VocabShard(start=0, stop=5, vocab_size=4)
+    assert top_columns(logits, 3, shard).tolist() == [[1, 2, 0], [0, 1, 2]]
+    allowed = torch.tensor([True, False, True, True, True])
+    assert top_columns(logits, 4, shard, allowed).tolist() == [[2, 0, 3, -1], [0, 2, 3, -1]]
+    assert top_columns(logits[:0], 3, shard).shape == (0, 3)

@@ -1,7 +1,5 @@
 """The largest log-probabilities of rows, exact ids and exact tails."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -11,7 +9,6 @@ from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.targets import topk_log_probs, topk_targets
-from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.top_columns import (
     _local_keys,
     _merged,
@@ -23,15 +20,12 @@ from megatron_ext.ops.top_columns import (
     top_log_probs_reference,
     unpack_pair,
 )
-from tests.ops.kernel_case import DEVICE, DTYPES, nan_filled
+from tests.ops.kernel_case import BOTH, DEVICE, DTYPES
 
 pytest.importorskip("triton")
-__all__ = ["nan_filled"]
-
-BOTH = pytest.mark.parametrize("implementation", ["triton", "torch"])
 
 
-def _padded(rows: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, VocabShard]:
+def _padded(rows, vocab, dtype):
     torch.manual_seed(rows)
     logits = torch.full((rows, vocab + 5), 1e4, dtype=dtype, device=DEVICE)
     # Coarse values: most rows have equal logits at the edge of what is kept.
@@ -46,8 +40,8 @@ def _padded(rows: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, Vo
     ("rows", "vocab", "k"), [(4, 4133, 1024), (3, 50, 50), (1, 7, 1), (0, 9, 2)]
 )
 def test_ids_are_the_references_and_log_probs_those_of_all_columns(
-    implementation: Implementation, dtype: torch.dtype, rows: int, vocab: int, k: int
-) -> None:
+    implementation, dtype, rows, vocab, k
+):
     logits, shard = _padded(rows, vocab, dtype)
     out = top_log_probs(logits, k, shard, implementation=implementation)
     columns, log_probs = top_log_probs_reference(logits[:, :vocab].double(), k)
@@ -58,14 +52,13 @@ def test_ids_are_the_references_and_log_probs_those_of_all_columns(
 
 @BOTH
 @pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_targets_know_the_mass_of_the_tail(implementation: Implementation, offset: float) -> None:
+def test_targets_know_the_mass_of_the_tail(implementation, offset):
     logits, shard = _padded(6, 3000, torch.float32)
     logits += offset
     targets = topk_targets(logits.view(2, 3, -1), 64, shard, implementation=implementation)
     log_p = topk_log_probs(targets)
     assert targets.positions == (2, 3)
     probs = torch.softmax(logits[:, :3000].double(), dim=-1)
-    assert targets.topk_ids is not None
     kept = probs.gather(-1, targets.topk_ids.flatten(0, 1))
     torch.testing.assert_close(log_p[:, :-1].double(), kept.log(), rtol=1e-6, atol=1e-6)
     # What is left of 1 in fp32.
@@ -73,13 +66,13 @@ def test_targets_know_the_mass_of_the_tail(implementation: Implementation, offse
     torch.testing.assert_close(log_p[:, -1].double().exp(), tail, rtol=0, atol=1e-6)
 
 
-def test_with_the_whole_vocabulary_there_is_no_tail() -> None:
+def test_with_the_whole_vocabulary_there_is_no_tail():
     logits, shard = _padded(3, 40, torch.bfloat16)
     targets = topk_targets(logits[None], 40, shard)
     assert (topk_log_probs(targets)[:, -1] == -torch.inf).all()
 
 
-def test_masked_tokens_come_last_and_never_padding() -> None:
+def test_masked_tokens_come_last_and_never_padding():
     logits, shard = _padded(2, 6, torch.float32)
     logits[0, :4] = -torch.inf
     logits[1, :6] = -torch.inf
@@ -89,7 +82,7 @@ def test_masked_tokens_come_last_and_never_padding() -> None:
     assert out.token_id[1].tolist() == list(range(6))
 
 
-def test_shards_keep_what_one_rank_does() -> None:
+def test_shards_keep_what_one_rank_does():
     """Three ranks in one process, the last of padding alone."""
     logits, _ = _padded(4, 40, torch.bfloat16)
     logits = torch.nn.functional.pad(logits, (0, 30), value=1e4)
@@ -110,7 +103,7 @@ def test_shards_keep_what_one_rank_does() -> None:
     torch.testing.assert_close(merged.log_sum, truth.normaliser.log_sum)
 
 
-def test_keys_order_as_the_numbers_do_and_come_back_bit_for_bit() -> None:
+def test_keys_order_as_the_numbers_do_and_come_back_bit_for_bit():
     values = torch.tensor([-math.inf, -3e38, -1.5, -1e-45, 0.0, 1e-45, 2.0, math.inf])
     columns = torch.tensor([0, 5, 2**31, 2**32 - 1, 7, 1, 3, 4])
     keys = sort_keys(values, columns)
@@ -125,7 +118,7 @@ def test_keys_order_as_the_numbers_do_and_come_back_bit_for_bit() -> None:
         torch.testing.assert_close(back[1], second, equal_nan=True, rtol=0, atol=0)
 
 
-def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_of_rows_change_nothing(monkeypatch):
     logits, shard = _padded(7, 50, torch.float32)
     whole = top_log_probs(logits, 6, shard)
     monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, DEVICE.type, 110)
@@ -135,7 +128,7 @@ def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 41])
-def test_a_number_that_the_vocabulary_lacks_is_refused(k: int) -> None:
+def test_a_number_that_the_vocabulary_lacks_is_refused(k):
     logits, shard = _padded(2, 40, torch.float32)
     with pytest.raises(LossError, match="number of most probable tokens"):
         top_log_probs(logits, k, shard)

@@ -1,14 +1,9 @@
 """A tokenizer of conversations small enough to read, whose ids tell what is trained."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import ConversationError
@@ -34,23 +29,19 @@ class ChatOfBytes:
     eod = eos = eos_id = EOD
     pad = pad_id = 0
 
-    def __init__(self, *, trains_all: bool = False) -> None:
+    def __init__(self, *, trains_all=False):
         self._trains_all = trains_all
 
     @property
-    def unique_identifiers(self) -> OrderedDict[str, str]:
+    def unique_identifiers(self):
         return OrderedDict({"class": "ChatOfBytes", "trains_all": str(self._trains_all)})
 
-    def fingerprint(self) -> str:
+    def fingerprint(self):
         return "bytes"
 
     def tokenize_conversation(
-        self,
-        conversation: Sequence[Mapping[str, str]],
-        return_target: bool,
-        add_generation_prompt: bool,
-        template_variables: Mapping[str, Any],
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        self, conversation, return_target, add_generation_prompt, template_variables
+    ):
         assert return_target
         assert not add_generation_prompt
         written = json.dumps(template_variables).encode() if template_variables else b""
@@ -66,7 +57,7 @@ class ChatOfBytes:
         return array, np.where(trained, array, IGNORE_INDEX)
 
 
-def conversation(*contents: str) -> list[dict[str, str]]:
+def conversation(*contents):
     """Turns of a user and an assistant, alternating."""
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]

@@ -6,14 +6,11 @@ The input is FOLDER/data. Prints how many changes there are. Each run is a fork 
 which has loaded everything, so that hundreds of them take seconds.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.datasets import indexed_dataset  # noqa: F401 - loaded once, before any fork
@@ -24,9 +21,9 @@ CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir")
 WRITING = os.O_WRONLY | os.O_RDWR
 
 
-def main() -> None:
+def main():
     # A process that dies leaves the kernel's buffers behind; waiting for the disk proves nothing.
-    os.fsync = lambda descriptor: None  # type: ignore[assignment]
+    os.fsync = lambda descriptor: None
     folder = Path(sys.argv[1])
     out = folder / "out"
     changes, status = _in_fork(lambda: _tokenize(folder), kill_at=None, folder=out)
@@ -43,11 +40,11 @@ def main() -> None:
     print(changes)
 
 
-def _tokenize(folder: Path) -> None:
+def _tokenize(folder):
     run(folder / "data", output=folder / "out" / "a", shard_count=2)
 
 
-def _in_fork(call: Callable[[], None], *, kill_at: int | None, folder: Path) -> tuple[int, int]:
+def _in_fork(call, *, kill_at, folder):
     """Changes below ``folder`` that ``call`` made, and how its process ended."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -69,11 +66,11 @@ def _in_fork(call: Callable[[], None], *, kill_at: int | None, folder: Path) -> 
     return int(count_text or 0), os.waitstatus_to_exitcode(status)
 
 
-def _count_changes(folder: Path, kill_at: int | None) -> Callable[[], int]:
+def _count_changes(folder, kill_at):
     """Count the changes that this process makes from now on, and kill it before one of them."""
     count = 0
 
-    def hook(event: str, arguments: tuple[object, ...]) -> None:
+    def hook(event, arguments):
         nonlocal count
         if event == "open":
             is_change = isinstance(arguments[2], int) and bool(arguments[2] & WRITING)

@@ -1,22 +1,9 @@
 """Megatron's way to write an indexed dataset: one record and one document after the other."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 
-def write_one_by_one(
-    records: Iterable[Mapping[str, Any]],
-    tokenizer: Any,
-    prefix: Path,
-    *,
-    keys: Sequence[str] = ("text",),
-    append_eod: bool = False,
-) -> None:
+def write_one_by_one(records, tokenizer, prefix, *, keys=("text",), append_eod=False):
     """What Megatron's preprocess_data.py does with each record, in this process."""
     builders = {
         key: IndexedDatasetBuilder(
@@ -27,8 +14,8 @@ def write_one_by_one(
     for record in records:
         for key in keys:
             value = record[key]
-            ids: list[int] = []
-            lengths: list[int] = []
+            ids = []
+            lengths = []
             for sentence in value if isinstance(value, list) else [value]:
                 sentence_ids = tokenizer.tokenize(sentence)
                 if sentence_ids:

@@ -1,31 +1,25 @@
 """Small runs of the preprocessing, and what they leave on the disk."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.preprocess import preprocess
-from megatron_ext.preprocessing.report import Report
 from megatron_ext.tokenizers import TokenizerConfig
 
 BYTES = TokenizerConfig(library="byte-level")
 """A tokenizer whose ids are the bytes of the text: no file, no library."""
 
 
-def write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+def write_json_lines(path, records):
     """One record a line, with characters as they are."""
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     path.write_text(lines, encoding="utf-8")
     return path
 
 
-def write_word_list(folder: Path) -> Path:
+def write_word_list(folder):
     """A tokenizer without any special token: a few words, and the first of them for others."""
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -33,7 +27,7 @@ def write_word_list(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def config_of(*inputs: Path, output: Path, **options: Any) -> PreprocessConfig:
+def config_of(*inputs, output, **options):
     """A run over ``inputs`` in this process and with the byte tokenizer, unless told otherwise."""
     return PreprocessConfig(
         inputs=tuple(map(str, inputs)),
@@ -42,14 +36,14 @@ def config_of(*inputs: Path, output: Path, **options: Any) -> PreprocessConfig:
     )
 
 
-def run(*inputs: Path, output: Path, **options: Any) -> Report:
+def run(*inputs, output, **options):
     """A whole run."""
     report = preprocess(config_of(*inputs, output=output, **options))
     assert report is not None
     return report
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     """Bytes of every file under ``folder`` that is no report."""
     return {
         str(file.relative_to(folder)): file.read_bytes()

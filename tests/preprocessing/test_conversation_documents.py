@@ -1,10 +1,6 @@
 """Conversations to tokens and the mask of what is trained."""
 
-from __future__ import annotations
-
-from datetime import datetime, tzinfo
-from pathlib import Path
-from typing import Any
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -17,14 +13,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.preprocessing import preprocess as preprocess_module
 from megatron_ext.preprocessing.document_encoder import ConversationEncoder
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-from tests.preprocessing.chat_of_bytes import (
-    BEGIN,
-    EOD,
-    STOP,
-    TRAINED,
-    ChatOfBytes,
-    conversation,
-)
+from tests.preprocessing.chat_of_bytes import BEGIN, EOD, STOP, TRAINED, ChatOfBytes, conversation
 from tests.preprocessing.runs import config_of, contents, run, write_json_lines
 
 SFT = TokenizerConfig(library="byte-level", mode="sft")
@@ -33,51 +22,48 @@ UNANSWERED = conversation("hi", "yo", "no?")
 
 
 @pytest.fixture(autouse=True)
-def _chat_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def _chat_of_bytes(monkeypatch):
     monkeypatch.setattr(preprocess_module, "build_tokenizer", lambda config: ChatOfBytes())
 
 
-def encoded(
-    *conversations: list[dict[str, str]], eod: int | None = None, trains_all: bool = False
-) -> tuple[list[int], list[int]]:
+def encoded(*conversations, eod=None, trains_all=False):
     """Ids and trained flags of some conversations."""
     records = [ConversationRecord(messages) for messages in conversations]
     block = RecordBlock((records,), lines=list(range(1, len(records) + 1)))
-    tokenizer: Any = ChatOfBytes(trains_all=trains_all)
+    tokenizer = ChatOfBytes(trains_all=trains_all)
     (documents,) = ConversationEncoder(tokenizer, eod).encode(block).documents
-    assert documents.trained is not None
     assert documents.sequence_lengths.sum() == len(documents.ids) == len(documents.trained)
     return documents.ids.tolist(), documents.trained.tolist()
 
 
-def test_the_mask_is_one_where_the_target_is_trained() -> None:
+def test_the_mask_is_one_where_the_target_is_trained():
     ids, trained = encoded(ANSWERED)
     assert ids == [BEGIN, *b"hi", STOP, *(TRAINED + byte for byte in (*b"yo", STOP))]
     assert trained == [int(token >= TRAINED) for token in ids]
 
 
-def test_an_eod_is_trained_where_it_follows_an_answer() -> None:
+def test_an_eod_is_trained_where_it_follows_an_answer():
     ids, trained = encoded(ANSWERED, UNANSWERED, eod=EOD)
     ends = [i for i, token in enumerate(ids) if token == EOD]
     assert [trained[end] for end in ends] == [1, 0]
 
 
-def test_no_eod_is_put_behind_another() -> None:
+def test_no_eod_is_put_behind_another():
     assert encoded(ANSWERED, eod=STOP + TRAINED) == encoded(ANSWERED)
 
 
-def test_the_first_token_is_never_trained() -> None:
+def test_the_first_token_is_never_trained():
     ids, trained = encoded(ANSWERED, UNANSWERED, trains_all=True)
     assert [token for token, flag in zip(ids, trained, strict=True) if not flag] == [BEGIN] * 2
 
 
-def test_a_record_with_one_bad_conversation_is_left_out_under_every_key() -> None:
+def test_a_record_with_one_bad_conversation_is_left_out_under_every_key():
     bad, good, other = (
         ConversationRecord(messages)
         for messages in ([{"role": "wizard", "content": "x"}], ANSWERED, UNANSWERED)
     )
     block = RecordBlock(([good, bad, good], [other] * 3), lines=[4, 7, 9])
-    tokenizer: Any = ChatOfBytes()
+    tokenizer = ChatOfBytes()
     result = ConversationEncoder(tokenizer).encode(block)
     assert [len(documents.sequence_counts) for documents in result.documents] == [2, 2]
     assert [(record.line, record.problem) for record in result.bad] == [
@@ -85,8 +71,8 @@ def test_a_record_with_one_bad_conversation_is_left_out_under_every_key() -> Non
     ]
 
 
-def test_a_run_writes_tokens_and_a_mask_of_the_same_shape(tmp_path: Path) -> None:
-    rows: list[Any] = [ANSWERED, UNANSWERED, [{"role": "wizard"}], "text", conversation("hi")]
+def test_a_run_writes_tokens_and_a_mask_of_the_same_shape(tmp_path):
+    rows = [ANSWERED, UNANSWERED, [{"role": "wizard"}], "text", conversation("hi")]
     file = write_json_lines(tmp_path / "a.jsonl", ({"messages": row} for row in rows))
     report = run(file, output=tmp_path / "out" / "a", tokenizer=SFT, append_eod=True)
     tokens = IndexedDataset(str(tmp_path / "out" / "a_messages_document"))
@@ -107,9 +93,7 @@ def test_a_run_writes_tokens_and_a_mask_of_the_same_shape(tmp_path: Path) -> Non
     assert contents(tmp_path / "cut") == contents(tmp_path / "out")
 
 
-def test_a_real_tokenizer_gives_what_its_own_method_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_real_tokenizer_gives_what_its_own_method_gives(tmp_path, monkeypatch):
     monkeypatch.setattr(preprocess_module, "build_tokenizer", build_tokenizer)
     config = TokenizerConfig(
         library="byte-level",
@@ -139,9 +123,7 @@ DATED = TokenizerConfig(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_templates_see_the_time_at_which_the_run_was_first_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_templates_see_the_time_at_which_the_run_was_first_started(tmp_path, monkeypatch, workers):
     monkeypatch.setattr(preprocess_module, "build_tokenizer", build_tokenizer)
     file = write_json_lines(tmp_path / "a.jsonl", [{"messages": ANSWERED}] * 8)
     config = config_of(
@@ -162,7 +144,7 @@ class _Years(datetime):
     """A clock that stands at one second of another year."""
 
     @classmethod
-    def now(cls, tz: tzinfo | None = None) -> _Years:
+    def now(cls, tz=None):
         return cls(2001, 2, 3, 23, 59, 58)
 
 
@@ -171,8 +153,8 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 @pytest.mark.parametrize("prompt_format", [None, "default"])
 def test_a_tokenizer_that_was_saved_for_sft_reads_conversations_without_a_flag(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt_format: str | None
-) -> None:
+    tmp_path, monkeypatch, prompt_format
+):
     monkeypatch.setattr(preprocess_module, "build_tokenizer", build_tokenizer)
     told = TokenizerConfig(
         library="byte-level", mode="sft", chat_template=TEMPLATE, prompt_format=prompt_format
@@ -190,8 +172,8 @@ def test_a_tokenizer_that_was_saved_for_sft_reads_conversations_without_a_flag(
 
 
 def test_metadata_of_a_mode_without_a_dataset_are_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     class OfImages(ChatOfBytes):
         mode = "multimodal"
 
@@ -202,14 +184,14 @@ def test_metadata_of_a_mode_without_a_dataset_are_refused_before_anything_is_wri
     assert not (tmp_path / "out").exists()
 
 
-def test_conversations_without_a_trained_token_are_refused(tmp_path: Path) -> None:
+def test_conversations_without_a_trained_token_are_refused(tmp_path):
     file = write_json_lines(tmp_path / "a.jsonl", [{"messages": conversation("hi")}] * 3)
     with pytest.raises(DataError, match="messages_loss_mask: no token of the input is trained"):
         run(file, output=tmp_path / "out" / "a", tokenizer=SFT)
 
 
-def test_a_block_without_records_gives_no_documents() -> None:
-    tokenizer: Any = ChatOfBytes()
+def test_a_block_without_records_gives_no_documents():
+    tokenizer = ChatOfBytes()
     block = RecordBlock.empty(RecordFields(("messages",), "conversation"))
     (documents,) = ConversationEncoder(tokenizer, EOD).encode(block).documents
     assert len(documents.ids) == len(documents.sequence_counts) == 0

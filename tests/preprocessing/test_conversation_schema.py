@@ -1,11 +1,6 @@
 """Runs over conversations in each schema that is known."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,23 +36,23 @@ TOOL = {"name": "f", "description": "d", "parameters": {}}
 CALL = {"name": "f", "arguments": {"x": 1}}
 
 
-def sharegpt(asked: str, answer: str) -> dict[str, Any]:
+def sharegpt(asked, answer):
     turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]
     return {"id": asked, "conversations": turns}
 
 
-def write(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+def write(path, records):
     path.parent.mkdir(exist_ok=True)
     return write_json_lines(path, records)
 
 
-def texts_of(prefix: Path) -> list[str]:
+def texts_of(prefix):
     """What the conversations of a run say."""
     tokenizer = build_tokenizer(SFT)
     return [tokenizer.detokenize(row.tolist()) for row in IndexedDataset(str(prefix))]
 
 
-def trained_of(prefix: Path) -> list[str]:
+def trained_of(prefix):
     """What of them is trained."""
     tokenizer = build_tokenizer(SFT)
     rows = IndexedDataset(f"{prefix}_messages_document")
@@ -77,9 +72,7 @@ def trained_of(prefix: Path) -> list[str]:
     ids=["sharegpt", "alpaca", "question"],
 )
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_schema_gives_what_messages_give(
-    tmp_path: Path, schema: str, records: list[dict[str, Any]], workers: int
-) -> None:
+def test_a_schema_gives_what_messages_give(tmp_path, schema, records, workers):
     messages = ({"messages": conversation(*pair)} for pair in PAIRS)
     told = run(write(tmp_path / "a.jsonl", messages), output=tmp_path / "a" / "x", tokenizer=SFT)
     file = write(tmp_path / "b.jsonl", records)
@@ -92,7 +85,7 @@ def test_a_schema_gives_what_messages_give(
     assert found.documents == 3
 
 
-def test_tools_and_calls_of_a_record_reach_its_template(tmp_path: Path) -> None:
+def test_tools_and_calls_of_a_record_reach_its_template(tmp_path):
     tools = json.dumps([TOOL])
     turns = [
         {"from": "human", "value": "go"},
@@ -115,17 +108,17 @@ def test_tools_and_calls_of_a_record_reach_its_template(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "c_messages_document") == ["f|user: go\nassistant: f(x=1)\n"]
 
 
-def test_variables_of_a_record_are_those_of_its_own_conversation_only() -> None:
+def test_variables_of_a_record_are_those_of_its_own_conversation_only():
     with_tools = conversation_record({**sharegpt("a", "b"), "chat_template_kwargs": {"k": 1}})
     without = conversation_record(sharegpt("a", "b"))
-    tokenizer: Any = ChatOfBytes()
+    tokenizer = ChatOfBytes()
     block = RecordBlock(([with_tools, without],), lines=[1, 2])
     (documents,) = ConversationEncoder(tokenizer).encode(block).documents
     first, second = documents.document_lengths.tolist()
     assert first - second == len('{"k": 1}')
 
 
-def test_a_row_of_parquet_gives_what_its_line_gives(tmp_path: Path) -> None:
+def test_a_row_of_parquet_gives_what_its_line_gives(tmp_path):
     call = {"name": "f", "arguments": '{"x": 1}'}
     rows = [
         {
@@ -150,7 +143,7 @@ def test_a_row_of_parquet_gives_what_its_line_gives(tmp_path: Path) -> None:
     assert trained_of(tmp_path / "a" / "x") == ["z\n", *["f(x=1)\nz\n"] * 2]
 
 
-def test_parquet_without_a_conversation_is_told_its_columns(tmp_path: Path) -> None:
+def test_parquet_without_a_conversation_is_told_its_columns(tmp_path):
     pq.write_table(pa.Table.from_pylist([{"a": 1, "b": 2}]), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet: .* no schema .* got the keys a, b"):
         run(tmp_path / "a.parquet", output=tmp_path / "a", tokenizer=SFT)
@@ -163,7 +156,7 @@ def test_parquet_without_a_conversation_is_told_its_columns(tmp_path: Path) -> N
         )
 
 
-def test_turns_in_fields_of_other_names_go_into_files_of_their_own(tmp_path: Path) -> None:
+def test_turns_in_fields_of_other_names_go_into_files_of_their_own(tmp_path):
     rows = [
         {
             "chosen": sharegpt(a, b)["conversations"],
@@ -198,7 +191,7 @@ BAD = {
 }
 
 
-def test_records_that_cannot_be_trained_are_listed_with_their_lines(tmp_path: Path) -> None:
+def test_records_that_cannot_be_trained_are_listed_with_their_lines(tmp_path):
     good = {"messages": conversation("hi", "yo")}
     rows = [row for messages, _ in BAD.values() for row in (good, {"messages": messages})]
     file = write(tmp_path / "a.jsonl", rows)
@@ -212,7 +205,7 @@ def test_records_that_cannot_be_trained_are_listed_with_their_lines(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_strict_run_stops_at_a_record_that_cannot_be_trained(tmp_path: Path, name: str) -> None:
+def test_a_strict_run_stops_at_a_record_that_cannot_be_trained(tmp_path, name):
     messages, words = BAD[name]
     rows = [{"messages": conversation("hi", "yo")}, {"messages": messages}]
     file = write(tmp_path / "a.jsonl", rows)
@@ -222,7 +215,7 @@ def test_a_strict_run_stops_at_a_record_that_cannot_be_trained(tmp_path: Path, n
     assert words in str(caught.value)
 
 
-def test_a_record_of_another_schema_is_bad(tmp_path: Path) -> None:
+def test_a_record_of_another_schema_is_bad(tmp_path):
     rows = [sharegpt("a", "b")] * 100 + [{"instruction": "a", "output": "b"}, sharegpt("c", "d")]
     file = write(tmp_path / "a.jsonl", rows)
     report = run(file, output=tmp_path / "a", tokenizer=SFT)
@@ -231,7 +224,7 @@ def test_a_record_of_another_schema_is_bad(tmp_path: Path) -> None:
     assert "set --conversation-schema alpaca" in report.bad[0].problem
 
 
-def test_files_of_several_schemas_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_files_of_several_schemas_are_refused_before_anything_is_written(tmp_path):
     a = write(tmp_path / "a.jsonl", [sharegpt("a", "b")])
     b = write(tmp_path / "b.jsonl", [{"messages": conversation("a", "b")}])
     with pytest.raises(DataError) as caught:
@@ -242,17 +235,17 @@ def test_files_of_several_schemas_are_refused_before_anything_is_written(tmp_pat
     assert (report.documents, report.bad_records) == (1, 1)
 
 
-def test_records_of_no_known_schema_are_refused_with_their_keys(tmp_path: Path) -> None:
+def test_records_of_no_known_schema_are_refused_with_their_keys(tmp_path):
     file = write(tmp_path / "a.jsonl", [{"chat": conversation("a", "b"), "id": 1}])
     with pytest.raises(DataError, match=r"a\.jsonl: .*got the keys chat, id; expected messages"):
         run(file, output=tmp_path / "a", tokenizer=SFT)
     assert run(file, output=tmp_path / "a", tokenizer=SFT, json_keys=("chat",)).documents == 1
 
 
-def test_a_run_is_taken_up_with_the_schema_that_it_was_begun_with(tmp_path: Path) -> None:
+def test_a_run_is_taken_up_with_the_schema_that_it_was_begun_with(tmp_path):
     both = {**sharegpt("a", "b"), "messages": conversation("c", "d")}
     file = write(tmp_path / "a.jsonl", [both] * 4)
-    options: dict[str, Any] = {"output": tmp_path / "a", "tokenizer": SFT, "shard_count": 2}
+    options = {"output": tmp_path / "a", "tokenizer": SFT, "shard_count": 2}
     begun = config_of(file, **{**options, "shard_indices": (0,), "conversation_schema": "sharegpt"})
     preprocess_module.preprocess(begun)
     with pytest.raises(ConfigError, match=r"another conversation schema; got messages; exp.*share"):
@@ -261,7 +254,7 @@ def test_a_run_is_taken_up_with_the_schema_that_it_was_begun_with(tmp_path: Path
     assert texts_of(tmp_path / "a_messages_document") == ["|user: a\nassistant: b\n"] * 4
 
 
-def test_lines_that_are_no_json_do_not_hide_the_schema(tmp_path: Path) -> None:
+def test_lines_that_are_no_json_do_not_hide_the_schema(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text("oops\n\n" + json.dumps(sharegpt("a", "b")) + "\n", encoding="utf-8")
     config = config_of(file, output=tmp_path / "a", tokenizer=SFT)
@@ -285,8 +278,6 @@ def test_lines_that_are_no_json_do_not_hide_the_schema(tmp_path: Path) -> None:
     ],
     ids=["unknown", "keys"],
 )
-def test_a_schema_that_cannot_be_read_is_refused(
-    tmp_path: Path, options: dict[str, Any], problem: str
-) -> None:
+def test_a_schema_that_cannot_be_read_is_refused(tmp_path, options, problem):
     with pytest.raises(ConfigError, match=problem):
         config_of(tmp_path, output=tmp_path / "a", tokenizer=SFT, **options)

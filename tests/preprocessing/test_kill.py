@@ -1,7 +1,5 @@
 """A run that is killed anywhere is taken up, and its output is that of one that was not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
-def test_a_run_killed_before_any_of_its_changes_on_the_disk_goes_on(tmp_path: Path) -> None:
+def test_a_run_killed_before_any_of_its_changes_on_the_disk_goes_on(tmp_path):
     (tmp_path / "data").mkdir()
     records = [{"text": f"text {i}"} for i in range(30)]
     write_json_lines(tmp_path / "data" / "a.jsonl", [*records, {"title": "no text"}])

@@ -1,10 +1,7 @@
 """Documents as flat arrays, parts on the disk, and what a tokenizer is told apart by."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +20,7 @@ DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 99), max_size=3), max_size
 EOD = 100
 
 
-def flat(documents: list[list[list[int]]]) -> EncodedDocuments:
+def flat(documents):
     """Documents of sentences of ids."""
     sentences = [sentence for document in documents for sentence in document]
     return EncodedDocuments.from_sequences(
@@ -33,7 +30,7 @@ def flat(documents: list[list[list[int]]]) -> EncodedDocuments:
     )
 
 
-def nested(documents: EncodedDocuments) -> list[list[list[int]]]:
+def nested(documents):
     """The same as lists."""
     ids, lengths = iter(documents.ids.tolist()), iter(documents.sequence_lengths.tolist())
     return [
@@ -43,7 +40,7 @@ def nested(documents: EncodedDocuments) -> list[list[list[int]]]:
 
 
 @given(DOCUMENTS)
-def test_sentences_without_tokens_are_no_sequences(documents: list[list[list[int]]]) -> None:
+def test_sentences_without_tokens_are_no_sequences(documents):
     filled = [[sentence for sentence in document if sentence] for document in documents]
     assert nested(flat(documents)) == filled
     assert flat(documents).document_lengths.tolist() == [
@@ -52,7 +49,7 @@ def test_sentences_without_tokens_are_no_sequences(documents: list[list[list[int
 
 
 @given(DOCUMENTS)
-def test_an_eod_ends_every_document_that_has_tokens(documents: list[list[list[int]]]) -> None:
+def test_an_eod_ends_every_document_that_has_tokens(documents):
     before = flat(documents)
     ids = before.ids.copy()
     expected = nested(before)
@@ -64,12 +61,12 @@ def test_an_eod_ends_every_document_that_has_tokens(documents: list[list[list[in
 
 
 @pytest.mark.parametrize("vocab_size", [1, 65499, 65500, 65501, 1 << 17])
-def test_a_token_is_stored_as_megatron_core_stores_it(vocab_size: int) -> None:
+def test_a_token_is_stored_as_megatron_core_stores_it(vocab_size):
     assert token_dtype(vocab_size) == np.dtype(DType.optimal_dtype(vocab_size))
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 16])
-def test_an_id_that_does_not_fit_is_refused(tmp_path: Path, token: int) -> None:
+def test_an_id_that_does_not_fit_is_refused(tmp_path, token):
     documents = flat([[[token]]])
     with (
         PartWriter(tmp_path / "a", token_dtype(300)) as writer,
@@ -78,16 +75,14 @@ def test_an_id_that_does_not_fit_is_refused(tmp_path: Path, token: int) -> None:
         writer.add(documents.ids, documents)
 
 
-def test_a_loss_mask_lies_beside_its_tokens() -> None:
+def test_a_loss_mask_lies_beside_its_tokens():
     assert loss_mask_prefix("out/a_messages_document") == "out/a_messages_loss_mask"
     with pytest.raises(ConfigError, match="expected a prefix that ends in _document"):
         loss_mask_prefix("out/a")
 
 
-def test_a_tokenizer_that_moves_is_the_same_and_one_with_other_merges_is_not(
-    tmp_path: Path,
-) -> None:
-    def identity(folder: Path) -> dict[str, str]:
+def test_a_tokenizer_that_moves_is_the_same_and_one_with_other_merges_is_not(tmp_path):
+    def identity(folder):
         return tokenizer_identity(build_tokenizer(TokenizerConfig(model=str(folder))))
 
     here, there, other = (tmp_path / name for name in ("here", "there", "other"))
@@ -103,7 +98,7 @@ def test_a_tokenizer_that_moves_is_the_same_and_one_with_other_merges_is_not(
     assert identity(other) != identity(here)
 
 
-def test_what_reads_a_vocabulary_how_fast_does_not_tell_it_apart(tmp_path: Path) -> None:
+def test_what_reads_a_vocabulary_how_fast_does_not_tell_it_apart(tmp_path):
     path = str(tokenizer_files.byte_level(tmp_path))
     reference = build_tokenizer(TokenizerConfig(model=path, engine="reference"))
     assert tokenizer_identity(reference) == tokenizer_identity(

@@ -1,15 +1,11 @@
 """Whole runs: the files are those of Megatron's own loop, whatever the shards and workers."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pytest
@@ -52,19 +48,31 @@ TOKENIZERS = {
 }
 
 
-def _config(path: Path) -> TokenizerConfig:
+def _config(path):
     return TokenizerConfig(model=str(path))
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def file(tmp_path):
+    """``RECORDS`` as lines."""
+    return write_json_lines(tmp_path / "a.jsonl", RECORDS)
+
+
+def whole(file):
+    """What an uninterrupted run over ``file`` writes."""
+    run(file, output=file.parent / "whole" / "a")
+    return contents(file.parent / "whole")
+
+
+@pytest.fixture
+def out(tmp_path):
     """An empty folder for the output."""
     (tmp_path / "out").mkdir()
     return tmp_path / "out"
 
 
 @pytest.fixture
-def expected(tmp_path: Path) -> Path:
+def expected(tmp_path):
     """An empty folder for the output of Megatron's loop."""
     (tmp_path / "expected").mkdir()
     return tmp_path / "expected"
@@ -74,13 +82,12 @@ def expected(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("append_eod", [False, True], ids=["no-eod", "eod"])
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_files_are_byte_for_byte_those_of_a_loop_over_documents(
-    tmp_path: Path, out: Path, expected: Path, name: str, append_eod: bool, shard_count: int
-) -> None:
+    tmp_path, out, expected, name, append_eod, shard_count, file
+):
     config = TOKENIZERS[name](tmp_path)
     tokenizer = build_tokenizer(config)
     if append_eod and tokenizer.eod is None:
         pytest.skip("the tokenizer has no EOD")
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
     write_one_by_one(RECORDS, tokenizer, expected / "a", append_eod=append_eod)
     report = run(
         file, output=out / "a", tokenizer=config, append_eod=append_eod, shard_count=shard_count
@@ -90,8 +97,8 @@ def test_the_files_are_byte_for_byte_those_of_a_loop_over_documents(
 
 
 def test_lists_of_sentences_and_several_keys_are_written_as_megatron_writes_them(
-    tmp_path: Path, out: Path, expected: Path
-) -> None:
+    tmp_path, out, expected
+):
     records = [
         {"text": ["One.", "", " Two."], "title": "x"},
         {"text": [], "title": ""},
@@ -106,8 +113,8 @@ def test_lists_of_sentences_and_several_keys_are_written_as_megatron_writes_them
 
 
 def test_every_kind_of_file_gives_the_same_documents_in_the_order_of_the_input(
-    tmp_path: Path, out: Path, expected: Path
-) -> None:
+    tmp_path, out, expected
+):
     data = tmp_path / "data"
     (data / "deeper").mkdir(parents=True)
     lines = "".join(json.dumps(record) + "\n" for record in RECORDS)
@@ -120,7 +127,6 @@ def test_every_kind_of_file_gives_the_same_documents_in_the_order_of_the_input(
     (data / "deeper" / "f.ndjson").write_text(lines.rstrip("\n"))
     (data / "LICENSE").write_text("of no known kind")
     (data / ".hidden.jsonl").write_text("not read")
-
     documents = [*RECORDS * 3, {"text": "a text\r\n file\n"}, *RECORDS, {"text": "zwölf"}]
     write_one_by_one(documents, build_tokenizer(BYTES), expected / "a")
     report = run(data, output=out / "a", shard_count=7)
@@ -129,7 +135,7 @@ def test_every_kind_of_file_gives_the_same_documents_in_the_order_of_the_input(
     assert not report.bad
 
 
-def test_workers_and_shards_leave_no_trace_in_the_output(tmp_path: Path, out: Path) -> None:
+def test_workers_and_shards_leave_no_trace_in_the_output(tmp_path, out):
     file = write_json_lines(tmp_path / "a.jsonl", [*RECORDS, {"body": "bad"}, *RECORDS])
     reports = []
     for name, workers, shard_count in (("one", 1, 1), ("many", 1, 200), ("two", 2, None)):
@@ -147,46 +153,36 @@ def test_workers_and_shards_leave_no_trace_in_the_output(tmp_path: Path, out: Pa
     ids=["one-shard", "few-shards", "few-cores", "one-core"],
 )
 def test_unless_told_otherwise_each_shard_has_a_process_as_far_as_there_are_cores(
-    tmp_path: Path,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    shard_count: int | None,
-    cores: int,
-    processes: int,
-) -> None:
-    started: list[int] = []
+    file, out, monkeypatch, shard_count, cores, processes
+):
+    started = []
 
-    def pool_here(*, make_work: Any, worker_count: int) -> WorkerPool[Any, None]:
+    def pool_here(*, make_work, worker_count):
         started.append(worker_count)
         return WorkerPool(make_work=make_work, worker_count=1)
 
     monkeypatch.setattr(preprocess_module, "usable_cores", lambda: cores)
     monkeypatch.setattr(preprocess_module, "WorkerPool", pool_here)
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
     run(file, output=out / "a", shard_count=shard_count, workers=None)
     assert started == [processes]
 
 
-def test_shards_made_one_by_one_are_put_together_by_a_last_run(tmp_path: Path, out: Path) -> None:
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
-    run(file, output=tmp_path / "whole" / "a")
+def test_shards_made_one_by_one_are_put_together_by_a_last_run(tmp_path, out, file):
     for index in (2, 0, 1):
         config = config_of(file, output=out / "a", shard_count=3, shard_indices=(index,))
         assert preprocess(config) is None
         assert not config.names.existing()
     run(file, output=out / "a")
-    assert contents(out) == contents(tmp_path / "whole")
+    assert contents(out) == whole(file)
 
 
-def test_a_last_run_makes_what_no_other_has_made(tmp_path: Path, out: Path) -> None:
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
-    run(file, output=tmp_path / "whole" / "a")
+def test_a_last_run_makes_what_no_other_has_made(tmp_path, out, file):
     preprocess(config_of(file, output=out / "a", shard_count=9, shard_indices=(4, 7)))
     run(file, output=out / "a", shard_count=9)
-    assert contents(out) == contents(tmp_path / "whole")
+    assert contents(out) == whole(file)
 
 
-def test_what_cannot_be_used_is_left_out_counted_and_listed(tmp_path: Path, out: Path) -> None:
+def test_what_cannot_be_used_is_left_out_counted_and_listed(tmp_path, out):
     file = tmp_path / "a.jsonl"
     lines = [
         b'{"text": "one"}',
@@ -226,7 +222,7 @@ def test_what_cannot_be_used_is_left_out_counted_and_listed(tmp_path: Path, out:
     assert [row["place"] for row in stored["bad"]] == [bad.place for bad in report.bad]
 
 
-def test_a_text_that_the_tokenizer_refuses_is_one_bad_record(tmp_path: Path, out: Path) -> None:
+def test_a_text_that_the_tokenizer_refuses_is_one_bad_record(tmp_path, out):
     texts = ["1 2 3", "4 five", "", "6"]
     file = write_json_lines(tmp_path / "a.jsonl", ({"text": text, "n": "7"} for text in texts))
     null = TokenizerConfig(library="null", vocab_size=100)
@@ -237,9 +233,7 @@ def test_a_text_that_the_tokenizer_refuses_is_one_bad_record(tmp_path: Path, out
 
 
 @pytest.mark.parametrize("shard_count", [1, 6])
-def test_a_strict_run_stops_at_the_first_bad_line_with_its_place(
-    tmp_path: Path, out: Path, shard_count: int
-) -> None:
+def test_a_strict_run_stops_at_the_first_bad_line_with_its_place(tmp_path, out, shard_count):
     file = write_json_lines(tmp_path / "a.jsonl", [*RECORDS, {"body": ""}, {"title": ""}])
     with pytest.raises(DataError) as caught:
         run(file, output=out / "a", strict=True, shard_count=shard_count)
@@ -247,14 +241,14 @@ def test_a_strict_run_stops_at_the_first_bad_line_with_its_place(
     assert not config_of(file, output=out / "a").names.existing()
 
 
-def test_a_strict_run_takes_no_shard_that_a_lenient_one_left(tmp_path: Path, out: Path) -> None:
+def test_a_strict_run_takes_no_shard_that_a_lenient_one_left(tmp_path, out):
     file = write_json_lines(tmp_path / "a.jsonl", [{"body": ""}, *RECORDS])
     preprocess(config_of(file, output=out / "a", shard_count=2, shard_indices=(0, 1)))
     with pytest.raises(DataError, match=r"a\.jsonl:1: the line has no text"):
         run(file, output=out / "a", strict=True)
 
 
-def test_a_compressed_file_that_is_cut_off_gives_what_it_holds(tmp_path: Path, out: Path) -> None:
+def test_a_compressed_file_that_is_cut_off_gives_what_it_holds(tmp_path, out):
     records = [{"text": f"{i} {text}"} for i in range(300) for text in TEXTS]
     whole = gzip.compress("".join(json.dumps(record) + "\n" for record in records).encode())
     file = tmp_path / "a.jsonl.gz"
@@ -276,17 +270,15 @@ def test_a_compressed_file_that_is_cut_off_gives_what_it_holds(tmp_path: Path, o
     ids=["empty", "blank", "all-bad", "no-tokens"],
 )
 def test_input_without_a_usable_text_is_refused_and_leaves_nothing(
-    tmp_path: Path, out: Path, contents_of_file: bytes, words: str
-) -> None:
+    tmp_path, out, contents_of_file, words
+):
     (tmp_path / "a.jsonl").write_bytes(contents_of_file)
     with pytest.raises(DataError, match=words):
         run(tmp_path / "a.jsonl", output=out / "a")
     assert not list(out.iterdir())
 
 
-def test_a_key_that_no_file_has_is_refused_before_anything_is_written(
-    tmp_path: Path, out: Path
-) -> None:
+def test_a_key_that_no_file_has_is_refused_before_anything_is_written(tmp_path, out):
     first = write_json_lines(tmp_path / "a.jsonl", RECORDS)
     second = write_json_lines(tmp_path / "b.jsonl", [{"id": 1, "body": "x"}] * 3)
     table = pyarrow.table({"title": ["x"]})
@@ -310,8 +302,8 @@ def test_a_key_that_no_file_has_is_refused_before_anything_is_written(
 
 @pytest.mark.parametrize("shard_count", [1, 4])
 def test_bad_records_beyond_the_first_ones_are_counted_but_not_listed(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, shard_count: int
-) -> None:
+    tmp_path, out, monkeypatch, shard_count
+):
     monkeypatch.setattr("megatron_ext.preprocessing.report.MOST_LISTED", 5)
     records = [{"text": "x"} if i % 3 == 0 else {"body": i} for i in range(30)]
     file = write_json_lines(tmp_path / "a.jsonl", records)
@@ -322,9 +314,7 @@ def test_bad_records_beyond_the_first_ones_are_counted_but_not_listed(
 
 
 @pytest.mark.parametrize("key", ["messages", "conversations"])
-def test_conversations_that_are_read_as_texts_are_told_of_the_flag(
-    tmp_path: Path, out: Path, key: str
-) -> None:
+def test_conversations_that_are_read_as_texts_are_told_of_the_flag(tmp_path, out, key):
     file = write_json_lines(tmp_path / "a.jsonl", [{key: [{"role": "user", "content": "x"}]}])
     with pytest.raises(DataError) as caught:
         run(file, output=out / "a")
@@ -333,28 +323,21 @@ def test_conversations_that_are_read_as_texts_are_told_of_the_flag(
         run(file, output=out / "a", json_keys=(key,))
 
 
-def test_an_eod_that_the_tokenizer_lacks_is_refused_before_anything_is_written(
-    tmp_path: Path, out: Path
-) -> None:
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+def test_an_eod_that_the_tokenizer_lacks_is_refused_before_anything_is_written(tmp_path, out, file):
     tokenizer = _config(write_word_list(tmp_path))
     with pytest.raises(ConfigError, match="--append-eod: the tokenizer has no end-of-document"):
         run(file, output=out / "a", tokenizer=tokenizer, append_eod=True)
     assert not list(out.iterdir())
 
 
-def test_an_engine_that_cannot_be_used_is_refused_before_anything_is_written(
-    tmp_path: Path, out: Path
-) -> None:
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+def test_an_engine_that_cannot_be_used_is_refused_before_anything_is_written(tmp_path, out, file):
     tokenizer = TokenizerConfig(model=str(write_word_list(tmp_path)), engine="gigatoken")
     with pytest.raises(TokenizerError, match="gigatoken"):
         run(file, output=out / "a", tokenizer=tokenizer)
     assert not list(out.iterdir())
 
 
-def test_output_that_exists_is_replaced_only_when_told_so(tmp_path: Path, out: Path) -> None:
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+def test_output_that_exists_is_replaced_only_when_told_so(tmp_path, out, file):
     other = write_json_lines(tmp_path / "b.jsonl", RECORDS[:3])
     run(file, output=out / "a")
     before = contents(out)
@@ -362,11 +345,10 @@ def test_output_that_exists_is_replaced_only_when_told_so(tmp_path: Path, out: P
         run(other, output=out / "a")
     assert contents(out) == before
     run(other, output=out / "a", overwrite=True)
-    run(other, output=tmp_path / "whole" / "a")
-    assert contents(out) == contents(tmp_path / "whole")
+    assert contents(out) == whole(other)
 
 
-def test_the_output_may_lie_in_the_folder_that_is_read(tmp_path: Path) -> None:
+def test_the_output_may_lie_in_the_folder_that_is_read(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     write_json_lines(data / "a.jsonl", RECORDS)
@@ -386,31 +368,23 @@ def test_the_output_may_lie_in_the_folder_that_is_read(tmp_path: Path) -> None:
     ],
     ids=["eod", "keys", "tokenizer", "shards"],
 )
-def test_an_unfinished_run_is_not_taken_up_by_another(
-    tmp_path: Path, out: Path, options: dict[str, object], words: str
-) -> None:
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+def test_an_unfinished_run_is_not_taken_up_by_another(file, out, options, words):
     preprocess(config_of(file, output=out / "a", shard_count=4, shard_indices=(1,)))
     with pytest.raises(ConfigError, match=words) as caught:
         run(file, output=out / "a", **options)
     assert "pass --overwrite to start again" in str(caught.value)
 
 
-def test_an_unfinished_run_is_not_taken_up_with_another_input(tmp_path: Path, out: Path) -> None:
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+def test_an_unfinished_run_is_not_taken_up_with_another_input(tmp_path, out, file):
     preprocess(config_of(file, output=out / "a", shard_count=4, shard_indices=(0,)))
     write_json_lines(file, RECORDS[::-1])
     with pytest.raises(ConfigError, match=rf"the input has changed .*; got {file}; pass --overw"):
         run(file, output=out / "a")
     run(file, output=out / "a", overwrite=True)
-    run(file, output=tmp_path / "whole" / "a")
-    assert contents(out) == contents(tmp_path / "whole")
+    assert contents(out) == whole(file)
 
 
-def test_to_overwrite_does_not_throw_away_what_an_unfinished_run_has_made(
-    tmp_path: Path, out: Path
-) -> None:
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+def test_to_overwrite_does_not_throw_away_what_an_unfinished_run_has_made(file, out):
     config = config_of(file, output=out / "a", shard_count=2, shard_indices=(0,))
     preprocess(config)
     part = config.names.work_folder / "00000" / "text_document.bin"
@@ -422,16 +396,15 @@ def test_to_overwrite_does_not_throw_away_what_an_unfinished_run_has_made(
 
 
 def test_processes_that_overwrite_at_once_keep_what_the_first_of_them_began(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    tmp_path, out, monkeypatch, file
+):
     stale = {"output": out / "a", "shard_count": 2}
     preprocess(config_of(file, **stale, shard_indices=(0,), append_eod=True))
     first = config_of(file, **stale, shard_indices=(0,), overwrite=True)
     second = config_of(file, **stale, shard_indices=(1,), overwrite=True)
     plain = preprocess_module.check_first_records
 
-    def while_the_other_begins(*arguments: Any) -> None:
+    def while_the_other_begins(*arguments):
         # Both have seen the old plan; the first one comes to its end before the second goes on.
         monkeypatch.setattr(preprocess_module, "check_first_records", plain)
         preprocess(first)
@@ -441,14 +414,13 @@ def test_processes_that_overwrite_at_once_keep_what_the_first_of_them_began(
     shards = [file.name for file in first.names.work_folder.iterdir()]
     assert sorted(shards) == ["00000", "00001", "plan.json"]
     run(file, output=out / "a")
-    run(file, output=tmp_path / "whole" / "a")
-    assert contents(out) == contents(tmp_path / "whole")
+    assert contents(out) == whole(file)
 
 
-def test_one_process_at_a_time_holds_the_lock_and_leaves_no_file(tmp_path: Path) -> None:
+def test_one_process_at_a_time_holds_the_lock_and_leaves_no_file(tmp_path):
     path, inside, most = tmp_path / "lock", [0], [0]
 
-    def hold(_: int) -> None:
+    def hold(_):
         with begin_lock(path):
             inside[0] += 1
             most[0] = max(most[0], inside[0])
@@ -461,20 +433,16 @@ def test_one_process_at_a_time_holds_the_lock_and_leaves_no_file(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_write_that_fails_without_a_name_says_where(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
+def test_a_write_that_fails_without_a_name_says_where(file, out, monkeypatch):
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("megatron_ext.preprocessing.encoded_documents.PartWriter.add", full)
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
     with pytest.raises(DataError, match=r"^\S*a\.parts: cannot write the output; got No space"):
         run(file, output=out / "a")
 
 
-def test_a_damaged_part_is_found(tmp_path: Path, out: Path) -> None:
-    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+def test_a_damaged_part_is_found(file, out):
     config = config_of(file, output=out / "a", shard_count=2, shard_indices=(0, 1))
     preprocess(config)
     part = config.names.work_folder / "00001" / "text_document.bin"

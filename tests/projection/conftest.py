@@ -1,21 +1,5 @@
 """Real vocabularies, from the data of mistral_common."""
 
-from pathlib import Path
+from tests.alignment.conftest import sentencepiece, tekken
 
-import mistral_common
-import pytest
-
-from megatron_ext.tokenizers.libraries.sentencepiece import SentencePieceTokenizer
-from megatron_ext.tokenizers.libraries.tiktoken import TiktokenTokenizer
-
-DATA = Path(mistral_common.__file__).parent / "data"
-
-
-@pytest.fixture(scope="session")
-def tekken():
-    return TiktokenTokenizer(DATA / "tekken_240911.json")
-
-
-@pytest.fixture(scope="session")
-def sentencepiece():
-    return SentencePieceTokenizer(DATA / "mistral_instruct_tokenizer_240323.model.v3")
+__all__ = ["sentencepiece", "tekken"]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +8,7 @@ from megatron_ext.projection.nearest_tokens import NearestTokens
 from tests.projection.greedy_tokenizer import GreedyTokenizer
 
 
-def distance(one: bytes, other: bytes) -> int:
+def distance(one, other):
     """Edit distance by the whole table."""
     row = list(range(len(other) + 1))
     for at, byte in enumerate(one, 1):
@@ -23,8 +21,8 @@ def distance(one: bytes, other: bytes) -> int:
     return row[-1]
 
 
-def definition(tokens: list[tuple[int, bytes]], token: bytes) -> int:
-    def rank(pair: tuple[int, bytes]) -> tuple[int, int, int]:
+def definition(tokens, token):
+    def rank(pair):
         same = 0
         while same < min(len(pair[1]), len(token)) and pair[1][same] == token[same]:
             same += 1
@@ -37,9 +35,7 @@ WORDS = st.text("abc", min_size=1, max_size=9).map(str.encode)
 
 
 @given(st.lists(WORDS, min_size=1, max_size=30, unique=True), st.lists(WORDS, max_size=5))
-def test_the_nearest_token_is_that_of_the_definition(
-    words: list[bytes], asked: list[bytes]
-) -> None:
+def test_the_nearest_token_is_that_of_the_definition(words, asked):
     tokens = [(7 * at % 31, word) for at, word in enumerate(words)]
     search = NearestTokens(tokens)
     for token in asked:
@@ -50,12 +46,12 @@ def test_the_nearest_token_is_that_of_the_definition(
     st.lists(st.binary(min_size=1, max_size=70), min_size=1, max_size=12, unique=True),
     st.binary(min_size=1, max_size=64),
 )
-def test_tokens_of_any_bytes_and_of_up_to_64_are_compared(words: list[bytes], token: bytes) -> None:
+def test_tokens_of_any_bytes_and_of_up_to_64_are_compared(words, token):
     tokens = list(enumerate(words))
     assert NearestTokens(tokens).nearest(token) == definition(tokens, token)
 
 
-def test_exact_tokens_come_first_and_of_equals_the_longest_beginning() -> None:
+def test_exact_tokens_come_first_and_of_equals_the_longest_beginning():
     search = NearestTokens([(3, b"cat"), (1, b"bats"), (2, b"bat"), (5, b"ba")])
     assert search.nearest(b"bat") == 2
     # bat and ba are one away from bar, and bats from bas too.
@@ -66,7 +62,7 @@ def test_exact_tokens_come_first_and_of_equals_the_longest_beginning() -> None:
     assert search.nearest(b"cab") == 3
 
 
-def test_a_token_beyond_the_word_gets_the_longest_that_it_begins_with() -> None:
+def test_a_token_beyond_the_word_gets_the_longest_that_it_begins_with():
     search = NearestTokens([(0, b" "), (1, b" " * 32), (2, b"x" * 65)])
     assert search.nearest(b" " * 80) == 1
     assert search.nearest(b"y" * 65) is None
@@ -74,7 +70,7 @@ def test_a_token_beyond_the_word_gets_the_longest_that_it_begins_with() -> None:
     assert NearestTokens([]).nearest(b"a") is None
 
 
-def test_mined_maps_every_token_to_one() -> None:
+def test_mined_maps_every_token_to_one():
     student = GreedyTokenizer([b"a", b"b", b"cab", b"cabs", b"dabs"])
     teacher = GreedyTokenizer([b"b", b"cab", b"d", b"a"])
     projection = SparseProjection.from_tokenizers(student, teacher, method="mined")

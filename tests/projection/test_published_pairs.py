@@ -13,21 +13,22 @@ import pytest
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import LayoutStatistics
 from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
-from tests.projection.published_vocabularies import needs_published, published
+from tests.conversation.shared_files import SHARED, needs_shared
 
-pytestmark = needs_published
+pytestmark = needs_shared
+TOKENIZERS = SHARED / "tokenizers"
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "generate_layout_figures.py"
 
 
 @pytest.fixture(scope="module")
 def student():
-    return HuggingFaceTokenizer(published("llama3_2"))
+    return HuggingFaceTokenizer(TOKENIZERS / "llama3_2")
 
 
 @pytest.fixture(scope="module")
 def teacher():
-    return HuggingFaceTokenizer(published("qwen3"))
+    return HuggingFaceTokenizer(TOKENIZERS / "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_a_teacher_of_padded_width_takes_no_mass_on_padding(projection):
 
 
 def test_letters_and_not_byte_pieces_are_common_with_a_byte_fallback_student(student):
-    llama2 = HuggingFaceTokenizer(published("llama2_sp"))
+    llama2 = HuggingFaceTokenizer(TOKENIZERS / "llama2_sp")
     partition = SparseProjection.from_tokenizers(llama2, student).partition()
     common = set(partition.common_student.tolist())
     assert llama2.token_to_id("A") in common
@@ -116,13 +117,12 @@ def test_letters_and_not_byte_pieces_are_common_with_a_byte_fallback_student(stu
 
 
 def test_a_pivot_relates_a_pair_as_the_pair_itself_does(student, teacher, projection):
-    pivot = HuggingFaceTokenizer(published("gpt2"))
+    pivot = HuggingFaceTokenizer(TOKENIZERS / "gpt2")
     first = SparseProjection.from_tokenizers(student, pivot, method="exact")
     through = first @ SparseProjection.from_tokenizers(pivot, teacher, method="exact")
     both = through.is_exact_row & projection.is_exact_row
     assert np.array_equal(
-        through.indices[through.indptr[:-1][both]],
-        projection.indices[projection.indptr[:-1][both]],
+        through.indices[through.indptr[:-1][both]], projection.indices[projection.indptr[:-1][both]]
     )
     assert both.sum() > 40_000
 
@@ -160,7 +160,7 @@ from megatron_ext.projection.layout import LayoutStatistics
 from megatron_ext.tokenizers import MegatronTokenizer
 student, teacher = (
     MegatronTokenizer.from_pretrained(path, metadata_path={{"library": "huggingface"}})
-    for path in ({str(published("gpt2"))!r}, {str(published("llama2_sp"))!r})
+    for path in ({str(TOKENIZERS / "gpt2")!r}, {str(TOKENIZERS / "llama2_sp")!r})
 )
 SparseProjection.from_tokenizers(student, teacher).save({str(tmp_path / "p")!r})
 SparseProjection.load({str(tmp_path / "p")!r}, student, teacher)

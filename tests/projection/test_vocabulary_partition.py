@@ -1,11 +1,16 @@
 """Common and uncommon tokens."""
 
+import runpy
+import tracemalloc
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ProjectionError
+from megatron_ext.projection import SparseProjection, fill_empty_rows
 from tests.projection.projection_rows import projection_of, random_projections
 
 
@@ -65,3 +70,47 @@ def test_every_token_is_in_one_part_once(projection, min_share):
 def test_a_share_that_no_token_can_have_is_refused(share):
     with pytest.raises(ProjectionError, match=r"min_share: the least share .* cannot be used"):
         projection_of([{}]).partition(share)
+
+
+SIZE = 200_000
+"""Rows and columns: a dense matrix would be 149 GiB."""
+
+
+@pytest.fixture(scope="module")
+def projection():
+    generator = np.random.default_rng(0)
+    rows = np.repeat(np.arange(SIZE), 3)
+    columns = generator.integers(0, SIZE, 3 * SIZE)
+    return SparseProjection.from_entries(rows, columns, generator.random(3 * SIZE), (SIZE, SIZE))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(lambda p: p.top_k(2), id="top_k"),
+        pytest.param(lambda p: p.transpose(), id="transpose"),
+        pytest.param(lambda p: p.column_block(0, SIZE // 2), id="column block"),
+        pytest.param(lambda p: p.row_block(0, SIZE), id="row block"),
+        pytest.param(lambda p: p.partition(0.5), id="partition"),
+        pytest.param(lambda p: p.padded(SIZE + 7, SIZE + 9), id="padding"),
+        pytest.param(lambda p: p @ p, id="composition"),
+        pytest.param(lambda p: fill_empty_rows(p, p), id="filling"),
+    ],
+)
+def test_memory_grows_with_the_entries(projection, operation):
+    tracemalloc.start()
+    operation(projection)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # 600,000 entries, or 1,800,000 products of two, of up to some 200 bytes each.
+    assert peak < 400 * 2**20
+
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "generate_projection_figures.py"
+
+
+def test_the_table_of_pairs_is_current():
+    script = runpy.run_path(str(SCRIPT))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["projection_page"](), (
+        "run: python docs/generate_projection_figures.py"
+    )

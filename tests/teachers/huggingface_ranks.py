@@ -1,9 +1,5 @@
 """What spawned ranks run: a HuggingFace teacher that ranks share rows of."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 
@@ -11,13 +7,13 @@ from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.teachers.causal_lm import load_causal_lm
 from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher
-from tests.teachers.tiny_causal_lms import VOCAB_SIZE, PackedRows, packed_rows, some_texts
+from tests.teachers.tiny_causal_lms import VOCAB_SIZE, packed_rows, some_texts
 
 WIDTH = 104
 """Columns of all ranks, padding included."""
 
 
-def microbatches() -> list[PackedRows]:
+def microbatches():
     """Three, so that one of two ranks has more of them; not all as long."""
     texts = some_texts(7, 5, 12, 9, 3, 16)
     return [
@@ -27,7 +23,7 @@ def microbatches() -> list[PackedRows]:
     ]
 
 
-def share_rows(rank: int, folders: list[Path]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def share_rows(rank, folders):
     """For each model and microbatch this rank's columns of whole rows, and its part of rows."""
     group = dist.group.WORLD
     assert group is not None

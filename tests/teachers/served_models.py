@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.data.batch import SideBatch
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.context_parallel import ContextRank
-from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import TeacherTargets
-from megatron_ext.teachers.connection import Connection, connect, own_addresses
+from megatron_ext.teachers.connection import connect, own_addresses
 from megatron_ext.teachers.formed_targets import FormedTargets, from_records, to_records, whole_head
 from megatron_ext.teachers.listener import TeacherListener
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher, head_weight
@@ -47,19 +41,19 @@ class Run(NamedTuple):
     student: str
 
     @property
-    def form(self) -> TargetForm:
+    def form(self):
         """In fp32."""
         return TargetForm.of(
             self.kind, precision="fp32", top_k=TOP_K, hidden_size=WIDTH, vocab_size=VOCAB
         )
 
     @property
-    def name(self) -> str:
+    def name(self):
         """As a file."""
         return "-".join(self)
 
 
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
@@ -67,7 +61,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
-def serve(rank: int, folder: Path, runs: Sequence[Run]) -> None:
+def serve(rank, folder, runs):
     """Each run's teacher, until its student has left."""
     for run in runs:
         groups, gpt, shard = _model(run.serving)
@@ -78,9 +72,7 @@ def serve(rank: int, folder: Path, runs: Sequence[Run]) -> None:
         teacher = MegatronTeacher([gpt], shard=shard)
         formed = FormedTargets(form=run.form, boundary=_boundary(shard), tile_rows=9)
 
-        def head(
-            gpt: GPTModel = gpt, shard: VocabShard = shard, groups: ProcessGroups = groups
-        ) -> torch.Tensor | None:
+        def head(gpt=gpt, shard=shard, groups=groups):
             if not groups.is_last_stage:
                 return None
             return whole_head(head_weight(gpt), shard, is_kept=groups.is_replica_main)
@@ -101,7 +93,7 @@ def serve(rank: int, folder: Path, runs: Sequence[Run]) -> None:
         ).serve(listener, until_client_leaves=True)
 
 
-def learn(rank: int, folder: Path, runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+def learn(rank, folder, runs):
     """By run the microbatches, and by field the largest difference to the teacher on this rank.
 
     It is a share of the field's largest number, where that is above 1.
@@ -109,9 +101,9 @@ def learn(rank: int, folder: Path, runs: Sequence[Run]) -> dict[str, dict[str, A
     return {run.name: _learn(folder, run) for run in runs}
 
 
-def _learn(folder: Path, run: Run) -> dict[str, Any]:
+def _learn(folder, run):
     groups, gpt, shard = _model(run.student)
-    replicas: list[Connection] = []
+    replicas = []
     if groups.is_replica_main:
         addresses = _addresses(folder / run.name, 2 if run.serving == "dp2" else 1)
         servers = [
@@ -136,7 +128,7 @@ def _learn(folder: Path, run: Run) -> dict[str, Any]:
     remote.ask(first)
     found = {1: remote.targets(second), 0: remote.targets(first)}
     direct = MegatronTeacher([gpt], shard=shard)
-    worst: dict[str, Any] = {"count": 0}
+    worst = {"count": 0}
     for number, batches in ((0, first), (1, second)):
         reference = direct.targets(batches)
         assert len(found[number]) == len(reference)
@@ -160,13 +152,7 @@ def _learn(folder: Path, run: Run) -> dict[str, Any]:
     return worst
 
 
-def _compare(
-    target: TeacherTargets,
-    own: TeacherTargets,
-    batch: TokenBatch,
-    formed: FormedTargets,
-    worst: dict[str, Any],
-) -> None:
+def _compare(target, own, batch, formed, worst):
     fields = {name: x.flatten(0, 1) for name, x in formed(own, batch.labels).items()}
     whole = from_records(to_records(fields, formed.form), formed.form)
     shape = batch.rows.tokens.shape if batch.rows else ()
@@ -181,17 +167,16 @@ def _compare(
     if own.head_weight is not None and formed.form.kind == "hidden":
         # Rows beyond the vocabulary are padding, of which nothing is sent.
         valid = own.shard.valid_width
-        assert target.head_weight is not None
         assert torch.equal(target.head_weight[:valid], own.head_weight[:valid])
         assert not target.head_weight[valid:].any()
 
 
-def _model(layout: str) -> tuple[ProcessGroups, GPTModel, VocabShard]:
+def _model(layout):
     """The same weights in any layout."""
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
     sizes = LAYOUTS[layout]
-    parallel = ParallelConfig(**sizes)  # type: ignore[arg-type]
+    parallel = ParallelConfig(**sizes)
     groups = process_groups.initialize(parallel.layout)
     gpt = build_gpt_model(
         ModelConfig(
@@ -214,7 +199,7 @@ def _model(layout: str) -> tuple[ProcessGroups, GPTModel, VocabShard]:
 
 
 @torch.no_grad()
-def _draw(gpt: GPTModel, groups: ProcessGroups) -> None:
+def _draw(gpt, groups):
     """Weights by the names that they have in a whole model."""
     for name, weight in gpt.named_parameters():
         if name.startswith("decoder.layers."):
@@ -231,7 +216,7 @@ def _draw(gpt: GPTModel, groups: ProcessGroups) -> None:
         weight.copy_(drawn)
 
 
-def _batches(seed: int, context: ContextRank | None) -> list[TokenBatch]:
+def _batches(seed, context):
     """Rows of several texts, and rows of one."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
@@ -256,24 +241,24 @@ def _batches(seed: int, context: ContextRank | None) -> list[TokenBatch]:
     return batches
 
 
-def _boundary(shard: VocabShard) -> torch.Tensor:
+def _boundary(shard):
     return torch.arange(shard.start, shard.stop) % 3 == 0
 
 
-def _main_of(group: dist.ProcessGroup, groups: ProcessGroups) -> int:
+def _main_of(group, groups):
     """Place of the main rank among those of a replica."""
     own = torch.tensor([dist.get_rank(group) if groups.is_replica_main else 0])
     dist.all_reduce(own, group=group)
     return int(own)
 
 
-def _publish(path: Path, address: str) -> None:
+def _publish(path, address):
     partial = path.with_suffix(".partial")
     partial.write_text(address)
     partial.rename(path)
 
 
-def _addresses(path: Path, count: int) -> list[str]:
+def _addresses(path, count):
     paths = [path.with_name(f"{path.name}-{replica}") for replica in range(count)]
     deadline = time.monotonic() + TIMEOUT.total_seconds()
     while not all(path.exists() for path in paths):

@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import TeacherTargets
-from megatron_ext.teachers import TokenInputs
 from megatron_ext.teachers.base import TokenRows
 from megatron_ext.teachers.connection import Connection
 from megatron_ext.teachers.formed_targets import FormedTargets
-from megatron_ext.teachers.listener import ServerTls, TeacherListener
+from megatron_ext.teachers.listener import TeacherListener
 from megatron_ext.teachers.remote_server import RemoteServer
 from megatron_ext.teachers.server import ReplicaRanks, TeacherServer
 from megatron_ext.teachers.target_form import TargetForm
@@ -27,7 +23,7 @@ from tests.fork_server import fork_server
 
 VOCAB, WIDTH = 53, 8
 TOKEN = "0123456789abcdef"
-IDENTITY: Mapping[str, str | int] = {"teacher checkpoint": "c" * 64, "teacher tokenizer": "t" * 64}
+IDENTITY = {"teacher checkpoint": "c" * 64, "teacher tokenizer": "t" * 64}
 CPU = torch.device("cpu")
 POISON = VOCAB - 1
 """A row that begins with this token makes the teacher fail."""
@@ -41,18 +37,18 @@ HIDDEN = TargetForm.of("hidden", precision="fp32", top_k=0, hidden_size=WIDTH, v
 class TableTeacher:
     """Hidden states by token and position; slow where it is told to be."""
 
-    def __init__(self, delay_s: float = 0.0) -> None:
+    def __init__(self, delay_s=0.0):
         self.shard = VocabShard(start=0, stop=VOCAB, vocab_size=VOCAB)
         self.delay_s = delay_s
         self.calls: list[int] = []
 
-    def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
+    def targets(self, microbatches):
         """See ``Teacher``."""
         time.sleep(self.delay_s)
         self.calls.append(len(microbatches))
         return [self._of(batch) for batch in microbatches]
 
-    def _of(self, batch: TokenInputs) -> TeacherTargets:
+    def _of(self, batch):
         if (batch.tokens[:, 0] == POISON).any():
             raise ArithmeticError("a number that no one\nhas seen")
         return TeacherTargets(
@@ -63,7 +59,7 @@ class TableTeacher:
         )
 
 
-def rows_of(seed: int, shape: tuple[int, int] = (2, 6)) -> TokenRows:
+def rows_of(seed, shape=(2, 6)):
     """Random tokens, none of them poison."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(POISON, shape, generator=generator)
@@ -72,17 +68,12 @@ def rows_of(seed: int, shape: tuple[int, int] = (2, 6)) -> TokenRows:
     )
 
 
-def expected(rows: TokenRows) -> torch.Tensor:
+def expected(rows):
     """What the table says of them."""
     return TABLE[rows.tokens] + rows.position_ids[..., None]
 
 
-def server_of(
-    teacher: TableTeacher,
-    form: TargetForm = HIDDEN,
-    identity: Mapping[str, str | int] = IDENTITY,
-    timeout_s: float = 10,
-) -> TeacherServer:
+def server_of(teacher, form=HIDDEN, identity=IDENTITY, timeout_s=10):
     """On one rank."""
     return TeacherServer(
         teacher,
@@ -96,15 +87,12 @@ def server_of(
 
 
 @contextmanager
-def serving(
-    server: TeacherServer, *, until_client_leaves: bool = False, tls: ServerTls | None = None
-) -> Iterator[str]:
+def serving(server, *, until_client_leaves=False, tls=None):
     """The address of a server in a thread, which ends when its students have left."""
     listener = TeacherListener("127.0.0.1:0", TOKEN, tls)
+    errors = []
 
-    errors: list[BaseException] = []
-
-    def serve() -> None:
+    def serve():
         try:
             server.serve(listener, until_client_leaves=until_client_leaves)
         except ArithmeticError:
@@ -122,13 +110,7 @@ def serving(
         assert not errors
 
 
-def connected(
-    address: str,
-    *,
-    form: TargetForm = HIDDEN,
-    identity: Mapping[str, str | int] = IDENTITY,
-    **server: Any,
-) -> Connection:
+def connected(address, *, form=HIDDEN, identity=IDENTITY, **server):
     """A student; ``server`` are fields of its ``RemoteServer``."""
     options = {"name": "table", "token": TOKEN, "timeout_s": 10.0} | server
     known = RemoteServer(address=address, **options)
@@ -139,14 +121,14 @@ def connected(
 class ServerProcess:
     """The same server in a process, which can be killed and stopped."""
 
-    def __init__(self, folder: Path, *, delay_s: float = 0.0, name: str = "server") -> None:
+    def __init__(self, folder, *, delay_s=0.0, name="server"):
         context = fork_server()
         self._path = folder / name
         self.process = context.Process(target=_serve, args=(self._path, delay_s), daemon=True)
         self.process.start()
 
     @property
-    def address(self) -> str:
+    def address(self):
         """Where it listens, once it does."""
         deadline = time.monotonic() + 60
         while not self._path.exists():
@@ -156,24 +138,23 @@ class ServerProcess:
         return self._path.read_text()
 
     @property
-    def pid(self) -> int:
+    def pid(self):
         """Of the process."""
-        assert self.process.pid is not None
         return self.process.pid
 
-    def why_gone(self) -> str | None:
+    def why_gone(self):
         """How it ended."""
         self.process.join(2)
         code = self.process.exitcode
         return None if code is None else f"exit code {code}"
 
-    def end(self) -> None:
+    def end(self):
         """Kill it, stopped or not."""
         self.process.kill()
         self.process.join()
 
 
-def _serve(path: Path, delay_s: float) -> None:
+def _serve(path, delay_s):
     torch.set_num_threads(1)
     listener = TeacherListener("127.0.0.1:0", TOKEN)
     partial = path.with_suffix(".partial")

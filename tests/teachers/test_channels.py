@@ -1,12 +1,9 @@
 """Two processes share memory only where one reads what the other wrote."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import threading
 import time
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -27,7 +24,7 @@ from tests.teachers.stand_in_teacher import CPU, HIDDEN
 MIB = 1 << 20
 
 
-def test_shared_memory_is_chosen_where_its_bytes_can_be_read() -> None:
+def test_shared_memory_is_chosen_where_its_bytes_can_be_read():
     offers = ChannelOffers(HIDDEN, CPU)
     assert list(offers.values) == ["shared_memory"]
     assert choose(json.loads(json.dumps(offers.values)), CPU) == "shared_memory"
@@ -44,14 +41,14 @@ def test_shared_memory_is_chosen_where_its_bytes_can_be_read() -> None:
     ],
     ids=["other bytes", "no such memory", "another size", "no process", "nothing"],
 )
-def test_what_cannot_be_read_goes_through_the_connection(change: Any) -> None:
+def test_what_cannot_be_read_goes_through_the_connection(change):
     offers = ChannelOffers(HIDDEN, CPU)
     change(offers.values["shared_memory"])
     assert choose(offers.values, CPU) == FLIGHT
     assert choose({}, CPU) == FLIGHT
 
 
-def test_a_ring_has_two_segments_and_waits_for_one_to_come_back() -> None:
+def test_a_ring_has_two_segments_and_waits_for_one_to_come_back():
     channel = SharedMemoryChannel()
     ring, there = SegmentRing(channel, CPU, timeout_s=30), OpenSegments(channel, CPU)
     lent = [ring.take(10), ring.take(MIB)]
@@ -73,7 +70,7 @@ def test_a_ring_has_two_segments_and_waits_for_one_to_come_back() -> None:
         there.memory(lent[0].number, {"numbers": ring.numbers})
 
 
-def test_a_ring_that_gets_nothing_back_gives_up_and_one_that_is_closed_at_once() -> None:
+def test_a_ring_that_gets_nothing_back_gives_up_and_one_that_is_closed_at_once():
     ring = SegmentRing(SharedMemoryChannel(), CPU, timeout_s=0.2)
     ring.take(1)
     ring.take(1)
@@ -88,10 +85,10 @@ def test_a_ring_that_gets_nothing_back_gives_up_and_one_that_is_closed_at_once()
         ring.take(1)
 
 
-def test_handles_of_a_gpu_travel_as_plain_values_in_the_order_that_torch_takes() -> None:
+def test_handles_of_a_gpu_travel_as_plain_values_in_the_order_that_torch_takes():
     # No GPU here: what torch gives for one, and what it is given back.
     names = list(inspect.signature(rebuild_cuda_tensor).parameters)
-    given: dict[str, Any] = dict.fromkeys(names, None) | {
+    given = dict.fromkeys(names, None) | {
         "tensor_cls": torch.Tensor,
         "tensor_size": (6,),
         "tensor_stride": (1,),

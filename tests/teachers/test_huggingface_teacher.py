@@ -1,10 +1,7 @@
 """A HuggingFace teacher says of packed rows what the model says of each text alone."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.teachers.base import text_batches
-from megatron_ext.teachers.causal_lm import CausalLM, load_causal_lm
+from megatron_ext.teachers.causal_lm import load_causal_lm
 from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher
 from megatron_ext.teachers.megatron_teacher import HostWeights, OffloadedTeacher
 from tests.process_group import run_ranks
@@ -33,23 +30,21 @@ SHARD = VocabShard(start=0, stop=WIDTH, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     return {name: save_causal_lm(name, root / name) for name in MODELS}
 
 
-def _load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+def _load(folder, dtype=torch.float32):
     return load_causal_lm(folder, dtype=dtype, device=torch.device("cpu"))
 
 
-def _assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def _assert_close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_rows_have_the_logits_of_their_texts_alone(
-    folders: dict[str, Path], name: str
-) -> None:
+def test_packed_rows_have_the_logits_of_their_texts_alone(folders, name):
     texts = some_texts(7, 12, 3, 15, 15, 22)
     batches = [packed_rows([texts[:3], texts[3:4]], 23), packed_rows([texts[4:5], texts[5:]], 23)]
     teacher = HuggingFaceTeacher(_load(folders[name]), shard=SHARD)
@@ -65,7 +60,7 @@ def test_packed_rows_have_the_logits_of_their_texts_alone(
         assert not row[:, VOCAB_SIZE:].any()
 
 
-def test_texts_of_like_length_run_together_within_the_size_of_the_microbatch() -> None:
+def test_texts_of_like_length_run_together_within_the_size_of_the_microbatch():
     texts = some_texts(2, 9, 2, 9, 2, 2)
     batch = packed_rows([texts[:2], texts[2:4], texts[4:]], 12)
     found = [(*own.places.shape, own.lengths.tolist()) for own in text_batches(batch.rows)]
@@ -73,7 +68,6 @@ def test_texts_of_like_length_run_together_within_the_size_of_the_microbatch() -
     places = torch.cat(
         [torch.from_numpy(own.places[own.places >= 0]) for own in text_batches(batch.rows)]
     )
-    assert batch.rows.labels is not None
     labelled = (batch.rows.labels.flatten() >= 0).nonzero().flatten()
     assert torch.equal(places.unique(), labelled)
     # Of rows without labels nobody knows what is padding.
@@ -81,7 +75,7 @@ def test_texts_of_like_length_run_together_within_the_size_of_the_microbatch() -
     assert sum(own.lengths.sum() for own in text_batches(unlabelled)) == batch.tokens.numel()
 
 
-def test_short_floats_keep_what_kind_of_head_it_is(folders: dict[str, Path]) -> None:
+def test_short_floats_keep_what_kind_of_head_it_is(folders):
     for name in ("llama", "gemma 2", "phi", "granite"):
         model, exact = _load(folders[name], torch.bfloat16), _load(folders[name])
         assert model.kind == exact.kind
@@ -90,21 +84,18 @@ def test_short_floats_keep_what_kind_of_head_it_is(folders: dict[str, Path]) -> 
         assert targets.to_logits().dtype == torch.bfloat16
 
 
-def test_a_head_that_is_scaled_stays_a_product(folders: dict[str, Path]) -> None:
+def test_a_head_that_is_scaled_stays_a_product(folders):
     assert _load(folders["granite"]).scale == pytest.approx(1 / 3, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma 2", "phi"])
-def test_ids_that_a_model_has_no_rows_of_are_zero(folders: dict[str, Path], name: str) -> None:
+def test_ids_that_a_model_has_no_rows_of_are_zero(folders, name):
     """Gemma 3 1B comes with a tokenizer of one more id."""
     shard = VocabShard(start=0, stop=WIDTH, vocab_size=VOCAB_SIZE + 2)
     texts = some_texts(9, 5)
     unknown = torch.tensor([3, VOCAB_SIZE + 1, 5])
     model = load_causal_lm(
-        folders[name],
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        vocab_size=VOCAB_SIZE + 2,
+        folders[name], dtype=torch.float32, device=torch.device("cpu"), vocab_size=VOCAB_SIZE + 2
     )
     assert model.kind == ("logits" if name in LOGITS else "hidden")
     (targets,) = HuggingFaceTeacher(model, shard=shard).targets(
@@ -116,9 +107,7 @@ def test_ids_that_a_model_has_no_rows_of_are_zero(folders: dict[str, Path], name
     assert logits[14:, :VOCAB_SIZE].isfinite().all()
 
 
-def test_ranks_that_share_rows_have_their_part_of_what_one_alone_has(
-    folders: dict[str, Path],
-) -> None:
+def test_ranks_that_share_rows_have_their_part_of_what_one_alone_has(folders):
     names = ["llama", "gemma 2"]
     ranks = run_ranks(2, share_rows, [folders[name] for name in names])
     for name, *of_ranks in zip(names, *ranks, strict=True):
@@ -133,9 +122,7 @@ def test_ranks_that_share_rows_have_their_part_of_what_one_alone_has(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma 2"])
-def test_an_offloaded_teacher_predicts_the_same_and_has_no_weights_between(
-    folders: dict[str, Path], name: str
-) -> None:
+def test_an_offloaded_teacher_predicts_the_same_and_has_no_weights_between(folders, name):
     expected = HuggingFaceTeacher(_load(folders[name]), shard=SHARD).targets(microbatches())
     teacher = HuggingFaceTeacher(_load(folders[name]), shard=SHARD, keeps_head=True)
     sizes = sum(parameter.nbytes for parameter in teacher.module.parameters())
@@ -149,7 +136,7 @@ def test_an_offloaded_teacher_predicts_the_same_and_has_no_weights_between(
         assert torch.equal(one.to_logits(), other.to_logits())
 
 
-def test_kept_weights_stay() -> None:
+def test_kept_weights_stay():
     linear, other = torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
     before = linear.bias.detach().clone()
     # Tied: a weight of two modules is one.
@@ -166,9 +153,7 @@ def test_kept_weights_stay() -> None:
         linear(torch.ones(3))
 
 
-def test_folders_that_cannot_be_loaded_say_so_in_one_line(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_that_cannot_be_loaded_say_so_in_one_line(folders, tmp_path, monkeypatch):
     pickled = save_causal_lm("llama", tmp_path / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="no weights in safetensors"):
@@ -184,14 +169,13 @@ def test_folders_that_cannot_be_loaded_say_so_in_one_line(
     with pytest.raises(CheckpointError, match="transformers cannot load") as raised:
         _load(partial)
     assert "\n" not in str(raised.value)
-
     import transformers
 
     monkeypatch.setattr(transformers, "__version__", "4.55.4")
     with pytest.raises(ConfigError, match=r"got version 4\.55\.4; .*pip install"):
         _load(folders["llama"])
 
-    def import_module(name: str) -> None:
+    def import_module(name):
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", import_module)

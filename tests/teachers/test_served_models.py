@@ -1,9 +1,6 @@
 """A model elsewhere, in any layout, teaches what the same model on the student's ranks does."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -29,7 +26,7 @@ TOP_K_TOLERANCE = 2e-6
 
 
 @pytest.fixture(scope="module")
-def learnt(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def learnt(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     with ThreadPoolExecutor() as pool:
         sides = [
@@ -39,9 +36,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_targets_are_those_of_the_model_on_the_ranks_of_the_student(
-    learnt: list[dict[str, Any]], run: Run
-) -> None:
+def test_targets_are_those_of_the_model_on_the_ranks_of_the_student(learnt, run):
     for rank, of_rank in enumerate(learnt):
         worst = dict(of_rank[run.name])
         is_last = run.student != "pp2" or rank == 1

@@ -1,13 +1,10 @@
 """A server that dies or stops ends the wait for it in time, and leaves no memory behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,10 +12,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.losses import TeacherTargets
-from megatron_ext.teachers import TokenInputs
 from megatron_ext.teachers import channels as offers
-from megatron_ext.teachers.connection import Connection
 from tests.fork_server import fork_server
 from tests.teachers.stand_in_teacher import (
     ServerProcess,
@@ -34,20 +28,20 @@ SLOW_S = 3.0
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
+def server(tmp_path):
     process = ServerProcess(tmp_path)
     yield process
     process.end()
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Iterator[ServerProcess]:
+def slow(tmp_path):
     process = ServerProcess(tmp_path, delay_s=SLOW_S)
     yield process
     process.end()
 
 
-def test_a_server_that_is_killed_is_gone_at_once(slow: ServerProcess) -> None:
+def test_a_server_that_is_killed_is_gone_at_once(slow):
     client = connected(slow.address, timeout_s=60, why_gone=slow.why_gone)
     number = client.ask([rows_of(1)])
     os.kill(slow.pid, signal.SIGKILL)
@@ -59,7 +53,7 @@ def test_a_server_that_is_killed_is_gone_at_once(slow: ServerProcess) -> None:
     client.close()
 
 
-def test_a_connection_that_is_closed_without_a_word_says_so(slow: ServerProcess) -> None:
+def test_a_connection_that_is_closed_without_a_word_says_so(slow):
     client = connected(slow.address, timeout_s=60)
     number = client.ask([rows_of(1)])
     slow.end()
@@ -68,8 +62,8 @@ def test_a_connection_that_is_closed_without_a_word_says_so(slow: ServerProcess)
 
 
 def test_a_server_that_computes_for_longer_than_the_time_out_lives_and_one_that_stops_does_not(
-    slow: ServerProcess,
-) -> None:
+    slow,
+):
     rows, timeout_s = rows_of(1), SLOW_S - 0.5
     client = connected(slow.address, timeout_s=timeout_s)
     (fields,) = client.answer(client.ask([rows]))
@@ -84,14 +78,14 @@ def test_a_server_that_computes_for_longer_than_the_time_out_lives_and_one_that_
     client.close()
 
 
-def test_a_server_that_is_stopped_before_it_greets_is_given_up(server: ServerProcess) -> None:
+def test_a_server_that_is_stopped_before_it_greets_is_given_up(server):
     address = server.address
     os.kill(server.pid, signal.SIGSTOP)
     with pytest.raises(DistributedError, match="the teacher table does not answer; got no sign"):
         connected(address, timeout_s=1)
 
 
-def test_what_was_asked_ahead_is_there_without_waiting(slow: ServerProcess) -> None:
+def test_what_was_asked_ahead_is_there_without_waiting(slow):
     rows = rows_of(1)
     client = connected(slow.address)
     number = client.ask([rows])
@@ -104,9 +98,7 @@ def test_what_was_asked_ahead_is_there_without_waiting(slow: ServerProcess) -> N
     assert slow.process.exitcode == 0
 
 
-def test_shared_memory_goes_with_a_normal_end(
-    server: ServerProcess,
-) -> None:
+def test_shared_memory_goes_with_a_normal_end(server):
     client = connected(server.address)
     assert_shared(client)
     client.close()
@@ -115,7 +107,7 @@ def test_shared_memory_goes_with_a_normal_end(
     assert server.process.exitcode == 0
 
 
-def test_shared_memory_goes_with_a_killed_server(server: ServerProcess) -> None:
+def test_shared_memory_goes_with_a_killed_server(server):
     client = connected(server.address)
     assert_shared(client)
     server.end()
@@ -124,7 +116,7 @@ def test_shared_memory_goes_with_a_killed_server(server: ServerProcess) -> None:
     wait_until_nothing_is_shared()
 
 
-def test_shared_memory_goes_with_a_killed_student() -> None:
+def test_shared_memory_goes_with_a_killed_student():
     with serving(server_of(TableTeacher()), until_client_leaves=True) as address:
         context = fork_server()
         here, there = context.Pipe()
@@ -137,10 +129,9 @@ def test_shared_memory_goes_with_a_killed_student() -> None:
         wait_until_nothing_is_shared()
 
 
-def test_a_student_that_reads_nothing_is_given_up() -> None:
+def test_a_student_that_reads_nothing_is_given_up():
     class Stopping(TableTeacher):
-        def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
-            assert student.pid is not None
+        def targets(self, microbatches):
             os.kill(student.pid, signal.SIGSTOP)
             return super().targets(microbatches)
 
@@ -154,7 +145,7 @@ def test_a_student_that_reads_nothing_is_given_up() -> None:
     student.join()
 
 
-def assert_shared(client: Connection) -> None:
+def assert_shared(client):
     """Ask, so that this process has a segment."""
     before = set(os.listdir("/dev/shm"))
     client.answer(client.ask([rows_of(1)]))
@@ -163,12 +154,12 @@ def assert_shared(client: Connection) -> None:
     assert set(os.listdir("/dev/shm")) <= before
 
 
-def segments() -> int:
+def segments():
     """Mappings of shared memory that this process has."""
     return Path("/proc/self/maps").read_text().count("memfd:megatron-ext-teacher")
 
 
-def wait_until_nothing_is_shared() -> None:
+def wait_until_nothing_is_shared():
     """No mapping and no descriptor; threads need a moment to end."""
     deadline = time.monotonic() + 10
     while segments() or _descriptors():
@@ -177,25 +168,25 @@ def wait_until_nothing_is_shared() -> None:
         time.sleep(0.05)
 
 
-def _descriptors() -> int:
+def _descriptors():
     links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return sum("megatron-ext-teacher" in str(link) for link in links)
 
 
-def threads_of_students() -> int:
+def threads_of_students():
     """Of a server in this process."""
     return sum(thread.name == "student" for thread in threading.enumerate())
 
 
-def _ask(address: str) -> None:
+def _ask(address):
     """For more than a connection keeps."""
     with patch.dict(offers.CHANNELS, clear=True):
         client = connected(address)
     client.answer(client.ask([rows_of(1, (8, 1 << 18))]))
 
 
-def _learn(address: str, there: object) -> None:
+def _learn(address, there):
     client = connected(address)
     client.answer(client.ask([rows_of(1)]))
-    there.send(client.channel)  # type: ignore[attr-defined]
+    there.send(client.channel)
     time.sleep(60)

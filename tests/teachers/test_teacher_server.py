@@ -1,10 +1,7 @@
 """A server answers what it is asked, and nobody who means another teacher."""
 
-from __future__ import annotations
-
 import dataclasses
 import socket
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -35,7 +32,7 @@ from tests.teachers.stand_in_teacher import (
 
 
 @pytest.mark.parametrize("channel", ["shared_memory", "flight"])
-def test_answers_come_back_whatever_their_channel_order_and_size(channel: str) -> None:
+def test_answers_come_back_whatever_their_channel_order_and_size(channel):
     channels = {} if channel == "flight" else offers.CHANNELS
     teacher = TableTeacher()
     with (
@@ -67,13 +64,9 @@ def test_answers_come_back_whatever_their_channel_order_and_size(channel: str) -
     ("kind", "top_k", "precision"),
     [("topk", 5, "fp32"), ("topk", 64, "fp16"), ("label", 0, None), ("hidden", 0, "bf16")],
 )
-def test_other_forms_are_those_that_a_cache_keeps(kind: Any, top_k: int, precision: Any) -> None:
+def test_other_forms_are_those_that_a_cache_keeps(kind, top_k, precision):
     form = TargetForm.of(
-        kind,
-        precision=precision,
-        top_k=min(top_k, VOCAB),
-        hidden_size=WIDTH,
-        vocab_size=VOCAB,
+        kind, precision=precision, top_k=min(top_k, VOCAB), hidden_size=WIDTH, vocab_size=VOCAB
     )
     rows = rows_of(1)
     with serving(server_of(TableTeacher(), form), until_client_leaves=True) as address:
@@ -91,7 +84,7 @@ def test_other_forms_are_those_that_a_cache_keeps(kind: Any, top_k: int, precisi
         assert torch.equal(fields[name].flatten(0, 1), values)
 
 
-def test_students_ask_replicas_in_turn_and_a_replica_answers_several() -> None:
+def test_students_ask_replicas_in_turn_and_a_replica_answers_several():
     assert own_addresses("abcde", client=1, clients=2) == ["b", "d"]
     assert own_addresses("ab", client=3, clients=4) == ["b"]
     teacher = TableTeacher()
@@ -124,9 +117,7 @@ def test_students_ask_replicas_in_turn_and_a_replica_answers_several() -> None:
     ],
     ids=["token", "checkpoint", "unknown", "vocabulary", "form"],
 )
-def test_another_teacher_than_the_run_means_is_refused(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_another_teacher_than_the_run_means_is_refused(changes, message):
     with serving(server_of(TableTeacher())) as address:
         with pytest.raises(ConfigError, match=message) as caught:
             connected(address, **changes)
@@ -138,7 +129,7 @@ def test_another_teacher_than_the_run_means_is_refused(
         client.close()
 
 
-def test_another_version_of_the_protocol_is_refused() -> None:
+def test_another_version_of_the_protocol_is_refused():
     server = server_of(TableTeacher())
     server._hello = dataclasses.replace(server._hello, protocol=0)
     with (
@@ -148,7 +139,7 @@ def test_another_version_of_the_protocol_is_refused() -> None:
         connected(address)
 
 
-def test_strangers_and_bad_requests_harm_no_other_student() -> None:
+def test_strangers_and_bad_requests_harm_no_other_student():
     with serving(server_of(TableTeacher())) as address:
         host, port = address.split(":")
         silent = socket.create_connection((host, int(port)))
@@ -165,7 +156,7 @@ def test_strangers_and_bad_requests_harm_no_other_student() -> None:
         silent.close()
 
 
-def test_a_teacher_that_fails_says_why_to_all_its_students() -> None:
+def test_a_teacher_that_fails_says_why_to_all_its_students():
     with serving(server_of(TableTeacher())) as address:
         students = connected(address), connected(address)
         rows = rows_of(1)
@@ -183,7 +174,7 @@ def test_a_teacher_that_fails_says_why_to_all_its_students() -> None:
                 student.answer(student.ask([rows]))
 
 
-def test_a_server_that_no_student_comes_to_gives_up() -> None:
+def test_a_server_that_no_student_comes_to_gives_up():
     server = server_of(TableTeacher(), timeout_s=0.1)
     with (
         TeacherListener("127.0.0.1:0", "") as listener,
@@ -192,7 +183,7 @@ def test_a_server_that_no_student_comes_to_gives_up() -> None:
         server.serve(listener, until_client_leaves=True)
 
 
-def test_an_address_that_nobody_listens_at_is_refused_in_time() -> None:
+def test_an_address_that_nobody_listens_at_is_refused_in_time():
     with TeacherListener("127.0.0.1:0", "") as listener:
         address = listener.address
     with pytest.raises(DistributedError, match="does not answer; got Connection refused"):
@@ -202,6 +193,6 @@ def test_an_address_that_nobody_listens_at_is_refused_in_time() -> None:
 
 
 @pytest.mark.parametrize("address", ["here", "here:", ":80", "here:port", "here:70000"])
-def test_an_address_is_a_host_and_a_port(address: str) -> None:
+def test_an_address_is_a_host_and_a_port(address):
     with pytest.raises(MegatronExtError, match="HOST:PORT"):
         TeacherListener(address, "")

@@ -1,12 +1,7 @@
 """A connection is encrypted where both sides say so, and refused by name where they do not."""
 
-from __future__ import annotations
-
 import socket
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -28,23 +23,23 @@ from tests.teachers.stand_in_teacher import (
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> ServerTls:
+def pair(tmp_path_factory):
     return make_certificate(tmp_path_factory.mktemp("own"))
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> ServerTls:
+def other(tmp_path_factory):
     return make_certificate(tmp_path_factory.mktemp("other"))
 
 
 @pytest.fixture(scope="module")
-def secure(pair: ServerTls) -> Iterator[str]:
+def secure(pair):
     with serving(server_of(TableTeacher()), tls=pair) as address:
         yield address
 
 
 @pytest.mark.parametrize("channels", [{}, offers.CHANNELS], ids=["flight", "shared_memory"])
-def test_answers_come_through_tls(secure: str, pair: ServerTls, channels: dict[str, Any]) -> None:
+def test_answers_come_through_tls(secure, pair, channels):
     rows = rows_of(1)
     with patch.dict(offers.CHANNELS, channels, clear=True):
         client = connected(secure, root_certificate=pair.certificate)
@@ -53,7 +48,7 @@ def test_answers_come_through_tls(secure: str, pair: ServerTls, channels: dict[s
     client.close()
 
 
-def test_another_token_is_refused_and_told_to_nobody(secure: str, pair: ServerTls) -> None:
+def test_another_token_is_refused_and_told_to_nobody(secure, pair):
     with pytest.raises(ConfigError, match="has another token") as refused:
         connected(secure, root_certificate=pair.certificate, token="a-wrong-one")
     assert "a-wrong-one" not in str(refused.value)
@@ -69,15 +64,13 @@ def test_another_token_is_refused_and_told_to_nobody(secure: str, pair: ServerTl
     ],
     ids=["certificate", "name", "plain"],
 )
-def test_a_connection_that_is_not_to_be_trusted_is_refused(
-    secure: str, pair: ServerTls, other: ServerTls, host: str, root: str | None, words: str
-) -> None:
+def test_a_connection_that_is_not_to_be_trusted_is_refused(secure, pair, other, host, root, words):
     files = {"own": pair.certificate, "other": other.certificate, None: None}
     with pytest.raises(ConfigError, match=words):
         connected(secure.replace("127.0.0.1", host), root_certificate=files[root])
 
 
-def test_a_server_without_tls_is_refused_by_a_student_that_has_it(pair: ServerTls) -> None:
+def test_a_server_without_tls_is_refused_by_a_student_that_has_it(pair):
     with (
         serving(server_of(TableTeacher())) as address,
         pytest.raises(ConfigError, match=r"has no TLS; got WRONG_VERSION.*--tls-cert"),
@@ -86,9 +79,7 @@ def test_a_server_without_tls_is_refused_by_a_student_that_has_it(pair: ServerTl
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"], ids=["none", "text"])
-def test_a_root_certificate_that_cannot_be_read_is_named(
-    secure: str, content: str | None, tmp_path: Path
-) -> None:
+def test_a_root_certificate_that_cannot_be_read_is_named(secure, content, tmp_path):
     file = tmp_path / "root.pem"
     if content is not None:
         file.write_text(content)
@@ -97,7 +88,7 @@ def test_a_root_certificate_that_cannot_be_read_is_named(
     assert str(e.value).startswith(str(file))
 
 
-def test_a_key_of_another_certificate_is_refused(pair: ServerTls, other: ServerTls) -> None:
+def test_a_key_of_another_certificate_is_refused(pair, other):
     mixed = ServerTls(pair.certificate, other.key)
     with pytest.raises(ConfigError, match=r"cannot be used; got KEY_VALUES_MISMATCH.*--tls-key"):
         TeacherListener("127.0.0.1:0", TOKEN, mixed)
@@ -106,10 +97,10 @@ def test_a_key_of_another_certificate_is_refused(pair: ServerTls, other: ServerT
         TeacherListener("127.0.0.1:0", TOKEN, missing)
 
 
-def test_what_is_no_server_of_ours_is_given_up() -> None:
+def test_what_is_no_server_of_ours_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as rude:
 
-        def answer() -> None:
+        def answer():
             while True:
                 try:
                     its, _ = rude.accept()

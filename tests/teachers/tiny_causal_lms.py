@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +12,7 @@ from megatron_ext.teachers.base import TokenRows
 VOCAB_SIZE = 97
 """Odd, so that every shard has padding."""
 
-_SIZES: dict[str, Any] = {
+_SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -29,7 +27,7 @@ _SIZES: dict[str, Any] = {
 }
 _WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
@@ -50,7 +48,7 @@ LOGITS = ("gemma 2", "phi")
 """Those whose logits are no product: capped ones, and ones with a bias."""
 
 
-def save_causal_lm(name: str, folder: Path) -> Path:
+def save_causal_lm(name, folder):
     """One of ``MODELS``."""
     import transformers
 
@@ -67,7 +65,7 @@ def save_causal_lm(name: str, folder: Path) -> Path:
 
 
 @torch.no_grad()
-def own_logits(folder: Path, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def own_logits(folder, texts):
     """[L, V] of each text, which the model reads alone, with attention that is written out."""
     import transformers
 
@@ -86,7 +84,7 @@ class PackedRows(NamedTuple):
     rows: TokenRows
 
 
-def packed_rows(texts: Sequence[Sequence[torch.Tensor]], length: int) -> PackedRows:
+def packed_rows(texts, length):
     """Rows of texts, filled up to ``length``; every token but the padding predicts something."""
     shape = len(texts), length
     tokens, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
@@ -101,7 +99,7 @@ def packed_rows(texts: Sequence[Sequence[torch.Tensor]], length: int) -> PackedR
     return PackedRows(tokens, positions, None, rows)
 
 
-def some_texts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+def some_texts(*lengths, seed=0):
     """Random ids."""
     draw = torch.Generator().manual_seed(seed)
     return [torch.randint(0, VOCAB_SIZE, (length,), generator=draw) for length in lengths]

@@ -1,9 +1,6 @@
 """A tokenizer whose pieces a test chooses: the longest piece that fits comes first."""
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -24,26 +21,24 @@ class PieceTokenizer:
     bos_id = eos_id = pad_id = None
     unk_id = 0
 
-    def __init__(
-        self, *pieces: str | bytes, refused: str | None = None, skips: bool = False
-    ) -> None:
+    def __init__(self, *pieces, refused=None, skips=False):
         self.pieces = [b"", *(p.encode() if isinstance(p, str) else p for p in pieces)]
         self.refused = refused
         self.skips = skips
 
     @property
-    def vocab_size(self) -> int:
+    def vocab_size(self):
         return len(self.pieces)
 
-    def text_to_ids(self, text: str) -> list[int]:
+    def text_to_ids(self, text):
         return self.encode_with_byte_ends(text)[0].tolist()
 
-    def text_to_flat_ids(self, texts: Sequence[str]):
+    def text_to_flat_ids(self, texts):
         rows = [self.encode_with_byte_ends(text)[0] for text in texts]
         ids = np.concatenate([np.zeros(0, np.int32), *rows])
         return ids, np.cumsum([0, *map(len, rows)])
 
-    def encode_with_byte_ends(self, text: str, *, parse_special: bool = False):
+    def encode_with_byte_ends(self, text, *, parse_special=False):
         raw = utf8(text)
         if self.refused is not None and self.refused in text:
             raise TokenizerError(f"the text holds {self.refused}")
@@ -64,14 +59,14 @@ class PieceTokenizer:
     def byte_ends(self, ids):
         return np.cumsum([len(self.pieces[i]) for i in ids])
 
-    def token_bytes(self, token_id: int) -> bytes | None:
+    def token_bytes(self, token_id):
         return self.pieces[token_id] or None
 
-    def token_to_id(self, token: str) -> int:
+    def token_to_id(self, token):
         return self.pieces.index(token.encode())
 
-    def id_to_token(self, token_id: int) -> str:
+    def id_to_token(self, token_id):
         return self.pieces[token_id].decode(errors="replace") or "<unk>"
 
-    def fingerprint(self) -> str:
+    def fingerprint(self):
         return hashlib.sha256(repr(self.pieces).encode()).hexdigest()

@@ -1,11 +1,17 @@
 """Script and class of chunks."""
 
 import unicodedata
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from megatron_ext.alignment import ChunkCounts
+from megatron_ext.alignment.audit import document as module
+from megatron_ext.alignment.audit.coverage_row import CoverageRow, share_in_words
+from megatron_ext.alignment.audit.document import Example, Offenders, pair_hashes
+from megatron_ext.alignment.audit.pair_audit import recommend
 from megatron_ext.alignment.audit.text_class import (
     DIGIT,
     LETTER,
@@ -125,3 +131,135 @@ def test_kind_of_every_character_follows_its_category():
     looked_up_again.look_up(every[::2])
     again, _ = looked_up_again.look_up(every)
     assert np.array_equal(again, scripts)
+
+
+def example_of(keys):
+    return lambda j: Example((), (), str(keys[j]), "", "", "corpus:1")
+
+
+def fed(blocks):
+    """Offenders of blocks of keys, each of which has its own size."""
+    found = Offenders.none()
+    for keys in blocks:
+        array = np.array(keys, np.uint64)
+        found.add(array, (array % np.uint64(7) + np.uint64(3)).astype(np.int64), example_of(keys))
+    return found
+
+
+def blocks_of_keys():
+    rng = np.random.default_rng(3)
+    return [rng.zipf(1.3, 400).clip(max=2000).tolist() for _ in range(30)]
+
+
+def test_the_leaders_of_all_blocks_are_ranked_with_their_counts_and_examples():
+    blocks = blocks_of_keys()
+    counts = Counter(key for block in blocks for key in block)
+    found = fed(blocks)
+    assert found.are_exact
+    tokens = {key: n * (key % 7 + 3) for key, n in counts.items()}
+    best = sorted(tokens, key=lambda key: (-tokens[key], key))[: module.LISTED]
+    listed = found.by_tokens()
+    assert [int(one.example.text) for one in listed] == best
+    assert [(one.count, one.tokens) for one in listed] == [(counts[k], tokens[k]) for k in best]
+    longest = sorted(counts, key=lambda key: (-(key % 7 + 3), -counts[key], key))
+    listed = found.by_size()
+    assert [int(one.example.text) for one in listed] == longest[: module.LISTED]
+
+
+def test_what_is_forgotten_makes_counts_bounds_but_not_of_the_leaders(monkeypatch):
+    blocks = blocks_of_keys()
+    exact = fed(blocks).by_tokens()[:5]
+    monkeypatch.setattr(module, "MOST_TRACKED", 200)
+    bounded = fed(blocks)
+    assert not bounded.are_exact
+    assert len(bounded._hashes) <= 200
+    assert bounded.by_tokens()[:5] == exact
+
+
+def test_no_chunk_is_no_offender():
+    found = Offenders.none()
+    found.add(np.zeros(0, np.uint64), np.zeros(0, np.int64), example_of([]))
+    assert found.by_tokens() == found.by_size() == []
+
+
+def test_the_hash_tells_the_ids_of_both_sides_and_their_order():
+    ids = np.array([5, 6, 7, 5, 6, 6, 5, 0, 5], np.int32)
+    spans = np.array([[0, 2], [3, 5], [5, 7], [0, 3], [7, 9], [8, 9], [1, 2]], np.int32)
+    same = np.repeat([[0, 1]], len(spans), axis=0).astype(np.int32)
+    hashes = pair_hashes(ids, spans, ids, same)
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes.tolist())) == len(spans) - 1
+    swapped = pair_hashes(ids, same, ids, spans)
+    # The span of one token is the same on both sides.
+    assert np.flatnonzero(hashes == swapped).tolist() == [5]
+    assert pair_hashes(ids, spans, ids, same).tolist() == hashes.tolist()
+
+
+def row(name, one_to_one, rest, *, one_to_one_bytes=None, many_to_many_bytes=0):
+    chunks = one_to_one + rest
+    return CoverageRow(
+        name=name,
+        counts=ChunkCounts(one_to_one=one_to_one, one_to_many=rest),
+        student_tokens=chunks,
+        teacher_tokens=chunks + rest,
+        byte_count=4 * chunks,
+        one_to_one_bytes=4 * one_to_one if one_to_one_bytes is None else one_to_one_bytes,
+        many_to_many_bytes=many_to_many_bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("total", "numbers", "objective", "said"),
+    [
+        pytest.param(row("all", 900, 100), row("digits-3", 0, 200), "projected_kl",
+                     "100.0% of the 200 chunks in numbers", id="numbers are split"),
+        pytest.param(row("all", 900, 100), row("digits-2", 191, 9), "projected_kl",
+                     "4.5% of the 200 chunks in numbers", id="numbers are alike"),
+        pytest.param(row("all", 900, 100), row("digits-2", 0, 99), "projected_kl",
+                     "90.0% of the 1,000 chunks are 1:1", id="too few numbers"),
+        pytest.param(row("all", 499, 501), row("digits-3", 0, 200), "chunk_likelihood",
+                     "49.9% of the bytes lie in them", id="few 1:1"),
+        pytest.param(row("all", 900, 100, many_to_many_bytes=401), row("digits-3", 0, 200),
+                     "chunk_likelihood", "10.0% of the bytes lie in n:m", id="much n:m"),
+        pytest.param(row("all", 500, 500, many_to_many_bytes=400), row("digits-3", 0, 200),
+                     "projected_kl", "50.0% of the bytes", id="at the thresholds"),
+        pytest.param(row("all", 0, 0), row("digits-3", 0, 0), None, "no chunk", id="nothing"),
+    ],
+)  # fmt: skip
+def test_the_objective_follows_from_the_counts(total, numbers, objective, said):
+    advice = recommend(total, [row("letters", 10, 0), numbers], same_vocabulary=False)
+    assert advice.objective == objective
+    assert any(said in reason for reason in advice.reasons)
+
+
+def test_the_same_tokenizer_needs_the_same_tokens_not_the_same_vocabulary_alone():
+    alike = recommend(row("all", 10, 0), [], same_vocabulary=True)
+    assert alike.objective == "kl"
+    assert recommend(row("all", 10, 0), [], same_vocabulary=False).objective == "projected_kl"
+    assert recommend(row("all", 9, 1), [], same_vocabulary=True).objective == "projected_kl"
+
+
+def test_split_numbers_are_named_but_not_a_few_or_those_of_one_digit():
+    split, few, single = (
+        recommend(row("all", 10, 0), [row(name, 0, count)], same_vocabulary=False)
+        for name, count in (("digits-2", 100), ("digits-2", 99), ("digits-1", 500))
+    )
+    assert "split numbers differently" in split.title
+    for other in (few, single):
+        assert not any("numbers" in text for text in (other.title, *other.reasons))
+
+
+def test_what_has_not_been_measured_is_not_said_to_be():
+    heavy = recommend(row("all", 1, 9), [], same_vocabulary=False)
+    light = recommend(row("all", 9, 1), [], same_vocabulary=False)
+    assert "compare runs" in heavy.reasons[-1]
+    assert "in both of two seeds" in light.reasons[-1]
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(0, "0.0%"), (1e-9, "<0.1%"), (0.0005, "0.1%"), (0.5, "50.0%"), (0.99949, "99.9%"),
+     (0.9999999, ">99.9%"), (1, "100.0%")],
+)  # fmt: skip
+def test_a_share_is_none_or_all_only_where_it_is(share, words):
+    assert share_in_words(share) == words

@@ -1,15 +1,11 @@
 """Projections like those of real pairs: exact pairs, spelled tokens, tokens without a row."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_ext.projection import SparseProjection
 
 
-def random_pair(
-    seed: int, *, students: int = 90, teachers: int = 120, common: int = 50, popular: int = 4
-) -> SparseProjection:
+def random_pair(seed, *, students=90, teachers=120, common=50, popular=4):
     """``common`` exact pairs; half of the other student tokens spelled by 2 or 3 teacher tokens,
     one of them among the ``popular`` ones; the rest empty."""
     generator = np.random.default_rng(seed)

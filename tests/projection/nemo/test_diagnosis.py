@@ -9,6 +9,7 @@ import torch
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.nemo.diagnosis import diagnose
 from megatron_ext.projection.nemo.legacy_file import read_legacy_file
+from megatron_ext.projection.nemo.legacy_schema import legacy_entries
 from megatron_ext.projection.nemo.loose_entries import LooseEntries
 from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
@@ -30,8 +31,6 @@ SOUND = [{0: 1.0}, {0: 0.9, 1: 0.1}, {0: 0.9, 1: 0.09, 2: 0.01}, {2: 1.0}, {4: 1
 
 def entries_of(rows, slots=4, dtype=torch.float32):
     """A table of lists of (column, weight), read from the tensors of a file."""
-    from megatron_ext.projection.nemo.legacy_schema import legacy_entries
-
     indices = torch.full((len(rows), slots), -1)
     likelihoods = torch.zeros((len(rows), slots), dtype=dtype)
     for row, pairs in enumerate(rows):
@@ -197,8 +196,6 @@ def test_the_leaked_share_of_the_default_recipe_is_found(trained, entries, with_
 
 
 def test_the_filler_is_found_before_the_exact_map_and_the_cut(trained):
-    from megatron_ext.projection.nemo.legacy_schema import legacy_entries
-
     indices, likelihoods = prepared_table(trained[0], trained[1])
     entries = legacy_entries({"indices": indices, "likelihoods": likelihoods})
     defects = {d.kind: d for d in diagnose(entries, trained[2])}
@@ -209,8 +206,6 @@ def test_the_filler_is_found_before_the_exact_map_and_the_cut(trained):
 
 
 def test_a_filler_that_was_sorted_among_the_pieces_is_found_by_its_constant_share(trained):
-    from megatron_ext.projection.nemo.legacy_schema import legacy_entries
-
     table = prepared_table(trained[0], trained[1])
     indices, likelihoods = sorted_and_cut(*table, slots=4, preserve_last=False)
     entries = legacy_entries({"indices": indices, "likelihoods": likelihoods})

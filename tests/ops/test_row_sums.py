@@ -1,30 +1,24 @@
-"""Rows times what arrives for them."""
-
-from __future__ import annotations
+"""Rows times what arrives for them, and sums of rows by index."""
 
 import pytest
 import torch
 
-from megatron_ext.ops.launch import Implementation
+from megatron_ext.ops.chunk_rows import index_sum
 from megatron_ext.ops.unit_gradient import kept_gradient, scale_rows_, transfer
-from tests.ops.kernel_case import DEVICE, DTYPES, rounding
+from tests.ops.kernel_case import BOTH, DEVICE, DTYPES, rounding
 
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("implementation", ["triton", "torch"])
+@BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_scaled_and_rounded_once(
-    implementation: Implementation, dtype: torch.dtype
-) -> None:
+def test_rows_are_scaled_and_rounded_once(implementation, dtype):
     gradient = torch.randn(4, 9001, device=DEVICE).to(dtype)
     gradient[2] = torch.nan
     scale = torch.tensor([1.0, 0.3, 0.0, -2.0], device=DEVICE)
     expected = gradient.double() * scale[:, None]
     untouched = gradient[0].clone()
-
     out = scale_rows_(gradient, scale, implementation)
-
     assert out is gradient
     assert torch.equal(out[0], untouched)
     assert not out[2].any()
@@ -34,8 +28,8 @@ def test_rows_are_scaled_and_rounded_once(
     )
 
 
-@pytest.mark.parametrize("implementation", ["triton", "torch"])
-def test_rows_of_scale_0_are_left_alone(implementation: Implementation) -> None:
+@BOTH
+def test_rows_of_scale_0_are_left_alone(implementation):
     gradient = torch.tensor([[1.0, 2.0], [7.0, 7.0], [3.0, 4.0]], device=DEVICE)
     grad_scale = torch.tensor([1.0, 0.0, 0.5], device=DEVICE)
     grad = torch.tensor([1.0, 3.0, 1.0], device=DEVICE)
@@ -44,11 +38,11 @@ def test_rows_of_scale_0_are_left_alone(implementation: Implementation) -> None:
     assert out.tolist() == [[1.0, 2.0], [7.0, 7.0], [6.0, 8.0]]
 
 
-def test_without_grad_mode_nothing_is_written_over() -> None:
+def test_without_grad_mode_nothing_is_written_over():
     logits = torch.randn(4, 6, requires_grad=True)
     before = logits.detach().clone()
 
-    def evaluate(rows: torch.Tensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor]:
+    def evaluate(rows, gradient):
         assert gradient is None
         return (torch.ones(2),)
 
@@ -56,3 +50,22 @@ def test_without_grad_mode_nothing_is_written_over() -> None:
         (loss,) = kept_gradient(logits, evaluate, slots=torch.tensor([0, 0, 1, 2]), in_place=True)
     assert not loss.requires_grad
     assert torch.equal(logits, before)
+
+
+def test_sums_and_gradient_are_those_of_index_add():
+    values = torch.randn(50, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    index = torch.randint(0, 7, (50,), device=DEVICE)
+    weight = torch.randn(9, device=DEVICE, dtype=torch.float64)
+    sums = index_sum(values, index, 9)
+    expected = torch.zeros_like(weight).index_add(0, index, values.detach())
+    torch.testing.assert_close(sums.detach(), expected)
+    (gradient,) = torch.autograd.grad(sums, values, weight)
+    assert torch.equal(gradient, weight[index])
+    assert index_sum(values[:0], index[:0], 0).shape == (0,)
+
+
+def test_sums_are_the_same_each_time():
+    values = torch.randn(20_000, device=DEVICE)
+    index = torch.randint(0, 3, (20_000,), device=DEVICE)
+    first = index_sum(values, index, 3)
+    assert all(torch.equal(first, index_sum(values, index, 3)) for _ in range(10))
