@@ -1,13 +1,7 @@
-"""Sequences that are cut over a context-parallel group, and rows that move between its ranks.
+"""Context parallelism: the layout of cut sequences, and the exchange of rows between ranks.
 
-N rows of this rank, M rows of the result. Everything about who holds and who needs a row is known
-on the host, on every rank alike; only the rows themselves are sent.
-
-Where a rank stands among those that share every sequence. T positions of a row, n ranks.
-
-Rows are cut in megatron-core's order (``zigzag`` of ``SequenceLayout``): into 2n slices, of which
-rank ``r`` has slices ``r`` and ``2n - 1 - r``, one after the other. So every rank has as much to do
-under a causal mask.
+N rows of this rank, M rows of the result, T positions of a sequence, n ranks. The host of every
+rank knows which rank holds and which needs a row; only the rows themselves are sent.
 """
 
 from __future__ import annotations
@@ -28,18 +22,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SequenceOrder = Literal["contiguous", "zigzag"]
-"""How a sequence is cut over the ranks. ``contiguous``: into as many equal slices, one a rank.
-``zigzag``: into twice as many; rank ``r`` of ``n`` holds slices ``r`` and ``2n - 1 - r``, as
-megatron-core does to give every rank the same work under a causal mask."""
+"""Cut of a sequence over n ranks. ``contiguous``: n equal slices, one a rank. ``zigzag``: 2n
+slices, of which rank ``r`` holds ``r`` and then ``2n - 1 - r``, as megatron-core does to give every
+rank the same work under a causal mask."""
 
 
 BLANK_ROW: Final = -1
-"""Stands for a row of zeros among the rows that a rank needs."""
+"""Placeholder for a row of zeros among the rows that a rank needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceLayout:
-    """How the sequences of one model are cut. A rank holds its positions in ascending order."""
+    """Cut of one model's sequences. A rank holds its positions in ascending order."""
 
     size: int
     """Ranks of the context-parallel group."""
@@ -47,10 +41,10 @@ class SequenceLayout:
     order: SequenceOrder = "zigzag"
 
     def holders(self, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rank [T] that holds each position of sequences laid one after the other.
+        """Rank [T] that holds each position of the concatenated sequences.
 
         Args:
-            bounds: [S + 1] where each sequence begins, and the end; each is cut by itself.
+            bounds: [S + 1] start of each sequence, and the end; each sequence is cut by itself.
 
         Raises:
             LossError: A sequence that does not divide into equal slices.
@@ -72,25 +66,25 @@ class SequenceLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowExchange:
-    """One rank's part of an exchange, after which it has M rows: some of its own, some of others'.
+    """One rank's part of an exchange, after which it has M rows: its own and other ranks'.
 
-    Index tensors are int64; see ``plan`` for what they are made from.
+    Index tensors are int64; ``plan`` makes them.
     """
 
     source: torch.Tensor
-    """[M] this rank's row that stays, 0 where there is none."""
+    """[M] this rank's row that is kept, 0 where the row is another rank's or blank."""
 
     target: torch.Tensor
-    """[N] where a row stays in the result, 0 where it does not."""
+    """[N] place of a kept row in the result, 0 for a row that is not kept."""
 
     leaving: torch.Tensor
-    """Rows of this rank, ascending, that do not stay."""
+    """Rows of this rank that are not kept, ascending."""
 
     sent: torch.Tensor
-    """Rows of this rank to send, those for rank 0 first. A row can stay and be sent too."""
+    """Rows of this rank to send, those for rank 0 first. A kept row can be sent too."""
 
     received: torch.Tensor
-    """Rows of the result that come from elsewhere, those from rank 0 first."""
+    """Rows of the result that come from other ranks, those from rank 0 first."""
 
     blank: torch.Tensor
     """Rows of the result that are zeros."""
@@ -112,19 +106,19 @@ class RowExchange:
         """Plan on the host; every rank calls it with the same ``holder`` and ``needed``.
 
         Args:
-            holder: [rows of all ranks] who holds each row.
-            needed: For each rank the rows that it wants in its order, ``BLANK_ROW`` for zeros.
+            holder: [rows of all ranks] the rank that holds each row.
+            needed: Rows that each rank needs, in its order; ``BLANK_ROW`` for zeros.
             rank: This rank in ``group``.
         """
-        own = np.flatnonzero(holder == rank)
+        held = np.flatnonzero(holder == rank)
         local = np.zeros(len(holder), dtype=np.int64)
-        local[own] = np.arange(len(own))
-        wanted, origin = needed[rank], _origins(holder, needed[rank])
-        stays = origin == rank
-        source = np.where(stays, local[wanted], 0)
-        target, is_leaving = np.zeros(len(own), np.int64), np.ones(len(own), np.bool_)
-        target[source[stays]] = np.flatnonzero(stays)
-        is_leaving[source[stays]] = False
+        local[held] = np.arange(len(held))
+        rows_here, origin = needed[rank], _origins(holder, needed[rank])
+        is_kept = origin == rank
+        source = np.where(is_kept, local[rows_here], 0)
+        target, is_leaving = np.zeros(len(held), np.int64), np.ones(len(held), np.bool_)
+        target[source[is_kept]] = np.flatnonzero(is_kept)
+        is_leaving[source[is_kept]] = False
         others = [peer for peer in range(len(needed)) if peer != rank]
         sent = [local[rows[_origins(holder, rows) == rank]] for rows in needed]
         sent[rank] = sent[rank][:0]
@@ -137,7 +131,7 @@ class RowExchange:
             leaving=torch.from_numpy(np.flatnonzero(is_leaving)),
             sent=torch.from_numpy(np.concatenate(sent)),
             received=torch.from_numpy(np.concatenate(received)),
-            blank=torch.from_numpy(np.flatnonzero(wanted == BLANK_ROW)),
+            blank=torch.from_numpy(np.flatnonzero(rows_here == BLANK_ROW)),
             sent_counts=tuple(map(len, sent)),
             received_counts=tuple(map(len, received)),
             group=group,
@@ -155,19 +149,19 @@ class RowExchange:
 
 
 def _origins(holder: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Who holds each row; nobody, -1, a blank one."""
+    """Rank that holds each row, -1 for a blank one."""
     return np.where(rows == BLANK_ROW, -1, holder[rows])
 
 
 def exchange_rows(x: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
-    """This rank's N rows to the M rows that it needs.
+    """Exchange this rank's N rows for the M rows that it needs.
 
     Args:
         x: [N, ...] of a dtype and a row shape that are the same on every rank.
 
     Returns:
-        [M, ...], a copy. One all-to-all forward, of the sent rows alone; one more backward, which
-        brings their gradients home. Ranks that neither send nor receive make them too.
+        [M, ...], a copy. One all-to-all forward, of the sent rows alone; one more backward, of
+        their gradients. Ranks that neither send nor receive make them too.
     """
     out: torch.Tensor = _ExchangeRows.apply(x, exchange)
     return out
@@ -201,7 +195,7 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def _picked(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``x[rows]``; without rows in ``x``, all of the result is to be overwritten."""
+    """``x[rows]``; zeros where ``x`` has no rows, which the caller overwrites."""
     return x.index_select(0, rows) if len(x) else x.new_zeros(len(rows), *x.shape[1:])
 
 
@@ -222,7 +216,7 @@ def _all_to_all(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextRank:
-    """One of ``size`` ranks."""
+    """This rank's place among the ``size`` ranks that share every sequence."""
 
     rank: int
     size: int
@@ -232,22 +226,22 @@ class ContextRank:
 
     @classmethod
     def of(cls, group: ProcessGroup) -> ContextRank | None:
-        """This rank in a context-parallel group; None where it has the sequences alone."""
+        """This rank in a context-parallel group; None for a group of one rank."""
         size = dist.get_world_size(group)
         return cls(rank=dist.get_rank(group), size=size, group=group) if size > 1 else None
 
     @property
     def layout(self) -> SequenceLayout:
-        """How sequences are cut."""
+        """Layout of the sequences."""
         return SequenceLayout(size=self.size)
 
     def first_positions(self, length: int) -> tuple[int, int]:
-        """Where this rank's two slices of a row of T positions begin; each has T / 2n."""
+        """Starts of this rank's two slices of a row of T positions; each slice has T / 2n."""
         slice_length = length // (2 * self.size)
         return self.rank * slice_length, (2 * self.size - 1 - self.rank) * slice_length
 
     def cut(self, rows: torch.Tensor) -> torch.Tensor:
-        """[B, T / n, ...] this rank's part of rows [B, T, ...], a copy; T is a multiple of 2n."""
+        """Copy [B, T / n, ...] of this rank's part of rows [B, T, ...]; T is a multiple of 2n."""
         length = rows.shape[1]
         assert length % (2 * self.size) == 0
         width = length // (2 * self.size)
@@ -256,7 +250,7 @@ class ContextRank:
 
 
 def in_order(gathered: torch.Tensor, size: int) -> torch.Tensor:
-    """[T, ...] in the order of positions, of what all ranks have [T, ...], rank after rank."""
+    """Reorder all ranks' parts, joined rank after rank [T, ...], to the order of positions."""
     slices = gathered.unflatten(0, (size, 2, -1))
     # First slices ascend with the rank, second ones descend.
     return torch.cat([slices[:, 0], slices[:, 1].flip(0)]).flatten(0, 1)

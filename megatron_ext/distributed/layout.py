@@ -1,9 +1,8 @@
-"""How many processes a parallel layout needs; plain numbers, so that it is checked first.
+"""Parallel layout of a model, and the roles of a launch's processes: student or teacher.
 
-Which processes of a launch are the student's, and which a teacher's own.
-
-The first are the student's; the teachers' follow in the order of the configuration. A process takes
-its role once, before it joins the others of the role, which are a world of their own from then on.
+The student's processes come first; those of the teachers with ranks of their own follow in the
+order of the configuration. A process takes its role once, before it joins the others of the role,
+which form a world of their own from then on. Plain numbers: checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from megatron_ext.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What one process of a launch is."""
+    """Role of one process of a launch."""
 
     teacher: str | None
-    """Whose own ranks these are; None: the student's."""
+    """Name of the teacher that the process serves; None: the student."""
 
     first: int
     """Rank in the launch of the role's first process."""
@@ -33,16 +32,16 @@ class Role:
     """Processes of the launch."""
 
     rank: int
-    """Of this process in its role."""
+    """Rank of this process in its role."""
 
     @property
     def launch_rank(self) -> int:
-        """Of this process in the launch."""
+        """Rank of this process in the launch."""
         return self.first + self.rank
 
     @property
     def prefix(self) -> str:
-        """Under which the role's processes meet in the launch's store."""
+        """Key prefix of the role's processes in the launch's store."""
         return "megatron_ext/student" if self.teacher is None else f"megatron_ext/{self.teacher}"
 
 
@@ -53,12 +52,12 @@ def role_of(rank: int, launched: int, teacher_ranks: Mapping[str, int]) -> Role:
     """The role of one rank.
 
     Args:
-        rank: In the launch.
+        rank: Rank in the launch.
         launched: Processes of the launch.
-        teacher_ranks: How many are each teacher's own, by name.
+        teacher_ranks: Number of ranks of each teacher, by name.
 
     Raises:
-        ConfigError: None is left for the student.
+        ConfigError: No process is left for the student.
     """
     student = student_processes(launched, teacher_ranks)
     if rank < student:
@@ -75,7 +74,7 @@ def student_processes(launched: int, teacher_ranks: Mapping[str, int]) -> int:
     """Processes that a launch leaves the student.
 
     Raises:
-        ConfigError: None.
+        ConfigError: No process is left.
     """
     student = launched - sum(teacher_ranks.values())
     if student < 1:
@@ -89,7 +88,7 @@ def student_processes(launched: int, teacher_ranks: Mapping[str, int]) -> int:
 
 
 def take(teacher_ranks: Mapping[str, int]) -> Role | None:
-    """Take the role that torchrun's rank gives this process; None where all have the same.
+    """Take the role that torchrun's rank gives this process; None without teacher ranks.
 
     Raises:
         ConfigError: No process is left for the student.
@@ -97,26 +96,26 @@ def take(teacher_ranks: Mapping[str, int]) -> Role | None:
     global _role
     _role = None
     if teacher_ranks:
-        environment = os.environ
-        rank, launched = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
+        rank = int(os.environ.get("RANK", "0"))
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
         _role = role_of(rank, launched, teacher_ranks)
     return _role
 
 
 def current() -> Role | None:
-    """That was taken."""
+    """Role that ``take`` gave this process."""
     return _role
 
 
 def launched_processes() -> int:
-    """Number of processes that torchrun started, of this one's role; one without it."""
+    """Number of processes of this one's role; without roles, torchrun's or 1."""
     role = current()
     return role.size if role is not None else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How processes share one model; what is left over is data parallelism."""
+    """Parallel sizes of one model; the remaining factor of the processes is data parallelism."""
 
     tensor_model_parallel_size: int = 1
 
@@ -131,7 +130,7 @@ class Layout:
     """Whether tensor-parallel ranks share every sequence between the layers' matrices."""
 
     def replicas(self, world_size: int) -> int:
-        """Number of whole model replicas that the processes make.
+        """Number of model replicas that the processes form.
 
         Raises:
             ConfigError: The processes do not divide into whole replicas.
@@ -153,10 +152,10 @@ class Layout:
 
     @property
     def sequence_multiple(self) -> int:
-        """What rows are filled up to a multiple of, so that every rank has an equal part of them.
+        """Multiple that rows are padded to, so that every rank has an equal part of each row.
 
         A context-parallel rank has two slices of a row, which sequence parallelism cuts together.
-        Without context parallelism 1: rows are left as they are.
+        1 without context parallelism: rows are not padded.
         """
         if self.context_parallel_size == 1:
             return 1

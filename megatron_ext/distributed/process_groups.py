@@ -1,4 +1,4 @@
-"""Process groups of one rank, taken from megatron-core once and passed on explicitly."""
+"""Process groups of one rank: joined, cut by megatron-core, and passed on explicitly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_ext.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroups:
-    """Where this rank stands in the layout."""
+    """Process groups of this rank in the parallel layout."""
 
     tp: dist.ProcessGroup
     """Tensor-parallel: ranks that share one stage's layers and vocabulary."""
@@ -38,16 +38,16 @@ class ProcessGroups:
     """Context-parallel: ranks that share every sequence of a replica."""
 
     dp_cp: dist.ProcessGroup
-    """Replicas and the context-parallel ranks of each together: who gradients are summed over."""
+    """Data- and context-parallel ranks together, over which gradients are summed."""
 
     tp_cp: dist.ProcessGroup
-    """Ranks of one stage that read the same sequences, wholly or a part each."""
+    """Tensor- and context-parallel ranks of one stage, which read the same sequences."""
 
     device: torch.device
 
     @classmethod
     def from_megatron(cls, device: torch.device) -> ProcessGroups:
-        """Those of this rank, once megatron-core has made its groups."""
+        """Groups of this rank, after megatron-core has made them."""
         from megatron.core import parallel_state
 
         return cls(
@@ -87,7 +87,7 @@ class ProcessGroups:
 
     @property
     def cp_rank(self) -> int:
-        """Which part of every sequence this rank has."""
+        """Index of this rank's part of every sequence."""
         return dist.get_rank(self.cp)
 
     @property
@@ -97,16 +97,16 @@ class ProcessGroups:
 
     @property
     def is_main(self) -> bool:
-        """Whether this one rank, which knows the losses, writes files and the progress line."""
+        """Whether this is the one rank that writes files and progress; it knows the losses."""
         return dist.get_rank() == self._main_rank()
 
     @property
     def is_replica_main(self) -> bool:
-        """Whether this is the one rank of its replica that ``is_main`` is of the first."""
+        """Whether this rank is to its replica what the main rank is to the first."""
         return self.is_last_stage and dist.get_rank(self.tp) == 0 and self.cp_rank == 0
 
     def on_main(self, work: Callable[[], object]) -> None:
-        """Do ``work`` on the main rank while the others wait; its error is raised on every rank.
+        """Run ``work`` on the main rank while the others wait; raise its error on every rank.
 
         Collectives: one object broadcast over all ranks.
         """
@@ -181,17 +181,17 @@ def initialize(layout: Layout, *, timeout: timedelta = timedelta(minutes=30)) ->
 
 
 class LaunchPlace(NamedTuple):
-    """This process among all of its launch, whatever their roles."""
+    """Rank and store of this process among all processes of its launch, whatever their roles."""
 
     store: Store
-    """Where all meet, by a connection of its own: another thread may wait on another."""
+    """Store of the launch on a connection of its own, so that no other thread blocks it."""
 
     rank: int
     world_size: int
 
 
 def launch_place() -> LaunchPlace:
-    """Of a process that has joined its default group."""
+    """Place of a process that has joined its default group."""
     role = layout.current()
     if role is None:
         store = _get_default_store()

@@ -1,9 +1,9 @@
 """Tensor-parallel collectives with the gradients that replicated losses need. C rows, V columns.
 
-The convention of every function here: all ranks of the group end with the same replicated scalar
-loss, each calls ``backward`` on its own copy, and the gradient of a rank's columns is the slice of
-the unsharded gradient, not that slice times the group's size. Hence a sum over shards has the
-identity as its backward, and a copy to shards has a sum.
+Convention: all ranks of the group end with the same replicated scalar loss, each calls ``backward``
+on its own copy, and the gradient of a rank's columns is the slice of the unsharded gradient, not
+that slice times the group's size. Hence a sum over shards has the identity as its backward, and a
+copy to shards has a sum.
 
 With ``group`` None nothing is communicated and ``torch.distributed`` need not be initialised.
 """
@@ -47,7 +47,7 @@ def sum_over_shards(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor
 
 
 def copy_to_shards(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """``x`` itself, replicated already: the identity forward, one all-reduce backward."""
+    """``x``, which is already replicated: the identity forward, one all-reduce backward."""
     out: torch.Tensor = _CopyToShards.apply(x, group)
     return out
 
@@ -67,7 +67,7 @@ def reduce_scatter_columns(x: torch.Tensor, width: int, group: ProcessGroup | No
 
 
 def gather_columns(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """Every rank's [C, width] side by side: [C, width * group_size], no graph. One all-gather."""
+    """Join every rank's [C, width] to [C, width * group_size], no graph. One all-gather."""
     if group is None:
         return x
     parts = [torch.empty_like(x) for _ in range(group_size(group))]

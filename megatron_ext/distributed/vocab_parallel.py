@@ -1,10 +1,7 @@
-"""Softmax and argmax over a vocabulary that is sharded across a tensor-parallel group.
+"""Softmax, argmax and row exchange over a vocabulary sharded across a tensor-parallel group.
 
-T rows, Vp this rank's columns. Gradients follow the convention of ``shard_collectives``.
-
-Rows of a matrix that is cut over ranks, in another order. V rows, R ranks, Vp rows of a rank.
-
-Slices of rows, so that a temporary over a vocabulary stays small. T rows, Vp columns.
+T rows, V columns over all shards, Vp this rank's columns. Gradients follow the convention of
+``shard_collectives``. Temporaries as wide as a vocabulary are made a slice of rows at a time.
 """
 
 from __future__ import annotations
@@ -30,10 +27,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SLICE_ELEMENTS: Final = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Elements of one temporary by device type.
+"""Elements of one temporary, by device type.
 
 128 MiB in fp32 on a GPU, far above what launching a kernel costs. 4 MiB on a CPU: it stays in the
-cache, and the allocator hands the same pages out again (twice as fast on the losses as 128 MiB).
+cache, and the allocator reuses its pages (twice as fast on the losses as 128 MiB).
 """
 
 
@@ -50,7 +47,7 @@ def row_slices(rows: int, columns: int, *, device: torch.device) -> Iterator[sli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """Columns ``[start, stop)`` of a vocabulary, as this rank holds them.
+    """Columns ``[start, stop)`` of a vocabulary, held by this rank.
 
     The group's ranks hold equally many columns each, in rank order (megatron-core's layout).
     Columns at or beyond ``vocab_size`` are padding and take no probability mass.
@@ -85,14 +82,14 @@ class VocabShard:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What logits of ``dtype`` are summed in: fp64 for fp64, else fp32."""
+    """Dtype that logits of ``dtype`` are summed in: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def scaled_logits(
     logits: torch.Tensor, temperature: float, excluded: torch.Tensor | None
 ) -> torch.Tensor:
-    """A new tensor ``logits / temperature`` in the accumulation dtype, -inf where ``excluded``."""
+    """New tensor ``logits / temperature`` in the accumulation dtype, -inf where ``excluded``."""
     scaled = logits.detach().to(accumulation_dtype(logits.dtype), copy=True)
     if temperature != 1.0:
         scaled.div_(temperature)
@@ -102,7 +99,7 @@ def scaled_logits(
 class LogSumExp(NamedTuple):
     """``peak + log_sum`` in two tensors of one shape, at least [T].
 
-    Kept apart since a log-probability of fp32 logits near 1e4 would lose 1e-3 to their sum.
+    Separate since a log-probability of fp32 logits near 1e4 would lose 1e-3 to the sum of the two.
     """
 
     peak: torch.Tensor
@@ -149,7 +146,7 @@ def finite_peak(peak: torch.Tensor) -> torch.Tensor:
 def local_argmax(values: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
     """Maximum [T] of this rank's real columns and its global column [T] int64. No collectives.
 
-    A rank of padding alone answers -inf and a column beyond every vocabulary.
+    A rank of padding alone returns -inf and a column beyond every vocabulary.
     """
     if shard.valid_width:
         best, column = values.detach()[:, : shard.valid_width].max(dim=-1)
@@ -235,11 +232,11 @@ def reordered_rows(
     """This rank's rows of ``whole[sources]``, where ``whole`` [V, ...] is all ranks' rows joined.
 
     One all-to-all: a rank receives the rows that it lacks, at most ``Vp`` of them, and sends as
-    many. Beside the result there is one copy of what is sent and one of what arrives.
+    many. Memory beside the result: one copy of the sent rows and one of the received.
 
     Args:
         rows: [Vp, ...] this rank's, of one shape and dtype on every rank.
-        sources: [V] the row that each place gets, the same on every rank.
+        sources: [V] source row of each place, the same on every rank.
         group: The ranks, in the order of their rows; None: one rank has them all.
 
     Returns:
@@ -249,21 +246,21 @@ def reordered_rows(
     ranks = group_size(group)
     if ranks == 1:
         return detached.index_select(0, _index(sources, rows.device))
-    own, width = dist.get_rank(group), len(rows)
-    wanted = sources.reshape(ranks, width)
-    owner = wanted // width
-    sent = [wanted[rank][owner[rank] == own] - own * width for rank in range(ranks)]
-    received_counts = np.bincount(owner[own], minlength=ranks).tolist()
+    this_rank, width = dist.get_rank(group), len(rows)
+    needed = sources.reshape(ranks, width)
+    owner = needed // width
+    sent = [needed[rank][owner[rank] == this_rank] - this_rank * width for rank in range(ranks)]
+    received_counts = np.bincount(owner[this_rank], minlength=ranks).tolist()
     arrived = detached.new_empty(rows.shape)
     dist.all_to_all_single(
         arrived,
         detached.index_select(0, _index(np.concatenate(sent), rows.device)),
         received_counts,
-        [len(part) for part in sent],
+        [len(rows_of_rank) for rows_of_rank in sent],
         group=group,
     )
-    # Rows arrive by their owner, and of one owner in the order of their places.
-    arrival = np.argsort(owner[own], kind="stable")
+    # Rows arrive ordered by owner, and within an owner by place.
+    arrival = np.argsort(owner[this_rank], kind="stable")
     return torch.empty_like(arrived).index_copy_(0, _index(arrival, rows.device), arrived)
 
 

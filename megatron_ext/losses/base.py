@@ -1,11 +1,9 @@
-"""What every objective takes and returns.
+"""Inputs and output of every objective, and the counts known before the student runs.
 
-B batch, Ts Tt tokens, Vp local partition, C chunks, D hidden.
-
-What the data says of a microbatch before the student has run, and objectives count by.
+B batch, Ts Tt tokens, Vp local columns, C chunks, D hidden.
 
 A schedule runs the backward pass of one microbatch before the forward pass of the next, so the
-global count must be there before the first. The data says it.
+global count must be known before the first forward. ``KnownAhead`` holds the data that gives it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.losses.vocabulary_match import BoundaryColumns, VocabularyMatch
 
 SumCount = tuple[torch.Tensor, torch.Tensor]
-"""A local sum (fp32 scalar) and the number of things summed (int64 scalar)."""
+"""Local sum (fp32 scalar) and the number of terms in it (int64 scalar)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +60,12 @@ class DistillationInputs:
     """The tokens of both vocabularies that begin a word; for ``alm``."""
 
     completions: ChunkCompletions | None = None
-    """Rows of each chunk and what both models can say there; for ``partition_kl``."""
+    """Rows of each chunk and the continuations that both models can predict; for
+    ``partition_kl``."""
 
     chunk_mask: torch.Tensor | None = None
-    """[C] bool: chunks that count, as where another teacher is chosen for a sample; None: all."""
+    """[C] bool: chunks that count; False where another teacher is chosen for the sample. None:
+    all."""
 
     chunk_text_class: torch.Tensor | None = None
     """[C] int8: number in ``alignment.audit.text_class.TEXT_CLASSES``; for diagnostics."""
@@ -74,12 +74,12 @@ class DistillationInputs:
     """[C] int8: number in ``alignment.audit.character_table.SCRIPTS``; for diagnostics."""
 
     grad_scale: float | torch.Tensor = 1.0
-    """The gradient that ``LossOutput.loss_sum`` is going to get: its weight over its global count.
-    As a tensor a scalar without a graph. The gradient is written for it in the forward, and
-    another one costs a pass over that; it is not 0."""
+    """Upstream gradient that ``LossOutput.loss_sum`` will get: its weight over its global count,
+    not 0; as a tensor a scalar without a graph. The forward writes the gradient for it; another
+    upstream gradient costs one more pass over that."""
 
     def counted_chunks(self) -> torch.Tensor:
-        """int64 scalar: chunks that an objective over chunks sums over."""
+        """Number of chunks that an objective over chunks sums over, int64 scalar."""
         assert self.alignment is not None
         if self.chunk_mask is not None:
             return self.chunk_mask.sum()
@@ -89,28 +89,28 @@ class DistillationInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """A sum that is normalised once, globally, by whoever knows the global count."""
+    """Sum over a microbatch, normalised once by the caller, who knows the global count."""
 
     loss_sum: torch.Tensor
     """fp32 scalar with a graph; the same on every tensor-parallel rank."""
 
     count: torch.Tensor
-    """int64 scalar: what was summed over (chunks, tokens)."""
+    """int64 scalar: number of chunks or tokens in the sum."""
 
     metrics: dict[str, SumCount] = field(default_factory=dict)
 
     chunk_loss: torch.Tensor | None = None
-    """[C] without a graph: each chunk's part of ``loss_sum``, 0 for those that are left out; None
-    from an objective that does not sum over chunks."""
+    """[C] without a graph: each chunk's share of ``loss_sum``, 0 for chunks left out; None from an
+    objective that does not sum over chunks."""
 
 
 Over = Literal["chunks", "tokens"]
-"""What an objective sums over: chunks of an alignment, or the student's labels (``vocab_kl``)."""
+"""Terms of an objective's sum: chunks of an alignment, or the student's labels (``vocab_kl``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownAhead:
-    """The fields of ``DistillationInputs`` that the data gives."""
+    """Fields of ``DistillationInputs`` that the data gives before the student has run."""
 
     labels: torch.Tensor
     """[B, Ts] int64"""
@@ -124,7 +124,7 @@ class KnownAhead:
     """[B, Tt] int64, for objectives that read them; None: every chunk has all of them."""
 
     word_starts: torch.Tensor | None = None
-    """[V] bool, by a label of the student's: whether it begins a word; see ``BoundaryColumns``."""
+    """[V] bool: student tokens that begin a word; see ``BoundaryColumns``."""
 
     @property
     def aligned(self) -> AlignmentBatch:
@@ -138,7 +138,7 @@ class KnownAhead:
         return self.alignment
 
     def chunks(self, usable: torch.Tensor | None = None) -> torch.Tensor:
-        """int64 scalar: chunks that are in the mask and in ``usable`` [C] bool; None: all."""
+        """Number of chunks in the mask and in ``usable`` [C] bool, int64 scalar; None: all."""
         if self.chunk_mask is None and usable is None:
             return torch.tensor(self.aligned.chunk_count, device=self.labels.device)
         if self.chunk_mask is None or usable is None:

@@ -1,10 +1,6 @@
-"""Whether logits, labels, teacher and alignment fit one another; host-side shapes only.
+"""Checks of an objective's options and of its inputs' shapes, shards and target kinds.
 
-B batch, Ts Tt tokens, Vp local columns.
-
-Whether the ranks of a group hold a vocabulary between them, each its own part.
-
-Whether the options of an objective mean something.
+B batch, Ts Tt tokens, Vp local columns. Host-side: only ``check_shards_agree`` communicates.
 """
 
 from __future__ import annotations
@@ -26,13 +22,13 @@ from megatron_ext.losses.vocabulary_match import VocabularyMatch
 
 
 def check_shard(shard: VocabShard, *, side: str) -> None:
-    """Check one rank's part by its rank and the size of its group. No collectives.
+    """Check a shard against its rank and the size of its group. No collectives.
 
     Args:
-        side: Whose it is, for errors: ``"student"``.
+        side: Model that it belongs to, for errors: ``"student"``.
 
     Raises:
-        LossError: It is not the part of this rank, or the parts do not cover the vocabulary.
+        LossError: The shard is another rank's, or the shards do not cover the vocabulary.
     """
     size = group_size(shard.group)
     rank = 0 if shard.group is None else dist.get_rank(shard.group)
@@ -51,15 +47,15 @@ def check_shard(shard: VocabShard, *, side: str) -> None:
 
 
 def check_shards_agree(shard: VocabShard, *, side: str, device: torch.device | str) -> None:
-    """``check_shard`` on every rank, and all of one width and vocabulary.
+    """Check that every rank's shard is its own, and that all have one width and vocabulary.
 
-    To be called once, before training: one all-gather of three numbers, and the host waits for it.
+    Call it once, before training: one all-gather of three numbers, and the host waits for it.
 
     Raises:
-        LossError: On every rank, if the shards of two differ or one is not its rank's.
+        LossError: On every rank, where two shards differ or one is not its rank's.
     """
-    own = torch.tensor([[shard.start, shard.width, shard.vocab_size]], device=device)
-    ranks = gather_columns(own, shard.group).reshape(-1, 3).tolist()
+    numbers = torch.tensor([[shard.start, shard.width, shard.vocab_size]], device=device)
+    ranks = gather_columns(numbers, shard.group).reshape(-1, 3).tolist()
     width, vocab_size = ranks[0][1:]
     for rank, (start, other_width, other_size) in enumerate(ranks):
         if (start, other_width, other_size) != (rank * width, width, vocab_size):
@@ -76,7 +72,7 @@ def check_student(inputs: DistillationInputs) -> None:
     """Check the student's logits [B, Ts, Vp] against its labels and shard.
 
     Raises:
-        LossError: They differ in shape, or the shard is no part of its vocabulary.
+        LossError: They differ in shape, or the shard does not fit its rank and vocabulary.
     """
     check_shard(inputs.student_shard, side="student")
     logits = tuple(inputs.student_logits.shape)
@@ -96,17 +92,17 @@ def check_alignment(
     kinds: tuple[TargetKind, ...] = ("logits", "hidden"),
     why: str | None = None,
 ) -> tuple[AlignmentBatch, TeacherTargets]:
-    """The alignment and the teacher, both present and of the logits' shapes.
+    """Return the alignment and the teacher, checked against the logits' shapes.
 
     Args:
-        inputs: What the objective was called with.
+        inputs: Inputs of the objective.
         objective: Its name, for errors.
-        kinds: The forms of teacher targets that it accepts.
-        why: What keeps it from the others, for errors.
+        kinds: Kinds of teacher targets that it accepts.
+        why: Reason why it does not accept the others, for errors.
 
     Raises:
-        LossError: One is missing, targets have another form, or chunk ids, a chunk mask or columns
-            differ in shape from what they belong to.
+        LossError: One is missing, the targets are of another kind, or chunk ids, chunk mask, chunk
+            classes or columns have another shape than the positions, chunks or shard they describe.
     """
     teacher, alignment = inputs.teacher, inputs.alignment
     if teacher is None or alignment is None:
@@ -114,8 +110,8 @@ def check_alignment(
             f"the objective {objective} needs a teacher and an alignment",
             got=" and ".join(
                 f"no {name}"
-                for name, part in (("teacher", teacher), ("alignment", alignment))
-                if part is None
+                for name, value in (("teacher", teacher), ("alignment", alignment))
+                if value is None
             ),
         )
     check_teacher(teacher, objective=objective, kinds=kinds, why=why)
@@ -156,11 +152,10 @@ def check_teacher(
     kinds: tuple[TargetKind, ...],
     why: str | None = None,
 ) -> None:
-    """Check that an objective can use these targets, and that they fit their shard.
+    """Check that an objective accepts these targets, and that they fit their shard.
 
     Raises:
-        LossError: They have another form, or their tensors differ in shape from one another or
-            from the shard.
+        LossError: They are of another kind, or their tensors do not fit one another or the shard.
     """
     if teacher.kind not in kinds:
         raise LossError(
@@ -186,10 +181,10 @@ def check_teacher(
 def check_same_tokenizer(
     inputs: DistillationInputs, *, objective: str, kinds: tuple[TargetKind, ...]
 ) -> TeacherTargets:
-    """The teacher, which predicts the student's tokens at the student's positions.
+    """Return the teacher, checked to predict the student's tokens at the student's positions.
 
     Raises:
-        LossError: There is none, its targets have another form, it predicts at other positions,
+        LossError: There is none, its targets are of another kind, it predicts at other positions,
             or its vocabulary has another size or is cut in other places.
     """
     teacher, student = inputs.teacher, inputs.student_shard
@@ -226,10 +221,10 @@ def check_same_tokenizer(
 
 
 def check_match(inputs: DistillationInputs, *, objective: str) -> VocabularyMatch:
-    """The tokens that both vocabularies have.
+    """Return the vocabulary match, checked.
 
     Raises:
-        LossError: They are not given, or differ in number between the sides.
+        LossError: There is none, or its two sides differ in number.
     """
     match = inputs.match
     if match is None:
@@ -249,13 +244,13 @@ def check_match(inputs: DistillationInputs, *, objective: str) -> VocabularyMatc
 
 
 def check_projection(inputs: DistillationInputs, *, objective: str) -> ProjectionShard:
-    """The projection, cut for the shards of these inputs.
+    """Return the projection, checked to be cut for the shards of these inputs.
 
-    That it is one of these two vocabularies was checked when it was cut: ``ProjectionShard`` knows
+    That it is for these two vocabularies was checked when it was cut: ``ProjectionShard`` knows
     their sizes, and the file their fingerprints.
 
     Raises:
-        LossError: There is none, or it is cut for others.
+        LossError: There is none, or it is cut for other shards.
     """
     if inputs.projection is None or inputs.teacher is None:
         raise LossError(
@@ -300,14 +295,14 @@ gradient of NeMo RL's x_token losses, for comparison with runs that used them.""
 
 
 def why_nemo(numerics: Numerics) -> str | None:
-    """Why an objective with these numerics cannot be cut; None: it can."""
+    """Reason why an objective with these numerics cannot be cut; None: it can."""
     if numerics == "nemo":
         return "numerics nemo, which choose columns for the whole microbatch"
     return None
 
 
 def check_temperature(objective: str, temperature: float) -> None:
-    """Raises LossError where it is no positive number."""
+    """Raise LossError where the temperature is not a positive number."""
     if not (math.isfinite(temperature) and temperature > 0):
         raise LossError(
             f"the temperature of {objective} must be positive", got=temperature, expected="above 0"
@@ -315,7 +310,7 @@ def check_temperature(objective: str, temperature: float) -> None:
 
 
 def check_choice(objective: str, option: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raises LossError where ``value`` is none of the choices."""
+    """Raise LossError where ``value`` is none of the choices."""
     if value not in choices:
         raise LossError(
             f"unknown {option} of the objective {objective}",
@@ -325,7 +320,7 @@ def check_choice(objective: str, option: str, value: object, choices: tuple[obje
 
 
 def check_count(objective: str, option: str, value: int | None) -> None:
-    """Raises LossError where ``value`` is below 1; None stands for all."""
+    """Raise LossError where ``value`` is below 1; None stands for all."""
     if value is not None and value < 1:
         raise LossError(
             f"{option} of the objective {objective} compares nothing",

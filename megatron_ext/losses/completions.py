@@ -1,12 +1,11 @@
-"""Rows and completions of a microbatch's chunks, made where its data is loaded.
-
-B batch, Ts Tt tokens, C chunks, H chains, E completions.
-
-Which tokens of two vocabularies are the same text behind a prefix. V Vs Vt vocabularies.
+"""Completions of chunks: tokens of two vocabularies that are the same text behind a prefix.
 
 Where a student writes one token and its teacher several, the teacher's first tokens are a prefix of
-the student's token, and what may follow is known for both: for the prefix ``1``, the student's
-``17`` is the teacher's ``7``.
+the student's token, and the possible continuations of both are known: behind the prefix ``1``, the
+student's ``17`` is the teacher's ``7``. ``ChunkCompletions`` are made where a microbatch's data is
+loaded, from the ``CompletionTable`` of the pair.
+
+B batch, Ts Tt tokens, C chunks, H chains, E completions, V Vs Vt vocabularies.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixPairs:
-    """Tokens of one vocabulary that begin with a prefix, and the other's for what is behind it.
+    """Tokens of one vocabulary that begin with a prefix, and the other's tokens for the rest.
 
     ``bytes(whole[i]) == prefix + bytes(part[i])``, neither of them empty.
     """
 
     row: dict[bytes, int]
-    """Prefix -> row; in no order."""
+    """Prefix -> row, in no order."""
 
     pointers: Ids
-    """[rows + 1] where the pairs of each prefix start."""
+    """[rows + 1] start of each prefix's pairs."""
 
     whole: NDArray[np.int32]
     """[pairs] ascending within a prefix."""
@@ -51,7 +50,7 @@ class PrefixPairs:
 
     @classmethod
     def of(cls, whole_ids: dict[bytes, int], part_ids: dict[bytes, int]) -> PrefixPairs:
-        """All pairs, from the id of each spelling in both vocabularies."""
+        """Build all pairs from the id of each spelling in both vocabularies."""
         row: dict[bytes, int] = {}
         rows: list[int] = []
         wholes: list[int] = []
@@ -85,7 +84,7 @@ class PrefixPairs:
 class CompletionTable:
     """Completions of every prefix, between two vocabularies; built once for a pair.
 
-    Of several ids with the same bytes, the one that the tokenizer emits stands for them.
+    Several ids with the same bytes are represented by the one that the tokenizer emits.
     """
 
     student_bytes: Sequence[bytes | None]
@@ -102,7 +101,7 @@ class CompletionTable:
 
     @classmethod
     def from_tokenizers(cls, student: ByteTokenizer, teacher: ByteTokenizer) -> CompletionTable:
-        """The table of a pair; seconds for vocabularies of 150,000."""
+        """Build the table of a pair; takes seconds for vocabularies of 150,000."""
         spellers = Speller(student), Speller(teacher)
         student_ids, teacher_ids = (
             {speller.tokens[token] or b"": token for token in sorted(speller.emitted_ids)}
@@ -114,7 +113,7 @@ class CompletionTable:
     def from_token_bytes(
         cls, student: Sequence[bytes | None], teacher: Sequence[bytes | None]
     ) -> CompletionTable:
-        """The table of two lists of bytes by id; of equal bytes the lowest id stands for them."""
+        """Build the table from lists of bytes by id; the lowest id represents equal bytes."""
         return cls._of(student, teacher, *map(_lowest_ids, (student, teacher)))
 
     @classmethod
@@ -135,38 +134,38 @@ class CompletionTable:
     def completions(
         self, student: Sequence[int], teacher: Sequence[int], limit: int | None = None
     ) -> tuple[Ids, Ids]:
-        """Last tokens of both sides that are one text behind the tokens before, realised one first.
+        """Last tokens of both sides that spell the same text, the observed pair first.
 
         Args:
             student: The student's tokens of a chunk.
             teacher: The teacher's.
-            limit: Most completions besides the realised one, those of the lowest whole ids; ids of
+            limit: Most completions besides the observed one, those of the lowest whole ids; ids of
                 most vocabularies grow with rarity. None: all.
 
         Returns:
-            Student ids and teacher ids. Only the realised pair where both sides have several
+            Student ids and teacher ids. Only the observed pair where both sides have several
             tokens or one each, or where their bytes are not known to be equal.
         """
-        realised = np.array([student[-1]]), np.array([teacher[-1]])
+        observed = np.array([student[-1]]), np.array([teacher[-1]])
         if (len(student) == 1) == (len(teacher) == 1):
-            return realised
+            return observed
         mirrored = len(student) > 1
         whole, parts = (teacher[0], student) if mirrored else (student[0], teacher)
         spellings = (self.student_bytes, self.teacher_bytes)
         whole_bytes, part_bytes = spellings[::-1] if mirrored else spellings
         text, pieces = whole_bytes[whole], [part_bytes[part] for part in parts]
         if text is None or not all(pieces) or b"".join(p or b"" for p in pieces) != text:
-            return realised
+            return observed
         pairs = self.teacher_wholes if mirrored else self.student_wholes
-        found_whole, found_part = pairs.behind(text[: len(text) - len(pieces[-1] or b"")])
-        # The spelling of the realised pair may be in the table under other ids.
+        paired_whole, paired_part = pairs.behind(text[: len(text) - len(pieces[-1] or b"")])
+        # The table may hold the spelling of the observed pair under other ids.
         other = np.fromiter(
-            (whole_bytes[token] != text for token in found_whole.tolist()),
+            (whole_bytes[token] != text for token in paired_whole.tolist()),
             dtype=np.bool_,
-            count=len(found_whole),
+            count=len(paired_whole),
         )
-        wholes = np.concatenate([[whole], found_whole[other][:limit]]).astype(np.int64)
-        last = np.concatenate([[parts[-1]], found_part[other][:limit]]).astype(np.int64)
+        wholes = np.concatenate([[whole], paired_whole[other][:limit]]).astype(np.int64)
+        last = np.concatenate([[parts[-1]], paired_part[other][:limit]]).astype(np.int64)
         return (last, wholes) if mirrored else (wholes, last)
 
 
@@ -180,24 +179,24 @@ def _lowest_ids(tokens: Sequence[bytes | None]) -> dict[bytes, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkCompletions:
-    """What ``partition_kl`` compares in each chunk; rows count over the flattened [B, T].
+    """Rows and completions that ``partition_kl`` compares; rows count over the flattened [B, T].
 
-    Chunks of one token a side are ``singles``, all others chains. A chunk of several tokens is
-    left out where one of them has no label: what was observed is not known then.
+    Chunks of one token a side are ``singles``, all others ``chains``. A chunk of several tokens is
+    left out where one of them has no label, since its observed text is then unknown.
     """
 
     singles: SingleRows
 
     single_chunk: torch.Tensor
-    """[singles] int64: their chunks, ascending."""
+    """[singles] int64: chunk of each single, ascending."""
 
     chains: Chains
 
     chain_chunk: torch.Tensor
-    """[H] int64: theirs."""
+    """[H] int64: chunk of each chain, ascending."""
 
     chunk_count: int
-    """C of the alignment."""
+    """C, chunks of the alignment."""
 
     @classmethod
     def of(
@@ -216,7 +215,7 @@ class ChunkCompletions:
             student_labels: [B, Ts] int64: the token that each position predicts, negative for none.
             teacher_labels: [B, Tt] int64
             table: Of the two vocabularies.
-            limit: Most completions of a chunk besides the realised one, see
+            limit: Most completions of a chunk besides the observed one, see
                 ``CompletionTable.completions``; those left out count into the rest.
 
         Raises:
@@ -233,17 +232,17 @@ class ChunkCompletions:
         is_single = classes == ChunkClass.ONE_TO_ONE
         single_chunk = np.flatnonzero(is_single)
         chain_chunk = np.flatnonzero(~is_single & sides[0].is_labelled & sides[1].is_labelled)
-        found = [
+        completions = [
             table.completions(
                 sides[0].labels_of(chunk).tolist(), sides[1].labels_of(chunk).tolist(), limit
             )
             for chunk in chain_chunk.tolist()
         ]
-        counts = [len(student) for student, _ in found]
+        counts = [len(ids) for ids, _ in completions]
         chains = Chains(
-            student=sides[0].chain_rows(chain_chunk, _joined([student for student, _ in found])),
-            teacher=sides[1].chain_rows(chain_chunk, _joined([teacher for _, teacher in found])),
-            completion_chain=_tensor(np.repeat(np.arange(len(found)), counts)),
+            student=sides[0].chain_rows(chain_chunk, _joined([ids for ids, _ in completions])),
+            teacher=sides[1].chain_rows(chain_chunk, _joined([ids for _, ids in completions])),
+            completion_chain=_tensor(np.repeat(np.arange(len(completions)), counts)),
             completion_pointers=(0, *np.cumsum(counts, dtype=np.int64).tolist()),
             longest=max((side.longest(chain_chunk) for side in sides), default=0),
         )
@@ -256,15 +255,15 @@ class ChunkCompletions:
         )
 
     def to(self, device: torch.device | str) -> ChunkCompletions:
-        """The same on ``device``."""
+        """Copy to ``device``."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> ChunkCompletions:
-        """The same in page-locked memory, from which ``to`` does not wait."""
+        """Copy to page-locked memory, from which ``to`` does not block."""
         return self._each(torch.Tensor.pin_memory)
 
     def by_place(self, student: IdTable, teacher: IdTable) -> ChunkCompletions:
-        """The same with places of a vocabulary layout instead of ids."""
+        """Replace ids by their places in a vocabulary layout."""
         chains = self.chains
         return replace(
             self,
@@ -290,7 +289,7 @@ class ChunkCompletions:
 
 
 class _Side:
-    """The rows of each chunk on one side, in order."""
+    """Rows and labels of each chunk on one side, in order."""
 
     def __init__(self, chunk_id: Ids, labels: Ids, chunk_count: int) -> None:
         flat = chunk_id.reshape(-1)
@@ -301,7 +300,7 @@ class _Side:
         np.cumsum(np.bincount(flat[used], minlength=chunk_count), out=self._pointers[1:])
         unlabelled = np.bincount(flat[used], self._labels[used] < 0, minlength=chunk_count)
         self.is_labelled: NDArray[np.bool_] = unlabelled == 0
-        """[C] every token of the chunk has a label."""
+        """[C] chunks of which every token has a label."""
 
     def rows_of(self, chunk: int) -> Ids:
         rows: Ids = self._rows[self._pointers[chunk] : self._pointers[chunk + 1]]
@@ -316,20 +315,20 @@ class _Side:
         return rows
 
     def longest(self, chunks: Ids) -> int:
-        """Most tokens of one of the chunks, less the last."""
+        """Largest number of tokens before the last one in any of the chunks."""
         sizes = np.diff(self._pointers)[chunks]
         return int(sizes.max(initial=1)) - 1
 
     def chain_rows(self, chunks: Ids, completion: Ids) -> ChainRows:
         rows = [self.rows_of(chunk) for chunk in chunks.tolist()]
-        steps = [len(own) - 1 for own in rows]
-        step_row = _joined([own[:-1] for own in rows])
+        steps = [len(chunk_rows) - 1 for chunk_rows in rows]
+        step_row = _joined([chunk_rows[:-1] for chunk_rows in rows])
         return ChainRows(
             step_row=_tensor(step_row),
             step_label=_tensor(self._labels[step_row]),
             step_chain=_tensor(np.repeat(np.arange(len(rows)), steps)),
             step_place=_tensor(_joined([np.arange(count) for count in steps])),
-            last_row=_tensor(_joined([own[-1:] for own in rows])),
+            last_row=_tensor(_joined([chunk_rows[-1:] for chunk_rows in rows])),
             completion=_tensor(completion),
         )
 

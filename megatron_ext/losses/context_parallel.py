@@ -2,15 +2,14 @@
 
 Student and teacher are cut by their own tokens, so a chunk's rows can lie on several ranks, and the
 teacher's on others than the student's. Each chunk gets one owner, the rank of its first student
-row. Rows that an owner lacks are sent to it; all the others stay where they are. Then every rank
-calls the objective on its own chunks, and sums and counts are added over the context-parallel group
-as they are over data-parallel replicas.
+row. Rows that an owner lacks are sent to it; all others stay where they are. Every rank then calls
+the objective on its own chunks, and sums and counts are added over the context-parallel group as
+they are over data-parallel replicas.
 
-Sharing the work so is right for objectives that are a sum over chunks of what their rows, and the
-row after each, say. It is not for ``alm`` that merges chunks, since a group of them can go over the
-border of two owners, nor for ``numerics="nemo"``, which chooses columns for a microbatch.
-Objectives over tokens (``next_token``, ``vocab_kl``) need no exchange: call them on the slices as
-they are.
+This is right for objectives that are a sum over chunks, each of which depends on its rows and the
+row after them. It is wrong for ``alm`` that merges chunks, since a group can span two owners, and
+for ``numerics="nemo"``, which chooses columns for a microbatch. Objectives over tokens
+(``next_token``, ``vocab_kl``) need no exchange: call them on the slices.
 
 B batch, Ts Tt tokens of whole sequences, C chunks, C' of them owned, M rows after the exchange.
 """
@@ -54,20 +53,20 @@ _TEACHER_ROWS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallelPlan:
-    """Which chunks of one microbatch a rank owns, and the rows it sends and receives for them."""
+    """Chunks of one microbatch that a rank owns, and the rows it sends and receives for them."""
 
     alignment: AlignmentBatch
     """The owned chunks, numbered from 0, over rows [1, M]: those of the chunks and the one after
     each, in the order of the whole sequences. A blank row follows a chunk that nothing follows."""
 
     chunks: torch.Tensor
-    """[C'] int64: their numbers in the whole alignment, ascending."""
+    """[C'] int64: numbers of the owned chunks in the whole alignment, ascending."""
 
     student: RowExchange
     teacher: RowExchange
 
     student_rows: torch.Tensor
-    """[M] int64: where each row is in the flattened whole sequences; ``BLANK_ROW`` a blank one."""
+    """[M] int64: index of each row in the flattened whole sequences; ``BLANK_ROW`` a blank one."""
 
     teacher_rows: torch.Tensor
     """[M] int64"""
@@ -86,8 +85,8 @@ class ContextParallelPlan:
 
         Args:
             alignment: Of whole sequences, the same on every rank, on the CPU.
-            student: How the student's sequences are cut.
-            teacher: How the teacher's are.
+            student: Cut of the student's sequences.
+            teacher: Cut of the teacher's.
             rank: This rank in ``group``.
             group: The context-parallel group; None for one rank.
 
@@ -123,10 +122,10 @@ class ContextParallelPlan:
             ]
             exchanges.append(RowExchange.plan(holder, needed, rank=rank, group=group))
             needed_rows.append(needed[rank])
-            own, is_blank = needed[rank], needed[rank] == BLANK_ROW
+            rows, is_blank = needed[rank], needed[rank] == BLANK_ROW
             # The last entry of ``number`` is for NO_CHUNK.
-            local_ids.append(np.where(is_blank, NO_CHUNK, number[ids[own]])[None])
-            local_bounds.append(_local_bounds(own, bounds))
+            local_ids.append(np.where(is_blank, NO_CHUNK, number[ids[rows]])[None])
+            local_bounds.append(_local_bounds(rows, bounds))
         return cls(
             alignment=AlignmentBatch.from_chunk_ids(
                 torch.from_numpy(local_ids[0]),
@@ -145,9 +144,9 @@ class ContextParallelPlan:
     def labels(
         self, student: torch.Tensor, teacher: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Labels [1, M] of the plan's rows from those of whole sequences [B, T], on the host.
+        """Labels [1, M] of the plan's rows, from those of whole sequences [B, T]; on the host.
 
-        With ``alignment`` they make the ``completions`` of ``inputs``.
+        ``completions`` of ``inputs`` are made from them and ``alignment``.
         """
         return _picked(student, self.student_rows), _picked(teacher, self.teacher_rows)
 
@@ -163,19 +162,19 @@ class ContextParallelPlan:
         )
 
     def inputs(self, slices: DistillationInputs) -> DistillationInputs:
-        """The inputs of this rank's own chunks, to call an objective with.
+        """Inputs of this rank's chunks, to call an objective with.
 
         Args:
-            slices: What this rank holds: rows [B, T of one rank] of the student and of the teacher,
-                in the order of their layouts. What is said of chunks ([C], as ``chunk_mask``) is of
-                all of them, but ``completions`` are of the plan's own alignment and labels.
-                ``alignment`` is not looked at.
+            slices: Rows that this rank holds, [B, T of one rank] of the student and of the teacher,
+                in the order of their layouts. Tensors [C], as ``chunk_mask``, are of all chunks;
+                ``completions`` are those of the plan's alignment and labels. ``alignment`` is
+                ignored.
 
         Returns:
-            Rows [1, M] of the plan's alignment. A row after a chunk can be another rank's too, so
-            these are no inputs for an objective over tokens.
+            Rows [1, M] of the plan's alignment. A row after a chunk can also be on another rank, so
+            an objective over tokens must not be called with them.
 
-            One all-to-all for each tensor of rows there is, over the context-parallel group, which
+            One all-to-all for each tensor of rows, over the context-parallel group, which
             sends only rows of chunks that lie on several ranks: ``Vp`` or ``D`` elements a row.
             Backward: one for the student's logits, and one for its hidden states. The student's
             logits of this rank are copied once.
@@ -183,11 +182,10 @@ class ContextParallelPlan:
         Raises:
             LossError: Rows that are not those of the plan, or completions of another alignment.
         """
-        own_rows = self.student.target.shape[0], self.teacher.target.shape[0]
-        _check_rows("student", slices.labels.shape, own_rows[0])
+        _check_rows("student", slices.labels.shape, len(self.student.target))
         teacher = slices.teacher
         if teacher is not None:
-            _check_rows("teacher", teacher.positions, own_rows[1])
+            _check_rows("teacher", teacher.positions, len(self.teacher.target))
         chunks = self.alignment.chunk_count
         if slices.completions is not None and slices.completions.chunk_count != chunks:
             raise LossError(
@@ -221,7 +219,7 @@ class ContextParallelPlan:
 
 
 def _bounds(chunk_id: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Ids:
-    """Where sequences [B + 1] begin when rows follow one another."""
+    """Starts [B + 1] of the sequences in the flattened rows, and the end."""
     if cu_seqlens is not None:
         return cu_seqlens.numpy().astype(np.int64)
     return np.arange(chunk_id.shape[0] + 1, dtype=np.int64) * chunk_id.shape[1]
@@ -239,8 +237,8 @@ def _needed_rows(ids: Ids, spans: Ids, bounds: Ids, is_owned: NDArray[np.bool_])
 
 
 def _local_bounds(rows: Ids, bounds: Ids) -> NDArray[np.int32]:
-    """Where the sequences [B + 1] begin among the rows that are left of them."""
-    # A blank row is of the sequence of the row before.
+    """Starts [B + 1] of the sequences among the rows that a rank needs, and the end."""
+    # A blank row belongs to the sequence of the row before it.
     filled = np.where(rows == BLANK_ROW, np.roll(rows, 1), rows)
     return np.searchsorted(filled, bounds).astype(np.int32)
 

@@ -1,18 +1,14 @@
-"""What a loss over chunks says about them besides its sum. C chunks.
+"""Diagnostics of a microbatch: metrics of a loss over chunks, and the check for NaN logits.
 
-Names of metrics, each a (sum, count) over the chunks of one microbatch:
+``class_metrics`` gives, each as a (sum, count) over the chunks of one microbatch:
 
 - ``used/one_to_one`` and the other three classes: chunks in the sum, of the class's chunks;
-- ``loss/one_to_one``: their part of the loss, of those chunks that are in the sum;
+- ``loss/one_to_one``: their share of the loss, of those chunks that are in the sum;
 - ``loss/digits-1``, ``loss/Latin``: the same by text class and by script, where the inputs know
   them.
 
-The same names come back from every microbatch, in the same order. No collectives: whatever goes in
-is replicated over the tensor-parallel group, and so is what comes out.
-
-Whether logits hold NaN or infinities: an error on every rank, and no wait in the hot path.
-
-B batch, T tokens, Vp local columns.
+The names and their order are the same for every microbatch. No collectives: inputs and outputs are
+replicated over the tensor-parallel group. B batch, T tokens, C chunks, Vp local columns.
 """
 
 from __future__ import annotations
@@ -41,16 +37,16 @@ def chunk_output(
     means: Mapping[str, torch.Tensor] | None = None,
     metrics: Mapping[str, SumCount] | None = None,
 ) -> LossOutput:
-    """The output of an objective that has a loss for every chunk.
+    """Output of an objective that has a loss for every chunk.
 
     Args:
-        inputs: What the objective was called with; it has an alignment.
-        chunk_loss: [C] fp32 with a graph, the same on every tensor-parallel rank. What chunks that
-            are not in the sum hold is not looked at, NaN included.
-        usable: bool [C], chunks that the objective can use; None: all. Those outside
+        inputs: Inputs of the objective, with an alignment.
+        chunk_loss: [C] fp32 with a graph, the same on every tensor-parallel rank. Values of chunks
+            that are not in the sum are ignored, NaN included.
+        usable: bool [C], chunks that the objective can use; None: all. Chunks outside
             ``inputs.chunk_mask`` are left out as well.
-        means: Name -> [C] of any dtype, to be averaged over the chunks in the sum.
-        metrics: Name -> (sum, count) of anything else.
+        means: Name -> [C] of any dtype, averaged over the chunks in the sum.
+        metrics: Name -> (sum, count), passed on unchanged.
     """
     used = used_chunks(inputs, usable)
     count = used.sum()
@@ -84,7 +80,7 @@ def over_chunks(values: torch.Tensor, used: torch.Tensor) -> SumCount:
 def class_metrics(
     inputs: DistillationInputs, chunk_loss: torch.Tensor, used: torch.Tensor
 ) -> dict[str, SumCount]:
-    """Chunks used and their loss by class, see the top of this file.
+    """Used chunks and their loss by class; the names are at the top of this file.
 
     Args:
         chunk_loss: [C] without a graph, 0 where ``used`` is False.
@@ -94,15 +90,15 @@ def class_metrics(
     assert alignment is not None
     one = used.to(chunk_loss.dtype)
     everything = torch.ones_like(used)
-    found = _by_class("used", one, everything, alignment.chunk_class, _CHUNK_CLASSES)
+    metrics = _by_class("used", one, everything, alignment.chunk_class, _CHUNK_CLASSES)
     for classes, names in (
         (alignment.chunk_class, _CHUNK_CLASSES),
         (inputs.chunk_text_class, tuple(TEXT_CLASSES)),
         (inputs.chunk_script, SCRIPTS),
     ):
         if classes is not None:
-            found |= _by_class("loss", chunk_loss, used, classes, names)
-    return found
+            metrics |= _by_class("loss", chunk_loss, used, classes, names)
+    return metrics
 
 
 def _by_class(
@@ -126,21 +122,21 @@ _SIDES: Final = ("student", "teacher")
 
 
 class FiniteCheck(NamedTuple):
-    """What was found in one microbatch, on the device until somebody asks."""
+    """Flags of non-finite numbers in one microbatch, on the device until they are asked for."""
 
     bad: torch.Tensor
-    """int32 [2], the same on every rank of the group: whether the student's and the teacher's
+    """int32 [2], the same on every rank of the group: 1 where the student's or the teacher's
     numbers are bad on any rank."""
 
     def merged(self, other: FiniteCheck) -> FiniteCheck:
-        """Of both microbatches; for one question a step."""
+        """Combine the flags of two microbatches, so that a step asks once."""
         return FiniteCheck(torch.maximum(self.bad, other.bad))
 
     def raise_if_bad(self, *, where: str | None = None) -> None:
         """Wait for the device and raise, on every rank alike.
 
         Args:
-            where: Which microbatch or iteration it was.
+            where: Microbatch or iteration, for the error.
 
         Raises:
             LossError: A number was bad.
@@ -157,11 +153,11 @@ class FiniteCheck(NamedTuple):
 
 
 def check_finite(inputs: DistillationInputs) -> FiniteCheck:
-    """Look at everything that an objective reads, in one pass and one all-reduce of two flags.
+    """Check every number that an objective reads, in one pass and one all-reduce of two flags.
 
-    NaN and +inf are bad; -inf masks a token. Rows without a label and of no chunk, and padding, are
-    not looked at. Nothing waits for the device; ``FiniteCheck.raise_if_bad`` does, once a step if
-    asked so. Every rank calls this for every microbatch, whatever it holds.
+    NaN and +inf are bad; -inf masks a token. Padding, and rows with neither label nor chunk, are
+    ignored. This does not wait for the device; ``FiniteCheck.raise_if_bad`` does, once a step if
+    asked so. Every rank calls it for every microbatch, whatever it holds.
 
     Collectives: one all-reduce of int32 [2] over the student's group.
     """
@@ -187,12 +183,12 @@ def check_finite(inputs: DistillationInputs) -> FiniteCheck:
 
 
 def _is_bad(values: torch.Tensor, rows: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
-    """int32 scalar: whether a used row [.., V] of ``values`` has NaN or +inf."""
+    """1 where a used row [.., V] of ``values`` has NaN or +inf, else 0; int32 scalar."""
     flat, used = values.detach().flatten(0, 1), rows.flatten()
-    found = torch.zeros((), dtype=torch.bool, device=values.device)
+    any_bad = torch.zeros((), dtype=torch.bool, device=values.device)
     width = flat.shape[-1] if shard is None else shard.valid_width
     for part in row_slices(*flat.shape, device=values.device):
         seen = flat[part, :width]
         bad = (seen.isnan() | (seen == torch.inf)).any(dim=-1)
-        found |= (bad & used[part]).any()
-    return found.to(torch.int32)
+        any_bad |= (bad & used[part]).any()
+    return any_bad.to(torch.int32)

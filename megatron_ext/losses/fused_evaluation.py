@@ -1,4 +1,7 @@
-"""Objectives that read the same logits, together and without a graph. n rows, Vp local columns."""
+"""Evaluation of objectives that read the same logits, together and without a graph.
+
+n rows, Vp local columns.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def fused_pair(parts: Mapping[str, LossPart], scales: Mapping[str, Scale]) -> tuple[str, ...]:
-    """The first part that takes the cross-entropy along, and that; or nothing.
+    """Names of the first part that evaluates the cross-entropy with itself, and of that; or ().
 
-    They are evaluated together where both weigh something and read the same labels.
+    They are evaluated together where both have a weight above 0 and read the same labels.
     """
     labelled = [name for name, part in parts.items() if isinstance(part.objective, NextTokenLoss)]
     if len(labelled) != 1 or _is_zero(scales[labelled[0]]):
@@ -42,15 +45,16 @@ def evaluate_together(
 ) -> dict[str, LossOutput]:
     """Outputs without a graph, by name, and the gradient of the scaled sums together.
 
-    A ``FusedObjective``, with the cross-entropy or without, is one pass. Others run under autograd:
-    each takes one or two more tensors of the size of the logits.
+    A ``FusedObjective``, with the cross-entropy or without, is one pass. Other objectives run under
+    autograd, with one or two more tensors of the size of the logits each.
 
     Args:
         inputs: With logits [B, T, Vp] that have no graph.
-        gradient: [n, Vp], n = B T; can be the logits. None: it is not asked for.
+        gradient: [n, Vp], n = B T, receives the gradient; can be the logits. None: none is
+            computed.
 
     Collectives: those of the objectives, forward and backward, and two all-reduces of [n] for the
-    accuracy where another objective takes the cross-entropy along.
+    accuracy where the cross-entropy is evaluated with another objective.
     """
     main, labelled = _in_one_pass(objectives, inputs)
     if main is None:
@@ -61,26 +65,26 @@ def evaluate_together(
     if labelled is not None:
         # Read before the gradient is written over the logits.
         top_column = vocab_argmax(inputs.student_logits.flatten(0, 1), inputs.student_shard)
-    found = objective.evaluate(
+    evaluated = objective.evaluate(
         inputs,
         scale=scales[main],
         ce_scale=None if labelled is None else scales[labelled],
         gradient=gradient,
     )
-    outputs = {main: found.output}
+    outputs = {main: evaluated.output}
     if labelled is not None:
         next_token = objectives[labelled]
         assert isinstance(next_token, NextTokenLoss)
-        assert found.token_loss is not None
+        assert evaluated.token_loss is not None
         assert top_column is not None
-        outputs[labelled] = next_token.output(inputs, found.token_loss, top_column)
+        outputs[labelled] = next_token.output(inputs, evaluated.token_loss, top_column)
     return {name: outputs[name] for name in objectives}
 
 
 def _in_one_pass(
     objectives: Mapping[str, Objective], inputs: DistillationInputs
 ) -> tuple[str | None, str | None]:
-    """Names of the objective that is evaluated, and of the cross-entropy beside it."""
+    """Names of the objective that one pass evaluates, and of the cross-entropy beside it."""
     labelled = [name for name, each in objectives.items() if isinstance(each, NextTokenLoss)]
     others = [name for name in objectives if name not in labelled]
     if len(labelled) > 1 or len(others) > 1:
@@ -109,7 +113,7 @@ def _under_autograd(
                 replace(
                     inputs,
                     student_logits=leaf,
-                    # A term that weighs nothing is measured all the same.
+                    # A term of weight 0 is still measured.
                     grad_scale=1.0 if _is_zero(scales[name]) else scales[name],
                 )
             )
@@ -118,11 +122,11 @@ def _under_autograd(
     if gradient is not None:
         sums = [output.loss_sum for output in outputs.values()]
         weights = [torch.ones_like(out.loss_sum) * scales[name] for name, out in outputs.items()]
-        (found,) = torch.autograd.grad(sums, leaf, weights, materialize_grads=True)
-        gradient.copy_(found.flatten(0, 1))
+        (logits_gradient,) = torch.autograd.grad(sums, leaf, weights, materialize_grads=True)
+        gradient.copy_(logits_gradient.flatten(0, 1))
     return {name: replace(out, loss_sum=out.loss_sum.detach()) for name, out in outputs.items()}
 
 
 def _is_zero(scale: Scale) -> bool:
-    """Whether the host knows it to be 0."""
+    """Whether the scale is known on the host to be 0."""
     return not isinstance(scale, torch.Tensor) and scale == 0

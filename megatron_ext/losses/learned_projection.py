@@ -1,8 +1,8 @@
 """A projection whose inexact rows are trained with the student. Vs, Vt vocabularies, N entries.
 
-No bytes decide how much of ``17`` each of ``1`` and ``7`` should get, or which of two similar
-tokens stands for a third: the shares of such a row start where the projection has them, and follow
-the loss from there.
+No bytes decide which share of ``17`` each of ``1`` and ``7`` should get, or which of two similar
+tokens stands for a third. The shares of such a row start at those of the projection and are trained
+by the loss.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron_ext.projection.sparse_projection import SparseProjection
 
 
 class LearnedProjection(torch.nn.Module):
-    """Shares of the rows of several entries, as a softmax over each of them; other rows are fixed.
+    """Shares of inexact rows of several entries, a softmax over each row; other rows are fixed.
 
     The parameter ``logits`` [N] holds every such row, the same on each tensor-parallel rank, so
     that a checkpoint fits any layout: 0.2 MB for Llama 3.2 to Qwen3. Rows keep their candidates and
     their sum of 1, and reachable columns stay reachable.
 
     Args:
-        projection: Where the shares start.
+        projection: Initial shares.
         student_shard: This rank's student columns.
         teacher_shard: This rank's teacher columns.
-        device: Of the parameter and of what ``forward`` returns.
+        device: Device of the parameter and of the shards that ``forward`` returns.
 
     Raises:
         ProjectionError: As ``ProjectionShard.from_projection``, or no row has several entries.
@@ -75,7 +75,7 @@ class LearnedProjection(torch.nn.Module):
         self._place_entries(student_shard, device)
 
     def forward(self) -> ProjectionShard:
-        """This rank's rows with the shares of now, whose gradient reaches ``logits``.
+        """This rank's rows with the current shares, whose gradient reaches ``logits``.
 
         Forward: no collectives. Backward: one all-reduce of [N].
         """
@@ -92,7 +92,7 @@ class LearnedProjection(torch.nn.Module):
         )
 
     def to_projection(self) -> SparseProjection:
-        """The shares of now, as a projection without padding to save and to build others from."""
+        """The current shares as a projection without padding, to save or to build others from."""
         weights = self._projection.values.astype(np.float64)
         weights[self._is_learned] = self._shares().detach().double().cpu().numpy()
         return SparseProjection.from_entries(
@@ -114,7 +114,7 @@ class LearnedProjection(torch.nn.Module):
         return mass / mass.new_zeros(count).index_add(0, self._segment, mass)[self._segment]
 
     def _place_entries(self, shard: VocabShard, device: torch.device | str) -> None:
-        """Where this rank's learned entries are: among all, in the rows, and in the columns."""
+        """Keep the places of this rank's learned entries: among all, by row and by column."""
         indptr, learned = self._projection.indptr, self._is_learned
         first = min(shard.start, self._projection.shape[0])
         stop = first + shard.valid_width
@@ -122,7 +122,7 @@ class LearnedProjection(torch.nn.Module):
         place = np.flatnonzero(learned[entries])
         row = self._projection.entry_rows[entries] - shard.start
         column = self._projection.indices[entries].astype(np.int64)
-        # As the transpose has them: by column, and by row within one.
+        # Order of the transpose: by column, and by row within a column.
         transposed = np.empty(len(row), dtype=np.int64)
         transposed[np.lexsort((row, column))] = np.arange(len(row))
         source = (np.cumsum(learned) - 1)[entries][place]
@@ -136,7 +136,8 @@ class LearnedProjection(torch.nn.Module):
             self._keep(name, array, device)
 
     def _keep(self, name: str, ids: NDArray[np.int64], device: torch.device | str) -> None:
-        """A buffer that checkpoints leave out: it follows from the projection and the layout."""
+        """Register a buffer that checkpoints omit: it follows from the projection and the
+        layout."""
         tensor = torch.from_numpy(ids.astype(np.int64)).to(device)
         self.register_buffer(name, tensor, persistent=False)
 

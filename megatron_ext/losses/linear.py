@@ -1,10 +1,6 @@
-"""Objectives on hidden states and heads, without logits that are whole.
+"""Objectives evaluated from hidden states and heads, one tile of logits at a time.
 
-B batch, Ts Tt tokens, Vp local columns, D hidden.
-
-Outputs of objectives on tiles, added up to those of the microbatch. C chunks.
-
-A teacher's targets, a tile at a time. B batch, Tt tokens, Vp local columns.
+B batch, Ts Tt tokens, Vp local columns, C chunks, D hidden, n rows of a tile.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from megatron_ext.ops.tile_plan import Tile, TilePlan
 
 
 class AddedOutputs:
-    """Every number of a ``LossOutput`` is a sum, and so are its counts."""
+    """Outputs of the tiles added up to those of the microbatch: all their numbers are sums."""
 
     def __init__(self, plan: TilePlan) -> None:
         self._plan = plan
@@ -36,7 +32,7 @@ class AddedOutputs:
         self._chunk_loss: dict[str, torch.Tensor] = {}
 
     def add(self, tile: Tile, outputs: Mapping[str, LossOutput]) -> None:
-        """What the objectives say of a tile; without a graph."""
+        """Add the objectives' outputs on a tile, which have no graph."""
         for name, output in outputs.items():
             before = self._outputs.get(name)
             self._outputs[name] = output if before is None else _sum(before, output)
@@ -48,7 +44,7 @@ class AddedOutputs:
                 whole[self._plan.chunks[tile.chunks]] = output.chunk_loss
 
     def outputs(self) -> dict[str, LossOutput]:
-        """Of the microbatch."""
+        """Outputs of the microbatch, by name."""
         return {
             name: replace(output, chunk_loss=self._chunk_loss.get(name))
             for name, output in self._outputs.items()
@@ -67,9 +63,9 @@ def _sum(one: LossOutput, other: LossOutput) -> LossOutput:
 
 
 class TeacherTiles:
-    """Cuts targets of any kind; those of kind ``hidden`` become the logits of a tile.
+    """Teacher targets of any kind, cut to tiles; kind ``hidden`` becomes the logits of a tile.
 
-    These are in one buffer [n, Vp], which the next tile overwrites.
+    These logits are in one buffer [n, Vp], which the next tile overwrites.
     """
 
     def __init__(self, teacher: TeacherTargets | None, plan: TilePlan) -> None:
@@ -102,25 +98,27 @@ class TeacherTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearOutput:
-    """One microbatch's part of a loss."""
+    """One microbatch's share of a loss."""
 
     total: torch.Tensor
     """``sum over parts: scale * loss_sum``, fp32 scalar with a graph; the same on every rank of
     the shards' group."""
 
     parts: dict[str, LossOutput]
-    """The sum, count and metrics of every objective, as of whole logits; without a graph."""
+    """Sum, count and metrics of every objective, equal to those of whole logits; without a
+    graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearDistillation:
     """Objectives summed, each with a scale, from the student's hidden states and head.
 
-    The same numbers as from logits, at one tile of them at a time: ``ops/linear_form`` has how, and
-    what it costs. A teacher of kind ``hidden`` is multiplied by its head tile by tile as well.
+    The same numbers as from whole logits, with one tile of them in memory: see
+    ``ops/linear_form`` for the method and its cost. A teacher of kind ``hidden`` is multiplied by
+    its head tile by tile as well.
 
-    The gradient is computed in the forward, so weights and global counts belong into the scales:
-    counts are known ahead (``losses/base.py``).
+    The forward computes the gradient, so weights and global counts belong into the scales; counts
+    are known ahead (``losses/base.py``).
     """
 
     objectives: Mapping[str, Objective]
@@ -136,11 +134,11 @@ class LinearDistillation:
         if not self.objectives:
             raise LossError("a linear form needs an objective", got="none")
         for name, objective in self.objectives.items():
-            why = objective.why_no_linear_form
-            if why is not None:
+            reason = objective.why_no_linear_form
+            if reason is not None:
                 raise LossError(
                     f"the objective {name} has no linear form",
-                    got=f"{type(objective).__name__}: {why}",
+                    got=f"{type(objective).__name__}: {reason}",
                     expected="a sum over chunks or labels, each from rows of its own",
                     fix="call it with logits",
                 )
@@ -148,7 +146,7 @@ class LinearDistillation:
     def tiles(
         self, known: KnownAhead, completions: ChunkCompletions | None = None
     ) -> MicrobatchTiles:
-        """Cut a microbatch, on the CPU; a data loader's work.
+        """Cut a microbatch, on the CPU, where its data is loaded.
 
         Raises:
             LossError: It cannot be cut, see ``MicrobatchTiles.of``.
@@ -175,8 +173,8 @@ class LinearDistillation:
             inputs: With ``student_hidden`` and ``student_head_weight``; ``student_logits`` is
                 ``no_logits(...)``.
             tiles: Of this microbatch, on the device of the inputs.
-            scales: Of each objective's sum: its weight over its global count. A tensor is a scalar
-                on that device without a graph.
+            scales: Factor of each objective's sum: its weight over its global count. A tensor is a
+                scalar on that device without a graph.
 
         Collectives: those of the objectives' forwards and backwards, in every tile.
 
@@ -209,7 +207,7 @@ class LinearDistillation:
 
 
 class _Run:
-    """One pass over the tiles; keeps what the objectives say of each."""
+    """One pass over the tiles, which adds up the objectives' outputs."""
 
     def __init__(
         self,
@@ -237,9 +235,9 @@ class _Run:
 
 
 def no_logits(hidden: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """What stands for logits [B, Ts, Vp] of ``hidden`` [B, Ts, D] that are not made.
+    """Placeholder for the logits [B, Ts, Vp] of ``hidden`` [B, Ts, D], which are not made.
 
-    One NaN, seen everywhere: shape, dtype and device are right, and who reads it will notice.
+    One NaN, expanded: shape, dtype and device are right, and any use shows.
     """
     nan = hidden.detach().new_full((), torch.nan)
     return nan.expand(*hidden.shape[:2], shard.width)

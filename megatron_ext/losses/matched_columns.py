@@ -1,8 +1,6 @@
-"""A vocabulary match, cut to one rank's columns. Vp local columns, N common tokens.
+"""Vocabulary match cut to one rank's columns, and rows of both models by counted chunks.
 
-Chunk ids with the chunks that do not count taken out, and both models' rows by them.
-
-T rows, C chunks.
+T rows, Vp local columns, C chunks, N common tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from megatron_ext.ops.chunk_rows import ChunkedLogits
 
 
 class MatchedColumns(NamedTuple):
-    """This rank's columns of both sides and what they match."""
+    """This rank's columns of both sides with their matches."""
 
     student_common: torch.Tensor
     """bool [Vps]: columns with a match; False in padding."""
@@ -48,10 +46,10 @@ class MatchedColumns(NamedTuple):
 def matched_columns(
     inputs: DistillationInputs, teacher: TeacherTargets, *, objective: str
 ) -> MatchedColumns:
-    """The inputs' match in this rank's columns. No collectives, and no wait for the device.
+    """Cut the inputs' match to this rank's columns. No collectives, and no wait for the device.
 
     Raises:
-        LossError: There is none, its sides differ in number, or it has more tokens than a
+        LossError: There is no match, its sides differ in number, or it has more tokens than a
             vocabulary.
     """
     match, shards = inputs.match, (inputs.student_shard, teacher.shard)
@@ -59,7 +57,7 @@ def matched_columns(
         raise LossError(
             f"the objective {objective} needs to know which tokens both vocabularies have",
             got="no match",
-            fix="make a VocabularyMatch of the projection's partition",
+            fix="make a VocabularyMatch from the projection's partition",
         )
     count = len(match.common_student)
     smaller = min(shard.vocab_size for shard in shards)
@@ -80,11 +78,11 @@ def matched_columns(
     )
 
 
-def _partners(own: torch.Tensor, other: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+def _partners(ids: torch.Tensor, partners: torch.Tensor, shard: VocabShard) -> torch.Tensor:
     """int64 [Vp]: the other side's token that each of this shard's columns matches, -1 for none."""
     size = max(shard.vocab_size, shard.stop)
-    everywhere = torch.full((size,), -1, dtype=torch.int64, device=own.device)
-    everywhere[own] = other
+    everywhere = torch.full((size,), -1, dtype=torch.int64, device=ids.device)
+    everywhere[ids] = partners
     return everywhere[shard.start : shard.stop]
 
 
@@ -94,10 +92,10 @@ def _or_padding(common: torch.Tensor, shard: VocabShard) -> torch.Tensor:
 
 
 def counted_ids(inputs: DistillationInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Student [B Ts] and teacher [B Tt] ids, ``NO_CHUNK`` in chunks outside ``chunk_mask``.
+    """Student [B Ts] and teacher [B Tt] chunk ids, ``NO_CHUNK`` outside ``chunk_mask``.
 
-    Rows without a chunk are looked at by no objective, so that what is in them, NaN included, is
-    neither in the value nor in the gradient.
+    No objective reads rows without a chunk, so their content, NaN included, is neither in the value
+    nor in the gradient.
     """
     alignment = inputs.alignment
     assert alignment is not None
@@ -105,7 +103,7 @@ def counted_ids(inputs: DistillationInputs) -> tuple[torch.Tensor, torch.Tensor]
     mask = inputs.chunk_mask
     if mask is None:
         return student, teacher
-    # One more for NO_CHUNK, the last from behind.
+    # NO_CHUNK is -1, which indexes this extra last entry.
     counts = torch.cat([mask, mask.new_zeros(1)])
     return (
         torch.where(counts[student], student, NO_CHUNK),
@@ -119,7 +117,7 @@ def chunked_pair(
     ids: tuple[torch.Tensor, torch.Tensor],
     count: int,
 ) -> tuple[ChunkedLogits, ChunkedLogits]:
-    """The student's and the teacher's logits by chunk; ``ids`` [B Ts] and [B Tt] of C chunks."""
+    """Student's and teacher's logits by chunk; ``ids`` [B Ts] and [B Tt] of ``count`` chunks."""
     student, rows = inputs.student_logits.flatten(0, 1), teacher.to_logits().flatten(0, 1)
     return (
         ChunkedLogits.of(student, ids[0], count, inputs.student_shard),

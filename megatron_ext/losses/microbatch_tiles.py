@@ -1,8 +1,7 @@
-"""A microbatch cut into tiles, made where its data is loaded. B batch, T tokens, C chunks.
+"""A microbatch cut into tiles, with its alignment and completions, where its data is loaded.
 
-The completions of a microbatch's chunks, cut to tiles. S steps, H chains, E completions.
-
-Numpy on the host, as ``ChunkCompletions`` are made.
+B batch, T tokens, C chunks, S steps, H chains, E completions. Numpy on the host, as
+``ChunkCompletions``.
 """
 
 from __future__ import annotations
@@ -25,20 +24,21 @@ Ids = NDArray[np.int64]
 
 
 def tile_completions(completions: ChunkCompletions, plan: TilePlan) -> tuple[ChunkCompletions, ...]:
-    """Of each tile, with rows and chunks counted from its first.
+    """Cut completions to each tile, with rows and chunks counted from the tile's first.
 
     Args:
-        completions: Of the whole microbatch, on the CPU.
-        plan: With its tensors on the CPU.
+        completions: Completions of the whole microbatch, on the CPU.
+        plan: Plan with its tensors on the CPU.
     """
-    return _Cutter(completions, plan).all_tiles()
+    cutter = _Cutter(completions, plan)
+    return tuple(cutter.tile(tile) for tile in plan.tiles)
 
 
 class _Cutter:
-    """Where rows and chunks of a microbatch are in the order of its plan."""
+    """Places of a microbatch's rows and chunks in the order of its plan."""
 
     def __init__(self, completions: ChunkCompletions, plan: TilePlan) -> None:
-        self._whole, self._plan = completions, plan
+        self._whole = completions
         self._student = _places(plan.student_rows, plan.student_total)
         self._teacher = _places(plan.teacher_rows, plan.teacher_total)
         chunk = _places(plan.chunks, len(plan.chunks))
@@ -52,10 +52,7 @@ class _Cutter:
         )
         self._ends = _Members(place[chains.completion_chain.numpy()])
 
-    def all_tiles(self) -> tuple[ChunkCompletions, ...]:
-        return tuple(self._tile(tile) for tile in self._plan.tiles)
-
-    def _tile(self, tile: Tile) -> ChunkCompletions:
+    def tile(self, tile: Tile) -> ChunkCompletions:
         whole = self._whole
         single, chain = self._singles.of(tile), self._chains.of(tile)
         new_chain = np.full(len(whole.chain_chunk), -1)
@@ -66,8 +63,8 @@ class _Cutter:
         rows = [self._chain_rows(side, new_chain, chain, end, tile) for side in range(2)]
         first = (tile.student.start, tile.teacher.start)
         singles = (
-            place[own.numpy()[single]] - start
-            for place, own, start in zip(
+            place[rows_of_side.numpy()[single]] - start
+            for place, rows_of_side, start in zip(
                 (self._student, self._teacher), whole.singles, first, strict=True
             )
         )
@@ -103,7 +100,7 @@ class _Cutter:
 
 
 class _Members:
-    """Things that belong to chunks, by the places of these."""
+    """Items that belong to chunks, sorted by the places of their chunks."""
 
     def __init__(self, place: Ids) -> None:
         self.place = place
@@ -111,14 +108,14 @@ class _Members:
         self._sorted = place[self._order]
 
     def of(self, tile: Tile) -> Ids:
-        """Indices of those of a tile's chunks, chunk by chunk."""
+        """Indices of the items of a tile's chunks, chunk by chunk."""
         bounds = np.searchsorted(self._sorted, [tile.chunks.start, tile.chunks.stop])
-        found: Ids = self._order[bounds[0] : bounds[1]]
-        return found
+        members: Ids = self._order[bounds[0] : bounds[1]]
+        return members
 
 
 def _places(listed: torch.Tensor, count: int) -> Ids:
-    """[count] the place in ``listed`` of every number, -1 where it is not."""
+    """Place [count] of every number in ``listed``, -1 for those not in it."""
     place = np.full(count, -1, dtype=np.int64)
     place[listed.numpy()] = np.arange(len(listed))
     return place
@@ -126,15 +123,15 @@ def _places(listed: torch.Tensor, count: int) -> Ids:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchTiles:
-    """Where a microbatch is cut, and what the host knows of every tile."""
+    """Cuts of a microbatch, with the alignment and completions of every tile."""
 
     plan: TilePlan
 
     alignments: tuple[AlignmentBatch | None, ...]
-    """Of each tile: its rows as one sample, its chunks from 0."""
+    """Alignment of each tile: its rows as one sample, its chunks from 0."""
 
     completions: tuple[ChunkCompletions | None, ...]
-    """The same of ``ChunkCompletions``."""
+    """Completions of each tile, numbered likewise."""
 
     @classmethod
     def of(
@@ -146,17 +143,17 @@ class MicrobatchTiles:
         with_labels: bool = True,
         completions: ChunkCompletions | None = None,
     ) -> MicrobatchTiles:
-        """Cut what is known of a microbatch, on the CPU.
+        """Cut a microbatch, on the CPU.
 
         Args:
             rows: Most rows of a tile, of either model; see ``TilePlan.of``.
             paired: Both models read the same tokens, and are compared position by position at the
                 labels; no alignment.
-            with_labels: Whether rows with a label are used that are in no chunk.
+            with_labels: Whether labelled rows outside every chunk are used.
             completions: For ``partition_kl``.
 
         Raises:
-            LossError: A plan cannot be made, or there is no alignment where chunks are compared.
+            LossError: No plan can be made, or there is no alignment where chunks are compared.
         """
         labelled = known.labels != IGNORE_INDEX
         if paired:
@@ -178,25 +175,25 @@ class MicrobatchTiles:
         return cls(plan=plan, alignments=alignments, completions=cut)
 
     def to(self, device: torch.device | str) -> MicrobatchTiles:
-        """The same on ``device``."""
+        """Copy to ``device``."""
         return replace(
             self,
             plan=self.plan.to(device),
-            alignments=tuple(part and part.to(device) for part in self.alignments),
-            completions=tuple(part and part.to(device) for part in self.completions),
+            alignments=tuple(each and each.to(device) for each in self.alignments),
+            completions=tuple(each and each.to(device) for each in self.completions),
         )
 
     def inputs(self, whole: DistillationInputs) -> Iterator[DistillationInputs]:
-        """What an objective gets of each tile, but for logits and the teacher's targets."""
+        """Inputs of an objective for each tile, without its logits and the teacher's targets."""
         for index, tile in enumerate(self.plan.tiles):
-            own, other = self.plan.student_index(tile), self.plan.teacher_index(tile)
+            rows, teacher_rows = self.plan.student_index(tile), self.plan.teacher_index(tile)
             chunks = self.plan.chunks[tile.chunks]
             yield replace(
                 whole,
-                labels=_rows(whole.labels, own),
+                labels=_rows(whole.labels, rows),
                 alignment=self.alignments[index],
                 completions=self.completions[index],
-                teacher_labels=_rows_if(whole.teacher_labels, other),
+                teacher_labels=_rows_if(whole.teacher_labels, teacher_rows),
                 chunk_mask=_of_chunks(whole.chunk_mask, chunks),
                 chunk_text_class=_of_chunks(whole.chunk_text_class, chunks),
                 chunk_script=_of_chunks(whole.chunk_script, chunks),
@@ -206,12 +203,12 @@ class MicrobatchTiles:
 
 
 def _alignment(aligned: AlignmentBatch, plan: TilePlan, tile: Tile) -> AlignmentBatch:
-    own, other = (
+    student_id, teacher_id = (
         torch.where(ids < 0, -1, ids - tile.chunks.start)[None]
         for ids in (plan.student_chunk_id[tile.student], plan.teacher_chunk_id[tile.teacher])
     )
     is_exact = aligned.is_exact[plan.chunks[tile.chunks]]
-    return AlignmentBatch.from_chunk_ids(own, other, is_exact=is_exact)
+    return AlignmentBatch.from_chunk_ids(student_id, teacher_id, is_exact=is_exact)
 
 
 def _rows(values: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:

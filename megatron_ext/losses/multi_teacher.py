@@ -1,8 +1,6 @@
-"""Several teachers at once. B batch, Ts Tt tokens, Vp local columns, S samples, P teachers.
+"""Several teachers at once: summed, averaged, or one selected for each sample.
 
-One teacher from several with the student's tokenizer. B batch, T tokens, Vp local columns.
-
-Chunks and labels of some of the samples. B batch, Ts tokens, C chunks, S samples.
+B batch, Ts Tt tokens, Vp local columns, C chunks, S samples, P teachers.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ from megatron_ext.losses.vocabulary_match import row_samples
 def averaged_inputs(
     inputs: Mapping[str, DistillationInputs], weights: Sequence[float]
 ) -> DistillationInputs:
-    """The first teacher's inputs with ``sum_i w_i z_i / sum_i w_i`` [B, T, Vp] as its logits, fp32.
+    """First teacher's inputs with ``sum_i w_i z_i / sum_i w_i`` [B, T, Vp] as logits, fp32.
 
-    A teacher of weight 0 is not looked at. No collectives: every rank averages its own columns.
+    A teacher of weight 0 is skipped. No collectives: every rank averages its own columns.
 
     Raises:
         LossError: A teacher that reads other tokens than the student, or targets without logits.
     """
     total = sum(weights)
     mean: torch.Tensor | None = None
-    for (name, own), weight in zip(inputs.items(), weights, strict=True):
-        targets = _same_tokenizer(own, name)
+    for (name, teacher_inputs), weight in zip(inputs.items(), weights, strict=True):
+        targets = _same_tokenizer(teacher_inputs, name)
         if weight == 0:
             continue
         logits = targets.to_logits().detach()
@@ -58,7 +56,7 @@ def averaged_inputs(
 
 
 def teacher_targets(inputs: DistillationInputs, name: str) -> TeacherTargets:
-    """The targets of the teacher ``name``.
+    """Targets of the teacher ``name``.
 
     Raises:
         LossError: There are none.
@@ -90,7 +88,7 @@ def _same_tokenizer(inputs: DistillationInputs, name: str) -> TeacherTargets:
 
 
 def restricted(known: KnownAhead, is_chosen: torch.Tensor, over: Over) -> KnownAhead:
-    """``known`` without the samples that are not chosen.
+    """Restrict ``known`` to the chosen samples.
 
     Args:
         is_chosen: [S] bool.
@@ -98,7 +96,7 @@ def restricted(known: KnownAhead, is_chosen: torch.Tensor, over: Over) -> KnownA
             become ``IGNORE_INDEX``.
 
     Raises:
-        LossError: Chunks without an alignment.
+        LossError: There is no alignment, and ``over`` is ``chunks``.
     """
     alignment = known.alignment
     if over == "tokens":
@@ -121,7 +119,7 @@ of what they choose from. ``nemo``: ``ln V_i / ln V_min``, as the original multi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherObjective:
-    """How to learn from one teacher."""
+    """Objective and weight of one teacher."""
 
     objective: Objective
 
@@ -137,8 +135,8 @@ class MultiTeacherLossAggregator:
       times the vocabulary normalisation.
     - ``averaged_logits``: one KD against ``sum_i w_i z_i / sum_i w_i``. Only teachers with the
       student's tokenizer, and one objective for all; never a silent sum instead.
-    - ``select_teacher``: every sample is learned from the teacher that gives its text the fewest
-      bits per byte. The sum over the samples of all teachers is divided by their counts together.
+    - ``select_teacher``: every sample is distilled from the teacher that gives its text the fewest
+      bits per byte. The sum over all samples is divided by the teachers' joint count.
 
     Once per global batch, after the teachers' forward passes and before the student's: add
     ``scores`` up over the microbatches, ``reduce_scores`` over the data-parallel group, and turn
@@ -151,20 +149,21 @@ class MultiTeacherLossAggregator:
     """
 
     teachers: Mapping[str, TeacherObjective]
-    """By name. The order is that of ``weights``."""
+    """Teachers by name, in the order of ``weights``."""
 
     mode: TeacherMode = "sum"
 
     measure: TeacherMeasure | None = None
-    """What weights follow in mode ``sum``, see ``losses/teacher_scores``; None: static ones."""
+    """Measure that weights follow in mode ``sum``, see ``losses/teacher_scores``; None: static
+    ones."""
 
     alpha: float = 1.0
-    """How strongly weights follow the scores; 0: equal weights."""
+    """Strength with which weights follow the scores; 0: equal weights."""
 
     vocab_normalisation: VocabNormalisation = "none"
 
     term: str = field(default="kd", repr=False)
-    """The term of the loss that parts belong to; names of parts begin with it."""
+    """Term of the loss that the parts belong to; names of parts begin with it."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -201,18 +200,18 @@ class MultiTeacherLossAggregator:
     def __call__(
         self, inputs: Mapping[str, DistillationInputs], *, weights: torch.Tensor | None = None
     ) -> dict[str, LossPart]:
-        """One microbatch's parts, named ``kd/<teacher>``, or ``kd/average``.
+        """Parts of one microbatch, named ``kd/<teacher>``, or ``kd/average``.
 
         Args:
-            inputs: For every teacher the student with that teacher's targets, alignment, projection
-                and match. In mode ``select_teacher`` what ``selected`` returned.
+            inputs: By teacher, the student with that teacher's targets, alignment, projection and
+                match. In mode ``select_teacher`` restricted by ``selected``.
             weights: [P] fp32 from ``weights``; None for the static ones.
 
         Returns:
             Parts for a ``LossPlan``. No collectives but those of averaging.
 
         Raises:
-            LossError: Inputs of other teachers, or dynamic weights that were not given.
+            LossError: Inputs of other teachers, or missing dynamic weights.
         """
         self._check_names(inputs)
         if self.mode == "averaged_logits":
@@ -236,7 +235,7 @@ class MultiTeacherLossAggregator:
         return parts
 
     def scores(self, texts: Mapping[str, TeacherText]) -> torch.Tensor:
-        """Nats and bytes [P, 2] fp64 of one microbatch, to be added up; see ``sample_scores``.
+        """Nats and bytes [P, 2] fp64 of one microbatch, to be summed; see ``sample_scores``.
 
         Raises:
             LossError: Static weights, or texts of other teachers.
@@ -254,14 +253,14 @@ class MultiTeacherLossAggregator:
         return dynamic_weights(totals, self.measure, alpha=self.alpha)
 
     def select(self, texts: Mapping[str, TeacherText]) -> torch.Tensor:
-        """Number [S] of the teacher of each sample; collectives of ``sample_scores``, P times."""
+        """Index [S] of each sample's best teacher; collectives of ``sample_scores``, P times."""
         self._check_names(texts)
         return best_teacher([sample_scores(texts[name], "bits_per_byte") for name in self.teachers])
 
     def selected(
         self, known: Mapping[str, KnownAhead], choice: torch.Tensor
     ) -> dict[str, KnownAhead]:
-        """Each teacher's chunks or labels, without the samples that went to another.
+        """Restrict each teacher's chunks or labels to the samples that chose it.
 
         Args:
             known: By teacher, with whole alignments also under context parallelism. Labels of the
@@ -275,7 +274,7 @@ class MultiTeacherLossAggregator:
         }
 
     def counts(self, known: Mapping[str, KnownAhead]) -> dict[str, torch.Tensor]:
-        """One microbatch's counts by ``count_name``, before the student has run."""
+        """Counts of one microbatch by ``count_name``, before the student has run."""
         self._check_names(known)
         if self.mode == "averaged_logits":
             name, teacher = next(iter(self.teachers.items()))

@@ -1,4 +1,4 @@
-"""Cross-entropy and the KD of any number of teachers as one loss, under familiar names."""
+"""Cross-entropy and KD from any number of teachers as one loss, under NeMo RL's names."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ class CrossTokenizerDistillationLossFn:
        microbatches and data- and context-parallel ranks, or norms of gradients
        (``LayerGradients``). A term whose count is 0 is left out.
 
-    A configuration of NeMo RL's x_token loss works as it is. What differs is said at each key:
+    A configuration of NeMo RL's x_token loss works unchanged. Each key documents its differences:
     objectives are proper unless ``numerics`` is ``nemo``, teachers are compared per byte, and
     dynamic scaling follows an average over steps.
 
     Args:
-        config: What all teachers share, or its keys as a mapping.
+        config: Options shared by all teachers, or their mapping.
         teachers: One configuration, or mapping, a teacher.
-        weighting: Of KD against cross-entropy; None: as ``config`` says.
+        weighting: Weighting of KD against cross-entropy; None: chosen by ``config``.
 
     Raises:
-        LossError: A key that there is not, a value of another type, options that contradict one
-            another, teachers of one name, no teacher.
-        UnknownNameError: An objective that there is not.
+        LossError: An unknown key, a value of another type, options that contradict one another,
+            two teachers of one name, or no teacher.
+        UnknownNameError: An unknown objective.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class CrossTokenizerDistillationLossFn:
         step: int = 0,
         teacher_weights: torch.Tensor | None = None,
     ) -> CombinedOutput:
-        """One microbatch.
+        """Compute the loss of one microbatch.
 
         Args:
             student: Logits and labels for cross-entropy; under context parallelism this rank's
                 slices.
-            teachers: By name the student with each teacher; under context parallelism what
-                ``ContextParallelPlan.inputs`` returned.
+            teachers: By name, the student with each teacher; under context parallelism the
+                inputs that ``ContextParallelPlan.inputs`` returns.
             step: Number of the global batch, from 0.
-            teacher_weights: Of ``aggregator.weights``, where there is a ``sum_weights_metric``.
+            teacher_weights: Result of ``aggregator.weights``, with a ``sum_weights_metric``.
 
         Returns:
             Parts ``ce`` and ``kd/<teacher>`` with metrics. Collectives: those of ``NextTokenLoss``
@@ -124,20 +124,20 @@ class CrossTokenizerDistillationLossFn:
     def counts(
         self, student: KnownAhead, teachers: Mapping[str, KnownAhead]
     ) -> dict[str, torch.Tensor]:
-        """One microbatch's counts by name, int64 scalars, before the student has run."""
+        """Counts of one microbatch by name, int64 scalars, before the student has run."""
         tokens = self._next_token.count_ahead(student)
         return {"ce": tokens, **self.aggregator.counts(teachers)}
 
     def observe(self, values: Mapping[str, float]) -> None:
-        """Tell the weighting what a global batch has shown, see ``LossWeighting``."""
+        """Pass a global batch's observed values to the weighting, see ``LossWeighting``."""
         self.weighting.observe(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """What an exact resume needs; plain numbers."""
+        """State that an exact resume needs; plain numbers."""
         return {"weighting": self.weighting.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Restore ``state``."""
         self.weighting.load_state_dict(state["weighting"])
 
 

@@ -21,7 +21,7 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossTokenizerLossConfig:
-    """What all teachers share.
+    """Options shared by all teachers.
 
     Raises:
         LossError: Options that contradict one another.
@@ -34,7 +34,7 @@ class CrossTokenizerLossConfig:
     """With ``gold_loss``: by H-KL instead, whose match of the vocabularies is relaxed."""
 
     temperature: float = 1.0
-    """Of KD; its square is in the loss, once."""
+    """Temperature of KD; its square is in the loss, once."""
 
     vocab_topk: int | None = None
     """Teacher tokens that projected KL compares. Proper: so many a chunk and the rest as one;
@@ -60,14 +60,14 @@ class CrossTokenizerLossConfig:
     see ``MatchedWeighting``, and not by the microbatch itself, as the original does."""
 
     kd_loss_mode: TeacherMode = "sum"
-    """What becomes of several teachers, see ``MultiTeacherLossAggregator``."""
+    """Combination of several teachers, see ``MultiTeacherLossAggregator``."""
 
     sum_weights_metric: SumWeightsMetric | None = None
     """Mode ``sum``: weigh teachers by how well they know the text: ``ce`` by bits per byte,
     ``entropy``, ``max_prob``; all per byte. None: by their weights."""
 
     alpha: float = 1.0
-    """How strongly the weights follow the metric."""
+    """Strength with which the weights follow the metric."""
 
     normalize_teacher_by_vocab: bool = False
     """Mode ``sum``: weigh by the logarithm of the vocabulary's size: ``ln V_min / ln V_i``; with
@@ -95,7 +95,7 @@ class CrossTokenizerLossConfig:
                     where=option,
                 )
         check_gold(gold_loss=self.gold_loss, xtoken_loss=self.xtoken_loss, where="xtoken_loss")
-        # Also where dynamic scaling makes nothing of them: they are there to be switched to.
+        # Also under dynamic scaling, which does not use them: the user may switch to them.
         for option in ("kl_loss_weight", "ce_loss_scale"):
             weight = getattr(self, option)
             if not 0 <= weight < math.inf:
@@ -125,27 +125,26 @@ class TeacherLossConfig:
     """
 
     name: str | None = None
-    """What it is called in inputs and metrics; None: ``t0``, ``t1``, in the order of the list."""
+    """Name in inputs and metrics; None: ``t0``, ``t1``, in the order of the list."""
 
     projection_matrix_path: str | os.PathLike[str] | None = None
-    """Projection from the student's vocabulary, which whoever makes the inputs reads; None: the
+    """Projection from the student's vocabulary, which the maker of the inputs reads; None: the
     teacher has the student's tokenizer, unless ``objective`` says otherwise."""
 
     weight: float = 1.0
-    """Of its KD in a sum, or of its logits in an average."""
+    """Weight of its KD in a sum, or of its logits in an average."""
 
     gold_loss: bool | None = None
-    """As of all teachers, for this one; None: as them."""
+    """Overrides the shared option of this name; None: the shared value."""
 
     xtoken_loss: bool | None = None
-    """As of all teachers, for this one; None: as them."""
+    """Overrides the shared option of this name; None: the shared value."""
 
     objective: str | None = None
-    """A name in ``LOSS_REGISTRY``, in place of what the other options choose."""
+    """Name in ``LOSS_REGISTRY``, in place of the objective that the other options choose."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of ``objective``, its temperature included: what all teachers share is for what the
-    other options choose."""
+    """Options of ``objective``, its temperature included: the shared ones do not apply to it."""
 
     def __post_init__(self) -> None:
         if self.options and self.objective is None:
@@ -175,10 +174,10 @@ class TeacherLossConfig:
 
 
 def check_gold(*, gold_loss: bool, xtoken_loss: bool, where: str) -> None:
-    """Check that H-KL, which is a kind of GOLD, is asked for together with it.
+    """Check that H-KL, a kind of GOLD, is not asked for without GOLD.
 
     Raises:
-        LossError: It is not.
+        LossError: It is.
     """
     if xtoken_loss and not gold_loss:
         raise LossError(
@@ -190,10 +189,10 @@ def check_gold(*, gold_loss: bool, xtoken_loss: bool, where: str) -> None:
 
 
 def from_mapping(kind: type[Config], values: Config | Mapping[str, Any]) -> Config:
-    """A configuration of ``kind`` from its keys.
+    """Build a configuration of ``kind`` from its keys.
 
     Raises:
-        LossError: A key that it does not have, or a value of another type.
+        LossError: An unknown key, or a value of another type.
     """
     if isinstance(values, kind):
         return values
@@ -202,13 +201,13 @@ def from_mapping(kind: type[Config], values: Config | Mapping[str, Any]) -> Conf
 
 
 def built(kind: type[Built], values: Mapping[str, Any], *, of: str) -> Built:
-    """A dataclass from its keys.
+    """Build a dataclass from its keys.
 
     Args:
-        of: What the keys are of, for errors.
+        of: Owner of the keys, for errors.
 
     Raises:
-        LossError: A key that it does not have or that is missing, or a value of another type.
+        LossError: An unknown or missing key, or a value of another type.
     """
 
     def where(keys: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""An objective: its loss and gradient, and what it says of itself.
+"""Base classes of objectives: loss, gradient, and the properties that a run asks them for.
 
 B batch, Ts tokens, Vp local columns.
 """
@@ -19,34 +19,33 @@ from megatron_ext.projection.speller import ProjectionMethod
 from megatron_ext.registry import Registry
 
 Scale = float | torch.Tensor
-"""What a sum is multiplied by: its weight over its global count. A tensor is a scalar without a
-graph."""
+"""Factor of a sum: its weight over its global count. A tensor is a scalar without a graph."""
 
 TargetForm = Literal["label", "topk", "hidden"]
-"""Kind of targets that a cache keeps, or that a remote teacher sends."""
+"""Kind of targets that a cache keeps or a remote teacher sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What an objective reads that does not follow from logits, labels and alignment."""
+    """Inputs that an objective reads beside logits, labels and alignment."""
 
     projection: ProjectionMethod | None = None
-    """How the projection is built, where the run is not given one; None: it needs none."""
+    """Method that builds the projection where the run is given none; None: none is needed."""
 
     shard: bool = False
     """The projection itself."""
 
     match: bool = False
-    """The tokens that both vocabularies have, by the projection."""
+    """Tokens that both vocabularies have, by the projection."""
 
     min_share: float | None = None
     """Least share of a token in the match, see ``SparseProjection.partition``."""
 
     boundary: bool = False
-    """The tokens that begin a word."""
+    """Tokens that begin a word."""
 
     completions: bool = False
-    """What both models can say in each chunk."""
+    """Continuations that both models can predict in each chunk."""
 
     hidden: bool = False
     """The student's last hidden states and head."""
@@ -56,23 +55,23 @@ class Needs:
 
 
 class Objective(ABC):
-    """What a student learns from one teacher, or from its labels.
+    """Loss of a student against one teacher, or against its labels.
 
     A subclass is a frozen dataclass whose fields are the options. It implements ``compute``, or
-    derives from ``FusedObjective``; it says what it reads and how its sum can be cut by overriding
-    the properties below; and one line registers it:
-    ``LOSS_REGISTRY.register("name", TheObjective)``. Nothing else knows of it.
+    derives from ``FusedObjective``; it declares its inputs and the ways its sum can be cut by
+    overriding the properties below; and one line registers it:
+    ``LOSS_REGISTRY.register("name", TheObjective)``. Nothing else names it.
     """
 
     __slots__ = ()
 
     name: ClassVar[str]
-    """In ``LOSS_REGISTRY``, for errors."""
+    """Name in ``LOSS_REGISTRY``, for errors."""
 
     def __call__(self, inputs: DistillationInputs) -> LossOutput:
         """The loss of one microbatch; ``loss_sum`` has a graph. Collectives: see the class.
 
-        A run computes the same, if with the cross-entropy in one pass (``losses/plan.py``).
+        A run computes the same, together with the cross-entropy where it can (``losses/plan.py``).
         """
         return self.compute(inputs)
 
@@ -83,7 +82,7 @@ class Objective(ABC):
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """int64 scalar: ``LossOutput.count`` of these inputs, before the student has run.
 
-        Labels, or chunks that are not masked; an objective that leaves out others says so.
+        Labels, or chunks that are not masked; an objective that leaves out more overrides it.
 
         Raises:
             LossError: Chunks without an alignment.
@@ -94,50 +93,50 @@ class Objective(ABC):
 
     @property
     def needs(self) -> Needs:
-        """What it reads; a projection and the match unless it says otherwise."""
+        """Inputs that it reads; by default a projection and the match."""
         return Needs(projection="retokenized", shard=True, match=True)
 
     @property
     def sums_over(self) -> Over:
-        """Chunks of an alignment, or the student's labels."""
+        """Terms of its sum: chunks of an alignment, or the student's labels."""
         return "chunks"
 
     @property
     def target_forms(self) -> tuple[TargetForm, ...]:
-        """Forms of cached or remote targets that it takes at its options, the smallest first."""
+        """Forms of cached or remote targets that it accepts at its options, the smallest first."""
         return ("hidden",)
 
     @property
     def why_no_context_parallel(self) -> str | None:
-        """Why it needs whole sequences, which context-parallel ranks do not have; None: it does
-        not, since it is a sum over chunks of what their rows, and the row after each, say."""
+        """Reason why it needs whole sequences, which context-parallel ranks do not have; None: it
+        does not, since each term depends on a chunk's rows and the row after them alone."""
         return None
 
     @property
     def why_no_linear_form(self) -> str | None:
-        """Why it has no linear form; None: each chunk's or label's part of the sum depends on its
-        own rows of logits alone."""
+        """Reason why it has no linear form; None: each chunk's or label's term depends on its own
+        rows of logits alone."""
         return self.why_no_context_parallel or "it needs all positions, or hidden states"
 
     @property
     def learns_projection(self) -> bool:
-        """Whether a projection's entries get a gradient from it."""
+        """Whether it gives a projection's entries a gradient."""
         return False
 
 
 class Evaluated(NamedTuple):
-    """What one pass over the logits finds, without a graph."""
+    """Result of one pass over the logits, without a graph."""
 
     output: LossOutput
 
     token_loss: torch.Tensor | None
-    """[B Ts] cross-entropy of each label; None where it was not asked for."""
+    """[B Ts] cross-entropy of each label; None where not requested."""
 
 
 class FusedObjective(Objective):
-    """An objective whose value and gradient come from one pass over the logits.
+    """Objective whose value and gradient come from one pass over the logits.
 
-    The pass takes the cross-entropy of the same rows along.
+    The pass can compute the cross-entropy of the same rows with them.
     """
 
     __slots__ = ()
@@ -151,20 +150,21 @@ class FusedObjective(Objective):
         ce_scale: Scale | None = None,
         gradient: torch.Tensor | None = None,
     ) -> Evaluated:
-        """The loss, and the gradient into memory of the caller's.
+        """Compute the loss, and write the gradient into the caller's memory.
 
         Args:
             inputs: ``student_logits`` have no graph.
-            scale: What the objective's sum is multiplied by in the gradient.
-            ce_scale: The same of the cross-entropy's; None: it is not asked for.
+            scale: Factor of the objective's sum in the gradient.
+            ce_scale: Factor of the cross-entropy's sum; None: no cross-entropy.
             gradient: [B Ts, Vp], receives the gradient of the scaled sums, rounded once; can be the
-                logits. None: nothing is computed for it.
+                logits. None: no gradient is computed.
 
         Collectives: those of the operation, see the class.
         """
 
     def fuses(self, inputs: DistillationInputs) -> bool:
-        """Whether ``evaluate`` has these inputs at these options; else they run under autograd."""
+        """Whether ``evaluate`` supports these inputs at these options; else they run under
+        autograd."""
         return True
 
     def __call__(self, inputs: DistillationInputs) -> LossOutput:
@@ -178,8 +178,8 @@ class FusedObjective(Objective):
 
         def evaluate(rows: torch.Tensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor]:
             nonlocal output
-            own = replace(inputs, student_logits=rows.view(inputs.student_logits.shape))
-            output = self.evaluate(own, scale=inputs.grad_scale, gradient=gradient).output
+            detached = replace(inputs, student_logits=rows.view(inputs.student_logits.shape))
+            output = self.evaluate(detached, scale=inputs.grad_scale, gradient=gradient).output
             return (output.loss_sum,)
 
         (loss_sum,) = kept_gradient(inputs.student_logits, evaluate, grad_scale=inputs.grad_scale)
@@ -187,7 +187,7 @@ class FusedObjective(Objective):
         return replace(output, loss_sum=loss_sum)
 
     def compute(self, inputs: DistillationInputs) -> LossOutput:
-        """The loss under autograd, of inputs that ``evaluate`` does not take."""
+        """The loss under autograd, of inputs that ``evaluate`` does not support."""
         raise NotImplementedError(f"{type(self).__name__} evaluates everything")
 
 

@@ -1,4 +1,4 @@
-"""The loss of a microbatch: which objectives, at which weights, divided by which counts.
+"""The loss of a microbatch: weighted parts, each divided by its global count.
 
 Ts tokens, Vp local columns.
 """
@@ -27,25 +27,26 @@ Count = torch.Tensor | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossPart:
-    """One objective on one microbatch, and what becomes of its sum."""
+    """One objective on one microbatch, with the weight and the count of its sum."""
 
     objective: Objective
 
     inputs: DistillationInputs
 
     term: str
-    """The term of the loss that it belongs to, ``kd`` or ``ce``."""
+    """Term of the loss that it belongs to, ``kd`` or ``ce``."""
 
     count_name: str
-    """What divides it. Parts of one name are parts of one mean, divided by all their counts."""
+    """Name of the count that divides its sum. Parts of one name share one mean and add their
+    counts."""
 
     weight: float | torch.Tensor = 1.0
     """Weight of its mean in the term; as a tensor, a scalar without a graph."""
 
     def scale(self, term_weights: Mapping[str, float], global_counts: Mapping[str, Count]) -> Scale:
-        """What its sum is multiplied by in the loss; no wait for the device.
+        """Factor of its sum in the loss; no wait for the device.
 
-        A float where that is known on the host, as where a weight is 0; else an fp32 scalar.
+        A float where it is known on the host, as for a weight of 0; else an fp32 scalar.
         """
         is_weightless = not isinstance(self.weight, torch.Tensor) and self.weight == 0
         if is_weightless or term_weights[self.term] == 0:
@@ -63,35 +64,35 @@ class Loss:
     tensor-parallel rank."""
 
     outputs: dict[str, LossOutput]
-    """Of every part, in the order of the parts. Sums that were computed together have no graph."""
+    """Output of every part, in the order of the parts. Sums computed together have no graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossPlan:
     """``sum over terms: w_term * (sum over parts: w_part * loss_sum / N[count_name])``.
 
-    Counts of parts differ, so that no single (sum, count) can say this: each teacher has its own
-    chunks, and cross-entropy has tokens. ``N`` are the counts over the whole global batch, all
+    Counts of parts differ, so that one (sum, count) is not enough: each teacher has its own chunks,
+    and cross-entropy has tokens. ``N`` are the counts over the whole global batch, all
     microbatches, data- and context-parallel ranks, known before the student runs
     (``Objective.count_ahead``, ``reduce_counts``). With them the losses of the microbatches add up
     to that of the global batch, whatever the layout.
     """
 
     parts: Mapping[str, LossPart]
-    """By name; all read the same logits."""
+    """Parts by name; all read the same logits."""
 
     term_weights: Mapping[str, float]
-    """By term."""
+    """Weight by term."""
 
     def loss(self, global_counts: Mapping[str, Count], *, in_place: bool = False) -> Loss:
-        """The loss from logits, with gradients that are written once, for the weights they get.
+        """The loss from logits, with gradients that are written once, already weighted.
 
-        The cross-entropy goes with the first ``FusedObjective`` that reads the same labels in one
-        pass over the logits, forward and gradient together.
+        The cross-entropy and the first ``FusedObjective`` that reads the same labels share one
+        pass over the logits, value and gradient together.
 
         Args:
-            global_counts: By ``count_name``; a count of 0 divides nothing.
-            in_place: Whether the logits, which nobody reads afterwards, may become their gradient.
+            global_counts: By ``count_name``; a count of 0 divides by 1.
+            in_place: Whether the gradient may overwrite the logits, which are not read again.
 
         Collectives: those of the objectives, in one order on every rank.
         """
@@ -121,11 +122,11 @@ class LossPlan:
     ) -> Loss:
         """As ``loss``, of parts whose inputs have hidden states and heads instead of logits.
 
-        A term of weight 0 is logged as what its kernels say without a gradient, 0 for some.
+        A term of weight 0 is logged as its kernels compute it without a gradient, 0 for some.
 
         Args:
-            forms: Of parts that are cut alike, in any order; together they are all parts.
-            tiles: Where this microbatch is cut for each form.
+            forms: Linear forms of parts that are cut alike; together they cover all parts.
+            tiles: Tiles of this microbatch for each form.
 
         Collectives: those of the objectives' forwards and backwards in every tile.
         """
@@ -133,23 +134,23 @@ class LossPlan:
         outputs: dict[str, LossOutput] = {}
         totals = []
         for name, form in forms.items():
-            # Of the first objective: a cross-entropy needs nothing that these have not.
+            # The first objective's inputs have all that a cross-entropy needs.
             first = next(iter(form.objectives))
-            found = form(
+            output = form(
                 self.parts[first].inputs,
                 tiles[name],
                 {part: scales[part] for part in form.objectives},
             )
-            totals.append(found.total)
-            outputs |= found.parts
+            totals.append(output.total)
+            outputs |= output.parts
         return Loss(
             total=torch.stack(totals).sum(), outputs={name: outputs[name] for name in self.parts}
         )
 
     def outputs(self) -> CombinedOutput:
-        """Every part alone, with a graph of its own; the collectives of the objectives."""
-        found = {name: part.objective(part.inputs) for name, part in self.parts.items()}
-        return CombinedOutput(plan=self, outputs=found)
+        """Evaluate every part alone, with a graph of its own; the collectives of the objectives."""
+        outputs = {name: part.objective(part.inputs) for name, part in self.parts.items()}
+        return CombinedOutput(plan=self, outputs=outputs)
 
     def _scales(self, global_counts: Mapping[str, Count]) -> dict[str, Scale]:
         return {
@@ -160,14 +161,14 @@ class LossPlan:
         self, pair: tuple[str, ...], scales: Mapping[str, Scale], *, in_place: bool
     ) -> tuple[torch.Tensor, dict[str, LossOutput]]:
         """Total with a graph, and outputs without one, of parts that share a pass."""
-        # Of the objective: the cross-entropy needs nothing that these have not.
+        # The objective's inputs have all that the cross-entropy needs.
         inputs = self.parts[pair[0]].inputs
         objectives = {name: self.parts[name].objective for name in pair}
         outputs: dict[str, LossOutput] = {}
 
         def evaluate(rows: torch.Tensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor]:
-            own = replace(inputs, student_logits=rows.view(inputs.student_logits.shape))
-            outputs.update(evaluate_together(objectives, scales, own, gradient=gradient))
+            detached = replace(inputs, student_logits=rows.view(inputs.student_logits.shape))
+            outputs.update(evaluate_together(objectives, scales, detached, gradient=gradient))
             sums = [output.loss_sum * scales[name] for name, output in outputs.items()]
             return (torch.stack(sums).sum(),)
 
@@ -177,13 +178,13 @@ class LossPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombinedOutput:
-    """What the parts of a plan give one by one: for a weighting that looks at each term's gradient,
-    and where the global counts come after the forward."""
+    """Outputs of a plan's parts, evaluated one by one: for a weighting that reads each term's
+    gradient, and where the global counts come after the forward."""
 
     plan: LossPlan
 
     outputs: Mapping[str, LossOutput]
-    """By part."""
+    """Output by part."""
 
     def counts(self) -> dict[str, torch.Tensor]:
         """This microbatch's count by ``count_name``, int64 scalars."""
@@ -195,7 +196,7 @@ class CombinedOutput:
     def terms(self, global_counts: Mapping[str, Count]) -> dict[str, torch.Tensor]:
         """This microbatch's share of each term's mean, fp32 scalars with a graph.
 
-        A count of 0 adds 0: nobody has anything to sum. Terms are without ``term_weights``; added
+        A count of 0 adds 0. Terms are without ``term_weights``; added
         over microbatches and replicas they are what a ``LossWeighting`` observes.
         """
         terms: dict[str, torch.Tensor] = {}
@@ -212,24 +213,26 @@ class CombinedOutput:
         return torch.stack(weighted).sum()
 
     def metrics(self) -> dict[str, SumCount]:
-        """``part``: its sum and count; ``part/metric``: each of its metrics; ``part/weight``."""
-        found: dict[str, SumCount] = {}
+        """(sum, count) of each part, ``part``, of its metrics, ``part/metric``, and
+        ``part/weight``."""
+        metrics: dict[str, SumCount] = {}
         for name, output in self.outputs.items():
-            found[name] = (output.loss_sum.detach(), output.count)
-            found |= {f"{name}/{metric}": value for metric, value in output.metrics.items()}
+            metrics[name] = (output.loss_sum.detach(), output.count)
+            metrics |= {f"{name}/{metric}": value for metric, value in output.metrics.items()}
             one = torch.ones_like(output.count)
             weight = torch.as_tensor(self.plan.parts[name].weight, dtype=torch.float32)
-            found[f"{name}/weight"] = (one * weight, one)
-        return found
+            metrics[f"{name}/weight"] = (one * weight, one)
+        return metrics
 
 
 def reduce_counts(
     counts: Mapping[str, torch.Tensor], group: ProcessGroup | None
 ) -> dict[str, torch.Tensor]:
-    """Counts over the group, of what a rank added up over its microbatches.
+    """Sum counts over the group.
 
     Args:
-        counts: int64 scalars on one device; the same names in the same order on every rank.
+        counts: A rank's counts over its microbatches, int64 scalars on one device; the same names
+            in the same order on every rank.
         group: Data-parallel ranks, context-parallel ones included; None for one rank.
 
     Returns:
@@ -246,5 +249,5 @@ def _divisor(count: Count) -> Count:
 
 
 def _nonzero(scale: Scale) -> Scale:
-    """1 for a 0 that the host knows: a gradient is written for it, and the part is measured."""
+    """1 for a scale known to be 0, since the gradient is written for a scale that is not 0."""
     return 1.0 if not isinstance(scale, torch.Tensor) and scale == 0 else scale

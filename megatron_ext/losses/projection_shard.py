@@ -1,6 +1,6 @@
-"""One rank's piece of a vocabulary projection. Vs, Vt vocabularies, Vps, Vpt local columns.
+"""One rank's shard of a vocabulary projection, and teacher distributions carried through it.
 
-A teacher's distribution on the student's vocabulary. C rows, Vps Vpt local columns.
+C rows, Vs Vt vocabularies, Vps Vpt local columns.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionShard:
-    """The rows of this rank's student columns, and which of its teacher columns are reachable.
+    """Rows of this rank's student columns, and a mask of its reachable teacher columns.
 
     Both orientations are kept, since a dense row-major matrix times a CSC one is the fastest
-    product on the CPU and converts nothing on a GPU: the forward's CSC is
+    product on the CPU and needs no conversion on a GPU: the forward's CSC is
     ``weight_transposed.t()``, the backward's ``weight.t()``.
     """
 
@@ -51,13 +51,13 @@ class ProjectionShard:
     """bool [Vpt]: this rank's teacher columns that any student token projects onto."""
 
     plan: ColumnPlan | None = None
-    """How kernels walk the entries; None in a shard that was made by hand."""
+    """Order in which kernels read the entries; None in a shard that was made by hand."""
 
     learned: LearnedEntries | None = None
-    """Entries of ``weight`` with a graph, of a ``LearnedProjection``."""
+    """Entries of ``weight`` with a graph, from a ``LearnedProjection``."""
 
     def operand(self) -> ShardedProjection:
-        """What the operations take of it."""
+        """Operand of the operations in ``ops/projected_kl``."""
         return ShardedProjection(
             self.weight, self.weight_transposed, self.row_mass, self.reachable, self.plan
         )
@@ -128,7 +128,7 @@ class ProjectionShard:
         teacher_shard: VocabShard,
         device: torch.device | str = "cpu",
     ) -> ProjectionShard:
-        """``from_csr`` of a projection's own arrays; its padding, if any, counts for nothing.
+        """``from_csr`` of a projection's arrays, without its padding.
 
         Raises:
             ProjectionError: As ``from_csr``.
@@ -187,7 +187,7 @@ def _csr(
     indptr = np.zeros(shape[0] + 1, dtype=np.int32)
     indptr[1:] = np.cumsum(np.bincount(row, minlength=shape[0]))
     with warnings.catch_warnings():
-        # torch announces once a process that its CSR tensors are in beta.
+        # torch warns once a process that its CSR tensors are in beta.
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         return torch.sparse_csr_tensor(
             _to(indptr, device),
@@ -206,17 +206,17 @@ Sharing = Literal["split", "copy"]
 
 
 class CarriedTargets(NamedTuple):
-    """Without a graph."""
+    """Teacher distributions on the student's vocabulary, without a graph."""
 
     log_probs: torch.Tensor
-    """[C, Vps] fp32 (fp64 for fp64 logits): logarithms, not normalised; -inf without mass."""
+    """[C, Vps] fp32 (fp64 for fp64 logits), not normalised; -inf for tokens without mass."""
 
     offsupport_mass: torch.Tensor
-    """[C]: the teacher's mass on tokens that no student token maps to."""
+    """[C]: teacher mass on tokens that no student token maps to."""
 
     is_empty: torch.Tensor
-    """bool [C]: the teacher allows (has a logit above -inf at) no token that something maps to,
-    though it does allow others. There is no distribution then."""
+    """bool [C]: True where the teacher has logits above -inf only at tokens that no student token
+    maps to; there is no distribution then."""
 
 
 @torch.no_grad()
@@ -231,14 +231,12 @@ def carried_targets(
     """``log( p diag(1 / n) W^T )`` for ``p = softmax(logits / temperature)``.
 
     W [Vs, Vt] is the projection and n[t] its column sum, the number of student tokens that map to
-    t; with ``sharing`` "copy" n is 1.
+    t; with ``sharing`` "copy" n is 1. p is over the tokens that some student token maps to: a
+    teacher that is certain of another token still has a distribution over these.
 
     Args:
         teacher_logits: [C, Vpt], any float dtype.
         projection: This rank's rows of W.
-
-    p is over the tokens that something maps to: a teacher that is certain of another token still
-    has a distribution over these.
 
     Collectives: three all-reduces, of [2, C] twice and of [Vt], and one all-gather of [C', Vt] a
     slice of C' rows.

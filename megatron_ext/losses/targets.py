@@ -1,10 +1,6 @@
-"""What a teacher hands to a loss.
+"""Teacher targets: logits, hidden states, top-k logits or label log-probabilities.
 
-B batch, Tt tokens, Vp local vocabulary partition, D hidden, K top-k.
-
-Teacher targets of the kind ``topk`` from logits. B batch, Tt tokens, Vp local columns.
-
-What a top-k teacher says of the tokens it does not name. B batch, T tokens, K top-k.
+B batch, Tt tokens, Vp local columns, D hidden, K top-k.
 """
 
 from __future__ import annotations
@@ -28,17 +24,17 @@ _TENSORS: Final[dict[TargetKind, tuple[str, ...]]] = {
     "topk": ("topk_ids", "topk_logits", "log_normaliser"),
     "label": ("label_log_probs",),
 }
-"""What a kind cannot do without."""
+"""Tensors that each kind requires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherTargets:
-    """A frozen teacher's prediction at every position, free of temperature."""
+    """A frozen teacher's prediction at every position, at temperature 1."""
 
     kind: TargetKind
     """``logits``: this rank's columns. ``hidden``: last hidden states and this rank's head rows.
-    ``topk``: the largest logits of the whole vocabulary, the same on every rank, with what
-    normalises them. ``label``: the log-probability of what came next, and no more."""
+    ``topk``: the largest logits of the whole vocabulary, the same on every rank, with their
+    log-normaliser. ``label``: only the log-probability of the observed next token."""
 
     shard: VocabShard
     """Teacher vocabulary range of this rank."""
@@ -60,10 +56,10 @@ class TeacherTargets:
 
     log_normaliser: torch.Tensor | None = None
     """[B, Tt] fp32: log-sum-exp of all real columns' logits, so that the mass of the tail is exact;
-    at temperature 1, the only one at which a tail is known."""
+    it holds at temperature 1 only."""
 
     label_log_probs: torch.Tensor | None = None
-    """[B, Tt] fp32: log p of the token that each position predicts, 0 where it predicts none."""
+    """[B, Tt] fp32: log p of the token that each position predicts, 0 where there is none."""
 
     boundary_log_probs: torch.Tensor | None = None
     """[B, Tt] fp32: log p that the next token begins a word; kind ``label``, where known."""
@@ -84,7 +80,7 @@ class TeacherTargets:
         return first.shape[:2]
 
     def to_logits(self) -> torch.Tensor:
-        """This rank's logits [B, Tt, Vp], computed from the hidden states where need be.
+        """This rank's logits [B, Tt, Vp], computed from the hidden states if necessary.
 
         Raises:
             LossError: The targets are of a kind that does not have them.
@@ -104,14 +100,14 @@ class TeacherTargets:
 def topk_targets(
     logits: torch.Tensor, k: int, shard: VocabShard, *, implementation: Implementation = "auto"
 ) -> TeacherTargets:
-    """The ``k`` most probable tokens of each position, with what normalises all.
+    """Targets of kind ``topk`` from logits: the ``k`` most probable tokens of each position.
 
-    ``topk_logits`` are over the row's largest, which changes no probability and keeps
-    ``log_normaliser`` small: the logarithm of a sum, of which fp32 has all digits.
+    ``topk_logits`` are relative to the row's largest logit, which changes no probability and keeps
+    ``log_normaliser`` small enough for fp32 to hold all its digits.
 
     Args:
         logits: [B, Tt, Vp], this rank's columns, any float dtype.
-        shard: Of the teacher's vocabulary.
+        shard: Shard of the teacher's vocabulary.
 
     Collectives: one all-gather of int64 [B Tt, min(k, Vp) + 1].
 
@@ -132,10 +128,10 @@ def topk_targets(
 def topk_log_probs(teacher: TeacherTargets, kept: torch.Tensor | None = None) -> torch.Tensor:
     """Log-probabilities of a ``topk`` teacher's tokens and of all others as one, at temperature 1.
 
-    The others' mass is what the log-normaliser leaves: exact up to the rounding of the targets.
+    The others' mass is the remainder to the log-normaliser, exact up to rounding of the targets.
 
     Args:
-        kept: bool [B * T, K], tokens to tell from the others; None: all.
+        kept: bool [B * T, K], tokens that keep an entry of their own; None: all.
 
     Returns:
         [B * T, K + 1] in fp32 (fp64 for fp64 targets), the others last; -inf at tokens not kept.
@@ -154,7 +150,7 @@ def topk_log_probs(teacher: TeacherTargets, kept: torch.Tensor | None = None) ->
 
 
 def check_tail_temperature(temperature: float, *, objective: str) -> None:
-    """Check that the tail is known at the temperature.
+    """Check that a ``topk`` teacher's tail is known at the temperature.
 
     Raises:
         LossError: It is not 1.

@@ -1,8 +1,9 @@
-"""How well each teacher knows the text, in units that teachers of any tokenizer share.
+"""Scores of teachers on a text, in units that teachers of any tokenizer share.
 
-A token of one teacher can be three of another's, so that per-token means compare segmentations as
-much as models. Everything here is summed over a teacher's tokens and divided by the bytes of the
-text. B batch, Tt tokens, Vp local columns, S samples, P teachers.
+A token of one teacher can be three of another's, so per-token means compare segmentations as much
+as models. Scores are therefore summed over a teacher's tokens and divided by the bytes of the text.
+
+B batch, Tt tokens, Vp local columns, S samples, P teachers.
 """
 
 from __future__ import annotations
@@ -32,33 +33,34 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 TeacherMeasure = Literal["bits_per_byte", "entropy", "max_prob"]
-"""Of a text of ``n`` bytes, with ``p_t`` the teacher's prediction at token ``t``:
+"""Score of a text of ``n`` bytes, with ``p_t`` the teacher's prediction at token ``t``:
 
-- ``bits_per_byte``: score ``sum_t log2 p_t(label) / n``, what the text costs it, negated;
-- ``entropy``: score ``-sum_t H(p_t) / n`` in bits, how unsure it is;
-- ``max_prob``: score ``(prod_t max p_t) ^ (1/n)``, the probability of its first choices, as a mean
-  over bytes, geometric so that cutting a certain token in two changes nothing.
+- ``bits_per_byte``: ``sum_t log2 p_t(label) / n``, the negated code length of the text;
+- ``entropy``: ``-sum_t H(p_t) / n`` in bits, the negated uncertainty;
+- ``max_prob``: ``(prod_t max p_t) ^ (1/n)``, the probability of its first choices, as a mean over
+  bytes; geometric so that cutting a certain token in two changes nothing.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherText:
-    """One teacher's predictions of one microbatch, and how many bytes they are of."""
+    """One teacher's predictions of one microbatch, and the number of bytes they cover."""
 
     targets: TeacherTargets
 
     labels: torch.Tensor
-    """[B, Tt] int64: tokens that are measured; ``IGNORE_INDEX`` where none."""
+    """[B, Tt] int64: measured tokens; ``IGNORE_INDEX`` where none."""
 
     byte_counts: torch.Tensor
-    """[S] int64: bytes of those tokens in each sample; of whole samples, also where this rank has a
-    slice of them."""
+    """[S] int64: bytes of the measured tokens in each whole sample, also where this rank has only a
+    slice of it."""
 
     cu_seqlens: torch.Tensor | None = None
-    """[S + 1] int32 where packed samples begin in this rank's row; None: a sample is a row."""
+    """[S + 1] int32 starts of packed samples in this rank's row, and the end; None: a sample a
+    row."""
 
     context_group: ProcessGroup | None = None
-    """Ranks that have the other slices of the samples; None: this rank has all of them."""
+    """Ranks that have the other slices of the samples; None: this rank has whole samples."""
 
 
 def sample_scores(text: TeacherText, measure: TeacherMeasure) -> torch.Tensor:
@@ -70,7 +72,7 @@ def sample_scores(text: TeacherText, measure: TeacherMeasure) -> torch.Tensor:
     all-reduces of [B Tt]; and one of [S] over ``context_group``. None of a vocabulary.
 
     Raises:
-        LossError: Targets that do not know the measure, or labels of other positions.
+        LossError: Targets from which the measure cannot be computed, or labels of other positions.
     """
     if text.labels.shape != text.targets.positions:
         raise LossError(
@@ -105,7 +107,7 @@ def dynamic_weights(totals: torch.Tensor, measure: TeacherMeasure, *, alpha: flo
 
     With no text at all, teachers weigh the same.
     """
-    # -inf stays -inf also at alpha 0.
+    # Without text the score stays -inf, also at alpha 0.
     value = score(totals, measure)
     has_text = totals[:, 1] > 0
     scaled = torch.where(has_text, alpha * value, -torch.inf)
@@ -114,10 +116,10 @@ def dynamic_weights(totals: torch.Tensor, measure: TeacherMeasure, *, alpha: flo
 
 
 def best_teacher(scores: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Number [S] of the teacher with the fewest bits per byte; the first of equals.
+    """Index [S] of the teacher with the fewest bits per byte; the first of equals.
 
     Args:
-        scores: P times nats and bytes [S, 2].
+        scores: Nats and bytes [S, 2] of each of P teachers.
     """
     return torch.stack([score(part, "bits_per_byte") for part in scores]).argmax(dim=0)
 
@@ -153,9 +155,9 @@ def _confidence_nats(logits: torch.Tensor, shard: VocabShard, *, is_entropy: boo
     if not is_entropy:
         peak = peak.masked_fill(total == 0, -torch.inf)
         return lse.log_sum - (all_reduce_max(peak, shard.group) - lse.peak)
-    part_of = torch.empty_like(peak)
+    entropy = torch.empty_like(peak)
     for part in row_slices(*logits.shape, device=logits.device):
         log_p = lse.normalise_(scaled_logits(logits[part], 1.0, excluded), part)
         p = log_p.exp()
-        part_of[part] = -(p * log_p.masked_fill_(p == 0, 0.0)).sum(dim=-1)
-    return all_reduce_sum(part_of, shard.group)
+        entropy[part] = -(p * log_p.masked_fill_(p == 0, 0.0)).sum(dim=-1)
+    return all_reduce_sum(entropy, shard.group)

@@ -1,12 +1,7 @@
-"""Which tokens two vocabularies have in common. N common tokens, Vs Vt vocabularies.
+"""Token matches between two vocabularies and with a teacher's top-k, and word boundaries.
 
-Token ids by their places in a vocabulary layout. V vocabulary.
-
-Which sample each row of a microbatch is of. B batch, T tokens, S samples.
-
-What a teacher's top-k says of the rows of chains. Tt tokens, K top-k, S steps, E completions.
-
-Tokens that begin a word, in one rank's columns. Vps Vpt local columns.
+N common tokens, V Vs Vt vocabularies, Vps Vpt local columns, B batch, T Tt tokens, S samples or
+steps, K top-k, E completions.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyMatch:
-    """Pairs of a student and a teacher token that stand for the same; one to one.
+    """Pairs of a student and a teacher token of the same meaning, one to one.
 
     The same on every rank: ids are global, and an objective cuts them to its shards.
     """
@@ -44,10 +39,10 @@ class VocabularyMatch:
     """[N] int64, ascending."""
 
     common_teacher: torch.Tensor
-    """[N] int64: ``common_teacher[n]`` stands for what ``common_student[n]`` does."""
+    """[N] int64: ``common_teacher[n]`` is the partner of ``common_student[n]``."""
 
     def student_of(self, teacher_vocab: int) -> torch.Tensor:
-        """int64 [Vt]: the student token of each teacher token, -1 where there is none."""
+        """Student token of each teacher token, int64 [Vt], -1 where there is none."""
         partner = self.common_teacher.new_full((teacher_vocab,), -1)
         return partner.index_copy_(0, self.common_teacher, self.common_student)
 
@@ -64,9 +59,9 @@ class VocabularyMatch:
 
 @dataclass(frozen=True, slots=True)
 class IdTable:
-    """Looks up the place of each id on the device; what losses take instead of ids.
+    """Place of each id in a vocabulary layout, looked up on the device; losses take places.
 
-    It is for labels, chosen ids and top-k ids, and for input ids where the head is tied to the
+    For labels, chosen ids and top-k ids, and for input ids where the head is tied to the
     embeddings.
     """
 
@@ -79,20 +74,20 @@ class IdTable:
         return cls(torch.from_numpy(order.places.copy()).to(device))
 
     def places_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """The place of each of ``ids``, any shape, int32 or int64; what is negative stays.
+        """Place of each of ``ids``, any shape, int32 or int64; negative ids stay.
 
-        Waits for nothing and allocates three tensors of the ids' size.
+        Does not wait for the device, and allocates three tensors of the ids' size.
         """
         places = self.places[ids.clamp_min(0)].to(ids.dtype)
         return torch.where(ids < 0, ids, places)
 
 
 def row_samples(positions: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """int64 [B * T]: the sample of each position.
+    """Sample of each position, int64 [B * T].
 
     Args:
-        positions: [B, T], of which only shape and device matter.
-        cu_seqlens: [S + 1] where packed samples begin in the one row, and the end; None: a sample
+        positions: [B, T]; only its shape and device are used.
+        cu_seqlens: [S + 1] starts of packed samples in the one row, and the end; None: a sample
             is a row.
     """
     rows = torch.arange(positions.numel(), device=positions.device)
@@ -105,9 +100,9 @@ def row_samples(positions: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tor
 def singles_as_chains(
     singles: SingleRows, chains: Chains, teacher: TeacherTargets, match: VocabularyMatch
 ) -> tuple[SingleRows, Chains]:
-    """No singles, and chains of which the first are the singles.
+    """Turn singles into chains, which come before the other chains.
 
-    Such a chain has no step, and the K completions are the shared ones of the teacher's top-k.
+    Such a chain has no step, and its K completions are the shared tokens of the teacher's top-k.
     """
     assert teacher.topk_ids is not None
     count, width = len(singles.student), teacher.topk_ids.shape[-1]
@@ -122,12 +117,12 @@ def singles_as_chains(
             completion=torch.cat([completion.flatten(), rows.completion]),
         )
 
-    own = torch.arange(count, device=ids.device).repeat_interleave(width)
+    single_chain = torch.arange(count, device=ids.device).repeat_interleave(width)
     none = singles.student[:0]
     return SingleRows(none, none), Chains(
         student=joined(chains.student, singles.student, student_ids),
         teacher=joined(chains.teacher, singles.teacher, shared),
-        completion_chain=torch.cat([own, chains.completion_chain + count]),
+        completion_chain=torch.cat([single_chain, chains.completion_chain + count]),
         completion_pointers=(
             *range(0, count * width, width),
             *(count * width + pointer for pointer in chains.completion_pointers),
@@ -137,11 +132,11 @@ def singles_as_chains(
 
 
 def topk_masses(chains: Chains, teacher: TeacherTargets) -> tuple[Chains, RowMasses, torch.Tensor]:
-    """The teacher's log-masses at the rows of the chains, replicated as its top-k is.
+    """Teacher's log-masses at the rows of the chains, replicated as its top-k is.
 
     Returns:
-        The chains without the completions outside the top-k, which are part of both sides' rest;
-        the masses; and bool [H], chains all of whose observed tokens have a known probability.
+        The chains without the completions outside the top-k, which join the rest of both sides;
+        the masses; and bool [H], chains of which every observed token has a known probability.
     """
     assert teacher.log_normaliser is not None
     rows = chains.teacher
@@ -172,7 +167,7 @@ def topk_masses(chains: Chains, teacher: TeacherTargets) -> tuple[Chains, RowMas
 
 
 class _TopkIndex:
-    """Where a token is in the top-k of its row, found by bisection."""
+    """Lookup of tokens in the top-k of their rows, by bisection."""
 
     def __init__(self, teacher: TeacherTargets) -> None:
         assert teacher.topk_ids is not None
@@ -186,7 +181,7 @@ class _TopkIndex:
     def log_prob(
         self, row: torch.Tensor, token: torch.Tensor, normaliser: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability [N] of each token, -inf where it is not known, and where it is."""
+        """Log-probability [N] of each token, -inf where unknown, and a mask of those known."""
         key = row * self._vocab + token
         if not len(self._keys):
             return normaliser.new_zeros(len(key)), torch.zeros_like(key, dtype=torch.bool)
@@ -197,16 +192,16 @@ class _TopkIndex:
 
 
 WORD_START_BYTES: Final = b" \t\n"
-"""First bytes of tokens that begin a word, as in tokenkit's space mask."""
+"""First bytes that begin a word, as in tokenkit's space mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryColumns:
-    """Which tokens may follow the end of a word: one set a vocabulary.
+    """Tokens that may follow the end of a word: one set a vocabulary.
 
-    The probability of the set is how sure a model is that the text before it is a whole word. A
-    tokenizer that glues line breaks to punctuation (``";\\n"``) hides that mass inside the token
-    before: after punctuation the set says too little.
+    The probability of the set is a model's belief that the text before it ends a word. A tokenizer
+    that glues line breaks to punctuation (``";\\n"``) hides that mass inside the token before:
+    after punctuation the set's probability is too low.
     """
 
     student: torch.Tensor
@@ -232,9 +227,9 @@ class BoundaryColumns:
 
         Args:
             student: Bytes of the student's ids.
-            teacher: Bytes of the teacher's.
-            with_control: Count control tokens, which end a text or a turn.
-            layout: Order of the columns where it is not that of the ids.
+            teacher: Bytes of the teacher's ids.
+            with_control: Include control tokens, which end a text or a turn.
+            layout: Order of the columns, if not that of the ids.
 
         Raises:
             LossError: A vocabulary without such a token.
@@ -256,10 +251,10 @@ class BoundaryColumns:
         teacher_shard: VocabShard,
         device: torch.device | str = "cpu",
     ) -> BoundaryColumns:
-        """The given ids; with the end-of-text tokens alone, tokenkit's ``eos_as_space``.
+        """Sets of the given ids; with the end-of-text tokens alone, tokenkit's ``eos_as_space``.
 
         Raises:
-            LossError: No id on a side, or one outside its vocabulary.
+            LossError: A side has no id, or one outside its vocabulary.
         """
         return cls(
             student=_local(_members(student, student_shard), student_shard, "student", device),
@@ -268,8 +263,8 @@ class BoundaryColumns:
 
     def of_labels(self, student_shard: VocabShard) -> torch.Tensor:
         """The student's whole set, bool [Vps of all ranks]. One all-gather of bytes."""
-        own = self.student.to(torch.uint8)[None]
-        return gather_columns(own, student_shard.group)[0].bool()
+        columns = self.student.to(torch.uint8)[None]
+        return gather_columns(columns, student_shard.group)[0].bool()
 
 
 def _word_starts(

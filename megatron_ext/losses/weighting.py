@@ -1,10 +1,8 @@
-"""How distillation weighs against cross-entropy. A term is ``kd`` or ``ce``.
+"""Weighting of distillation (``kd``) against cross-entropy (``ce``), the terms of a loss.
 
-Weights are plain numbers, set before a global batch from what earlier ones have shown, and the same
-for all its microbatches and ranks. So a run is resumed exactly from ``state_dict``, and the loss
-does not depend on the layout.
-
-Terms weighed by how strongly they pull at the last layer.
+Weights are plain numbers, set before a global batch from observations of earlier ones, and the same
+for all its microbatches and ranks. A run is therefore resumed exactly from ``state_dict``, and the
+loss does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -30,20 +28,20 @@ class LossWeighting(Protocol):
 
     @property
     def observes(self) -> Observed:
-        """What ``observe`` wants after each step."""
+        """Kind of values that ``observe`` takes after each step."""
 
     def weights(self, step: int) -> dict[str, float]:
         """Weight of each term at ``step``, counted from 0."""
 
     def observe(self, values: Mapping[str, float]) -> None:
-        """Take in a global batch: for each term its unweighted mean over all of it, or the norm of
-        its gradient; the same numbers on every rank that computes the loss."""
+        """Update the weights from a global batch: the unweighted mean of each term over all of it,
+        or the norm of its gradient; the same numbers on every rank that computes the loss."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know; plain numbers."""
+        """State that a resumed run needs; plain numbers."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Restore ``state``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +78,7 @@ Schedule = Literal["constant", "linear", "reverse_linear", "cosine", "reverse_co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledWeighting:
-    """Weights times a factor of the step, which is 0 or 1 at the first and at the last."""
+    """Weights times a scheduled factor, which is 0 or 1 at the first and at the last step."""
 
     steps: int
     """Steps of the run; later ones keep the last factor."""
@@ -142,11 +140,11 @@ class MatchedWeighting:
     begin together, so that the bias of their beginning cancels. Before the first observation, and
     while both are 0, r is 1 (clamped).
 
-    The original (NeMo RL ``dynamic_loss_scaling``) sets ``r = |CE| / |KD|`` of the very microbatch
-    on the very rank, unclamped. Then r * KD is always as large as CE, whatever KD says: its value
+    The original (NeMo RL ``dynamic_loss_scaling``) sets ``r = |CE| / |KD|`` of the same microbatch
+    on the same rank, unclamped. Then r * KD is always as large as CE, whatever KD is: its value
     carries no information, a hard microbatch counts no more than an easy one, one whose KD is
     nearly 0 gets an unbounded gradient, and the result changes with the layout. The average keeps
-    the intention, which is the scale, and lets single batches differ.
+    the intended scale and lets single batches differ.
     """
 
     ce: float = 1.0
@@ -176,13 +174,12 @@ class MatchedWeighting:
 
     def weights(self, step: int) -> dict[str, float]:
         kd, ce = self._means["kd"], self._means["ce"]
-        # 0 / 0 says nothing; 1 / 0 is the highest.
+        # Without an observation 1; a KD of 0 alone gives the highest ratio.
         ratio = (math.inf if ce else 1.0) if kd == 0 else ce / kd
         return {"kd": self.ce * min(max(ratio, self.lowest), self.highest), "ce": self.ce}
 
     def observe(self, values: Mapping[str, float]) -> None:
-        """See ``LossWeighting``. A step without one of the terms, as one without a chunk, is left
-        out.
+        """See ``LossWeighting``. A step that lacks a term, for want of a chunk, is left out.
 
         Raises:
             LossError: A mean that is not finite.
@@ -277,15 +274,15 @@ class GradientMagnitudeWeighting:
 class LayerGradients:
     """Gradients of each term with regard to a few parameters, added up over a global batch.
 
-    Costs for each term and microbatch a backward pass from the loss to the parameters (the head and
-    the last layer), fp32 copies of their gradients, and at the end one all-reduce of these over the
-    data-parallel group. Measure every few steps if that is too much.
+    Costs a backward pass from the loss to the parameters (the head and the last layer) for each
+    term and microbatch, fp32 copies of their gradients, and at the end one all-reduce of these over
+    the data-parallel group. Measure every few steps if that is too much.
 
     Args:
         parameters: Matrices of the last layer, on the last pipeline stage. Those that megatron-core
             marks ``tensor_model_parallel`` are this rank's shards, others are the same on all
             tensor-parallel ranks. Their gradients must come through autograd: not with
-            ``gradient_accumulation_fusion``, which writes them elsewhere.
+            ``gradient_accumulation_fusion``, which writes them to ``main_grad``.
         terms: Names of the terms.
         tp_group: Ranks that share the parameters; None for one.
         dp_group: Replicas and context-parallel ranks; None for one.
@@ -318,11 +315,11 @@ class LayerGradients:
         """Add one microbatch.
 
         Args:
-            terms: Each term's share of its mean (``CombinedOutput.terms``), with a graph, which is
+            terms: Share of each term's mean (``CombinedOutput.terms``), with a graph, which is
                 kept. Collectives: those of the backward passes, term after term.
 
         Raises:
-            LossError: A term that no parameter has a gradient of.
+            LossError: A term that no parameter gets a gradient from.
         """
         for row, name in zip(self._sums, self._terms, strict=True):
             grads = torch.autograd.grad(
@@ -330,7 +327,7 @@ class LayerGradients:
             )
             if all(grad is None for grad in grads):
                 raise LossError(
-                    "no parameter that gradients are measured on leads to a term of the loss",
+                    "no measured parameter gets a gradient from a term of the loss",
                     where=name,
                     fix="give parameters of the last layer of the last pipeline stage",
                 )
@@ -342,7 +339,7 @@ class LayerGradients:
                 start = stop
 
     def norms(self) -> dict[str, float]:
-        """Norm of each term's gradient over all shards and replicas; begins anew.
+        """Norm of each term's gradient over all shards and replicas; resets the sums.
 
         Collectives: one all-reduce of 4 bytes a parameter and term over ``dp_group``, one of 4
         bytes a term over ``tp_group``. Waits for the device.

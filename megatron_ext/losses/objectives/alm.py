@@ -1,6 +1,6 @@
-"""ALM: the likelihood of each chunk, as two models give it. T rows, Vp local columns, C chunks.
+"""ALM: comparison of the two models' likelihoods of each chunk, or of merged groups of chunks.
 
-Consecutive chunks that count as one event. C chunks, G groups, at most C.
+T rows, Vp local columns, C chunks, G groups, at most C.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from megatron_ext.ops.launch import Implementation, check_implementation
 
 
 class ChunkGroups(NamedTuple):
-    """A group is a run of chunks; it is written in the place of its last one."""
+    """Groups of consecutive chunks; a group's value stands in the place of its last chunk."""
 
     group: torch.Tensor
     """int64 [C], ascending from 0."""
 
     is_last: torch.Tensor
-    """bool [C]: last chunks of groups."""
+    """bool [C]: True for the last chunk of a group."""
 
     @classmethod
     def single(cls, count: int, device: torch.device) -> ChunkGroups:
-        """Each of ``count`` chunks alone."""
+        """Groups of one chunk each."""
         each = torch.arange(count, device=device)
         return cls(each, torch.ones_like(each, dtype=torch.bool))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums of ``values`` [C] over each group, [C]: at every chunk its group's."""
+        """Sum of ``values`` [C] over the group of each chunk, [C]."""
         return index_sum(values, self.group, len(values))[self.group]
 
 
 def chunk_groups(
     alignment: AlignmentBatch, *, usable: torch.Tensor, closes: torch.Tensor
 ) -> ChunkGroups:
-    """Groups of neighbouring usable chunks, each up to the first that closes it.
+    """Groups of adjacent usable chunks, each up to the first that closes it.
 
-    A group never runs over anything: not over the end of a sample, not over tokens in no chunk on
-    either side, and not over a chunk that cannot be used, which is a group of its own.
+    No group crosses the end of a sample, or tokens outside every chunk on either side, or a chunk
+    that is not usable, which is a group of its own.
 
     Args:
         usable: bool [C].
-        closes: bool [C]: chunks after which the next begins a group.
+        closes: bool [C]: chunks that end a group.
     """
-    # The end of each chunk against the start of the next, on both sides.
+    # A gap between a chunk's end and the next one's start, on either side.
     apart = torch.zeros_like(closes[1:])
     for spans in (alignment.student_spans, alignment.teacher_spans):
         apart = apart | (spans[:-1, 1] != spans[1:, 0])
@@ -84,7 +84,7 @@ class AlmLoss(Objective):
 
     ``log P_c`` is the sum of the teacher's log-probabilities of the chunk's tokens, ``log Q_c``
     the student's, in nats; D compares "the chunk comes" with "it does not" at the temperature
-    tau (``ops/binary_divergence``). With ``debias`` each has the log-probability added that a
+    tau (``ops/divergence``). With ``debias`` each has the log-probability added that a
     boundary token follows, ``inputs.boundary``. The output counts groups of chunks: with ``merge``
     "none" the chunks themselves.
 
@@ -93,11 +93,11 @@ class AlmLoss(Objective):
     ``max(1, 1 / tau)`` a chunk for ``binary_kl`` and ``binary_ce``.
 
     Left out: chunks with a position that has no label on either side, and groups that a model
-    gives the probability 0 (a masked token), which have no finite likelihood. What follows a chunk
-    is not known at the end of a sample and where the next position has no label; there no boundary
-    is added to either side.
+    gives the probability 0 (a masked token), which have no finite likelihood. At the end of a
+    sample and where the next position has no label, the token after a chunk is unknown; no boundary
+    is added to either side there.
 
-    Metrics, a group: ``student_nats`` and ``teacher_nats`` (of what is compared), ``chunks``,
+    Metrics, a group: ``student_nats`` and ``teacher_nats`` (of the compared events), ``chunks``,
     ``impossible`` (groups of probability 0, of all); and those of ``losses/diagnostics``, where a
     group has the class of its last chunk.
 
@@ -109,8 +109,8 @@ class AlmLoss(Objective):
     Source: Minixhofer et al. 2025, arXiv 2503.20083, and tokenkit.
 
     Raises:
-        LossError: Options that mean nothing; calling it without teacher, alignment, teacher labels
-            or boundaries that it needs, or with ones that do not fit. NaN logits make ``loss_sum``
+        LossError: Invalid options; calling it without the teacher, alignment, teacher labels or
+            boundaries that it needs, or with ones that do not fit. NaN logits make ``loss_sum``
             NaN.
     """
 
@@ -123,7 +123,7 @@ class AlmLoss(Objective):
     """tau, the best of the paper's ablation; not multiplied back."""
 
     coin: float = 0.01
-    """Nats taken off both likelihoods, so that none is certain; see ``ops/binary_divergence``.
+    """Nats taken off both likelihoods, so that none is certain; see ``ops/divergence``.
     ``1e-6 * temperature`` is tokenkit's."""
 
     renyi_alpha: float = 0.5
@@ -178,17 +178,17 @@ class AlmLoss(Objective):
         )
         groups = self._groups(inputs, alignment, chunks)
         student, teacher_nats = (
-            self._log_likelihood(own, boundary, chunks.usable, groups)
-            for own, boundary in (
+            self._log_likelihood(likelihood, boundary, chunks.usable, groups)
+            for likelihood, boundary in (
                 (chunks.student, chunks.student_boundary),
                 (chunks.teacher, chunks.teacher_boundary),
             )
         )
-        # NaN is not impossible: it has to show.
+        # NaN does not count as impossible: it must show in the loss.
         impossible = (student == -torch.inf) | (teacher_nats == -torch.inf)
         compared = chunks.usable & groups.is_last
         kept = compared & ~impossible
-        # What is left out becomes an ordinary number first: the gradient of a where() is 0 only
+        # Values left out become an ordinary number first: the gradient of a where() is 0 only
         # where both sides are finite. Rounding can put a certain chunk above 0.
         student, teacher_nats = (
             torch.where(kept, nats, -1.0).clamp(max=0.0) for nats in (student, teacher_nats)
@@ -213,9 +213,9 @@ class AlmLoss(Objective):
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """Chunks with all their labels.
 
-        Exact but for chunks that a model makes impossible, which no data tells, with ``merge``
-        "none", and "words" where ``known`` has the teacher's labels and ``word_starts``. Otherwise
-        merged groups are fewer than this says: how many, depends on what the teacher predicts.
+        Exact with ``merge`` "none", and with "words" where ``known`` has the teacher's labels and
+        ``word_starts``, but for chunks of probability 0, which the data does not tell. Otherwise an
+        upper bound: the number of merged groups depends on the teacher's predictions.
         """
         alignment = known.aligned
         labels, ids = [known.labels.flatten()], [alignment.student_chunk_id.flatten()]
@@ -235,14 +235,14 @@ class AlmLoss(Objective):
     def _groups(
         self, inputs: DistillationInputs, alignment: AlignmentBatch, chunks: ChunkLikelihoods
     ) -> ChunkGroups:
-        """Which chunks count as one. ``words``: one all-reduce."""
+        """Groups by ``merge``. ``words``: one all-reduce."""
         if self.merge == "none":
             return ChunkGroups.single(alignment.chunk_count, inputs.labels.device)
         if self.merge == "words":
             closes = _before_boundary(inputs, alignment, self.name)
         else:
             closes = chunks.teacher_boundary > math.log(self.boundary_threshold)
-        # Where nothing is known of what follows, nothing follows that could be merged.
+        # A chunk whose next token is unknown cannot be merged with the next chunk.
         return chunk_groups(alignment, usable=chunks.usable, closes=closes | ~chunks.follows)
 
     def _log_likelihood(
@@ -252,40 +252,40 @@ class AlmLoss(Objective):
         usable: torch.Tensor,
         groups: ChunkGroups,
     ) -> torch.Tensor:
-        """[C] at every chunk its group's, debiased at the group's end."""
+        """Log-likelihood [C] of each chunk's group, debiased at the group's end."""
         if self.debias:
             chunk = chunk + torch.where(groups.is_last, boundary, 0.0)
         return groups.sum(torch.where(usable, chunk, 0.0))
 
     @property
     def needs(self) -> Needs:
-        """Boundaries, where it debiases or merges."""
+        """Boundaries, with ``debias`` or merged chunks."""
         return Needs(boundary=self.debias or self.merge != "none")
 
     @property
     def target_forms(self) -> tuple[TargetForm, ...]:
-        """Two numbers a token do."""
+        """Two numbers a token are enough."""
         return ("label", "hidden")
 
     @property
     def why_no_context_parallel(self) -> str | None:
-        """With merged chunks."""
-        return None if self.merge == "none" else "merge, of chunks that can be two ranks'"
+        """Merged chunks can lie on two ranks."""
+        return None if self.merge == "none" else "merge, of chunks that can lie on two ranks"
 
     @property
     def why_no_linear_form(self) -> str | None:
-        """With ``debias`` or merged chunks."""
+        """``debias`` and merged chunks read the row after a chunk."""
         if self.debias or self.merge != "none":
-            return "debias and merge look at the row behind a chunk"
+            return "debias and merge read the row after a chunk"
         return None
 
 
 def _before_boundary(
     inputs: DistillationInputs, alignment: AlignmentBatch, objective: str
 ) -> torch.Tensor:
-    """bool [C]: the student token after the chunk is a boundary. One all-reduce of [Ts].
+    """Chunks before a boundary token of the student, bool [C]. One all-reduce of [Ts].
 
-    The teacher's begins with the same byte.
+    The teacher's next token begins with the same byte.
     """
     if inputs.boundary is None:
         raise LossError(
@@ -296,9 +296,9 @@ def _before_boundary(
     labels, shard = inputs.labels.flatten(), inputs.student_shard
     column = labels - shard.start
     here = (column >= 0) & (column < shard.valid_width)
-    found = here & inputs.boundary.student[torch.where(here, column, 0)]
-    is_boundary = all_reduce_sum(found.to(torch.int32), shard.group) > 0
-    # Past the last row of a sequence nothing follows; the caller knows.
+    is_local_boundary = here & inputs.boundary.student[torch.where(here, column, 0)]
+    is_boundary = all_reduce_sum(is_local_boundary.to(torch.int32), shard.group) > 0
+    # Past the last row of a sequence the value is arbitrary; the caller masks it.
     row = alignment.student_spans[:, 1].clamp(max=len(labels) - 1)
     return is_boundary[row]
 

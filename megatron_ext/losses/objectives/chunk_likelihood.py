@@ -1,4 +1,4 @@
-"""What two models say of the tokens of each chunk. T rows, Vp local columns, C chunks."""
+"""Likelihoods of each chunk's tokens under both models. T rows, Vp local columns, C chunks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megatron_ext.ops.token_likelihood import TokenLikelihood, TokenRows, token_
 
 
 class ChunkLikelihoods(NamedTuple):
-    """[C] each, the same on every rank; those of the student have a graph."""
+    """Likelihoods [C], the same on every rank; the student's have a graph."""
 
     student: torch.Tensor
-    """Sum of the log-probabilities of the student's tokens in the chunk."""
+    """Sum of the log-probabilities of the chunk's student tokens."""
 
     teacher: torch.Tensor
 
@@ -34,7 +34,7 @@ class ChunkLikelihoods(NamedTuple):
     teacher_boundary: torch.Tensor
 
     follows: torch.Tensor
-    """bool: both models' predictions of what follows the chunk are known."""
+    """bool: both models predict the position after the chunk."""
 
     usable: torch.Tensor
     """bool: the chunk counts, and each of its positions has a label."""
@@ -54,11 +54,11 @@ def chunk_likelihoods(
         inputs: With an alignment that fits.
         teacher: Targets of the kind ``logits``, ``hidden`` or ``label``.
         objective: Its name, for errors.
-        with_boundary: Look for boundaries; otherwise they are 0.
-        implementation: What runs ``token_likelihood``.
+        with_boundary: Compute boundary probabilities; otherwise they are 0.
+        implementation: Implementation of ``token_likelihood``.
 
-    Two all-reduces of at most [3 (Ts + Tt)]. Numbers of chunks that are not usable mean nothing,
-    but nothing of what they look at reaches another chunk, NaN included.
+    Two all-reduces of at most [3 (Ts + Tt)]. Numbers of chunks that are not usable are
+    arbitrary, but their rows, NaN included, reach no other chunk.
 
     Raises:
         LossError: No teacher labels, no boundaries, or ones that do not fit.
@@ -69,16 +69,16 @@ def chunk_likelihoods(
     labels = inputs.labels.flatten(), teacher_labels.flatten()
     chunk_ids = counted_ids(inputs)
     asked = tuple(
-        torch.where(ids == NO_CHUNK, -1, own) for ids, own in zip(chunk_ids, labels, strict=True)
+        torch.where(ids == NO_CHUNK, -1, side) for ids, side in zip(chunk_ids, labels, strict=True)
     )
     columns = _columns(inputs, teacher, objective) if with_boundary else None
-    own = TokenRows(
+    student = TokenRows(
         inputs.student_logits.flatten(0, 1),
         asked[0],
         None if columns is None else columns.student,
         inputs.student_shard,
     )
-    rows = _rows(own, teacher, asked[1], columns, objective, implementation)
+    rows = _rows(student, teacher, asked[1], columns, objective, implementation)
 
     count = alignment.chunk_count
     usable = used_chunks(inputs, labelled_chunks(labels, chunk_ids, count))
@@ -95,15 +95,15 @@ def chunk_likelihoods(
 def labelled_chunks(
     labels: Sequence[torch.Tensor], chunk_ids: Sequence[torch.Tensor], count: int
 ) -> torch.Tensor:
-    """bool [C]: chunks each of whose positions has a label, on all sides given ([T] each)."""
+    """Chunks of which every position has a label, bool [C], on all given sides ([T] each)."""
     missing = torch.zeros(count, dtype=torch.int64, device=labels[0].device)
-    for own, ids in zip(labels, chunk_ids, strict=True):
-        missing += _sum_rows((own < 0).to(torch.int64), ids, count)
+    for side, ids in zip(labels, chunk_ids, strict=True):
+        missing += _sum_rows((side < 0).to(torch.int64), ids, count)
     return missing == 0
 
 
 class PlaceAfter(NamedTuple):
-    """The row after each chunk [C], some row where there is none."""
+    """Row after each chunk [C]; an arbitrary row where there is none."""
 
     row: torch.Tensor
     exists: torch.Tensor
@@ -112,13 +112,13 @@ class PlaceAfter(NamedTuple):
 def places_after(
     alignment: AlignmentBatch, labels: torch.Tensor, teacher_labels: torch.Tensor
 ) -> tuple[PlaceAfter, PlaceAfter]:
-    """What follows each chunk in the student's rows and in the teacher's; labels [B, T]."""
+    """Rows after each chunk in the student's rows and in the teacher's; labels [B, T]."""
     student, teacher = alignment.student_spans, alignment.teacher_spans
     return _place_after(student, labels), _place_after(teacher, teacher_labels)
 
 
 def _place_after(spans: torch.Tensor, labels: torch.Tensor) -> PlaceAfter:
-    """A row follows where it is of the same sequence and predicts a token that is there."""
+    """A row exists where it is of the same sequence and has a label."""
     within = spans[:, 1] % labels.shape[1] != 0
     row = torch.where(within, spans[:, 1], 0)
     return PlaceAfter(row, within & (labels.flatten()[row] >= 0))
@@ -136,19 +136,20 @@ def _rows(
     objective: str,
     implementation: Implementation,
 ) -> tuple[TokenLikelihood, TokenLikelihood]:
-    """Likelihoods of both models' rows; ``asked`` are the teacher's tokens."""
+    """Likelihoods of both models' rows; ``asked`` are the teacher's tokens, negative for none."""
     if teacher.kind == "label":
-        own, _ = token_likelihood(student, implementation=implementation)
-        return own, _given(teacher, asked, own.log_prob.dtype, objective, columns is not None)
+        likelihood, _ = token_likelihood(student, implementation=implementation)
+        dtype = likelihood.log_prob.dtype
+        return likelihood, _given(teacher, asked, dtype, objective, columns is not None)
     other = TokenRows(
         teacher.to_logits().flatten(0, 1),
         asked,
         None if columns is None else columns.teacher,
         teacher.shard,
     )
-    own, known = token_likelihood(student, other, implementation=implementation)
-    assert known is not None
-    return own, known
+    likelihood, teacher_likelihood = token_likelihood(student, other, implementation=implementation)
+    assert teacher_likelihood is not None
+    return likelihood, teacher_likelihood
 
 
 def _given(
@@ -158,7 +159,7 @@ def _given(
     objective: str,
     with_boundary: bool,
 ) -> TokenLikelihood:
-    """The numbers that targets of the kind ``label`` hold."""
+    """Likelihoods that targets of the kind ``label`` hold."""
     log_probs, boundary = teacher.label_log_probs, teacher.boundary_log_probs
     assert log_probs is not None
     if boundary is None:
@@ -175,8 +176,8 @@ def _given(
             got=tuple(boundary.shape),
             expected=tuple(log_probs.shape),
         )
-    own = log_probs.flatten().to(dtype).masked_fill(asked < 0, 0.0)
-    return TokenLikelihood(own, boundary.flatten().to(dtype))
+    asked_log_probs = log_probs.flatten().to(dtype).masked_fill(asked < 0, 0.0)
+    return TokenLikelihood(asked_log_probs, boundary.flatten().to(dtype))
 
 
 def _teacher_labels(

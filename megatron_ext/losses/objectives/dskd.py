@@ -1,4 +1,7 @@
-"""DSKD: each model's hidden states under the other's head. C chunks, Ds Dt hidden."""
+"""DSKD: divergences in both models' spaces, through projected hidden states.
+
+C chunks, n positions of a slice, Ds Dt hidden.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class DskdLoss(Objective):
 
     The published code has no ``tau^2``: at its tau of 2 the divergences weigh a quarter there.
 
-    Not here of the paper: cross-model attention with embeddings (positions come from the alignment,
+    Left out of the paper: cross-model attention with embeddings (positions come from the alignment,
     as in DSKDv2), scaling by the standard deviation of a batch (it would depend on the
     microbatch), gating by the share of agreeing positions (for the same reason), adaptive and
     skewed divergences, student generations.
@@ -71,7 +74,7 @@ class DskdLoss(Objective):
     Source: Zhang et al. 2024, arXiv 2406.17328, and the code of DSKDv2.
 
     Raises:
-        LossError: Options that mean nothing; calling it without hidden states, heads or an
+        LossError: Invalid options; calling it without hidden states, heads or an
             alignment, or with ones that do not fit. NaN logits make ``loss_sum`` NaN.
     """
 
@@ -94,8 +97,8 @@ class DskdLoss(Objective):
     position of every chunk, where both models have read the same bytes too."""
 
     target: Target = "label"
-    """Of the cross-entropy. ``label``: the student's next token. ``teacher``: the teacher's most
-    probable token where ``inputs.match`` has it, as DSKDv2; elsewhere the first term is 0."""
+    """Target of the cross-entropy. ``label``: the student's next token. ``teacher``: the teacher's
+    most probable token where ``inputs.match`` has it, as DSKDv2; elsewhere the first term is 0."""
 
     gate: Gate = "target"
     """``target``: g_c as above. ``none``: 1 everywhere."""
@@ -163,16 +166,17 @@ class DskdLoss(Objective):
         teacher: TeacherTargets,
         used: torch.Tensor,
     ) -> tuple[Positions, torch.Tensor, torch.Tensor]:
-        """What is compared; the teacher's hidden states carried over [C, Ds], the student's."""
+        """Compared positions, and the projected hidden states: teacher's [C, Ds], student's [C,
+        Dt]."""
         student_hidden, head = _check_hidden(inputs, teacher, self.projectors)
         assert teacher.hidden is not None
         assert teacher.head_weight is not None
-        own, other = alignment.student_spans[:, 0], alignment.teacher_spans[:, 0]
-        # What is left out must not reach the projectors, not even as 0 times NaN.
-        hidden = torch.where(used[:, None], teacher.hidden.flatten(0, 1)[other], 0.0)
-        student_hidden = torch.where(used[:, None], student_hidden.flatten(0, 1)[own], 0.0)
+        rows, teacher_rows = alignment.student_spans[:, 0], alignment.teacher_spans[:, 0]
+        # Positions left out must not reach the projectors, not even as 0 times NaN.
+        hidden = torch.where(used[:, None], teacher.hidden.flatten(0, 1)[teacher_rows], 0.0)
+        student_hidden = torch.where(used[:, None], student_hidden.flatten(0, 1)[rows], 0.0)
         positions = Positions(
-            rows=own,
+            rows=rows,
             hidden=hidden,
             student_head=head,
             teacher_head=teacher.head_weight,
@@ -225,7 +229,7 @@ class DskdLoss(Objective):
         teacher: TeacherTargets,
         spaces: Spaces,
     ) -> torch.Tensor:
-        """int64 [n]: student token of the cross-entropy, negative for none."""
+        """Student token of the cross-entropy, int64 [n], negative for none."""
         if self.target == "label":
             return inputs.labels.flatten()[rows]
         if inputs.match is None:
@@ -236,12 +240,12 @@ class DskdLoss(Objective):
             )
         table = torch.full((teacher.shard.vocab_size,), -1, device=inputs.labels.device)
         table[inputs.match.common_teacher] = inputs.match.common_student
-        # A row of NaN has no maximum, which clamp() keeps inside the table.
+        # The argmax of a row of NaN is beyond the vocabulary; clamp() keeps it inside the table.
         best = vocab_argmax(spaces.teacher, teacher.shard)
         return table[best.clamp(max=teacher.shard.vocab_size - 1)]
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
-        """Positions that are of ``positions`` and have a label."""
+        """Positions of the kind ``positions`` that have a label."""
         return known.chunks(self._usable(known.labels, known.aligned))
 
     def _usable(self, labels: torch.Tensor, alignment: AlignmentBatch) -> torch.Tensor:
@@ -253,7 +257,7 @@ class DskdLoss(Objective):
 
     @property
     def needs(self) -> Needs:
-        """Hidden states; projectors that start from the heads match tokens as well."""
+        """Hidden states, and the match, which projectors made from the heads use."""
         return Needs(projection="retokenized", match=True, hidden=True)
 
 

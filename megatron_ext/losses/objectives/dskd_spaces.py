@@ -1,8 +1,7 @@
-"""DSKD's terms a slice of positions at a time: projected logits are never whole.
+"""DSKD's projectors, and its terms a slice of positions at a time, without whole projected logits.
 
-C positions, T student rows, Ds Dt hidden, Vps Vpt local columns.
-
-Linear maps between the hidden states of two models. Ds Dt hidden, Vp local columns, N common.
+C positions, n positions of a slice, T student rows, Ds Dt hidden, Vp Vps Vpt local columns,
+N common tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Spaces(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """[C] each, replicated over the group. ``loss`` has a graph."""
+    """Terms [C] of each position, replicated over the group. ``loss`` has a graph."""
 
     loss: torch.Tensor
     cross_entropy: torch.Tensor
@@ -48,27 +47,27 @@ class Terms(NamedTuple):
     """bool"""
 
     hits: torch.Tensor
-    """bool: the largest projected logit is the target's."""
+    """bool: True where the target has the largest projected logit."""
 
     target: torch.Tensor
     """int64, negative for none."""
 
 
 class SliceTerms(Protocol):
-    """What is computed of a slice; its loss has a graph to the logits."""
+    """Function that computes the terms of a slice; their loss has a graph to the logits."""
 
     def __call__(self, spaces: Spaces, positions: slice) -> Terms: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
-    """What is compared, and under which heads. Nothing of it gets a gradient."""
+    """Compared positions and the heads, none of which gets a gradient."""
 
     rows: torch.Tensor
-    """int64 [C]: different rows of the student's logits."""
+    """int64 [C]: rows of the student's logits, all different."""
 
     hidden: torch.Tensor
-    """[C, Dt] of the teacher."""
+    """[C, Dt]: the teacher's hidden states."""
 
     student_head: torch.Tensor
     """[Vps, Ds]"""
@@ -89,14 +88,14 @@ def terms_by_slice(
     *,
     grad_scale: torch.Tensor,
 ) -> Terms:
-    """``terms`` of all positions, with the gradient of their loss.
+    """Terms of all positions, with the gradient of their loss.
 
-    The gradients are made in the forward, for the upstream gradient ``grad_scale``.
+    The forward computes the gradients, for the upstream gradient ``grad_scale``.
 
     Args:
         student_logits: [T, Vps]
-        onto_student: [C, Ds] the teacher's hidden states, carried over; replicated.
-        onto_teacher: [C, Dt] the student's.
+        onto_student: [C, Ds] the teacher's hidden states, projected; replicated.
+        onto_teacher: [C, Dt] the student's hidden states, projected; replicated.
         grad_scale: [C], the gradient that each loss will get; a row of scale 0 gets none.
 
     Collectives: those of ``terms`` in every slice; backward an all-reduce of [C, Ds] and one of
@@ -134,7 +133,7 @@ class _TermsBySlice(torch.autograd.Function):
         ]
         count = len(positions.rows)
         widest = max(student_logits.shape[1], len(positions.teacher_head))
-        found = []
+        slices = []
         # One slice at least, so that there are outputs of the right dtypes.
         for part in list(row_slices(count, widest, device=student_logits.device)) or [slice(0, 0)]:
             rows = positions.rows[part]
@@ -148,11 +147,11 @@ class _TermsBySlice(torch.autograd.Function):
             ]
             with torch.set_grad_enabled(any(needs)):
                 out = terms(_spaces(leaves, positions, part), part)
-            found.append([value.detach() for value in out])
+            slices.append([value.detach() for value in out])
             if not out.loss.requires_grad:
                 continue
             trained = [leaf for leaf in leaves if leaf.requires_grad]
-            own = iter(
+            slice_gradients = iter(
                 torch.autograd.grad(
                     out.loss, trained, grad_scale[part].to(out.loss.dtype), materialize_grads=True
                 )
@@ -160,9 +159,9 @@ class _TermsBySlice(torch.autograd.Function):
             every: tuple[torch.Tensor | slice, ...] = (rows, part, part)
             for gradient, places in zip(gradients, every, strict=True):
                 if gradient is not None:
-                    gradient[places] = next(own)
+                    gradient[places] = next(slice_gradients)
         ctx.save_for_backward(*gradients, grad_scale, positions.rows)
-        outputs = [torch.cat(values) for values in zip(*found, strict=True)]
+        outputs = [torch.cat(values) for values in zip(*slices, strict=True)]
         ctx.mark_non_differentiable(*outputs[1:])
         return tuple(outputs)
 
@@ -196,9 +195,9 @@ def _under_head(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
 
 
 class DskdProjectors(torch.nn.Module):
-    """The two maps of DSKD, replicated over the tensor-parallel group.
+    """The two linear maps of DSKD, replicated over the tensor-parallel group.
 
-    Parameters are fp32 and start from a seed, so that every rank has the same ones, and their
+    Parameters are fp32 and initialised from a seed, so that every rank has the same ones. Their
     gradients are complete on every rank: a trainer reduces them over data-parallel replicas alone.
     """
 
@@ -211,8 +210,8 @@ class DskdProjectors(torch.nn.Module):
         """[Ds, Dt]"""
         self.student_to_teacher: torch.nn.Parameter | None
         self.student_to_teacher = _random(teacher_hidden, student_hidden, generator)
-        """[Dt, Ds]; None where it follows from the heads."""
-        # Of the frozen teacher, from which a resumed run makes them again.
+        """[Dt, Ds]; None where it is computed from the heads."""
+        # Made from the frozen teacher, so a resumed run makes them again.
         self.matched_rows: torch.Tensor | None
         self.inverse_gram: torch.Tensor | None
         self.register_buffer("matched_rows", None, persistent=False)
@@ -232,16 +231,16 @@ class DskdProjectors(torch.nn.Module):
         """DSKDv2's maps, by pseudo-inverses of the heads' rows of common tokens.
 
         With ``E_s`` [N, Ds] and ``E_t`` [N, Dt] the rows of common tokens,
-        ``E_s A = E_t`` in least squares for ``A = pinv(E_s) E_t``, the start of
-        ``teacher_to_student``: its image of a teacher's state has, under the student's head, the
-        logits that the state has under the teacher's. ``E_t B = E_s`` likewise; B is no parameter
-        but follows the student's head as it learns.
+        ``A = pinv(E_s) E_t`` solves ``E_s A = E_t`` in least squares and initialises
+        ``teacher_to_student``: a projected teacher state has, under the student's head, the logits
+        that the state has under the teacher's. ``E_t B = E_s`` likewise; B is no parameter but is
+        computed from the student's head as it learns.
 
         Collectives, once: all-reduces of [V', Dt] slices over the student's vocabulary, of [Ds, Ds]
         and of [Ds, Dt], [Dt, Dt]. Keeps [Vps, Dt] in the teacher's dtype.
 
         Raises:
-            LossError: No token in common.
+            LossError: The vocabularies have no token in common.
         """
         if not len(match.common_student):
             raise LossError(
@@ -262,9 +261,9 @@ class DskdProjectors(torch.nn.Module):
         is_common[match.common_student] = True
         is_common = is_common[student_shard.start : student_shard.stop]
         group = student_shard.group
-        own = student_head_weight.double().masked_fill(~is_common[:, None], 0.0)
-        student_gram = all_reduce_sum(own.t() @ own, group)
-        cross = all_reduce_sum(own.t() @ rows.double(), group)
+        common = student_head_weight.double().masked_fill(~is_common[:, None], 0.0)
+        student_gram = all_reduce_sum(common.t() @ common, group)
+        cross = all_reduce_sum(common.t() @ rows.double(), group)
         teacher_gram = all_reduce_sum(rows.double().t() @ rows.double(), group)
         start = torch.linalg.pinv(student_gram, hermitian=True) @ cross
         made.teacher_to_student.copy_(start)
@@ -298,20 +297,20 @@ def _matched_rows(
     student_shard: VocabShard,
     teacher_shard: VocabShard,
 ) -> torch.Tensor:
-    """[Vps, Dt]: the teacher's head row of what each student column matches, 0 for none."""
+    """[Vps, Dt]: the teacher's head row of each student column's match, 0 for none."""
     group, device = student_shard.group, teacher_head_weight.device
     width, hidden = student_shard.width, teacher_head_weight.shape[1]
     partner = torch.full((width * group_size(group),), -1, dtype=torch.int64, device=device)
     partner[match.common_student] = match.common_teacher
     local = partner - teacher_shard.start
     here = (local >= 0) & (local < teacher_shard.valid_width)
-    found = teacher_head_weight.new_zeros(width, hidden)
+    matched = teacher_head_weight.new_zeros(width, hidden)
     for rows in row_slices(len(partner), hidden, device=device):
         part = teacher_head_weight[torch.where(here[rows], local[rows], 0)]
         part = all_reduce_sum(part.masked_fill(~here[rows, None], 0.0), group)
         first = max(rows.start, student_shard.start)
         last = min(rows.stop, student_shard.stop)
         if first < last:
-            own = slice(first - student_shard.start, last - student_shard.start)
-            found[own] = part[first - rows.start : last - rows.start]
-    return found
+            local_rows = slice(first - student_shard.start, last - student_shard.start)
+            matched[local_rows] = part[first - rows.start : last - rows.start]
+    return matched

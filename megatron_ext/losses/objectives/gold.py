@@ -1,7 +1,4 @@
-"""GOLD: a divergence over common tokens, sorted L1 over the rest. C chunks.
-
-Hybrid KL: GOLD over a relaxed match of the vocabularies.
-"""
+"""GOLD and hybrid KL: a divergence over common tokens, and sorted L1 over the rest. C chunks."""
 
 from __future__ import annotations
 
@@ -47,8 +44,8 @@ class GoldLoss(Objective):
     zero gradient, for a student that equals its teacher under one chunking of one tokenization.
 
     Metrics, a chunk: ``kl_common`` and ``l1_uncommon`` (before ``tau^2`` and ``w``), the
-    ``student_uncommon_mass`` and ``teacher_uncommon_mass``, ``discarded_mass`` (at most so much is
-    missing in ``l1_uncommon``), ``top1_agreement`` over common tokens, and those of
+    ``student_uncommon_mass`` and ``teacher_uncommon_mass``, ``discarded_mass`` (upper bound of
+    the error of ``l1_uncommon``), ``top1_agreement`` over common tokens, and those of
     ``losses/diagnostics``.
 
     Teacher targets: ``logits``, ``hidden``. Collectives on the tensor-parallel group: those of
@@ -62,8 +59,8 @@ class GoldLoss(Objective):
     ``docs/losses.md`` says.
 
     Raises:
-        LossError: Options that mean nothing; calling it without teacher, alignment or match, or
-            with ones that do not fit the logits. NaN logits make ``loss_sum`` NaN.
+        LossError: Invalid options; calling it without teacher, alignment or match, or with ones
+            that do not fit the logits. NaN logits make ``loss_sum`` NaN.
     """
 
     name: ClassVar[str] = "gold"
@@ -79,7 +76,7 @@ class GoldLoss(Objective):
     """Weight of the teacher in the mixture of ``jensen_shannon``."""
 
     uncommon_weight: float = 1.0
-    """w of the sorted L1; 0 leaves the divergence alone."""
+    """w of the sorted L1; 0 leaves only the divergence."""
 
     uncommon_topk: int | None = 8192
     """Largest probabilities of uncommon tokens that are compared; None: all."""
@@ -135,7 +132,7 @@ class GoldLoss(Objective):
     ) -> LossOutput:
         assert inputs.alignment is not None
         count, weight = inputs.alignment.chunk_count, self.temperature**2
-        found = matched_divergence(
+        values = matched_divergence(
             *chunked_pair(inputs, teacher, counted_ids(inputs), count),
             Matching(
                 columns.student_column,
@@ -156,14 +153,14 @@ class GoldLoss(Objective):
         )
         return chunk_output(
             inputs,
-            weight * found.chunk_loss,
+            weight * values.chunk_loss,
             means={
-                "kl_common": found.common,
-                "l1_uncommon": found.uncommon,
-                "student_uncommon_mass": found.student_rest,
-                "teacher_uncommon_mass": found.teacher_rest,
-                "discarded_mass": found.discarded_mass,
-                "top1_agreement": found.agreement,
+                "kl_common": values.common,
+                "l1_uncommon": values.uncommon,
+                "student_uncommon_mass": values.student_rest,
+                "teacher_uncommon_mass": values.teacher_rest,
+                "discarded_mass": values.discarded_mass,
+                "top1_agreement": values.agreement,
             },
         )
 
@@ -174,7 +171,7 @@ class GoldLoss(Objective):
 
     @property
     def why_no_context_parallel(self) -> str | None:
-        """With nemo numerics."""
+        """Reason with nemo numerics."""
         return why_nemo(self.numerics)
 
     @property
@@ -188,11 +185,11 @@ LOSS_REGISTRY.register("gold", GoldLoss)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridKLLoss(GoldLoss):
-    """``GoldLoss`` whose match holds tokens that mostly stand for one another, not equal ones only.
+    """``GoldLoss`` over a match that also holds tokens which mostly, not fully, correspond.
 
-    H-KL of X-Token (arXiv 2605.21699). The inputs' match is of
-    ``SparseProjection.partition(min_share)``; the objective is handed the match, and ``min_share``
-    tells whoever builds it. Everything else is as ``GoldLoss`` says.
+    H-KL of X-Token (arXiv 2605.21699). The inputs' match comes from
+    ``SparseProjection.partition(min_share)``; ``min_share`` is read by the maker of the match, not
+    by the loss. Everything else is as in ``GoldLoss``.
 
     Raises:
         LossError: As ``GoldLoss``, and for a share that is not above 0 and at most 1.
@@ -201,7 +198,7 @@ class HybridKLLoss(GoldLoss):
     name: ClassVar[str] = "hybrid_kl"
 
     min_share: float = 0.6
-    """Least share that a student token's largest teacher token has of it, to be common."""
+    """Least share of a student token's largest teacher token for the two to be common."""
 
     def __post_init__(self) -> None:
         # Without arguments, super() would look for the class that slots=True replaced.

@@ -1,4 +1,4 @@
-"""MinED: a teacher's tokens, each at the student tokens nearest in spelling. C chunks."""
+"""MinED: a teacher's distribution moved to the student tokens nearest in spelling. C chunks."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class MinedLoss(Objective):
     ``Q_c`` is the student's distribution at the position that predicts the chunk, at the
     temperature tau, over the tokens that map to one of the teacher's. ``P_c[v]`` is the teacher's
     probability of the token that v maps to, shared among all the student tokens that map to it and
-    normalised; ``inputs.projection`` says what maps to what, and is meant to have one entry a row
-    (the builder method ``mined``). The output counts one-to-one chunks. In nats; zero, with a zero
-    gradient, where ``Q_c = P_c``: for one tokenizer and a projection that is the identity. Zero
-    as well, and counted, for a chunk whose teacher masks (-inf) all tokens that something maps to.
+    normalised; ``inputs.projection`` is that map and should have one entry a row (the builder
+    method ``mined``). The output counts one-to-one chunks. In nats; zero, with a zero gradient,
+    where ``Q_c = P_c``: for one tokenizer and a projection that is the identity. Zero as well, and
+    counted, for a chunk whose teacher masks (-inf) all tokens that a student token maps to.
 
     Metrics, a chunk: ``teacher_entropy`` of ``P_c``, ``top1_agreement``, ``offsupport_mass`` (the
-    teacher's, on tokens that nothing maps to), and those of ``losses/diagnostics``.
+    teacher's, on tokens that no student token maps to), and those of ``losses/diagnostics``.
 
     Teacher targets: ``logits``, ``hidden``. Collectives on the tensor-parallel group, forward:
     a slice of C' chunks those of ``carried_targets`` and of ``ops/vocab_kl``, eight all-reduces and
@@ -46,7 +46,7 @@ class MinedLoss(Objective):
     which this differs as ``docs/losses.md`` says.
 
     Raises:
-        LossError: Options that mean nothing; calling it without teacher, alignment or projection,
+        LossError: Invalid options; calling it without teacher, alignment or projection,
             or with ones that do not fit. NaN logits make ``loss_sum`` NaN.
     """
 
@@ -63,7 +63,7 @@ class MinedLoss(Objective):
     """Weight of the teacher in the mixture of ``jensen_shannon``."""
 
     sharing: Sharing = "split"
-    """What several student tokens get that map to one teacher token: equal parts of its
+    """Probability of several student tokens that map to one teacher token: equal parts of its
     probability (``split``), or all of it each, before ``P_c`` is normalised (``copy``, as
     published)."""
 
@@ -81,7 +81,7 @@ class MinedLoss(Objective):
         check_student(inputs)
         alignment, teacher = check_alignment(inputs, objective=self.name)
         projection = check_projection(inputs, objective=self.name)
-        # Chunks of other classes take part, since to select would be to wait for the device.
+        # Chunks of other classes take part, since selecting would wait for the device.
         student_logits = inputs.student_logits.flatten(0, 1)[alignment.student_spans[:, 0]]
         teacher_logits = teacher.to_logits().flatten(0, 1)[alignment.teacher_spans[:, 0]]
         slices = row_slices(
@@ -89,8 +89,8 @@ class MinedLoss(Objective):
         )
         sizes = [rows.stop - rows.start for rows in slices] or [0]
         compared = [
-            self._compare(inputs, student, of_teacher, teacher.shard, projection)
-            for student, of_teacher in zip(
+            self._compare(inputs, student_rows, teacher_rows, teacher.shard, projection)
+            for student_rows, teacher_rows in zip(
                 student_logits.split(sizes), teacher_logits.split(sizes), strict=True
             )
         ]
@@ -114,7 +114,7 @@ class MinedLoss(Objective):
         teacher_shard: VocabShard,
         projection: ProjectionShard,
     ) -> tuple[torch.Tensor, ...]:
-        """Loss, entropy, agreement and teacher's mass elsewhere of a few chunks."""
+        """Loss, entropy, agreement and off-support mass of a few chunks."""
         targets = carried_targets(
             teacher_logits,
             projection,
@@ -123,11 +123,11 @@ class MinedLoss(Objective):
             sharing=self.sharing,
         )
         empty = targets.is_empty
-        # A stand-in that is finite where there is no distribution; its loss is not looked at.
+        # A finite stand-in where there is no distribution; its loss is discarded below.
         log_probs = targets.log_probs.masked_fill_(empty[:, None], 0.0)
         out = vocab_kl(
             student_logits.masked_fill(projection.row_mass == 0, -torch.inf),
-            # At the temperature already.
+            # Multiplied by the temperature, which vocab_kl divides by.
             log_probs.mul_(self.temperature),
             student_shard=inputs.student_shard,
             teacher_shard=inputs.student_shard,
@@ -149,7 +149,7 @@ class MinedLoss(Objective):
 
     @property
     def needs(self) -> Needs:
-        """The projection, by edits."""
+        """The projection, built by edit distance."""
         return Needs(projection="mined", shard=True)
 
     @property

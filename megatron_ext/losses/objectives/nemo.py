@@ -1,14 +1,7 @@
-"""P-KL with the numerics of NeMo RL's x_token. T rows, Vps Vpt columns, K of them, C chunks.
+"""P-KL, GOLD and H-KL with the numerics of NeMo RL's x_token, for comparison with its runs.
 
-Source: NVIDIA-NeMo/RL at 7ea279a, ``nemo_rl/algorithms`` (x_token loss), by its behaviour. Kept for
-comparison; ``docs/losses.md`` says what is wrong with it.
-
-GOLD and H-KL with the numerics of NeMo RL's x_token. T rows, Vps Vpt columns, C chunks.
-
-Source: NVIDIA-NeMo/RL at 7ea279a, ``nemo_rl/algorithms`` (x_token loss), by its behaviour. Kept for
-comparison; ``docs/losses.md`` says what is wrong with it.
-
-Differentiable means over the rows of each chunk. T rows, K columns, C chunks.
+Source: NVIDIA-NeMo/RL at 7ea279a, ``nemo_rl/algorithms`` (x_token loss), by its behaviour;
+``docs/losses.md`` lists its faults. T rows, Vps Vpt columns, K of them, C chunks.
 """
 
 from __future__ import annotations
@@ -46,7 +39,11 @@ if TYPE_CHECKING:
 
 
 def chunk_means(values: torch.Tensor, chunk_id: torch.Tensor, chunk_count: int) -> torch.Tensor:
-    """Mean [C, K] of ``values`` [T, K] over the rows of each chunk, by autograd; ids as usual."""
+    """Mean [C, K] of ``values`` [T, K] over the rows of each chunk, under autograd.
+
+    Args:
+        chunk_id: int64 [T], ``NO_CHUNK`` for rows outside every chunk.
+    """
     slots = chunk_slots(chunk_id, chunk_count)
     sizes = values.new_zeros(chunk_count + 1).index_add_(0, slots, torch.ones_like(values[:, 0]))
     sums = values.new_zeros(chunk_count + 1, values.shape[-1]).index_add(0, slots, values)
@@ -75,8 +72,8 @@ def nemo_projected_kl(
 
     The original divides by the chunks of the microbatch; here the count is returned beside the sum.
     Since K is chosen for a microbatch, the value depends on how a batch is cut into them, unless
-    ``vocab_topk`` is None, for all columns. Two equal models have a loss on chunks of several
-    tokens. ``usable``: bool [C], chunks that may count.
+    ``vocab_topk`` is None, for all columns. Two equal models have a loss above 0 on chunks
+    of several tokens. ``usable``: bool [C], chunks that may count.
 
     Metric: ``top1_agreement`` over K. Plain autograd keeps fp32 [Ts, Vps]. Collectives: forward
     four all-reduces of vectors, two all-gathers of [K] and two all-reduces of [C, K]; backward one
@@ -109,7 +106,7 @@ def nemo_projected_kl(
 
 
 def _largest_columns(logits: torch.Tensor, shard: VocabShard, count: int) -> torch.Tensor:
-    """int64 [K] ascending: columns of the largest logit at any of the positions, chunk or not."""
+    """Columns of the largest logits at any position, in a chunk or not; int64 [K] ascending."""
     scaled = scaled_logits(logits, 1.0, shard.excluded_columns(logits.device))
     importance = scaled.amax(dim=0)[None]
     values, local = importance.sort(dim=-1, descending=True, stable=True)
@@ -129,7 +126,7 @@ def _teacher_means(
     shard: VocabShard,
     temperature: float,
 ) -> torch.Tensor:
-    """L_c [C, K], the same on every rank."""
+    """``L_c`` [C, K], the same on every rank."""
     local = columns - shard.start
     here = (local >= 0) & (local < shard.width)
     local = torch.where(here, local, shard.width)
@@ -186,8 +183,8 @@ def nemo_gold(
                   min(|U_s|, |U_t|, ``uncommon_topk``) of each
 
     The original divides by the chunks of the microbatch; here the count is returned beside the sum.
-    Neither part is of distributions: ``KL_c`` can be negative and is not least where both are
-    equal, where its gradient is not 0 either.
+    Neither part compares distributions: ``KL_c`` can be negative, and where both are equal it has
+    neither its minimum nor a zero gradient.
 
     Metrics: ``kl_common``, ``l1_uncommon``, ``top1_agreement`` over common tokens. Plain autograd
     keeps fp32 [Ts, Vps] and several [C, Vps]. Collectives: forward nine all-reduces of vectors
@@ -233,7 +230,7 @@ def nemo_gold(
 
 
 def _places(columns: MatchedColumns, uncommon_topk: int | None) -> int:
-    """Uncommon tokens that both sides have, and at most ``uncommon_topk``."""
+    """Number of compared places: the smaller side's uncommon tokens, at most ``uncommon_topk``."""
     both = min(columns.student_rest, columns.teacher_rest)
     return both if uncommon_topk is None else min(both, uncommon_topk)
 

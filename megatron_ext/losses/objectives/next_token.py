@@ -25,8 +25,9 @@ from megatron_ext.ops.token_log_prob import evaluate_cross_entropy
 class NextTokenLoss(FusedObjective):
     """``-sum_t log p(label_t)`` over labels other than ``IGNORE_INDEX``, counting those labels.
 
-    Metric: ``accuracy``, the labels that are the first largest logit. Three all-reduces forward,
-    24 B T bytes a rank, none backward. A ``FusedObjective`` beside it takes it along.
+    Metric: ``accuracy``, the share of labels with the largest logit, the first of equals. Three
+    all-reduces forward, 24 B T bytes a rank, none backward. A ``FusedObjective`` beside it can
+    compute it in its own pass.
 
     Raises:
         LossError: An unknown implementation; calling it with logits, labels and shard of different
@@ -65,9 +66,10 @@ class NextTokenLoss(FusedObjective):
     def output(
         self, inputs: DistillationInputs, row_loss: torch.Tensor, top_column: torch.Tensor
     ) -> LossOutput:
-        """The output of a loss at every position, 0 at those without a label, [B Ts].
+        """Output from the loss at every position.
 
         Args:
+            row_loss: [B Ts], 0 at positions without a label.
             top_column: int64 [B Ts], the token of the largest logit.
         """
         labels = inputs.labels.flatten()

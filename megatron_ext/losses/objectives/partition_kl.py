@@ -1,4 +1,4 @@
-"""Partition KL: both models' next texts, over the continuations that both can name.
+"""Partition KL: divergence of both models' next texts over the continuations that both can predict.
 
 B batch, Ts Tt tokens, Vps Vpt local columns, C chunks, H chains, K top-k.
 """
@@ -41,10 +41,10 @@ from megatron_ext.ops.partition_kl import (
 
 
 class ComparedEvents(NamedTuple):
-    """The chunks of one microbatch, those of one token a side first."""
+    """Compared chunks of one microbatch, those of one token a side first."""
 
     teacher: torch.Tensor | RowMasses
-    """As ``evaluate_partition_kl`` takes it."""
+    """Teacher operand of ``evaluate_partition_kl``."""
 
     plan: PartitionPlan
 
@@ -52,17 +52,17 @@ class ComparedEvents(NamedTuple):
     """int64: the number of each chunk."""
 
     usable: torch.Tensor
-    """bool: those that can be compared."""
+    """bool: chunks that can be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionKLLoss(FusedObjective):
     """``tau^2 * sum_c w_c D(P_c || Q_c)`` over chunks, ``w_c`` 1 or ``chain_weight``.
 
-    P_c and Q_c are the teacher's and the student's distributions over a partition of what may come
-    next (``ops/partition_kl``): the shared vocabulary for one token a side; the completions of the
-    observed prefix for one token against several; the observed tokens for several against several;
-    and in each case a rest. Nats, no reduction but the sum; the output counts chunks.
+    P_c and Q_c are the teacher's and the student's distributions over a partition of the possible
+    next texts (``ops/partition_kl``): the shared vocabulary for one token a side; the completions
+    of the observed prefix for one token against several; the observed tokens for several against
+    several; and in each case a rest. In nats, summed; the output counts chunks.
 
     Metrics: ``teacher_rest`` and ``student_rest`` (probability of the rest, at the temperature),
     ``top1_agreement`` (of the most probable event) and those of ``losses/diagnostics.py``.
@@ -99,7 +99,7 @@ class PartitionKLLoss(FusedObjective):
     chunk whatever its weight."""
 
     implementation: Implementation = "auto"
-    """Which code runs: ``auto``, ``triton`` or ``torch``, see ``ops.launch``."""
+    """``auto``, ``triton`` or ``torch``, see ``ops/launch``."""
 
     def __post_init__(self) -> None:
         check_divergence(
@@ -148,9 +148,9 @@ class PartitionKLLoss(FusedObjective):
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """Chunks of one token a side, and others with all their labels.
 
-        Exact with the teacher's labels, but for targets of a top-k without ``label_log_probs``:
-        which observed tokens lie outside it is not known before the teacher has run. Then, and
-        without the teacher's labels, it is an upper bound.
+        Exact with the teacher's labels. An upper bound without them, and for top-k targets without
+        ``label_log_probs``, where the observed tokens outside the top-k are not known before the
+        teacher has run.
         """
         alignment = known.aligned
         labels, ids = [known.labels.flatten()], [alignment.student_chunk_id.flatten()]
@@ -161,7 +161,7 @@ class PartitionKLLoss(FusedObjective):
         return known.chunks(usable | (alignment.chunk_class == ChunkClass.ONE_TO_ONE))
 
     def _events(self, inputs: DistillationInputs) -> ComparedEvents:
-        """What is compared in each chunk.
+        """Compared events of the chunks.
 
         Raises:
             LossError: See the class.
@@ -202,7 +202,7 @@ class PartitionKLLoss(FusedObjective):
         )
 
     def _chunk_weight(self, alignment: AlignmentBatch, dtype: torch.dtype) -> torch.Tensor:
-        """[C]: what multiplies the divergence of each chunk."""
+        """Factor of each chunk's divergence, [C]."""
         weight = torch.where(alignment.chunk_class == ChunkClass.ONE_TO_ONE, 1.0, self.chain_weight)
         return self.temperature**2 * weight.to(dtype)
 
@@ -212,7 +212,7 @@ class PartitionKLLoss(FusedObjective):
         parts: tuple[EventComparison, EventComparison],
         events: ComparedEvents,
     ) -> LossOutput:
-        """From singles and chains to chunks by number."""
+        """Output from the values of singles and chains, reordered by chunk."""
         assert inputs.alignment is not None
         compared, count = _joined(parts), inputs.alignment.chunk_count
 
@@ -233,12 +233,12 @@ class PartitionKLLoss(FusedObjective):
 
     @property
     def needs(self) -> Needs:
-        """The match and what completes it."""
+        """The match and the completions."""
         return Needs(projection="retokenized", match=True, completions=True)
 
     @property
     def target_forms(self) -> tuple[TargetForm, ...]:
-        """Of a top-k too."""
+        """Top-k targets too."""
         return ("topk", "hidden")
 
     @property

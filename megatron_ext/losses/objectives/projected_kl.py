@@ -1,4 +1,4 @@
-"""Projected KL: the student's distribution, carried onto the teacher's vocabulary, per chunk.
+"""Projected KL: divergence by chunk of the student, projected onto the teacher's vocabulary.
 
 B batch, Ts Tt tokens, Vps Vpt local columns, C chunks.
 """
@@ -57,7 +57,7 @@ class ProjectedKLLoss(FusedObjective):
     """``tau^2 * sum_c D(P_c || Q_c)`` over chunks, in its proper form (``ops/projected_kl``).
 
     The output counts chunks. Metrics: ``teacher_entropy`` (nats a chunk), ``top1_agreement`` (of
-    the chunk distributions), ``offsupport_mass`` (teacher mass that the projection cannot reach,
+    the chunk distributions), ``offsupport_mass`` (teacher mass outside the projection's columns,
     a teacher row, at the loss's temperature), ``rest_mass`` (teacher mass outside ``vocab_topk``,
     where given) and those of ``losses/diagnostics.py``. Collectives: those of ``ops.projected_kl``.
 
@@ -83,9 +83,9 @@ class ProjectedKLLoss(FusedObjective):
     """Weight of the teacher in the mixture of ``jensen_shannon``."""
 
     vocab_topk: int | None = None
-    """Compare on so many teacher tokens a chunk, the teacher's most probable ones, and on the rest
-    as one token; None: on all of them. The nemo numerics choose for a microbatch, the original
-    8192, and have no rest."""
+    """Number of teacher tokens compared a chunk, the teacher's most probable ones, with the rest as
+    one token; None: all tokens. The nemo numerics choose for a microbatch, the original 8192, and
+    have no rest."""
 
     exact_token_match_only: bool = False
     """Leave out chunks whose two sides differ in bytes."""
@@ -94,8 +94,8 @@ class ProjectedKLLoss(FusedObjective):
     """``proper``, or ``nemo``: value and gradient of the original, see ``objectives/nemo.py``."""
 
     implementation: Implementation = "auto"
-    """``triton``, ``torch``, or ``auto``: the kernels on a GPU. They have no ``vocab_topk``, which
-    runs in torch under ``auto``; so do the nemo numerics under each."""
+    """``triton``, ``torch``, or ``auto``: the kernels on a GPU. ``vocab_topk`` has no kernel and
+    runs in torch under ``auto``; the nemo numerics always run in torch."""
 
     def __post_init__(self) -> None:
         check_divergence(
@@ -144,12 +144,12 @@ class ProjectedKLLoss(FusedObjective):
         return Evaluated(self._output(inputs, values, usable), values.token_loss)
 
     def fuses(self, inputs: DistillationInputs) -> bool:
-        """Not the nemo numerics, nor a projection that learns."""
+        """False for the nemo numerics and for a learned projection."""
         is_learned = inputs.projection is not None and inputs.projection.learned is not None
         return self.numerics == "proper" and not is_learned
 
     def compute(self, inputs: DistillationInputs) -> LossOutput:
-        """Under autograd: the nemo numerics, or a projection that learns."""
+        """The loss under autograd: the nemo numerics, or a learned projection."""
         alignment, teacher, projection = self._operands(inputs)
         usable = self._usable(alignment)
         if self.numerics == "nemo":
@@ -195,13 +195,13 @@ class ProjectedKLLoss(FusedObjective):
         )
 
     def _usable(self, alignment: AlignmentBatch) -> torch.Tensor | None:
-        """bool [C]; None: all."""
+        """Chunks that count, bool [C]; None: all."""
         return alignment.is_exact if self.exact_token_match_only else None
 
     def _output(
         self, inputs: DistillationInputs, values: ProjectedKL, usable: torch.Tensor | None
     ) -> LossOutput:
-        """What the operation's values say of the microbatch; ``usable`` [C] bool, None: all."""
+        """Output from the operation's values; ``usable`` [C] bool, None: all."""
         used = used_chunks(inputs, usable)
         means = {
             "teacher_entropy": values.teacher_entropy,
@@ -230,7 +230,7 @@ class ProjectedKLLoss(FusedObjective):
 
     @property
     def why_no_context_parallel(self) -> str | None:
-        """With nemo numerics."""
+        """Reason with nemo numerics."""
         return why_nemo(self.numerics)
 
     @property
@@ -240,7 +240,7 @@ class ProjectedKLLoss(FusedObjective):
 
     @property
     def learns_projection(self) -> bool:
-        """With proper numerics."""
+        """True with proper numerics."""
         return self.numerics == "proper"
 
 

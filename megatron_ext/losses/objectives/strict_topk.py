@@ -1,4 +1,4 @@
-"""Strict top-k: chunks of one token on both sides, on the teacher's best shared tokens.
+"""Strict top-k: one-to-one chunks compared on the teacher's most probable shared tokens.
 
 B batch, Ts Tt tokens, Vp local columns, C chunks, K top-k, N shared tokens.
 """
@@ -30,15 +30,15 @@ Tail = Literal["renormalise", "bucket"]
 class StrictTopKLoss(Objective):
     """``tau^2 * sum_c D(P_c || Q_c)`` over the chunks of one student and one teacher token.
 
-    There both models predict the same bytes after the same bytes, so their distributions compare
-    token by token where the vocabularies share one. The tokens of a chunk are the ``top_k`` shared
-    ones that the teacher finds most probable, of equals the lowest teacher ids. P and Q are the
+    In such chunks both models predict the same bytes after the same bytes, so their distributions
+    compare token by token over shared tokens. The tokens of a chunk are the ``top_k`` shared ones
+    that the teacher finds most probable, of equals the lowest teacher ids. P and Q are the
     models' probabilities of these, renormalised or with all other tokens of either model as one
     more (``tail``). Counts these chunks alone. D in nats, see ``ops/divergence``. Zero, with zero
     gradient, where the models agree on these tokens.
 
-    It cannot say anything of chunks of several tokens, digits among them where the tokenizers cut
-    numbers differently; ``used/...`` of the metrics shows how many that leaves out.
+    Chunks of several tokens are left out, digits among them where the tokenizers cut numbers
+    differently; the metrics ``used/...`` count them.
 
     Teacher targets: ``logits``, ``hidden`` and ``topk``. Of a ``topk`` teacher's K tokens the
     shared ones are used, at most ``top_k``; ``bucket`` then needs temperature 1. ``label`` is
@@ -68,11 +68,11 @@ class StrictTopKLoss(Objective):
     """Weight of the teacher in the mixture of ``jensen_shannon``."""
 
     top_k: int = 64
-    """Shared tokens that are compared in a chunk."""
+    """Number of shared tokens compared in a chunk."""
 
     tail: Tail = "bucket"
-    """``bucket``: what is left of either model is one more token, so that the student also learns
-    how much to put on the top tokens. ``renormalise``: only their proportions count."""
+    """``bucket``: the rest of either model is one more token, so that the student also learns the
+    total mass of the top tokens. ``renormalise``: only their proportions count."""
 
     def __post_init__(self) -> None:
         check_divergence(
@@ -120,7 +120,7 @@ class StrictTopKLoss(Objective):
         return known.chunks(known.aligned.chunk_class == ChunkClass.ONE_TO_ONE)
 
     def _top_tokens(self, teacher: TeacherTargets, match: VocabularyMatch) -> _TopTokens:
-        """The top tokens of every teacher row."""
+        """Top tokens of every teacher row."""
         student_of = match.student_of(teacher.shard.vocab_size)
         if teacher.kind == "topk":
             return self._top_of_topk(teacher, student_of)
@@ -135,7 +135,7 @@ class StrictTopKLoss(Objective):
         return _TopTokens(student_id, log_prob)
 
     def _top_of_topk(self, teacher: TeacherTargets, student_of: torch.Tensor) -> _TopTokens:
-        """Of what a ``topk`` teacher names, all [Tt, K]; what is not taken has no student token."""
+        """Top tokens of a ``topk`` teacher, all [Tt, K]; those not taken have no student token."""
         if self.tail == "bucket":
             check_tail_temperature(self.temperature, objective="strict_topk")
         assert teacher.topk_ids is not None
@@ -156,7 +156,7 @@ class StrictTopKLoss(Objective):
     ) -> torch.Tensor:
         """Log-probabilities [C, K + 1] of the student at ``ids`` [C, K].
 
-        Computed at the rows where they are: to gather rows would copy the logits.
+        Computed at all rows, since gathering the chunks' rows would copy the logits.
         """
         logits = inputs.student_logits.flatten(0, 1)
         rows = alignment.student_spans[:, 0]
@@ -173,8 +173,8 @@ class StrictTopKLoss(Objective):
 
     @property
     def target_forms(self) -> tuple[TargetForm, ...]:
-        """Of a top-k too, but for a tail at another temperature than 1: a log-normaliser tells
-        none."""
+        """Top-k targets too, unless a tail is kept at another temperature than 1, where its mass is
+        not known."""
         keeps_tail = self.tail == "bucket" and self.temperature != 1.0
         return ("hidden",) if keeps_tail else ("topk", "hidden")
 
@@ -185,17 +185,17 @@ class StrictTopKLoss(Objective):
 
 
 class _TopTokens(NamedTuple):
-    """The tokens that a teacher row is compared on, the same on every rank."""
+    """Tokens that a teacher row is compared on, the same on every rank."""
 
     student_id: torch.Tensor
-    """int64 [Tt, K], -1 where there are fewer."""
+    """int64 [Tt, K], -1 where there are fewer than K."""
 
     log_prob: torch.Tensor
-    """[Tt, K + 1] the teacher's, with the rest last."""
+    """[Tt, K + 1] the teacher's log-probabilities, the rest last."""
 
 
 def _renormalised(log_prob: torch.Tensor) -> torch.Tensor:
-    """``log_prob`` [C, K] over what it names; uniform, without a gradient, if that has no mass."""
+    """Renormalised ``log_prob`` [C, K]; uniform, without a gradient, where it has no mass."""
     is_nothing = (log_prob == -torch.inf).all(dim=-1, keepdim=True)
     return torch.log_softmax(log_prob.masked_fill(is_nothing, 0.0), dim=-1)
 

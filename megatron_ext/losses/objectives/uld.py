@@ -1,4 +1,4 @@
-"""ULD: sorted probabilities of both models, chunk by chunk or position by position.
+"""ULD: sorted probabilities of both models compared, by chunk or by position.
 
 B batch, Ts Tt tokens, C chunks, P pairs of positions.
 """
@@ -38,17 +38,17 @@ class ULDLoss(Objective):
     """``tau^2 * sum_c sum_i |sort(Q_c)_i - sort(P_c)_i|`` over the ``top_u`` largest places.
 
     ``Q_c`` and ``P_c`` are the means of the student's and the teacher's distributions over the rows
-    of chunk ``c``; the smaller vocabulary is filled up with zeros. Between 0 and 2 a chunk, before
-    ``tau^2``. It needs no map of the vocabularies, and does not know which token has a probability:
-    it is 0, with a zero gradient, where both models agree, and also where they spread probability
-    alike over different tokens.
+    of chunk ``c``; the smaller vocabulary is padded with zeros. Between 0 and 2 a chunk, before
+    ``tau^2``. It needs no map of the vocabularies and ignores token identity: it is 0, with a zero
+    gradient, where both models agree, and also where they spread probability alike over different
+    tokens.
 
     ``alignment="position"`` is the original: the k-th trained token of a sample's student side is
     compared with the k-th of its teacher side, up to the shorter, whatever texts they cover. It
-    uses ``labels`` and ``teacher_labels``, of an alignment only where packed samples begin, and
+    uses ``labels`` and ``teacher_labels``, from an alignment only the starts of packed samples, and
     counts pairs. Samples must be whole: not for sequences cut over context-parallel ranks.
 
-    Metrics: ``discarded_mass``, at most so much a chunk is missing in the sum, before ``tau^2``;
+    Metrics: ``discarded_mass``, an upper bound of each chunk's error, before ``tau^2``;
     over chunks also those of ``losses/diagnostics``. Teacher targets: ``logits``, ``hidden``.
     Collectives: those of ``ops/sorted_l1``, all in the forward: two all-reduces of [Ts + Tt], and a
     slice of C' chunks one all-gather of [C', 2 ``top_u`` + 2] and all-reduces of its student rows.
@@ -56,8 +56,8 @@ class ULDLoss(Objective):
     Source: Boizard et al., ULD (arXiv 2402.12030), there over full vocabularies and positions.
 
     Raises:
-        LossError: Options that mean nothing; calling it without teacher, or without the alignment
-            or labels that it pairs by, or with ones that do not fit the logits. NaN logits make
+        LossError: Invalid options; calling it without teacher, or without the alignment or labels
+            that it pairs by, or with ones that do not fit the logits. NaN logits make
             ``loss_sum`` NaN.
     """
 
@@ -70,7 +70,7 @@ class ULDLoss(Objective):
     """Largest probabilities that are compared; None: all, which is exact."""
 
     alignment: PairedBy = "chunks"
-    """What is compared with what: ``chunks`` or ``position``."""
+    """Pairing of the two sides: by ``chunks`` or by ``position``."""
 
     implementation: Implementation = "auto"
     """``auto``, ``triton`` or ``torch``, see ``ops/launch``."""
@@ -95,8 +95,8 @@ class ULDLoss(Objective):
         )
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
-        """int64 scalar: chunks, or pairs; by position without the teacher's labels an upper bound,
-        the student's labels."""
+        """Number of chunks or pairs, int64 scalar; by position without the teacher's labels an
+        upper bound, the number of the student's labels."""
         if self.alignment == "chunks":
             return known.chunks()
         if known.teacher_labels is None:
@@ -136,41 +136,43 @@ class ULDLoss(Objective):
 
     @property
     def needs(self) -> Needs:
-        """Nothing."""
+        """No inputs beside the common ones."""
         return Needs()
 
     @property
     def sums_over(self) -> Over:
-        """Chunks, or labels by position."""
+        """Chunks; labels when paired by position."""
         return "tokens" if self.alignment == "position" else "chunks"
 
     @property
     def why_no_context_parallel(self) -> str | None:
-        """By position."""
+        """Reason when paired by position."""
         if self.alignment == "position":
             return "alignment position, which counts along a sample"
         return None
 
     @property
     def why_no_linear_form(self) -> str | None:
-        """By position: pairs are of a sample."""
+        """Reason when paired by position: pairs are counted along a sample."""
         return self.why_no_context_parallel
 
 
 def _pairs(
     alignment: AlignmentBatch | None, labels: torch.Tensor, teacher_labels: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Pair of each student and teacher row, flat, and int64 scalar: how many pairs there are.
+    """Pair index of each student and teacher row, flat, and the number of pairs, int64 scalar.
 
-    Both sides of a sample have as many paired rows, so a pair is the number of paired rows before.
+    Both sides of a sample have equally many paired rows, so a row's pair index is the number of
+    paired rows before it.
     """
     sides = []
-    for own, cu_seqlens in (
+    for side_labels, cu_seqlens in (
         (labels, alignment.student_cu_seqlens if alignment else None),
         (teacher_labels, alignment.teacher_cu_seqlens if alignment else None),
     ):
-        count = len(own) if cu_seqlens is None else len(cu_seqlens) - 1
-        sides.append(_TrainedRows.of(own, row_samples(own, cu_seqlens), count))
+        count = len(side_labels) if cu_seqlens is None else len(cu_seqlens) - 1
+        sample = row_samples(side_labels, cu_seqlens)
+        sides.append(_TrainedRows.of(side_labels, sample, count))
     counts = torch.minimum(sides[0].counts, sides[1].counts)
     paired = [side.trained & (side.place < counts[side.sample]) for side in sides]
     ids = [torch.where(side, side.cumsum(dim=0) - 1, NO_CHUNK) for side in paired]
@@ -178,7 +180,7 @@ def _pairs(
 
 
 class _TrainedRows(NamedTuple):
-    """One side's rows [B * T], in order, and its samples [S]."""
+    """Labelled rows of one side, [B * T], and their number in each sample [S]."""
 
     trained: torch.Tensor
     """bool: the row has a label."""

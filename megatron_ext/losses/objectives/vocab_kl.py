@@ -36,19 +36,20 @@ from megatron_ext.ops.vocab_kl import evaluate_vocab_kl
 class VocabKLLoss(FusedObjective):
     """``tau^2 * sum_t D(P_t || Q_t)`` over positions with a label, in nats, counting them.
 
-    P is the teacher's and Q the student's softmax over their one vocabulary at the temperature tau;
-    D is a KL in one direction or the Jensen-Shannon divergence (``ops/divergence``). No alignment
-    and no projection: both models read the same tokens. Zero, with zero gradient, where they agree.
+    P is the teacher's and Q the student's softmax over their common vocabulary at the temperature
+    tau; D is a KL in one direction or the Jensen-Shannon divergence (``ops/divergence``). No
+    alignment and no projection: both models read the same tokens. Zero, with zero gradient, where
+    they agree.
 
     Teacher targets: ``logits`` and ``hidden`` are compared on every token (``ops/vocab_kl``: four
     all-reduces, 52 T bytes a rank). ``topk`` is compared on its K tokens and all others as one,
     which never exceeds the divergence on every token (``ops/selected_log_prob``: three all-reduces,
-    4 T (K + 2) bytes, and two of the metrics); at temperature 1 only, since nothing tells the mass
-    of a tail at another. ``label`` is refused.
+    4 T (K + 2) bytes, and two of the metrics); at temperature 1 only, since the mass of
+    the tail is not known at another. ``label`` is refused.
 
     Metrics: ``teacher_entropy`` (nats a token; with ``topk``, of the K + 1 entries),
-    ``top1_agreement`` and with ``topk`` ``rest_mass``, the teacher's outside its K tokens. Masks by
-    chunk mean nothing to it: leave labels out instead.
+    ``top1_agreement`` and with ``topk`` ``rest_mass``, the teacher's outside its K tokens. Chunk
+    masks are refused: mask labels instead.
 
     Raises:
         LossError: Calling it without a teacher, with one of other positions or another vocabulary,
@@ -111,11 +112,11 @@ class VocabKLLoss(FusedObjective):
         return Evaluated(self._output(inputs, values.row_loss, means), values.cross_entropy)
 
     def fuses(self, inputs: DistillationInputs) -> bool:
-        """Not on a teacher's top tokens."""
+        """False for a teacher's top tokens."""
         return inputs.teacher is None or inputs.teacher.kind != "topk"
 
     def compute(self, inputs: DistillationInputs) -> LossOutput:
-        """Under autograd: on a teacher's top tokens."""
+        """The loss under autograd: on a teacher's top tokens."""
         return self._output(inputs, *self._on_top_tokens(inputs, self._teacher(inputs)))
 
     def _teacher(self, inputs: DistillationInputs) -> TeacherTargets:
@@ -134,7 +135,7 @@ class VocabKLLoss(FusedObjective):
     def _output(
         self, inputs: DistillationInputs, row_loss: torch.Tensor, means: dict[str, torch.Tensor]
     ) -> LossOutput:
-        """The output of a loss and other values of every position, [B Ts] each."""
+        """Output from the loss and other values of every position, [B Ts] each."""
         used = inputs.labels.flatten() != IGNORE_INDEX
         return LossOutput(
             loss_sum=torch.where(used, row_loss, 0.0).sum(),
@@ -164,7 +165,7 @@ class VocabKLLoss(FusedObjective):
 
     @property
     def needs(self) -> Needs:
-        """A teacher of the same tokens."""
+        """A teacher that reads the student's tokens."""
         return Needs(same_tokenizer=True)
 
     @property
@@ -174,7 +175,7 @@ class VocabKLLoss(FusedObjective):
 
     @property
     def target_forms(self) -> tuple[TargetForm, ...]:
-        """Of a top-k too at temperature 1: a log-normaliser tells no other tail."""
+        """Top-k targets too at temperature 1, where the mass of the tail is known."""
         return ("topk", "hidden") if self.temperature == 1.0 else ("hidden",)
 
     @property

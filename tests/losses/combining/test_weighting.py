@@ -172,7 +172,7 @@ def test_parameters_that_cannot_be_measured_are_refused() -> None:
     other = torch.ones(2, requires_grad=True)
     with pytest.raises(LossError, match="need a parameter"):
         LayerGradients([], ("kd",))
-    with pytest.raises(LossError, match=r"kd: no parameter .* leads to a term"):
+    with pytest.raises(LossError, match=r"kd: no measured parameter gets a gradient"):
         LayerGradients([other], ("kd",)).add({"kd": weight.sum()})
     other.sequence_parallel = True
     with pytest.raises(LossError, match="partial gradient"):
