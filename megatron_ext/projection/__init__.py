@@ -1,4 +1,4 @@
-"""The projection between two vocabularies: the teacher tokens that stand for a student token."""
+"""Projections between two vocabularies: the teacher tokens that a student token maps to."""
 
 from megatron_ext.projection.builder import PROJECTION_METHODS
 from megatron_ext.projection.combination import compose, drop_padding, fill_empty_rows

@@ -1,8 +1,8 @@
-"""Building a projection from two tokenizers alone. V vocabularies Vs and Vt, K top-k.
+"""Builder of a projection from two tokenizers alone. Vs Vt vocabularies, K top-k.
 
 A student token that the teacher has is one entry of 1. Another is spelled with the teacher's
-tokens, piece ``i`` weighing ``decay**i`` before its row is normalised, because what the student
-predicts at once is what the teacher predicts first: ``201`` is ``2``, ``0``, ``1`` with shares
+tokens, piece ``i`` with weight ``decay**i`` before its row is normalised, because the student's
+one prediction corresponds to the teacher's first: ``201`` is ``2``, ``0``, ``1`` with shares
 0.9009, 0.0901, 0.0090.
 """
 
@@ -30,7 +30,7 @@ NO_MATCH: Final = -1
 
 
 def match_ordinary_tokens(student: Speller, teacher: Speller) -> NDArray[np.int64]:
-    """Teacher id [Vs] with the same bytes as each student id, ``NO_MATCH`` where it has none."""
+    """Teacher id [Vs] with the same bytes as each student id, ``NO_MATCH`` where there is none."""
     ids = (teacher.id_of(token) if token else None for token in student.tokens)
     return np.fromiter(
         (NO_MATCH if token_id is None else token_id for token_id in ids),
@@ -40,7 +40,7 @@ def match_ordinary_tokens(student: Speller, teacher: Speller) -> NDArray[np.int6
 
 
 def emitted_tokens(speller: Speller) -> NDArray[np.bool_]:
-    """[V] ids that have bytes, and of several ids with the same bytes only the emitted one."""
+    """Mask [V] of ids with bytes; of several ids with the same bytes only the emitted one."""
     emitted = np.zeros(len(speller.tokens), dtype=np.bool_)
     emitted[list(speller.emitted_ids)] = True
     return emitted
@@ -51,7 +51,7 @@ Spellings = list[list[int]]
 PROJECTION_METHODS: Registry[Callable[[Speller, Sequence[bytes]], Spellings]] = Registry(
     "projection method"
 )
-"""What stands for the tokens that the teacher lacks, of those it has: no pieces, an empty row."""
+"""Speller of the tokens that the teacher lacks, by method: no pieces give an empty row."""
 
 PROJECTION_METHODS.register("exact", lambda speller, tokens: [[] for _ in tokens])
 PROJECTION_METHODS.register("retokenized", Speller.spell)
@@ -64,13 +64,13 @@ PROJECTION_METHODS.register("mined", nearest_tokens)
 def build_matrix(
     student: ByteTokenizer, teacher: ByteTokenizer, options: ProjectionOptions | None = None
 ) -> ProjectionMatrix:
-    """The projection of a pair.
+    """Build the projection of a pair.
 
-    Control tokens are matched by role, then by name, then, where options say so, by how alike their
-    names are. One that none of these matches has an empty row.
+    Control tokens are matched by role, then by name, then, if the options say so, by the similarity
+    of names. One without a match has an empty row.
 
     Raises:
-        UnknownNameError: No such method.
+        UnknownNameError: Unknown method.
     """
     options = ProjectionOptions() if options is None else options
     spell = PROJECTION_METHODS[options.method]
@@ -105,7 +105,7 @@ def build_matrix(
 def build_metadata(
     student: ByteTokenizer, teacher: ByteTokenizer, options: ProjectionOptions
 ) -> dict[str, str]:
-    """Metadata of how a projection was built."""
+    """Metadata of the building of a projection."""
     given = asdict(options)
     return {
         "method": given.pop("method"),
@@ -145,7 +145,7 @@ def _bytes_of(speller: Speller, ids: NDArray[np.int64]) -> list[bytes]:
 
 
 def _spelled(ids: NDArray[np.int64], spellings: Spellings, options: ProjectionOptions) -> Entries:
-    """An entry for each piece: the token that is spelled, the piece, its weight."""
+    """One entry for each piece: the spelled token, the piece and its weight."""
     cut = [pieces[: options.piece_limit] for pieces in spellings]
     counts = np.fromiter(map(len, cut), dtype=np.int64, count=len(cut))
     return Entries(
@@ -177,11 +177,11 @@ def _similar_controls(
     matches: NDArray[np.int64],
     options: ProjectionOptions,
 ) -> Entries:
-    """Entries of control tokens that have no match, weighing as much as their names are alike."""
+    """Entries of control tokens without a match, weighted by the similarity of names."""
     assert options.control_similarity is not None
     candidates = {i: teacher.id_to_token(i) for i in teachers.control_ids.tolist()}
     candidates = {token_id: name for token_id, name in candidates.items() if name}
-    found = [
+    similar = [
         (student_id, teacher_id, similarity)
         for student_id in students.control_ids.tolist()
         if matches[student_id] == NO_MATCH and student.id_to_token(student_id)
@@ -192,5 +192,5 @@ def _similar_controls(
             most=options.row_limit,
         ).items()
     ]
-    table = np.array(found, dtype=np.float64).reshape(-1, 3)
+    table = np.array(similar, dtype=np.float64).reshape(-1, 3)
     return Entries(table[:, 0].astype(np.int64), table[:, 1].astype(np.int64), table[:, 2])

@@ -1,4 +1,4 @@
-"""Projections made from projections: through a pivot, one filled by another, without padding.
+"""Projections made from others: composed through a pivot, filled up, or without padding.
 
 Vs, Vp, Vt vocabularies of student, pivot and teacher.
 """
@@ -26,14 +26,14 @@ from megatron_ext.projection.projection_matrix import ProjectionMatrix
 Matrix = TypeVar("Matrix", bound=ProjectionMatrix)
 
 PRODUCTS_AT_ONCE = 2**22
-"""Products of two shares that are held at once, about 100 MiB."""
+"""Number of products of shares in memory at once, about 100 MiB."""
 
 
 def compose(first: Matrix, second: ProjectionMatrix, *, top_k: int | None = None) -> Matrix:
-    """``first @ second``: student to pivot to teacher, each row made to sum to 1.
+    """``first @ second``: student to pivot to teacher, each row normalised to a sum of 1.
 
-    A share of a pivot token that nothing of the teacher stands for is lost, and its row normalised
-    without it. A row is exact where the row of the student and that of its pivot token are.
+    Shares of pivot tokens with an empty row are dropped before the normalisation. A row is exact
+    where the student's row and that of its pivot token are.
 
     Args:
         first: [Vs, Vp]
@@ -97,9 +97,9 @@ def fill_empty_rows(projection: Matrix, other: ProjectionMatrix) -> Matrix:
 
 
 def drop_padding(projection: Matrix, vocab_sizes: tuple[int, int]) -> Matrix:
-    """``projection`` without what it says of ids from ``vocab_sizes`` on, rows normalised anew.
+    """``projection`` without entries of ids from ``vocab_sizes`` on, rows normalised anew.
 
-    For a projection that took the sizes of the models' heads for those of the tokenizers.
+    For a projection built with the sizes of the models' heads instead of the tokenizers'.
 
     Args:
         projection: [Vs, Vt]; the shape stays.
@@ -117,7 +117,7 @@ def drop_padding(projection: Matrix, vocab_sizes: tuple[int, int]) -> Matrix:
             )
     is_token = projection.entry_rows < vocab_sizes[0]
     is_token &= projection.indices < vocab_sizes[1]
-    kept = projection.from_entries(
+    unpadded = projection.from_entries(
         projection.entry_rows[is_token],
         projection.indices[is_token],
         projection.values[is_token],
@@ -126,8 +126,8 @@ def drop_padding(projection: Matrix, vocab_sizes: tuple[int, int]) -> Matrix:
         is_exact_row=np.zeros(projection.shape[0], dtype=np.bool_),
     )
     return replace(
-        kept,
-        is_exact_row=projection.is_exact_row & kept.reachable_rows,
+        unpadded,
+        is_exact_row=projection.is_exact_row & unpadded.reachable_rows,
         metadata=with_step(projection.metadata, "drop_padding", vocab_sizes=list(vocab_sizes)),
     )
 
@@ -188,7 +188,7 @@ def _check_same_vocabulary(
     second: ProjectionMatrix,
     second_role: str,
 ) -> None:
-    """Refuse two projections that should share a vocabulary and do not."""
+    """Refuse two projections whose common vocabulary differs."""
     axis = {"student": 0, "teacher": 1}
     sizes = first.vocab_sizes[axis[first_role]], second.vocab_sizes[axis[second_role]]
     prints = (

@@ -1,9 +1,7 @@
-"""A sparse matrix in compressed rows, made of weighted entries, and the history of its making.
+"""Sparse matrices in compressed rows, weighted entries to make them of, and checks of projections.
 
-R rows and N columns, with nothing promised about sums; nnz entries of a matrix. Weighted entries
-that are not compressed yet: N of them, in a matrix Vs x Vt.
-
-Checks of a projection: its arrays, and the pair that it was built for. Vocabularies Vs, Vt.
+R rows and N columns of a matrix, nnz entries, with no condition on row sums; N weighted entries
+that are not compressed yet, in a matrix Vs x Vt.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompressedRows:
-    """A [R, N] matrix, as kernels take it.
+    """[R, N] matrix in the form that kernels take.
 
     The transpose of a projection is one: its arrays are the compressed columns of the projection.
     """
 
     indptr: NDArray[np.int64]
-    """[R + 1] where the entries of each row start."""
+    """[R + 1] start of each row's entries."""
 
     indices: NDArray[np.int32]
     """[nnz] columns, ascending within a row."""
@@ -44,17 +42,17 @@ class CompressedRows:
 
     @property
     def entry_count(self) -> int:
-        """nnz."""
+        """nnz, number of entries."""
         return len(self.indices)
 
     @property
     def entry_rows(self) -> NDArray[np.int64]:
-        """[nnz] the row of each entry."""
+        """Row of each entry, [nnz]."""
         return np.repeat(np.arange(self.shape[0]), np.diff(self.indptr))
 
     def transpose(self) -> CompressedRows:
-        """The [N, R] matrix of the same entries; rows ascend in each of its columns."""
-        # A stable sort by column leaves the entries of a column in the order of their rows.
+        """Transpose [N, R]; columns ascend in each of its rows."""
+        # A stable sort by column keeps the entries of a column in the order of their rows.
         order = np.argsort(self.indices, kind="stable")
         return CompressedRows(
             indptr=row_pointers(self.indices, self.shape[1]),
@@ -80,14 +78,14 @@ class CompressedRows:
 
 
 def row_pointers(entry_rows: NDArray[np.integer], row_count: int) -> NDArray[np.int64]:
-    """[R + 1] where the entries of each row start, from the row of each entry [nnz]."""
+    """Start of each row's entries, [R + 1], from the row of each entry [nnz]."""
     indptr = np.zeros(row_count + 1, dtype=np.int64)
     np.cumsum(np.bincount(entry_rows, minlength=row_count), out=indptr[1:])
     return indptr
 
 
 def check_block(noun: str, start: int, stop: int) -> None:
-    """Refuse a range of rows or columns that is none.
+    """Refuse an invalid range of rows or columns.
 
     Raises:
         ProjectionError: ``start`` below 0 or ``stop`` below ``start``.
@@ -99,7 +97,7 @@ def check_block(noun: str, start: int, stop: int) -> None:
 
 
 class Entries(NamedTuple):
-    """Weights of pairs of tokens, in any order; a pair may come several times."""
+    """Weighted pairs of tokens, in any order; a pair may be repeated."""
 
     rows: NDArray[np.int64]
     """[N] student ids."""
@@ -112,18 +110,18 @@ class Entries(NamedTuple):
 
 
 def concatenated(parts: Sequence[Entries]) -> Entries:
-    """The entries of all parts, one part after another."""
+    """Concatenate the entries of all parts."""
     return Entries(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def checked_entries(
     rows: ArrayLike, columns: ArrayLike, weights: ArrayLike, shape: tuple[int, int]
 ) -> Entries:
-    """Arrays of one length whose entries lie inside ``shape``.
+    """Convert arrays to entries, checked to lie inside ``shape``.
 
     Raises:
         ProjectionError: They differ in length, ids are no integers or outside ``shape``, or a
-            weight is no finite number or below 0. The text names the first such entry.
+            weight is not finite or below 0. The text names the first such entry.
     """
     row_ids, column_ids = np.asarray(rows), np.asarray(columns)
     try:
@@ -153,9 +151,9 @@ def checked_entries(
 def compress(
     entries: Entries, shape: tuple[int, int], *, normalise: bool = True
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-    """Compressed rows of weighted entries, weights of a repeated pair added up.
+    """Compress weighted entries into rows; weights of a repeated pair are added up.
 
-    A share that float32 cannot tell from 0, as of a fortieth piece, has no entry.
+    A share that is 0 in float32, as of a fortieth piece, has no entry.
 
     Args:
         entries: [N]
@@ -167,7 +165,7 @@ def compress(
     """
     weights = entries.weights
     if normalise:
-        # Weights of the size of 1e308 have no sum; those of a row relative to its largest have.
+        # Weights near 1e308 overflow a sum; relative to the row's largest they do not.
         largest = np.zeros(shape[0])
         np.maximum.at(largest, entries.rows, weights)
         weights = weights / np.where(largest > 0, largest, 1.0)[entries.rows]
@@ -178,8 +176,12 @@ def compress(
         row_totals = np.bincount(rows, weights=totals, minlength=shape[0])
         totals = totals / np.where(row_totals > 0, row_totals, 1.0)[rows]
     values = totals.astype(np.float32)
-    kept = values > 0
-    return row_pointers(rows[kept], shape[0]), columns[kept].astype(np.int32), values[kept]
+    positive = values > 0
+    return (
+        row_pointers(rows[positive], shape[0]),
+        columns[positive].astype(np.int32),
+        values[positive],
+    )
 
 
 def largest_of_each_row(
@@ -189,9 +191,9 @@ def largest_of_each_row(
     shape: tuple[int, int],
     k: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-    """Compressed rows of the ``k`` largest values of each row, made to sum to 1.
+    """Compress the ``k`` largest values of each row, normalised to a sum of 1.
 
-    Of equal values the first ones stay.
+    Of equal values the first ones are kept.
 
     Raises:
         ProjectionError: ``k`` below 1.
@@ -201,14 +203,19 @@ def largest_of_each_row(
     order = np.lexsort((-values, rows))
     rank = np.empty(len(values), dtype=np.int64)
     rank[order] = np.arange(len(values)) - indptr[:-1][rows]
-    kept = rank < k
+    is_largest = rank < k
     return compress(
-        Entries(rows[kept], indices[kept].astype(np.int64), values[kept].astype(np.float64)), shape
+        Entries(
+            rows[is_largest],
+            indices[is_largest].astype(np.int64),
+            values[is_largest].astype(np.float64),
+        ),
+        shape,
     )
 
 
 def check_top_k(top_k: int) -> None:
-    """Refuse a number of entries that leaves none in a row.
+    """Refuse a limit that leaves no entry in a row.
 
     Raises:
         ProjectionError: ``top_k`` is no integer or below 1.
@@ -219,16 +226,16 @@ def check_top_k(top_k: int) -> None:
         )
 
 
-def _refuse_first(bad: NDArray[np.bool_], what: str, found: NDArray[Any], expected: str) -> None:
+def _refuse_first(bad: NDArray[np.bool_], what: str, values: NDArray[Any], expected: str) -> None:
     if bad.any():
         at = int(np.argmax(bad))
         raise ProjectionError(
-            f"entry {at} of a projection {what}", got=found[at], expected=expected
+            f"entry {at} of a projection {what}", got=values[at], expected=expected
         )
 
 
 HISTORY = "history"
-"""Metadata key: a JSON list of what was done to a projection since it was built, oldest first."""
+"""Metadata key: JSON list of the steps applied to a projection since it was built, oldest first."""
 
 
 def with_step(metadata: Mapping[str, str], step: str, **options: object) -> dict[str, str]:
@@ -253,7 +260,7 @@ def check_projection(
     """Check the arrays of a ``SparseProjection``; about 10 ms for 131,072 rows.
 
     Raises:
-        ProjectionError: The first thing that is wrong, with the first row it is wrong in.
+        ProjectionError: The first defect, with the first row that has it.
     """
     _check_sizes(shape, vocab_sizes)
     _check_arrays(indptr, indices, values, is_exact_row, shape)
@@ -295,7 +302,7 @@ def check_built_for(
     """Refuse a file whose metadata does not name the vocabulary of ``tokenizer``.
 
     Raises:
-        ProjectionError: It names another, or none.
+        ProjectionError: It names another vocabulary, or none.
     """
     built_for, given = metadata.get(f"{role}_fingerprint"), tokenizer.fingerprint()
     if built_for != given:

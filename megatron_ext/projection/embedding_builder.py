@@ -1,6 +1,6 @@
-"""Building a projection from embeddings of two vocabularies.
+"""Builder of a projection from embeddings of two vocabularies.
 
-Vs and Vt vocabularies, D numbers of an embedding, N student rows and M teacher rows at once, K.
+Vs Vt vocabularies, D numbers of an embedding, N student rows and M teacher rows at once, K top-k.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_ext.tokenizers.base import ByteTokenizer
 
 ROWS_AT_ONCE = 1024
 COLUMNS_AT_ONCE = 4096
-"""A block of cosines is 16 MiB, and one of teacher embeddings of 4,096 numbers 64 MiB."""
+"""Teacher rows of a block: 16 MiB of cosines, 64 MiB of embeddings of 4,096 numbers."""
 
 SHARPNESS = 10.0
 
@@ -45,11 +45,12 @@ def build_embedding_projection(
     sharpness: float = SHARPNESS,
     min_cosine: float = 0.0,
 ) -> SparseProjection:
-    """A projection whose inexact rows hold the teacher tokens with the nearest embeddings.
+    """Build a projection whose inexact rows hold the teacher tokens with the nearest embeddings.
 
     Exact rows and control tokens are those of every other builder. A share is proportional to
-    ``cosine ** (sharpness * c)``, ``c`` being the largest cosine of the row: a row that has found a
-    near token trusts it more. Memory beyond the matrices is bounded by the blocks above.
+    ``cosine ** (sharpness * c)``, ``c`` being the largest cosine of the row: the nearer the nearest
+    token is, the more of the share it gets. Memory beyond the matrices is bounded by the blocks
+    above.
 
     Args:
         student: Tokenizer of the rows.
@@ -59,12 +60,12 @@ def build_embedding_projection(
         space: ``shared`` where one encoder made both; ``anchored`` where each is its model's own,
             which relates them by the tokens that both have.
         top_k: Most teacher tokens in a row.
-        sharpness: 0 weighs all of them alike.
+        sharpness: Exponent of the shares; 0 weighs all of them alike.
         min_cosine: Tokens that are not nearer stand for nothing.
 
     Raises:
         ProjectionError: Embeddings of the wrong height or width or with numbers that are not
-            finite, too few common tokens for an anchored space, a number that means nothing.
+            finite, too few common tokens for an anchored space, an invalid number.
     """
     check_top_k(top_k)
     _check_numbers(sharpness, min_cosine)
@@ -83,10 +84,10 @@ def build_embedding_projection(
     for start in range(0, len(lacking), ROWS_AT_ONCE):
         ids = lacking[start : start + ROWS_AT_ONCE]
         vectors = comparable.of_student(students.take(ids))
-        found, cosines = _nearest(vectors, comparable, teachers, candidates, top_k)
+        nearest_ids, cosines = _nearest(vectors, comparable, teachers, candidates, top_k)
         near = cosines > min_cosine
         rows = np.repeat(ids, near.sum(axis=1))
-        parts.append(Entries(rows, found[near], sharpened(cosines, sharpness)[near]))
+        parts.append(Entries(rows, nearest_ids[near], sharpened(cosines, sharpness)[near]))
     projection = SparseProjection.from_entries(
         *concatenated(parts),
         exact.shape,
@@ -124,7 +125,7 @@ def _nearest(
     candidates: NDArray[np.int64],
     top_k: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Teacher ids [N, K] of the largest cosines, and these; fewer where there are few candidates.
+    """Teacher ids [N, K] of the largest cosines, and these; fewer with fewer candidates.
 
     Of equal cosines the lowest ids come first.
     """
@@ -136,9 +137,9 @@ def _nearest(
         best = _largest(scores, top_k)
         ids = np.concatenate([ids, block[best]], axis=1)
         cosines = np.concatenate([cosines, np.take_along_axis(scores, best, axis=1)], axis=1)
-        kept = _largest(cosines, top_k)
-        ids = np.take_along_axis(ids, kept, axis=1)
-        cosines = np.take_along_axis(cosines, kept, axis=1)
+        largest = _largest(cosines, top_k)
+        ids = np.take_along_axis(ids, largest, axis=1)
+        cosines = np.take_along_axis(cosines, largest, axis=1)
     return ids, cosines
 
 
@@ -167,7 +168,7 @@ def _space(
             "unknown space of embeddings", got=repr(space), expected="shared or anchored"
         )
     common = exact.partition()
-    # Embeddings of control tokens say what they do in one model, not what they mean.
+    # Embeddings of control tokens depend on their function in one model, not on a meaning.
     ordinary = np.array(
         [student.token_bytes(token_id) is not None for token_id in common.common_student.tolist()],
         dtype=np.bool_,

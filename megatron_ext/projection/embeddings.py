@@ -1,4 +1,4 @@
-"""Embeddings of a vocabulary, and a space in which those of two vocabularies can be compared.
+"""Embeddings of a vocabulary, and a common space for those of two vocabularies.
 
 V tokens, D numbers each (Ds and Dt of student and teacher), N rows of a block, C anchors.
 """
@@ -20,12 +20,12 @@ _HEADER_LENGTH_BYTES: Final = 8
 
 
 class EmbeddingMatrix:
-    """Rows of embeddings as float32, whatever holds them.
+    """Rows of embeddings as float32, from an array or a file.
 
     Args:
-        source: An array [V, D] of floating-point numbers, or a safetensors file. Nothing of a file
-            is read before its rows are asked for.
-        tensor: Name of the tensor in the file; may be left out where it has one matrix only.
+        source: An array [V, D] of floating-point numbers, or a safetensors file, of which only the
+            rows asked for are read.
+        tensor: Name of the tensor in the file; may be omitted where it has one matrix only.
 
     Raises:
         ProjectionError: No such file or tensor, or one that is no matrix of floating-point numbers.
@@ -57,7 +57,7 @@ class EmbeddingMatrix:
         """Refuse a matrix with fewer rows than its vocabulary; more are padding.
 
         Raises:
-            ProjectionError: Fewer rows.
+            ProjectionError: It has fewer rows.
         """
         if self.shape[0] < vocab_size:
             raise ProjectionError(
@@ -87,15 +87,15 @@ class EmbeddingMatrix:
 
 
 def unit_rows(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """``rows`` [N, D] of length 1; a row of zeros stays."""
-    # Squares of numbers as large as 1e38 have no sum in float32.
+    """Scale ``rows`` [N, D] to length 1; a row of zeros stays."""
+    # Squares of numbers near 1e38 overflow in float32.
     lengths = np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float64))[:, None]
     unit: NDArray[np.float32] = (rows / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)
     return unit
 
 
 def _mapped(path: Path, tensor: str | None) -> tuple[NDArray[Any], bool]:
-    """A matrix of a file as an array that reads on access, and whether it is bfloat16.
+    """Memory-mapped matrix of a file, and whether it is bfloat16.
 
     The format is that of https://github.com/huggingface/safetensors: a length, a JSON header, data.
     numpy has no bfloat16, for which the library would need torch.
@@ -121,7 +121,7 @@ def _mapped(path: Path, tensor: str | None) -> tuple[NDArray[Any], bool]:
 
 
 def _entry(path: Path, header: dict[str, Any], tensor: str | None) -> dict[str, Any]:
-    """The header's entry of the matrix that is asked for."""
+    """Header's entry of the requested matrix."""
     matrices = {
         name: entry
         for name, entry in header.items()
@@ -151,7 +151,7 @@ Vectors = NDArray[np.float32]
 
 
 class SharedSpace:
-    """Both matrices come from one encoder: rows are compared as they are.
+    """Space of two matrices from one encoder: rows are compared as they are.
 
     Raises:
         ProjectionError: Matrices of different widths.
@@ -175,10 +175,10 @@ class SharedSpace:
 
 
 class AnchoredSpace:
-    """The teacher's space, into which the student's is turned so that common tokens meet.
+    """Teacher's space, with the student's rotated into it so that common tokens coincide.
 
-    The turn is the orthogonal Procrustes solution (Schönemann 1966) over unit vectors of the
-    anchors, less their mean: of all maps that keep angles, the one that brings each pair nearest.
+    The rotation is the orthogonal Procrustes solution (Schönemann 1966) over unit vectors of the
+    anchors, less their mean: of all maps that keep angles, the one that brings the pairs nearest.
 
     Args:
         student: [Vs, Ds]

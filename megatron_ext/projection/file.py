@@ -1,7 +1,4 @@
-"""A projection on disk: one safetensors file that says which pair it is for.
-
-The ``.pt`` files of NeMo RL's tools, which ours write too, are read as well.
-"""
+"""Files of projections: safetensors files that name their pair, and NeMo RL's ``.pt`` files."""
 
 from __future__ import annotations
 
@@ -29,9 +26,9 @@ FORMAT_VERSION: Final = "2"
 READ_VERSIONS: Final = ("1", "2")
 """Version 1 has neither ``vocab_sizes``, as its projections have no padding, nor ``sha256``."""
 _TORCH_STARTS: Final = (b"PK", b"\x80")
-"""Of a zip archive, and of a pickle as old releases write it."""
+"""First bytes of a zip archive, and of a pickle as old releases write it."""
 _HEAD_BYTES: Final = 9
-"""A safetensors file begins with a length of eight bytes and JSON."""
+"""Bytes to tell a file by: a safetensors file begins with a length of eight bytes and JSON."""
 FILE_ENTRIES: Final = (
     "format",
     "format_version",
@@ -65,7 +62,7 @@ def save_matrix(projection: ProjectionMatrix, path: Path) -> None:
         },
     )
     try:
-        # A missing folder is more often a slip in the path than one to make.
+        # A missing folder is more often a typing error than a folder to make.
         path.parent.stat()
         write_bytes(path, content)
     except OSError as error:
@@ -96,11 +93,11 @@ def load_matrix(
     vocab_sizes = shape
     if metadata["format_version"] != "1":
         vocab_sizes = _sizes(path, metadata, "vocab_sizes")
-    own = {name: text for name, text in metadata.items() if name not in FILE_ENTRIES}
+    of_projection = {name: text for name, text in metadata.items() if name not in FILE_ENTRIES}
     try:
         return ProjectionMatrix(
             shape=shape,
-            metadata=own,
+            metadata=of_projection,
             vocab_sizes=vocab_sizes,
             **{name: arrays[name] for name in ARRAYS},
         )
@@ -109,7 +106,7 @@ def load_matrix(
 
 
 def is_legacy_file(path: Path) -> bool:
-    """Tell a file of torch's from others by its first bytes."""
+    """Whether a file is one of torch's, by its first bytes."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -119,13 +116,13 @@ def is_legacy_file(path: Path) -> bool:
 
 
 def _check_whole(path: Path, metadata: dict[str, str], arrays: dict[str, NDArray[Any]]) -> None:
-    """Refuse a file of another format or version, and arrays that are not what was written."""
+    """Refuse a file of another format or version, and arrays that differ from those written."""
     if metadata.get("format") != FORMAT or metadata.get("format_version") not in READ_VERSIONS:
-        found = f"{metadata.get('format')} version {metadata.get('format_version')}"
+        version = f"{metadata.get('format')} version {metadata.get('format_version')}"
         raise ProjectionError(
             "the file is no projection that this version reads",
             where=path,
-            got=found if "format" in metadata else "a safetensors file without a format entry",
+            got=version if "format" in metadata else "a safetensors file without a format entry",
             expected=f"{FORMAT} version {' or '.join(READ_VERSIONS)}",
             fix="build the projection again from the two tokenizers",
         )

@@ -1,9 +1,9 @@
-"""The token nearest in spelling, and the control tokens of the most similar names. N tokens.
+"""Nearest tokens in spelling, and control tokens of the most similar names. N tokens.
 
-Spelling goes by edit distance over bytes: the map of MinED (FuseLLM, arXiv 2401.10491). Every token
-with the least number of inserted, deleted and replaced bytes is looked at, so that the result is
-the minimum and not a guess; two lower bounds on the distance leave few to compute. Names are those
-of ``<|eot_id|>`` and ``<end_of_turn>``.
+Spelling is compared by edit distance over bytes: the map of MinED (FuseLLM, arXiv 2401.10491). The
+search is exact, over every token of the least number of inserted, deleted and replaced bytes; two
+lower bounds on the distance leave few to compute. Names are those such as ``<|eot_id|>`` and
+``<end_of_turn>``.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 from megatron_ext.projection.speller import Speller
 
 WORD_BITS: Final = 64
-"""Bytes of a token whose distances are computed: a bit each in the columns of Myers' algorithm."""
+"""Most bytes of a token to compare: one bit each in the columns of Myers' algorithm."""
 
 
 class NearestTokens:
-    """Tokens to find the nearest of.
+    """Index of tokens for nearest-neighbour search in spelling.
 
     Args:
-        tokens: Id and bytes of each; not empty, and no bytes twice.
+        tokens: Id and bytes of each token; bytes are not empty and all different.
     """
 
     def __init__(self, tokens: Iterable[tuple[int, bytes]]) -> None:
-        # By length, so that tokens of a length or near it lie together; of equals the lowest id.
+        # By length, so that tokens of similar lengths are adjacent; of equals the lowest id.
         ordered = sorted(tokens, key=lambda pair: (len(pair[1]), pair[0]))
         self._ids = [token_id for token_id, _ in ordered]
         self._tokens = [token for _, token in ordered]
@@ -42,34 +42,34 @@ class NearestTokens:
         self._marks = _marks(self._buffer[:-1], self._starts)
 
     def nearest(self, token: bytes) -> int | None:
-        """Id of the token nearest to ``token``; None where there is no token at all.
+        """Id of the token nearest to ``token``; None if there are no tokens.
 
-        Of several, the one that has the most bytes of ``token``'s beginning, then the lowest id. A
-        token of more than ``WORD_BITS`` bytes gets the longest one that it begins with, or None.
+        Ties go to the longest common prefix with ``token``, then to the lowest id. For a token of
+        more than ``WORD_BITS`` bytes it is the longest one that it begins with, or None.
         """
         if not self._ids or token in self._id_of:
             return self._id_of.get(token)
         prefix = self._longest_prefix(token)
         if len(token) > WORD_BITS:
             return self._id_of.get(prefix)
-        # As far as the prefix, or as replacing every byte of the shortest token.
+        # Upper bound: the distance of the prefix, or of replacing every byte of the shortest token.
         best = max(len(token), len(self._tokens[0]))
         if prefix:
             best = len(token) - len(prefix)
         return self._ids[self._search(token, best)]
 
     def _longest_prefix(self, token: bytes) -> bytes:
-        """Empty where there is none."""
+        """Longest token that ``token`` begins with; empty where there is none."""
         lengths = range(len(token), 0, -1)
         return next((token[:n] for n in lengths if token[:n] in self._id_of), b"")
 
     def _search(self, token: bytes, best: int) -> int:
-        """Place of the nearest of all tokens; one of them is at most ``best`` away."""
+        """Place of the nearest token, at a distance of at most ``best``."""
         first, last = np.searchsorted(self._lengths, [len(token) - best, len(token) + best + 1])
         gaps = np.abs(self._lengths[first:last] - len(token))
-        # An edit removes a byte value and adds one at most.
-        own = _marks(np.frombuffer(token, dtype=np.uint8), np.zeros(1, dtype=np.int64))
-        bounds = np.maximum(gaps, (_bits(self._marks[first:last] ^ own) + 1) // 2)
+        # An edit removes and adds at most one byte value.
+        marks = _marks(np.frombuffer(token, dtype=np.uint8), np.zeros(1, dtype=np.int64))
+        bounds = np.maximum(gaps, (_bits(self._marks[first:last] ^ marks) + 1) // 2)
         ties: list[int] = []
         for bound in range(best + 1):
             if bound > best:
@@ -98,7 +98,7 @@ class NearestTokens:
         falls = np.zeros(len(places), dtype=np.uint64)
         starts, lengths = self._starts[places], self._lengths[places]
         distance = np.full(len(places), len(token), dtype=np.int64)
-        found: NDArray[np.int64] = distance.copy()
+        final: NDArray[np.int64] = distance.copy()
         for at in range(int(lengths.max())):
             equal = occurs[self._buffer[np.minimum(starts + at, len(self._buffer) - 1)]]
             either = equal | falls
@@ -108,19 +108,19 @@ class NearestTokens:
             distance -= (down & top) != 0
             up = (up << one) | one
             rises, falls = (down << one) | ~(either | up), up & either
-            found = np.where(lengths == at + 1, distance, found)
-        return found
+            final = np.where(lengths == at + 1, distance, final)
+        return final
 
 
 def nearest_tokens(speller: Speller, tokens: Sequence[bytes]) -> list[list[int]]:
-    """For each of ``tokens`` the id of the speller's nearest, alone in a list."""
-    own = NearestTokens((i, speller.tokens[i] or b"") for i in speller.emitted_ids)
-    found = (own.nearest(token) for token in tokens)
-    return [[] if token_id is None else [token_id] for token_id in found]
+    """Id of the speller's nearest token for each of ``tokens``, alone in a list."""
+    index = NearestTokens((i, speller.tokens[i] or b"") for i in speller.emitted_ids)
+    nearest = (index.nearest(token) for token in tokens)
+    return [[] if token_id is None else [token_id] for token_id in nearest]
 
 
 def _marks(values: NDArray[np.uint8], starts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The byte values modulo 64 of each token, as bits; tokens begin at ``starts``."""
+    """Byte values of each token modulo 64, as a bit set; tokens begin at ``starts``."""
     bits = np.uint64(1) << (values.astype(np.uint64) % np.uint64(64))
     if not len(starts):
         return np.zeros(0, dtype=np.uint64)
@@ -132,7 +132,7 @@ _BITS_OF_16: Final = np.array([value.bit_count() for value in range(1 << 16)], d
 
 
 def _bits(words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Number of bits that are set in each word; numpy has it from version 2 on."""
+    """Number of set bits in each word; numpy has it from version 2 on."""
     counts: NDArray[np.int64] = _BITS_OF_16[words.view(np.uint16).reshape(-1, 4)].sum(
         axis=1, dtype=np.int64
     )
@@ -148,7 +148,7 @@ def _common_prefix(one: bytes, other: bytes) -> int:
 
 CHARACTER_SHARE = 0.6
 WORD_SHARE = 0.4
-"""What matching characters and common words count for in a similarity, which is at most 1."""
+"""Weight of common words in a similarity, which is at most 1; characters have the rest."""
 
 _NUMBER = re.compile(r"\d+")
 _WORD = re.compile(r"[^\W\d_]{3,}")
@@ -157,7 +157,7 @@ _WORD = re.compile(r"[^\W\d_]{3,}")
 def most_similar(
     name: str, candidates: Mapping[int, str], *, min_similarity: float, most: int
 ) -> dict[int, float]:
-    """The candidates whose names are most like ``name``, the most similar first.
+    """Candidates whose names are most similar to ``name``, the most similar first.
 
     Of names that differ in a number alone (``<unused0>``, ``<unused1>``) only the lowest id counts.
 
@@ -173,15 +173,15 @@ def most_similar(
     matcher = SequenceMatcher(autojunk=False)
     matcher.set_seq2(name.casefold())
     words = _words(name)
-    found: list[tuple[float, int]] = []
+    similar: list[tuple[float, int]] = []
     for teacher_id, candidate in _one_of_each_number(candidates).items():
         matcher.set_seq1(candidate.casefold())
         similarity = CHARACTER_SHARE * matcher.ratio() + WORD_SHARE * _jaccard(
             words, _words(candidate)
         )
         if similarity >= min_similarity:
-            found.append((-similarity, teacher_id))
-    return {teacher_id: -negative for negative, teacher_id in sorted(found)[:most]}
+            similar.append((-similarity, teacher_id))
+    return {teacher_id: -negative for negative, teacher_id in sorted(similar)[:most]}
 
 
 def _one_of_each_number(names: Mapping[int, str]) -> dict[int, str]:

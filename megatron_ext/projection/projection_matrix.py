@@ -1,7 +1,7 @@
-"""The map from one vocabulary to another, as a sparse matrix. Vocabularies Vs and Vt.
+"""Sparse matrix that maps one vocabulary to another. Vocabularies Vs and Vt.
 
-Row ``s`` says which teacher tokens stand for student token ``s``, and in what shares. A row sums to
-1 or is empty, which says that nothing stands for the token. No dense Vs x Vt exists at any time.
+Row ``s`` holds the teacher tokens that student token ``s`` maps to, and their shares. A row sums to
+1, or is empty where the token maps to none. No dense Vs x Vt exists at any time.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 
 _ROWS_OF_ONE_ENTRY: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
-"""Stands for an ``is_exact_row`` that the caller leaves to be derived."""
+"""Default of ``is_exact_row``: derived from the rows."""
 
 _AS_SHAPE = (-1, -1)
-"""Stands for ``vocab_sizes`` of a projection without padding."""
+"""Default of ``vocab_sizes``: no padding."""
 
 ARRAYS = ("indptr", "indices", "values", "is_exact_row")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProjectionMatrix(CompressedRows):
-    """A [Vs, Vt] matrix in compressed rows, padding included; its arrays are read-only.
+    """[Vs, Vt] matrix in compressed rows, padding included; its arrays are read-only.
 
     ``indices`` are teacher ids and ``values`` shares: positive, and 1 over a row that is not empty.
     The transpose and the column blocks are plain matrices, whose rows have other sums. Two
@@ -54,7 +54,7 @@ class ProjectionMatrix(CompressedRows):
     """
 
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """How the projection was made and for which pair."""
+    """The projection's origin, and the pair that it is for."""
 
     is_exact_row: NDArray[np.bool_] = field(default_factory=lambda: _ROWS_OF_ONE_ENTRY)
     """[Vs] this token and its column are one token. Rows of one entry, unless said otherwise: a row
@@ -109,17 +109,17 @@ class ProjectionMatrix(CompressedRows):
         is_exact_row: NDArray[np.bool_] | None = None,
         normalise: bool = True,
     ) -> Self:
-        """The projection of weighted pairs of tokens, in any order.
+        """Build a projection from weighted pairs of tokens, in any order.
 
-        Weights of a repeated pair are added up; a pair of weight 0 is no entry. No N or V squared
-        is allocated.
+        Weights of a repeated pair are added up; a pair of weight 0 is no entry. Memory is linear in
+        N and V.
 
         Args:
             rows: Student ids [N].
             columns: Teacher ids [N].
             weights: [N], finite and none below 0.
             shape: (Vs, Vt), padding included.
-            metadata: How it was made and for which pair.
+            metadata: Origin of the projection, and its pair.
             vocab_sizes: Tokens of the vocabularies; ``shape`` where not given.
             is_exact_row: [Vs]; rows of one entry where not given.
             normalise: Divide each row by its sum. Otherwise rows must sum to 1.
@@ -142,24 +142,24 @@ class ProjectionMatrix(CompressedRows):
 
     @property
     def empty_rows(self) -> NDArray[np.int64]:
-        """Student ids that nothing stands for, ascending; padding is not among them."""
+        """Student ids that map to no teacher token, ascending, without padding."""
         return np.flatnonzero(np.diff(self.indptr)[: self.vocab_sizes[0]] == 0).astype(np.int64)
 
     @property
     def reachable_rows(self) -> NDArray[np.bool_]:
-        """[Vs] student tokens that something stands for."""
+        """Mask [Vs] of student tokens that map to a teacher token."""
         return np.diff(self.indptr) > 0
 
     @property
     def reachable_columns(self) -> NDArray[np.bool_]:
-        """[Vt] teacher tokens that stand for at least one student token."""
+        """Mask [Vt] of teacher tokens that a student token maps to."""
         reachable = np.zeros(self.shape[1], dtype=np.bool_)
         reachable[self.indices] = True
         return reachable
 
     @property
     def column_mass(self) -> NDArray[np.float64]:
-        """[Vt] sum of each column: how many student tokens a teacher token stands for."""
+        """Sum of each column [Vt]: the number of student tokens that map to a teacher token."""
         mass = np.bincount(self.indices, weights=self.values, minlength=self.shape[1])
         return mass.astype(np.float64)
 
@@ -168,9 +168,9 @@ class ProjectionMatrix(CompressedRows):
         return VocabularyPartition.of(self, min_share)
 
     def top_k(self, k: int) -> Self:
-        """The ``k`` largest shares of each row, made to sum to 1.
+        """Keep the ``k`` largest shares of each row, normalised to a sum of 1.
 
-        Of equal shares, those of the lowest columns stay.
+        Of equal shares, those of the lowest columns are kept.
 
         Raises:
             ProjectionError: ``k`` below 1.
@@ -187,7 +187,7 @@ class ProjectionMatrix(CompressedRows):
         )
 
     def padded(self, student_size: int, teacher_size: int) -> Self:
-        """The same projection with empty rows and columns up to these sizes.
+        """Pad the projection with empty rows and columns up to these sizes.
 
         Args:
             student_size: Rows, at least the student's vocabulary: those of the model's head.
@@ -208,9 +208,9 @@ class ProjectionMatrix(CompressedRows):
         )
 
     def row_block(self, start: int, stop: int) -> Self:
-        """Rows ``[start, stop)``, as one shard of the student's vocabulary needs them.
+        """Rows ``[start, stop)``, for one shard of the student's vocabulary.
 
-        Rows from Vs on, the padding of a vocabulary that is sharded, are empty.
+        Rows from Vs on, the padding of a sharded vocabulary, are empty.
 
         Raises:
             ProjectionError: ``start`` below 0 or ``stop`` below ``start``.
@@ -235,9 +235,9 @@ class ProjectionMatrix(CompressedRows):
         )
 
     def permuted(self, layout: VocabularyLayout) -> Self:
-        """The same projection by places instead of ids, without padding.
+        """Reorder the projection from ids to places of a layout, without padding.
 
-        Its metadata names no vocabulary, since tokenizers know nothing of places.
+        Its metadata names no vocabulary, since places are unknown to tokenizers.
 
         Raises:
             ProjectionError: ``layout`` is of vocabularies of other sizes.
@@ -249,7 +249,7 @@ class ProjectionMatrix(CompressedRows):
         order = np.lexsort((columns, rows))
         is_exact_row = np.zeros(students, dtype=np.bool_)
         is_exact_row[layout.student.places[:students]] = self.is_exact_row[:students]
-        # The tokenizers know ids, so the result is of no pair that a file could be checked against.
+        # A result by places fits no tokenizer's ids, so it must pass no check against a pair.
         metadata = {name: text for name, text in self.metadata.items() if "fingerprint" not in name}
         return replace(
             self,

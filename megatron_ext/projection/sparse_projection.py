@@ -1,4 +1,4 @@
-"""The projection between two vocabularies: built, chained, saved and loaded."""
+"""``SparseProjection``: a projection between two vocabularies, built, chained, saved and loaded."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseProjection(ProjectionMatrix):
-    """A projection as it is built from tokenizers, chained, saved and loaded.
+    """Projection that is built from tokenizers, chained, saved and loaded.
 
-    Data, checks and algebra are those of ``ProjectionMatrix``, which functions below this module
-    take and return.
+    Data, checks and algebra are those of ``ProjectionMatrix``, which lower modules take and return.
     """
 
     @classmethod
     def of(cls, matrix: ProjectionMatrix) -> Self:
-        """The projection with the arrays and metadata of ``matrix``."""
+        """Wrap the arrays and metadata of ``matrix``."""
         return cls(**{entry.name: getattr(matrix, entry.name) for entry in fields(matrix)})
 
     @classmethod
@@ -51,17 +50,17 @@ class SparseProjection(ProjectionMatrix):
         Args:
             student: Tokenizer of the rows.
             teacher: Tokenizer of the columns.
-            method: ``exact``, ``retokenized``, ``first_piece`` or ``mined``; this and the rest are
-                described at ``ProjectionOptions``.
+            method: ``exact``, ``retokenized``, ``first_piece`` or ``mined``; all options are
+                described in ``ProjectionOptions``.
             top_k: Most teacher tokens in a row.
             pieces: Most pieces of a spelling that count; ``top_k`` where None.
-            decay: What each piece of a spelling weighs of the one before it.
+            decay: Weight of each piece of a spelling, relative to the one before it.
             reverse_pass: Also spell the tokens that the student lacks.
             control_similarity: Least similarity of the names of control tokens without a match.
 
         Raises:
-            UnknownNameError: No such method.
-            ProjectionError: A number that means nothing, or options that exclude each other.
+            UnknownNameError: Unknown method.
+            ProjectionError: An invalid number, or options that exclude each other.
         """
         options = ProjectionOptions(
             method=method,
@@ -85,11 +84,11 @@ class SparseProjection(ProjectionMatrix):
         """Read what ``save`` wrote, or a ``.pt`` file of NeMo RL's tools or of ours.
 
         Args:
-            path: The file; its first bytes say which kind it is.
+            path: The file; its kind is told by its first bytes.
             student: Where given, the projection must have been built for this tokenizer.
             teacher: The same for the teacher.
-            tell: What is called with a line on what of a ``.pt`` file cannot be checked, or is not
-                as we would build it.
+            tell: Called with a line for each property of a ``.pt`` file that cannot be checked, or
+                differs from a projection built here.
 
         Raises:
             ProjectionError: Missing, truncated or foreign file, one for another pair, or a ``.pt``
@@ -102,7 +101,7 @@ class SparseProjection(ProjectionMatrix):
         """Write a safetensors file; it appears under ``path`` whole or not at all.
 
         Raises:
-            ProjectionError: The place cannot be written to.
+            ProjectionError: The file cannot be written.
             MissingDependencyError: safetensors is not installed.
         """
         save_matrix(self, Path(path))

@@ -1,7 +1,4 @@
-"""Spelling bytes with a vocabulary's tokens, as its tokenizer does in the middle of a text.
-
-Options of building a projection from two tokenizers.
-"""
+"""Spelling of bytes with a vocabulary's tokens, and options of building a projection."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 
 class Speller:
-    """Spelling of strings of bytes with the ids of a tokenizer.
+    """Spelling of byte strings with the ids of a tokenizer, as in the middle of a text.
 
     Args:
-        tokenizer: Whose ids to spell with; control tokens are never among them.
+        tokenizer: Tokenizer of the ids; control tokens are never used.
     """
 
     def __init__(self, tokenizer: ByteTokenizer) -> None:
@@ -30,8 +27,8 @@ class Speller:
         self.tokens = TokenBytes.of(tokenizer).tokens()
         """[V] bytes of each id; None of a control token or an unused id."""
         self._bytes = [token or b"" for token in self.tokens]
-        # SentencePiece starts every text with a space of its own. Behind a line break, which it
-        # never merges with anything, the pieces are those of the middle of a text.
+        # SentencePiece adds a space to the start of every text. After a line break, which it never
+        # merges, the pieces are those of the middle of a text.
         starts_clean = self._trailing(tokenizer.text_to_ids("a"), b"a")
         self._context = "" if starts_clean else "\n"
         self._id_of = self._preferred_ids()
@@ -39,7 +36,7 @@ class Speller:
 
     @property
     def emitted_ids(self) -> Collection[int]:
-        """Ids that have bytes; of several with the same bytes only the one that ``id_of`` gives."""
+        """Ids with bytes; of several with the same bytes only the one that ``id_of`` returns."""
         return self._id_of.values()
 
     @property
@@ -48,19 +45,18 @@ class Speller:
         return np.flatnonzero([token is None for token in self.tokens]).astype(np.int64)
 
     def id_of(self, token: bytes) -> int | None:
-        """The id with these very bytes.
+        """Id with exactly these bytes, or None.
 
-        Where several ids have them, as ``A`` and ``<0x41>`` of a vocabulary with byte fallback, it
-        is the one that the tokenizer itself emits, and if it emits none of them the lowest.
+        Of several, as ``A`` and ``<0x41>`` of a vocabulary with byte fallback, it is the one that
+        the tokenizer emits, and if it emits none of them the lowest.
         """
         return self._id_of.get(token)
 
     def spell(self, tokens: Sequence[bytes]) -> list[list[int]]:
-        """Ids whose bytes, one after another, are each of ``tokens``; empty where there are none.
+        """Spell each of ``tokens``: ids whose joined bytes are the token; empty where impossible.
 
-        Valid UTF-8 is tokenized as in the middle of a text. The rest (parts of characters), and
-        what the tokenizer would change (normalisation), is cut into the longest tokens that fit,
-        from the left.
+        Valid UTF-8 is tokenized as in the middle of a text. Parts of characters, and text that the
+        tokenizer would normalise, are cut into the longest tokens that fit, from the left.
         """
         spelled = self._encode(tokens)
         return [ids or self._segment(token) for ids, token in zip(spelled, tokens, strict=True)]
@@ -86,7 +82,7 @@ class Speller:
         return spelled
 
     def _trailing(self, ids: list[int], token: bytes) -> list[int]:
-        """The last of ``ids`` that have bytes, where they spell ``token``; else none."""
+        """Trailing ``ids`` with bytes, if they spell ``token``; else none."""
         left, at = len(token), len(ids)
         while left > 0 and at > 0:
             at -= 1
@@ -94,7 +90,7 @@ class Speller:
         spelled = [self._bytes[piece] for piece in ids[at:]]
         if b"".join(spelled) != token:
             return []
-        return [piece for piece, own in zip(ids[at:], spelled, strict=True) if own]
+        return [piece for piece, text in zip(ids[at:], spelled, strict=True) if text]
 
     def _segment(self, token: bytes) -> list[int]:
         ids, at = [], 0
@@ -123,7 +119,7 @@ _ONE_ENTRY: Final = ("first_piece", "mined")
 """Methods that leave one entry in a row."""
 
 PIECE_DECAY = 0.1
-"""What each piece weighs of the one before it: 0.9, 0.09, 0.009, ... before a row is normalised."""
+"""Weight of each piece relative to the one before: 0.9, 0.09, ... before a row is normalised."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -131,13 +127,13 @@ class ProjectionOptions:
     """Options of ``SparseProjection.from_tokenizers``.
 
     Raises:
-        ProjectionError: A number that means nothing, or options that exclude each other.
+        ProjectionError: An invalid number, or options that exclude each other.
     """
 
     method: ProjectionMethod = "retokenized"
-    """What stands for a token that the teacher lacks: ``exact`` nothing; ``retokenized`` the pieces
-    that the teacher spells it with, in falling shares; ``first_piece`` the first of them alone;
-    ``mined`` the one token that is nearest in spelling (``nearest_tokens``)."""
+    """Entries of a token that the teacher lacks. ``exact``: none. ``retokenized``: the pieces that
+    the teacher spells it with, in falling shares. ``first_piece``: the first of them alone.
+    ``mined``: the one token that is nearest in spelling (``nearest_tokens``)."""
 
     top_k: int = 4
     """Most teacher tokens in a row."""
@@ -146,15 +142,15 @@ class ProjectionOptions:
     """Most pieces of a spelling that count; ``top_k`` where None."""
 
     decay: float = PIECE_DECAY
-    """What each piece of a spelling weighs of the one before it; 1 weighs all alike."""
+    """Weight of each piece of a spelling relative to the one before it; 1 weighs all alike."""
 
     reverse_pass: bool = False
     """Also spell the tokens that the student lacks with the student's, and add these entries.
     Exact rows and control tokens stay as they are."""
 
     control_similarity: float | None = None
-    """Least similarity of names, above 0 and at most 1, at which a control token that has neither
-    role nor name at the teacher stands for another; None leaves its row empty."""
+    """Least similarity of names, above 0 and at most 1, at which a control token without a
+    match by role or name maps to another; None leaves its row empty."""
 
     def __post_init__(self) -> None:
         check_top_k(self.top_k)

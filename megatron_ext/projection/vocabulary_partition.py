@@ -1,4 +1,7 @@
-"""Tokens that two vocabularies have in common. C common tokens, Vs and Vt vocabularies."""
+"""Partition of two vocabularies into common and uncommon tokens.
+
+C common tokens, Vs and Vt vocabularies.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyPartition:
-    """Common tokens in pairs, and the rest of both vocabularies; no padding is in it.
+    """Common tokens in pairs, and the other tokens of both vocabularies, without padding.
 
-    ``common_student[c]`` and ``common_teacher[c]`` are one token; no id comes twice.
+    ``common_student[c]`` and ``common_teacher[c]`` are one token; no id is repeated.
     """
 
     common_student: Ids
@@ -40,12 +43,12 @@ class VocabularyPartition:
     def of(
         cls, projection: ProjectionMatrix, min_share: float | None = None
     ) -> VocabularyPartition:
-        """The partition that a projection implies.
+        """Partition by a projection.
 
         Args:
-            projection: Of the two vocabularies.
-            min_share: None: the exact rows. Otherwise every row whose largest share is at least
-                this one, with the column of that share (of equals, the lowest).
+            projection: Projection between the two vocabularies.
+            min_share: None: exact rows are common. Otherwise every row whose largest share is at
+                least this one, with the column of that share (of equals, the lowest).
 
         Where several rows have one column, it is common to the row of the largest share, and of
         equals to the lowest student id. The other rows are uncommon.
@@ -78,7 +81,7 @@ class VocabularyPartition:
         )
 
     def permuted(self, layout: VocabularyLayout) -> VocabularyPartition:
-        """The same pairs by places instead of ids, the student's ascending.
+        """Reorder the pairs from ids to places of a layout, the student's ascending.
 
         Raises:
             ProjectionError: ``layout`` is of vocabularies of other sizes.

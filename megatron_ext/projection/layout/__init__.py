@@ -1,4 +1,4 @@
-"""Vocabularies in an order that puts what two models share on one rank, side by side."""
+"""Layouts of two vocabularies that put their common tokens side by side on one rank."""
 
 from megatron_ext.projection.layout.packing import VocabularyOrder
 from megatron_ext.projection.layout.vocabulary_layout import LayoutStatistics, VocabularyLayout

@@ -1,4 +1,4 @@
-"""Layouts from projections. Vs Vt vocabularies, R tensor-parallel ranks."""
+"""Builder of vocabulary layouts from projections. Vs Vt vocabularies, R tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEPT_METADATA = (
     "student_vocab_size",
     "teacher_vocab_size",
 )
-"""What a layout keeps of its projection's metadata: which pair it is for."""
+"""Metadata of a projection that a layout keeps: the pair that it is for."""
 
 _IN_EVERY_PAIR, _ALONE, _SHARED, _RESIDUAL, _NO_ENTRY = range(5)
 """Keys of tokens on a rank: common pairs of all teachers; common pairs whose column no other row
@@ -75,7 +75,7 @@ def build_layouts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pair:
-    """One projection without padding, and what follows from it."""
+    """One projection without padding, and quantities derived from it."""
 
     projection: ProjectionMatrix
 
@@ -84,7 +84,7 @@ class _Pair:
     graph: ResidualGraph
 
     partner: Ids
-    """[Vs] the teacher token of each common student token, -1 for others."""
+    """[Vs] teacher token of each common student token, -1 for others."""
 
     @classmethod
     def of(cls, projection: ProjectionMatrix) -> _Pair:
@@ -110,7 +110,7 @@ class _Pair:
         return key
 
     def packed(self, student_capacity: Ids, teacher_capacity: Ids) -> tuple[Ids, Ids]:
-        """[Vs] and [Vt] the rank of each token, as this pair is best off."""
+        """Rank of each token, [Vs] and [Vt], the best for this pair."""
         students = len(self.partner)
         packing = Packing(
             self.graph, student_capacity=student_capacity, teacher_capacity=teacher_capacity
@@ -123,10 +123,10 @@ class _Pair:
         )
 
     def following(self, student_rank: Ids, capacity: Ids) -> Ids:
-        """[Vt] the rank of each teacher token where the student's are given.
+        """Rank of each teacher token [Vt] for given ranks of the student's tokens.
 
-        A common token follows its partner as far as there is room, lowest student ids first;
-        another reachable one goes where most of its entries are.
+        A common token follows its partner while there is room, lowest student ids first; another
+        reachable one goes where most of its entries are.
         """
         ranks = len(capacity)
         common, columns = self.partition.common_teacher, self.projection.indices
@@ -150,7 +150,7 @@ class _Pair:
     ) -> VocabularyLayout:
         common, partners = self.partition.common_student, self.partition.common_teacher
         together = student.rank_of(common) == teacher_rank[partners]
-        # Common tokens in the student's order, then the others in that of their ids.
+        # Common tokens in the student's order, then the others by id.
         key = np.where(self.projection.reachable_columns, 0, self.teachers) + len(student.ids)
         key[partners[together]] = student.places[common[together]]
         teacher = VocabularyOrder.by_rank(
@@ -179,7 +179,7 @@ class _Pair:
 def _side_by_side(
     student: VocabularyOrder, teacher: VocabularyOrder, partner: Ids
 ) -> tuple[int, ...]:
-    """[R] leading local columns that are one token on both sides."""
+    """Number [R] of leading local columns that are one token on both sides."""
     width = min(student.width, teacher.width)
     padded = np.full(len(student.ids), -1, dtype=np.int64)
     padded[: len(partner)] = partner

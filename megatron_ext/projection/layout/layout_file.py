@@ -1,4 +1,4 @@
-"""A vocabulary layout on disk: one JSON file that says which pair it is for."""
+"""Layout files: one JSON file that names the pair of vocabularies it is for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save_layout(layout: VocabularyLayout, path: Path) -> None:
         **sides,
     }
     try:
-        # A missing folder is more often a slip in the path than one to make.
+        # A missing folder is more often a typing error than a folder to make.
         path.parent.stat()
         write_text(path, json.dumps(content) + "\n")
     except OSError as error:
@@ -85,12 +85,14 @@ def _read(path: Path) -> dict[str, Any]:
         raise ProjectionError(
             "the vocabulary layout cannot be read", where=path, got=error, fix=_REBUILD
         ) from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT or content.get("format_version") != FORMAT_VERSION:
+    file_format = content.get("format") if isinstance(content, dict) else None
+    if file_format != FORMAT or content.get("format_version") != FORMAT_VERSION:
         raise ProjectionError(
             "the file is no vocabulary layout that this version reads",
             where=path,
-            got=f"{found} version {content.get('format_version')}" if found else "another file",
+            got=f"{file_format} version {content.get('format_version')}"
+            if file_format
+            else "another file",
             expected=f"{FORMAT} version {FORMAT_VERSION}",
             fix=_REBUILD,
         )

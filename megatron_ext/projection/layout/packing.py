@@ -1,8 +1,6 @@
-"""Packing of tokens onto ranks, those that share entries together.
+"""Packing of tokens onto ranks by their shared entries, and the resulting order of a vocabulary.
 
-Vs Vt vocabularies, R ranks, E entries beside the common pairs.
-
-One vocabulary in another order, cut into equally wide intervals. V tokens, Vp with padding.
+V Vs Vt vocabularies, Vp with padding, R ranks, E entries beside the common pairs.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ class ResidualGraph:
     """
 
     row_item: Ids
-    """[E] the item of each entry's student token."""
+    """[E] item of each entry's student token."""
 
     column_item: Ids
-    """[E] the item of its teacher token."""
+    """[E] item of each entry's teacher token."""
 
     degree: Ids
-    """[Vs + Vt] entries in an item's column."""
+    """[Vs + Vt] number of entries in an item's column."""
 
     student_items: Ids
     """[Vs + Vt] 1 for an item with a student token, else 0."""
@@ -68,11 +66,11 @@ class ResidualGraph:
 
     @property
     def work(self) -> Ids:
-        """[Vs + Vt] entries in an item's row."""
+        """Number of entries in each item's row, [Vs + Vt]."""
         return np.bincount(self.row_item, minlength=len(self.degree))
 
     def grouped(self, rank_count: int) -> tuple[Ids, NDArray[np.bool_]]:
-        """The component of each item [Vs + Vt], named by one of its items, and which are hubs.
+        """Component of each item [Vs + Vt], named by one of its items, and the mask of hubs.
 
         Columns join their rows to components, those of the fewest entries first. One that would
         make a component of more work than a rank's share is a hub instead: it joins nothing, and
@@ -103,29 +101,29 @@ class ResidualGraph:
 
 def _root(parent: list[int], item: int) -> int:
     while parent[item] != item:
-        # Halves the path for those who walk it next.
+        # Halves the path for later lookups.
         parent[item] = item = parent[parent[item]]
     return item
 
 
 def _flattened(parent: Ids) -> Ids:
-    """The root of each item."""
+    """Root of each item."""
     while not np.array_equal(above := parent[parent], parent):
         parent = above
     return parent
 
 
 NOWHERE: Final = -1
-"""The rank of what has none yet."""
+"""Rank of an item that has none yet."""
 
 
 class Packing:
     """Fills ranks of fixed capacities with the items of a ``ResidualGraph``.
 
     Args:
-        graph: Of the pair.
-        student_capacity: [R] student tokens that each rank takes, Vs together.
-        teacher_capacity: [R] the same of the teacher.
+        graph: Graph of the pair.
+        student_capacity: [R] student tokens that each rank holds, Vs together.
+        teacher_capacity: [R] teacher tokens that each rank holds, Vt together.
     """
 
     def __init__(
@@ -139,12 +137,10 @@ class Packing:
         self._is_pair = (graph.student_items & graph.teacher_items).astype(np.bool_)
 
     def pack(self) -> Ids:
-        """[Vs + Vt] the rank of each item; ``NOWHERE`` for what fits nowhere whole, and for tokens
-        that no entry has.
+        """Rank of each item [Vs + Vt]; ``NOWHERE`` for one that fits on no rank, or has no entry.
 
-        Components go first, the one of most entries to the rank that has fewest; then the hubs,
-        each to where most of its entries are; then common pairs, spread so that all ranks have
-        equally many.
+        Components are placed first, the one of most entries on the rank with the fewest; then the
+        hubs, each where most of its entries are; then common pairs, equally many on each rank.
         """
         component, is_hub = self._graph.grouped(len(self._room[0]))
         self._place_components(component, is_hub)
@@ -178,18 +174,18 @@ class Packing:
         self._rank[members] = np.repeat(chosen, sizes)
 
     def _least_loaded(self, loads: list[tuple[int, int]], load: int, need: list[int]) -> int:
-        """The rank of the least load that has room, which it takes; ``NOWHERE`` if none has."""
+        """Take room on the rank of least load that has it; ``NOWHERE`` if none has."""
         passed = []
-        found = NOWHERE
-        while loads and found == NOWHERE:
+        chosen = NOWHERE
+        while loads and chosen == NOWHERE:
             least, rank = heapq.heappop(loads)
             if self._take(rank, need):
-                found = rank
+                chosen = rank
                 least += load
             passed.append((least, rank))
         for entry in passed:
             heapq.heappush(loads, entry)
-        return found
+        return chosen
 
     def _place_hubs(self, hubs: Ids) -> None:
         graph, ranks = self._graph, len(self._room[0])
@@ -213,7 +209,7 @@ class Packing:
         left = np.flatnonzero(self._is_pair & ~placed)
         room = np.minimum(*map(np.asarray, self._room))
         counts = spread(min(len(left), int(room.sum())), levels=levels, room=room)
-        # The pairs of the lowest ids, which are the most frequent ones of most vocabularies, first.
+        # Pairs of the lowest ids first, which are the most frequent in most vocabularies.
         self._rank[left[: int(counts.sum())]] = np.repeat(np.arange(len(counts)), counts)
 
     def _take(self, rank: int, need: list[int]) -> bool:
@@ -226,12 +222,12 @@ class Packing:
 
 
 def spread(count: int, *, levels: Ids, room: Ids) -> Ids:
-    """[R] how many of ``count`` things each rank gets, so that levels end as equal as can be.
+    """Distribute ``count`` items over the ranks [R] so that levels end as equal as possible.
 
     Args:
         count: At most the sum of ``room``.
-        levels: [R] what each has already.
-        room: [R] the most that each can take.
+        levels: [R] items that each has already.
+        room: [R] most items that each can take.
     """
     low, high = 0, int((levels + room).max(initial=0))
     while low < high:
@@ -248,10 +244,10 @@ def spread(count: int, *, levels: Ids, room: Ids) -> Ids:
 
 
 def filled(rank: Ids, *, capacity: Ids, members: Ids) -> Ids:
-    """``rank`` [V] of a vocabulary's tokens with those that have none put where there is room.
+    """Complete ``rank`` [V]: put tokens without a rank where there is room.
 
     Args:
-        members: [N] the tokens that should be spread evenly, in this order; the rest follow.
+        members: [N] tokens to spread evenly, in this order; the others follow.
     """
     out: Ids = rank.copy()
     for tokens in (members[out[members] == NOWHERE], None):
@@ -264,26 +260,26 @@ def filled(rank: Ids, *, capacity: Ids, members: Ids) -> Ids:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyOrder:
-    """A permutation of the rows of a head. An *id* is the tokenizer's, a *place* the new row.
+    """Permutation of the rows of a head. An *id* is the tokenizer's, a *place* the new row.
 
-    Padding stays where megatron-core has it, behind all tokens, and every padding row is its own
-    place: whatever knows of padding by ``place >= vocab_size`` is right in either order.
+    Padding stays where megatron-core has it, after all tokens, and every padding row is its own
+    place: the test ``place >= vocab_size`` for padding holds in either order.
 
     Raises:
         ProjectionError: No permutation, tokens among the padding, or ranks that do not divide it.
     """
 
     ids: Ids
-    """[Vp] the id at each place; read-only."""
+    """[Vp] id at each place; read-only."""
 
     vocab_size: int
     """V"""
 
     rank_count: int
-    """Tensor-parallel ranks; each owns ``width`` places in a row."""
+    """Tensor-parallel ranks; each has ``width`` consecutive places."""
 
     places: Ids = field(init=False)
-    """[Vp] the place of each id: the inverse of ``ids``; read-only."""
+    """[Vp] place of each id: the inverse of ``ids``; read-only."""
 
     def __post_init__(self) -> None:
         ids = np.asarray(self.ids, dtype=np.int64).copy()
@@ -320,10 +316,10 @@ class VocabularyOrder:
     def by_rank(
         cls, rank: ArrayLike, key: ArrayLike, *, padded_size: int, rank_count: int
     ) -> VocabularyOrder:
-        """Tokens by their rank, on a rank by their key, and of equal keys by their id.
+        """Order tokens by rank, then by key, then by id.
 
         Args:
-            rank: [V]; as many tokens on each as ``capacities`` says.
+            rank: [V]; each rank has the number of tokens that ``capacities`` gives.
             key: [V]
         """
         ranks, keys = np.asarray(rank), np.asarray(key)
@@ -337,12 +333,12 @@ class VocabularyOrder:
         return len(self.ids) // self.rank_count
 
     def rank_of(self, ids: ArrayLike) -> Ids:
-        """The rank that holds each of ``ids``."""
+        """Rank that holds each of ``ids``."""
         ranks: Ids = self.places[np.asarray(ids)] // max(self.width, 1)
         return ranks
 
 
 def capacities(vocab_size: int, padded_size: int, rank_count: int) -> Ids:
-    """[ranks] how many tokens each rank holds, since all padding is at the end."""
+    """Number of tokens that each rank holds, [R]; all padding is at the end."""
     width = padded_size // rank_count
     return np.clip(vocab_size - width * np.arange(rank_count), 0, width)

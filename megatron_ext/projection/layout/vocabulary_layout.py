@@ -1,4 +1,4 @@
-"""Both vocabularies in an order in which their common tokens lie side by side on every rank.
+"""Layouts that put the common tokens of two vocabularies side by side on each rank.
 
 Vs Vt vocabularies, R tensor-parallel ranks, E entries of a projection.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyLayout:
-    """An order of the student's vocabulary and one of a teacher's, for one number of ranks.
+    """Orders of the student's and of a teacher's vocabulary, for one number of ranks.
 
     On every rank the student's local order is [common | residual | no entry | padding] and the
     teacher's [common | other reachable | unreachable | padding]. The first ``common_counts[r]``
@@ -81,13 +81,13 @@ class VocabularyLayout:
         student_size: int,
         teacher_size: int,
     ) -> VocabularyLayout:
-        """The layout of a pair; the same for the same arguments.
+        """Build the layout of a pair; deterministic.
 
         Args:
-            projection: Of the pair, in the tokenizers' order.
+            projection: Projection of the pair, in the tokenizers' order.
             rank_count: Tensor-parallel ranks.
             student_size: Rows of the student's head, padding included; a multiple of the ranks.
-            teacher_size: Rows of the teacher's.
+            teacher_size: Rows of the teacher's head.
 
         Raises:
             ProjectionError: A head that is smaller than its vocabulary or does not divide.
@@ -108,12 +108,12 @@ class VocabularyLayout:
         student_size: int,
         teacher_sizes: Sequence[int],
     ) -> tuple[VocabularyLayout, ...]:
-        """A layout for each teacher with one order of the student, that of the first pair.
+        """Build a layout for each teacher, with one order of the student, that of the first pair.
 
         Tokens that the student has in common with every teacher are first on each rank, so that
         ``common_counts`` of any pair is at least their number, unless a teacher's head is so much
-        smaller that they do not fit there.  A later teacher's other common tokens are on their
-        partner's rank, not at its place: ``VocabularyPartition.permuted`` says where.
+        smaller that they do not fit there. A later teacher's other common tokens are on their
+        partner's rank, but not at its place: ``VocabularyPartition.permuted`` gives their places.
 
         Raises:
             ProjectionError: As ``of``; no projection, or projections of several students.
@@ -127,10 +127,10 @@ class VocabularyLayout:
         )
 
     def check_sizes(self, student_count: int, teacher_count: int) -> None:
-        """Refuse what is of vocabularies of other sizes than this layout.
+        """Check sizes of vocabularies against those of this layout.
 
         Raises:
-            ProjectionError: A number of tokens that is not that of the layout.
+            ProjectionError: A size differs from the layout's.
         """
         expected = (self.student.vocab_size, self.teacher.vocab_size)
         if (student_count, teacher_count) != expected:
@@ -145,7 +145,7 @@ class VocabularyLayout:
         """Write a JSON file; it appears under ``path`` whole or not at all.
 
         Raises:
-            ProjectionError: The place cannot be written to.
+            ProjectionError: The file cannot be written.
         """
         save_layout(self, Path(path))
 
@@ -170,28 +170,28 @@ class VocabularyLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutStatistics:
-    """Counts of how a projection's entries lie under a layout, and what ranks have to exchange."""
+    """Counts of a projection's entries within and across ranks under a layout."""
 
     common_within: int
-    """Common pairs that lie side by side on a rank."""
+    """Number of common pairs that are side by side on a rank."""
 
     common: int
-    """All common pairs."""
+    """Number of all common pairs."""
 
     entries_within: int
-    """Entries whose two tokens are on one rank."""
+    """Number of entries whose two tokens are on one rank."""
 
     entries: int
-    """All entries."""
+    """Number of all entries."""
 
     crossing_columns: int
-    """Teacher tokens with an entry of another rank: what ranks have to exchange for each chunk."""
+    """Teacher tokens with an entry on another rank, which ranks exchange for each chunk."""
 
     common_balance: float
     """Most common pairs of a rank, over the mean."""
 
     residual_balance: float
-    """Most entries of a rank that are in no common pair of its own, over the mean."""
+    """Most entries of a rank outside its common pairs, over the mean."""
 
     @classmethod
     def of(cls, projection: ProjectionMatrix, layout: VocabularyLayout) -> LayoutStatistics:
@@ -215,7 +215,7 @@ class LayoutStatistics:
 
     @property
     def share_within(self) -> float:
-        """Share of the entries that no rank needs another for."""
+        """Share of the entries whose two tokens are on one rank."""
         return self.entries_within / max(self.entries, 1)
 
 

@@ -1,1 +1,1 @@
-"""Projection files and tools of NeMo RL: reading, judging and writing the files."""
+"""Reading, checking and writing of NeMo RL's projection files, and the steps of its tools."""

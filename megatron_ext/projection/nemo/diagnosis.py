@@ -1,6 +1,6 @@
-"""Defects of the projection in a file, and the mass that they concern. Vs rows, n entries.
+"""Defects of the projection in a file, with the mass that they concern. Vs rows, n entries.
 
-A row is taken to have a mass of 1 whatever its weights sum to.
+A row counts as a mass of 1, whatever its weights sum to.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WHAT: Final[dict[DefectKind, str]] = {
     "lost_rows": "empty rows of tokens that the teacher can spell",
     "no_strict_rows": "no row has an empty second slot, so strict rules find no common token",
 }
-"""What each kind is, as a clause."""
+"""Description of each kind, as a clause."""
 
 assert set(WHAT) == set(get_args(DefectKind))
 
@@ -48,7 +48,7 @@ ROWS_SHOWN: Final = 8
 
 @dataclass(kw_only=True, frozen=True, slots=True, eq=False)
 class Defect:
-    """One kind of fault in a file."""
+    """One kind of defect in a file."""
 
     kind: DefectKind
 
@@ -56,10 +56,10 @@ class Defect:
     """Student ids concerned, ascending."""
 
     mass: float = 0.0
-    """Mass concerned, in rows: a row that is wrong as a whole has 1."""
+    """Mass concerned, in rows: a row that is wrong as a whole counts 1."""
 
     detail: str = ""
-    """What else there is to say, as a clause."""
+    """Further description, as a clause."""
 
     @property
     def share(self) -> float:
@@ -67,7 +67,7 @@ class Defect:
         return self.mass / len(self.rows) if len(self.rows) else 0.0
 
     def as_row(self) -> dict[str, Any]:
-        """For JSON."""
+        """Dictionary for JSON."""
         return {
             "kind": self.kind,
             "what": WHAT[self.kind],
@@ -87,41 +87,41 @@ class Defect:
 
 _COLUMNS_SHOWN = 3
 _SUM_SLACK = 1e-5
-"""Of a float32 sum that was divided in another order; below any share of a fourth piece."""
+"""Tolerance of a float32 sum in another order; below any share of a fourth piece."""
 _ROUNDINGS = 3
-"""A stored share is rounded as a weight, through the sum it is divided by, and when stored."""
+"""Roundings of a stored share: of the weight, of the sum that divides it, and of storing it."""
 
 
 def diagnose(entries: LooseEntries, pair: TokenizerPair | None = None) -> list[Defect]:
-    """The defects of ``entries``, those of its size first.
+    """Defects of ``entries``, those of its size first.
 
     Args:
-        entries: What the file holds.
-        pair: The tokenizers that it is for. Without them nothing is known of exact tokens and of
-            what a row's token is spelled with, and of the padding only what the file says.
+        entries: Entries of the file.
+        pair: Tokenizers that it is for. Without them exact tokens and spellings are not checked,
+            and padding only by the file's metadata.
     """
     filler = find_filler(entries)
-    found: list[Defect | None] = []
+    defects: list[Defect | None] = []
     vocab_sizes = entries.vocab_sizes if pair is None else pair.shape
     if vocab_sizes is not None:
-        found += [
+        defects += [
             _padding_rows(entries, vocab_sizes[0]),
             _missing_rows(entries, vocab_sizes[0]),
             _padding_columns(entries, vocab_sizes[1]),
         ]
-    found += [_filler(entries, filler, pair), _duplicates(entries), _row_sums(entries)]
+    defects += [_filler(entries, filler, pair), _duplicates(entries), _row_sums(entries)]
     if pair is not None:
-        found += [
+        defects += [
             _lost_exact_rows(entries, pair),
             _off_support(entries, filler, pair),
             _lost_rows(entries, pair),
         ]
-    found.append(_no_strict_rows(entries))
-    return [defect for defect in found if defect is not None]
+    defects.append(_no_strict_rows(entries))
+    return [defect for defect in defects if defect is not None]
 
 
 def _inside(entries: LooseEntries, pair: TokenizerPair) -> Mask:
-    """[n] entries between two tokens, not padding."""
+    """Mask [n] of entries between two tokens that are not padding."""
     height, width = pair.shape
     mask: Mask = (entries.rows < height) & (entries.columns < width)
     return mask
@@ -225,7 +225,7 @@ def _off_support(
 def _lost_rows(entries: LooseEntries, pair: TokenizerPair) -> Defect | None:
     filled = np.zeros(pair.shape[0], dtype=np.bool_)
     filled[entries.rows[entries.rows < pair.shape[0]]] = True
-    # Rows that the file does not have are another defect.
+    # Rows missing from the file are another defect.
     filled[entries.height :] = True
     rows = np.flatnonzero(~filled & pair.is_ordinary & pair.retokenized.reachable_rows)
     return Defect(kind="lost_rows", rows=rows, mass=float(len(rows))) if len(rows) else None

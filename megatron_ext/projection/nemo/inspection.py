@@ -1,6 +1,6 @@
-"""Entries of a file, judged: their numbers and defects, and the projection if they are sound.
+"""Inspection of a file's entries: numbers, defects, and the projection if they are sound.
 
-Vs rows, Vt columns. A projection is sound if no mass has to move for it to be one.
+Vs rows, Vt columns. Entries are sound if no mass has to move for them to be a projection.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.tokenizers.base import ByteTokenizer
 
 Tell = Callable[[str], None]
-"""What is called with a line that a user should read and that stops nothing."""
+"""Callback for a warning, one line, that a user should read."""
 
 _HARMLESS: Final = ("no_strict_rows", "lost_exact_rows", "off_support", "lost_rows")
-"""Kinds of defect that a builder may have meant, or that our own form does not have."""
+"""Kinds of defect that may be intended, or do not exist in our own file format."""
 
 
 def load_legacy_matrix(
     path: Path, student: ByteTokenizer | None, teacher: ByteTokenizer | None, tell: Tell
 ) -> ProjectionMatrix:
-    """A ``.pt`` file as ``SparseProjection.load`` gives it.
+    """Load a ``.pt`` file for ``SparseProjection.load``.
 
-    A file that does not name its vocabularies is judged by the tokenizers, and what that cannot
-    say is told.
+    A file that does not name its vocabularies is checked by the tokenizers, with a warning of what
+    cannot be checked.
 
     Raises:
         ProjectionError: No such file, one for another pair, or one with mass in wrong places.
@@ -63,14 +63,14 @@ def load_legacy_matrix(
 def read_legacy_entries(
     path: Path, student: ByteTokenizer | None, teacher: ByteTokenizer | None
 ) -> LooseEntries:
-    """The entries of a ``.pt`` file, which is for these tokenizers if it names any.
+    """Read the entries of a ``.pt`` file, checked to be for these tokenizers if it names any.
 
     Raises:
-        ProjectionError: It is none, or it names another vocabulary.
+        ProjectionError: It is no such file, or it names another vocabulary.
     """
     entries = read_legacy_file(path)
     for role, tokenizer in (("student", student), ("teacher", teacher)):
-        # A file of the original tools does not say.
+        # Files of the original tools name no vocabulary.
         if tokenizer is not None and f"{role}_fingerprint" in entries.metadata:
             check_built_for(path, entries.metadata, role, tokenizer)
     return entries
@@ -84,20 +84,20 @@ def sound_projection(
     tell: Tell,
     metadata: Mapping[str, str] | None = None,
 ) -> ProjectionMatrix:
-    """The entries as a projection, of ``pair`` where it is given.
+    """Convert entries to a projection, of ``pair`` where it is given.
 
     Args:
-        entries: What the file holds.
-        pair: The tokenizers that it is for.
+        entries: Entries of the file.
+        pair: Tokenizers that it is for.
         where: The file, for errors.
-        tell: Hears of defects that are left as they are.
-        metadata: Of the projection; by default that of the entries.
+        tell: Called for defects that are left as they are.
+        metadata: Metadata of the projection; by default that of the entries.
 
     Raises:
         ProjectionError: Mass in wrong places.
     """
     if pair is not None and entries.width is None and not entries.slot_count:
-        # A mapping of pairs does not say how many tokens there are.
+        # A mapping of pairs does not contain the sizes of the vocabularies.
         entries = replace(entries, height=max(entries.height, pair.shape[0]))
     for defect in diagnose(entries, pair):
         if defect.kind not in _HARMLESS:
@@ -131,43 +131,43 @@ def sound_projection(
 
 
 RELAXED_SHARE: Final = 0.6
-"""From which share on the relaxed rule of the original loss takes two tokens for one."""
+"""Least share for which the original loss's relaxed rule counts two tokens as one."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True, eq=False)
 class Inspection:
-    """The numbers of a file."""
+    """Numbers of a file."""
 
     shape: tuple[int, int]
     entry_count: int
     slot_count: int
-    """Slots of a table; 0 where the file is none."""
+    """Slots of a table; 0 where the file is no table."""
     row_sizes: Mapping[int, int]
-    """Rows with so many different columns, by number of columns."""
+    """Number of rows by their number of different columns."""
     exact_rows: int
-    """Rows that say their token is one token of the teacher, alone."""
+    """Number of rows whose token is exactly one teacher token."""
     strict_common: int
-    """Pairs of tokens that are one by an exact row; of rows with one column only the first."""
+    """Number of common tokens by exact rows; several rows with one column count once."""
     relaxed_common: int
-    """The same by a share of 0.6 or more."""
+    """Number of common tokens by a share of 0.6 or more."""
     reachable_columns: int
     empty_rows: Sequence[int]
-    """Student ids that nothing stands for, padding aside where it is known, ascending."""
+    """Student ids that map to no teacher token, without known padding, ascending."""
     metadata: Mapping[str, str]
     defects: list[Defect]
     knows_tokenizers: bool
 
     @classmethod
     def of(cls, entries: LooseEntries, pair: TokenizerPair | None = None) -> Inspection:
-        """The numbers of ``entries``, judged by the tokenizers where they are given."""
+        """Numbers of ``entries``, by the tokenizers where they are given."""
         shape = (entries.height, entries.least_width)
         one_hot = entries.row_sizes == 1
         exact = one_hot if entries.is_exact_row is None else one_hot & entries.is_exact_row
         if entries.strict_rows is not None:
             exact = exact & entries.strict_rows
         projection = entries.projection(shape, is_exact_row=exact)
-        known = entries.vocab_sizes if pair is None else pair.shape
-        tokens = entries.height if known is None else known[0]
+        vocab_sizes = entries.vocab_sizes if pair is None else pair.shape
+        tokens = entries.height if vocab_sizes is None else vocab_sizes[0]
         sizes, counts = np.unique(np.diff(projection.indptr), return_counts=True)
         return cls(
             shape=shape,
@@ -185,7 +185,7 @@ class Inspection:
         )
 
     def as_row(self) -> dict[str, Any]:
-        """For JSON."""
+        """Dictionary for JSON."""
         return {
             "shape": list(self.shape),
             "entries": self.entry_count,

@@ -1,6 +1,6 @@
-"""The ``.pt`` files of the x-token tools of NeMo RL, read and written. Vs rows, K slots a row.
+"""Reading and writing of the ``.pt`` files of NeMo RL's x-token tools. Vs rows, K slots a row.
 
-No code of a file is run, and torch is imported where such a file is read or written.
+No code in a file is run. torch is imported only where such a file is read or written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LegacyDtype = Literal["float32", "bfloat16"]
 
 
 def read_legacy_file(path: Path) -> LooseEntries:
-    """The entries of a ``.pt`` file.
+    """Read the entries of a ``.pt`` file.
 
     Raises:
         ProjectionError: Missing, truncated or foreign file, one that holds objects or code, or
@@ -52,18 +52,18 @@ def write_legacy_file(
     """Replace ``path`` by the table of ``projection`` in one step.
 
     Rows are in order of falling share, empty slots hold -1 and 0. The metadata entries
-    ``student_model_id`` and ``teacher_model_id`` become keys of their own; the rest, and which rows
-    are exact, are in keys that the original readers pass over.
+    ``student_model_id`` and ``teacher_model_id`` become keys of their own; the rest, and the mask
+    of exact rows, are in keys that the original readers ignore.
 
     Args:
-        projection: What to write.
+        projection: Projection to write.
         path: File name in an existing folder.
-        slot_count: K; by default as many as the longest row has, and at least 2, because a reader
-            takes a row for an exact one where its second slot is empty.
-        dtype: Of the likelihoods.
+        slot_count: K; by default that of the longest row, at least 2, because readers take a row
+            for exact where its second slot is empty.
+        dtype: Dtype of the likelihoods.
 
     Raises:
-        ProjectionError: A row is longer than ``slot_count``, or the place cannot be written to.
+        ProjectionError: A row is longer than ``slot_count``, or the file cannot be written.
         MissingDependencyError: torch is not installed.
     """
     torch = import_torch()
@@ -74,7 +74,7 @@ def write_legacy_file(
         "likelihoods": torch.from_numpy(likelihoods).to(getattr(torch, dtype)),
         "student_model_id": metadata.pop("student_model_id", ""),
         "teacher_model_id": metadata.pop("teacher_model_id", ""),
-        # No column takes mass for nothing here, so the last slot is one as the others.
+        # No row has a filler here, so the last slot is like the others.
         "enable_scale_trick": False,
         "shape": list(projection.shape),
         "vocab_sizes": list(projection.vocab_sizes),
@@ -84,7 +84,7 @@ def write_legacy_file(
     buffer = io.BytesIO()
     torch.save(content, buffer)
     try:
-        # A missing folder is more often a slip in the path than one to make.
+        # A missing folder is more often a typing error than a folder to make.
         path.parent.stat()
         write_bytes(path, buffer.getvalue())
     except OSError as error:
@@ -103,7 +103,7 @@ def _load(path: Path) -> Any:
 
     try:
         _check_sums(path)
-        # By a path, torch would go by its suffix.
+        # Given a path, torch would choose the format by its suffix.
         with path.open("rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def _load(path: Path) -> Any:
             fix="a projection needs no code: make the file again where you trust it",
         ) from error
     except Exception as error:
-        # torch raises whatever its archive reader, its unpickler or its storages come upon.
+        # torch raises any error of its archive reader, its unpickler or its storages.
         raise ProjectionError(
             "the file is not a whole torch file",
             where=path,
@@ -128,10 +128,10 @@ def _load(path: Path) -> Any:
 
 
 def _check_sums(path: Path) -> None:
-    """Hold each record of a zip archive against its checksum, which torch does not look at.
+    """Check the checksum of each record of a zip archive, which torch ignores.
 
     Raises:
-        OSError, zipfile.BadZipFile: The file cannot be read, or a record is not as it was written.
+        OSError, zipfile.BadZipFile: The file cannot be read, or a record is damaged.
     """
     if not zipfile.is_zipfile(path):
         return

@@ -1,6 +1,6 @@
-"""Contents of the ``.pt`` files of the x-token tools of NeMo RL. Vs rows, K slots a row.
+"""Schema of the ``.pt`` files of NeMo RL's x-token tools. Vs rows, K slots a row.
 
-One of these:
+A file holds one of these:
 
 - a table: ``{"indices": [Vs, K] int64, "likelihoods": [Vs, K], "student_model_id",
   "teacher_model_id", "enable_scale_trick"}``, in which an index of -1 is an empty slot. Models may
@@ -32,7 +32,7 @@ LEGACY_CONTENT: Final = (
 
 
 def legacy_entries(content: Any) -> LooseEntries:
-    """The entries of what a file holds.
+    """Parse the content of a file.
 
     Raises:
         ProjectionError: It is none of the three, or its entries are no ids and weights.
@@ -125,7 +125,7 @@ def _tensor(content: Mapping[str, Any], name: str) -> Any:
 
 
 def _is_dense(tensor: Any) -> bool:
-    """True where a tensor has a number for each place; one on ``meta`` has a shape alone."""
+    """Whether a tensor has a number for each element; one on ``meta`` has only a shape."""
     return bool(tensor.layout == import_torch().strided and not tensor.is_meta)
 
 
@@ -139,7 +139,7 @@ def _rounding(tensor: Any) -> float:
 
 
 def _sizes(content: Mapping[str, Any], name: str, height: int) -> tuple[int, int] | None:
-    """Two sizes that we add to such a file; None where they are absent or not of this table."""
+    """Sizes that our writer adds; None where they are absent or do not fit the table."""
     sizes = content.get(name)
     if not isinstance(sizes, list) or len(sizes) != 2:
         return None
@@ -169,20 +169,20 @@ def _exact_rows(content: Mapping[str, Any], height: int) -> NDArray[np.bool_] | 
 
 
 def _metadata(content: Mapping[Any, Any]) -> dict[str, str]:
-    """Every plain value of the file as text; what we add to such a file comes first."""
-    own = content.get("metadata")
-    found = {str(k): str(v) for k, v in own.items()} if isinstance(own, dict) else {}
+    """Every plain value of the file as text, beginning with our writer's metadata."""
+    added = content.get("metadata")
+    metadata = {str(k): str(v) for k, v in added.items()} if isinstance(added, dict) else {}
     for key, value in content.items():
         if isinstance(key, str) and isinstance(value, str | int | float) and value != "":
-            found[_OLD_NAMES.get(key, key)] = str(value)
-    return found
+            metadata[_OLD_NAMES.get(key, key)] = str(value)
+    return metadata
 
 
 def _of_matrix(matrix: Any, metadata: dict[str, str]) -> LooseEntries:
     torch = import_torch()
     is_dense = matrix.layout == torch.strided
     is_matrix = matrix.ndim == 2 and matrix.is_floating_point() and not matrix.is_meta
-    # A sparse tensor of dense rows says nothing of columns.
+    # A sparse tensor with dense rows has no column indices.
     if not is_matrix or (matrix.layout == torch.sparse_coo and matrix.sparse_dim() != 2):
         raise ProjectionError(
             "the tensor is no projection",
@@ -195,7 +195,7 @@ def _of_matrix(matrix: Any, metadata: dict[str, str]) -> LooseEntries:
         weights = _float64(matrix.detach()[tuple(positions)])
     else:
         pairs = matrix.detach().to_sparse_coo()
-        # Left uncoalesced: a repeated pair is to be seen.
+        # Left uncoalesced, so that repeated pairs stay visible.
         rows, columns = pairs._indices().numpy()
         weights = _float64(pairs._values())
     return _of_list(
@@ -230,13 +230,13 @@ def _of_list(
     rounding: float = FLOAT32_ROUNDING,
     metadata: Mapping[str, str] | None = None,
 ) -> LooseEntries:
-    kept = (columns != NO_COLUMN) & (weights != 0)
-    order = np.argsort(rows[kept], kind="stable")
-    rows = rows[kept][order]
+    is_entry = (columns != NO_COLUMN) & (weights != 0)
+    order = np.argsort(rows[is_entry], kind="stable")
+    rows = rows[is_entry][order]
     return LooseEntries(
         rows=rows,
-        columns=columns[kept][order],
-        weights=weights[kept][order],
+        columns=columns[is_entry][order],
+        weights=weights[is_entry][order],
         slots=np.arange(len(rows)) - np.searchsorted(rows, rows),
         height=height,
         width=width,

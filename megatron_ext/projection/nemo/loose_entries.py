@@ -1,6 +1,6 @@
-"""The entries of a projection as a file holds them, right or wrong. Vs rows, K slots a row.
+"""Unchecked entries of a projection, as a file holds them. Vs rows, K slots a row, n entries.
 
-A file may repeat a column or miss a sum, so what it holds cannot be a projection yet.
+A file may repeat a column or miss a sum, so its content may not be a projection.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Mask = NDArray[np.bool_]
 
 FLOAT32_ROUNDING = 2.0**-24
 MOST_IDS = 2**24
-"""Rows or columns of a file that are believed: no vocabulary comes near, and what has one number
-for each of so many stays small."""
+"""Most rows or columns accepted of a file: far more than any vocabulary, and still small in
+memory."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True, eq=False)
@@ -60,14 +60,14 @@ class LooseEntries:
     """Largest relative error of a stored weight; 2**-8 for bfloat16."""
 
     strict_rows: Mask | None = None
-    """[Vs] what the strict rule of the original loss takes for common: 1 in slot 0, -1 in slot 1;
+    """[Vs] rows that the original loss's strict rule counts as common: 1 in slot 0, -1 in slot 1;
     None where the file is no table."""
 
     is_exact_row: Mask | None = None
-    """[Vs] the teacher has this very token; None where the file does not say."""
+    """[Vs] tokens that the teacher has exactly; None where the file does not say."""
 
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """What the file says of itself besides the entries."""
+    """Metadata of the file."""
 
     def __post_init__(self) -> None:
         for name, ids, stop in (
@@ -99,37 +99,37 @@ class LooseEntries:
 
     @property
     def entry_count(self) -> int:
-        """n."""
+        """n, number of entries."""
         return len(self.rows)
 
     @property
     def row_sums(self) -> NDArray[np.float64]:
-        """[Vs] weights of each row added up."""
+        """Sum of each row's weights, [Vs]."""
         return np.bincount(self.rows, self.weights, self.height).astype(np.float64)
 
     @property
     def row_sizes(self) -> NDArray[np.int64]:
-        """[Vs] entries of each row."""
+        """Number of entries of each row, [Vs]."""
         return np.bincount(self.rows, minlength=self.height)
 
     @property
     def shares(self) -> NDArray[np.float64]:
-        """[n] what each entry has of its row."""
+        """Share of each entry in its row, [n]."""
         return self.weights / self.row_sums[self.rows]
 
     @property
     def keys(self) -> NDArray[np.int64]:
-        """[n] one number for each pair of row and column."""
+        """Unique number of each pair of row and column, [n]."""
         stop = int(self.columns.max(initial=0)) + 1 if self.width is None else self.width
         return self.rows * stop + self.columns
 
     @property
     def least_width(self) -> int:
-        """Vt: what the file says, else one past the largest column."""
+        """Vt: the file's, else one past the largest column."""
         return self.width or int(self.columns.max(initial=0)) + 1
 
     def kept(self, mask: Mask) -> LooseEntries:
-        """The entries where ``mask`` [n] is set."""
+        """Entries where ``mask`` [n] is set."""
         return replace(
             self,
             rows=self.rows[mask],
@@ -139,7 +139,7 @@ class LooseEntries:
         )
 
     def merged(self) -> LooseEntries:
-        """Repeated columns of a row added up, the largest share of a row first."""
+        """Add up repeated columns of a row; the largest share of a row comes first."""
         keys, first, place = np.unique(self.keys, return_index=True, return_inverse=True)
         return sorted_entries(
             self.rows[first],
@@ -150,7 +150,7 @@ class LooseEntries:
 
     @classmethod
     def of(cls, projection: ProjectionMatrix) -> LooseEntries:
-        """The entries of a sound projection, in the order of their columns."""
+        """Entries of a projection, in the order of their columns."""
         rows = projection.entry_rows
         return cls(
             rows=rows,
@@ -172,9 +172,9 @@ class LooseEntries:
         is_exact_row: Mask | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> ProjectionMatrix:
-        """The entries as a projection: repeated columns added up, each row summing to 1.
+        """Convert to a projection: add up repeated columns and normalise each row to a sum of 1.
 
-        Rows that sum to 1 already keep every bit.
+        Rows that already sum to 1 keep every bit.
 
         Args:
             shape: (Vs, Vt), which holds every entry.
@@ -206,7 +206,7 @@ def sorted_entries(
     *,
     like: LooseEntries,
 ) -> LooseEntries:
-    """Entries by row, the largest first, of equal ones the lowest column; the rest as ``like``."""
+    """Sort entries by row, the largest first, of equals the lowest column; else as ``like``."""
     order = np.lexsort((columns, -weights, rows))
     ordered = rows[order]
     starts = np.searchsorted(ordered, ordered)

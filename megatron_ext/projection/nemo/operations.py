@@ -1,4 +1,4 @@
-"""Steps of NeMo RL's tools: the multi-token map, exact rows, sorting and cutting.
+"""Operations of NeMo RL's tools: the multi-token map, exact rows, sorting and cutting.
 
 Vs rows, K slots a row.
 """
@@ -21,27 +21,27 @@ from megatron_ext.projection.speller import ProjectionOptions
 
 @dataclass(kw_only=True, frozen=True, slots=True, eq=False)
 class Cut:
-    """A projection of fewer slots, and what was left out."""
+    """A projection of fewer slots, and the mass that was left out."""
 
     projection: ProjectionMatrix
 
     cut_mass: float
-    """Mass of entries that had no slot left, in rows."""
+    """Mass of entries without a slot, in rows."""
 
     filler_rows: int
-    """Rows whose filler was left out."""
+    """Number of rows whose filler was left out."""
 
     filler_mass: float
     """Mass of these fillers, in rows."""
 
 
 def sort_and_cut(entries: LooseEntries, top_k: int, *, preserve_last: bool = False) -> Cut:
-    """The ``top_k`` largest entries of each row, repeated columns added up, rows summing to 1.
+    """Keep the ``top_k`` largest entries of each row, repeated columns added up, rows normalised.
 
     A filler column is left out (see ``find_filler``).
 
     Args:
-        entries: What a file holds.
+        entries: Entries of a file.
         top_k: Most entries of a row.
         preserve_last: Keep the last slot of each row whatever it holds, a filler too, in the place
             of the smallest entry.
@@ -54,42 +54,42 @@ def sort_and_cut(entries: LooseEntries, top_k: int, *, preserve_last: bool = Fal
     is_filler = np.zeros(entries.entry_count, dtype=np.bool_) if filler is None else filler.mask
     is_last = entries.slots == entries.slot_count - 1 if preserve_last else None
     merged = entries.kept(~is_filler).merged()
-    kept = merged.slots < top_k
+    is_kept = merged.slots < top_k
     if is_last is not None:
-        kept = _with_last(merged, np.isin(merged.keys, entries.keys[is_last]), top_k)
+        is_kept = _with_last(merged, np.isin(merged.keys, entries.keys[is_last]), top_k)
     shape = (entries.height, entries.least_width)
     metadata = with_step(entries.metadata, "sort_and_cut", top_k=top_k, preserve_last=preserve_last)
     metadata.pop("enable_scale_trick", None)
     return Cut(
-        projection=merged.kept(kept).projection(
+        projection=merged.kept(is_kept).projection(
             shape,
             vocab_sizes=entries.vocab_sizes,
             is_exact_row=_still_exact(entries, merged),
             metadata=metadata,
         ),
-        cut_mass=float(merged.shares[~kept].sum()),
+        cut_mass=float(merged.shares[~is_kept].sum()),
         filler_rows=len(np.unique(entries.rows[is_filler])),
         filler_mass=float(entries.shares[is_filler].sum()),
     )
 
 
 def reapply_exact_map(entries: LooseEntries, pair: TokenizerPair) -> ProjectionMatrix:
-    """``entries`` with every token that both vocabularies have mapped to itself alone.
+    """Map every common token of ``entries`` to itself alone.
 
     Raises:
-        ProjectionError: Entries behind one of the vocabularies.
+        ProjectionError: Entries beyond one of the vocabularies.
     """
     exact = pair.retokenized.is_exact_row
-    own = LooseEntries.of(pair.retokenized)
-    own = own.kept(exact[own.rows])
+    exact_entries = LooseEntries.of(pair.retokenized)
+    exact_entries = exact_entries.kept(exact[exact_entries.rows])
     height = max(entries.height, pair.shape[0])
     is_exact_row = np.zeros(height, dtype=np.bool_)
     is_exact_row[: pair.shape[0]] = exact
     other = entries.kept(~is_exact_row[entries.rows])
     together = sorted_entries(
-        np.concatenate((other.rows, own.rows)),
-        np.concatenate((other.columns, own.columns)),
-        np.concatenate((other.weights, own.weights)),
+        np.concatenate((other.rows, exact_entries.rows)),
+        np.concatenate((other.columns, exact_entries.columns)),
+        np.concatenate((other.weights, exact_entries.weights)),
         like=replace(other, height=height, width=None),
     )
     return together.projection(
@@ -104,22 +104,22 @@ def reapply_exact_map(entries: LooseEntries, pair: TokenizerPair) -> ProjectionM
 
 
 def _with_last(merged: LooseEntries, is_last: Mask, top_k: int) -> Mask:
-    """[n] the last slots, and as many of the largest others as there is room for."""
+    """Mask [n] of the last slots and of as many of the largest others as fit."""
     others_before = merged.slots - _before(merged, is_last)
     room = top_k - np.bincount(merged.rows[is_last], minlength=merged.height)
-    kept: Mask = is_last | (others_before < room[merged.rows])
-    return kept
+    is_kept: Mask = is_last | (others_before < room[merged.rows])
+    return is_kept
 
 
 def _before(merged: LooseEntries, is_last: Mask) -> NDArray[np.int64]:
-    """[n] last slots of the same row that come before each entry."""
+    """Number [n] of last slots of the same row before each entry."""
     running: NDArray[np.int64] = np.cumsum(is_last) - is_last
     starts = np.searchsorted(merged.rows, merged.rows)
     return running - running[starts]
 
 
 def _still_exact(entries: LooseEntries, merged: LooseEntries) -> Mask:
-    """[Vs] rows that were exact; one that has lost a filler is not."""
+    """Mask [Vs] of rows that were exact and have lost no filler."""
     was = entries.row_sizes == 1 if entries.is_exact_row is None else entries.is_exact_row
     still: Mask = was & (merged.row_sizes == 1)
     return still
@@ -133,7 +133,7 @@ class MultitokenOptions:
     """Also spell the teacher's tokens with the student's."""
 
     special_token_mapping: bool = True
-    """Relate control tokens without a match by how alike their names are."""
+    """Relate control tokens without a match by the similarity of their names."""
 
     tokens_to_cut: int = 4
     """Most pieces of a spelling."""
@@ -160,15 +160,15 @@ class MultitokenOptions:
 def multitoken_projection(
     pair: TokenizerPair, options: MultitokenOptions, initial: LooseEntries | None = None
 ) -> ProjectionMatrix:
-    """Exact rows, spellings of the others, and what an initial map adds to these.
+    """Build exact rows, spellings of the others, and the entries that an initial map adds to these.
 
     Args:
         pair: The tokenizers.
-        options: What the flags say.
+        options: Options of the tool.
         initial: Entries whose weights are added to the shares of rows that are not exact.
 
     Raises:
-        ProjectionError: A number that means nothing, or an initial map of other vocabularies.
+        ProjectionError: An invalid number, or an initial map of other vocabularies.
     """
     similarity = options.special_token_similarity_threshold
     built = build_matrix(

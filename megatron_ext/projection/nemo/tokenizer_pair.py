@@ -1,10 +1,10 @@
-"""Two vocabularies as a projection is judged by them. V vocabularies Vs and Vt.
-
-The column that a projection gives mass to for nothing. Vs rows, K slots a row.
+"""Pair of tokenizers that a projection is checked against, and detection of a file's filler column.
 
 The original builder overwrites the last slot of every row by 0.2 and normalises the row (its "scale
-trick"). In a row of fewer than K pieces that slot names no piece but any column whatever, and
-cutting the table keeps the slot beside a copy of it. About 29 % of the mass of a row goes there.
+trick"). In a row of fewer than K pieces that slot is no piece but an arbitrary column, the filler,
+and cutting the table keeps the slot beside a copy of it. It takes about 29 % of the row's mass.
+
+Vs Vt vocabularies, K slots a row, n entries.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 PIECES = 4
-"""Teacher tokens that the original recipe takes of a spelling (its ``--tokens-to-cut``)."""
+"""Number of pieces that the original recipe takes of a spelling (its ``--tokens-to-cut``)."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenizerPair:
-    """A student's and a teacher's tokenizer, and what follows from them."""
+    """A student's and a teacher's tokenizer, and properties of their pair."""
 
     student: ByteTokenizer
     teacher: ByteTokenizer
@@ -56,25 +56,25 @@ class TokenizerPair:
 
     @cached_property
     def is_ordinary(self) -> Mask:
-        """[Vs] tokens with bytes."""
+        """Mask [Vs] of tokens with bytes."""
         return np.array([bool(token) for token in self.student_bytes], dtype=np.bool_)
 
     def is_same_token(self, entries: LooseEntries) -> Mask:
-        """[n] entries whose column is the student's own token, by bytes or by role."""
+        """Mask [n] of entries whose column is the row's token itself, by bytes or by role."""
         exact = self.retokenized.is_exact_row
         column = np.full(self.shape[0], -1)
         column[exact] = self.retokenized.indices[self.retokenized.indptr[:-1][exact]]
-        # Several ids of a vocabulary may have the same bytes; the lowest stands for them.
+        # Several ids of a vocabulary may have the same bytes; the lowest represents them.
         lowest: dict[bytes, int] = {}
         same = np.array(
             [lowest.setdefault(t, i) if t else i for i, t in enumerate(self.teacher_bytes)]
         )
-        wanted = column[entries.rows]
-        mask: Mask = (wanted >= 0) & (same[wanted] == same[entries.columns])
+        expected = column[entries.rows]
+        mask: Mask = (expected >= 0) & (same[expected] == same[entries.columns])
         return mask
 
     def is_on_support(self, entries: LooseEntries) -> Mask:
-        """[n] entries of which one token holds the other.
+        """Mask [n] of entries of which one token contains the other.
 
         That is: the bytes of one are in those of the other (a piece, or a word that the student
         spells with the row's token); the same for their texts in NFKC without case, for tokenizers
@@ -92,10 +92,10 @@ class TokenizerPair:
         return related | self._is_spelling(entries)
 
     def _is_spelling(self, entries: LooseEntries) -> Mask:
-        """[n] entries that our own projection of the pair has, too."""
-        own = LooseEntries.of(self.retokenized)
+        """Mask [n] of entries that our projection of the pair has as well."""
+        ours = LooseEntries.of(self.retokenized)
         stop = self.shape[1]
-        return np.isin(entries.rows * stop + entries.columns, own.rows * stop + own.columns)
+        return np.isin(entries.rows * stop + entries.columns, ours.rows * stop + ours.columns)
 
     def _are_marks(self, student_id: int, teacher_id: int) -> bool:
         if self.student_bytes[student_id] is None and self.teacher_bytes[teacher_id] is None:
@@ -121,35 +121,35 @@ def _folded(text: str) -> str:
 
 
 _SORTED_SHARE = 0.99
-"""Of the rows of a table that somebody sorted, with room for a few mended by hand."""
+"""Least share of sorted rows for a table to count as sorted, with room for a few mended by hand."""
 _LEAST_ROWS = 0.5
-"""Of the rows that are not exact, for a filler to be the work of a builder."""
+"""Least share of the inexact rows that a filler of the builder is in."""
 _LEAST_COLUMN_ROWS = 0.1
 _LEAST_SHARE = 0.12
-"""Above what a second piece has (1/11), below what the overwritten slot has (1/6)."""
+"""Least share of a filler: above a second piece's (1/11), below the overwritten slot's (1/6)."""
 _NEAR = 0.05
 _LEAST_INEXACT = 8
 
 
 @dataclass(kw_only=True, frozen=True, slots=True, eq=False)
 class Filler:
-    """Entries that stand for nothing."""
+    """Entries of filler columns, which correspond to no token."""
 
     mask: Mask
-    """[n] of the entries they were found in."""
+    """[n] mask of the filler entries."""
 
     columns: NDArray[np.int64]
-    """Their columns, the most frequent first."""
+    """Filler columns, the most frequent first."""
 
     counts: NDArray[np.int64]
-    """Rows that each of the columns fills."""
+    """Number of rows that each of the columns fills."""
 
 
 def find_filler(entries: LooseEntries) -> Filler | None:
-    """The filler of a file, or None.
+    """Find the filler of a file, or None.
 
-    Where the file is a table, it is told from the order: rows fall up to the last slot and rise
-    there. Elsewhere it is a column of many rows that always has the same share and never leads.
+    In a table it shows in the order: weights of a row fall up to the last slot and rise there. In
+    other files it is a column of many rows that always has the same share and is never the largest.
     """
     mask = _overwritten_slots(entries)
     if mask is None:
@@ -163,7 +163,7 @@ def find_filler(entries: LooseEntries) -> Filler | None:
 
 
 def _overwritten_slots(entries: LooseEntries) -> Mask | None:
-    """[n] entries with the column of their row's last slot, where that slot is a filler."""
+    """Mask [n] of entries with the column of their row's last slot, where that slot is a filler."""
     last = entries.slot_count - 1
     if last < 1:
         return None
@@ -183,7 +183,7 @@ def _overwritten_slots(entries: LooseEntries) -> Mask | None:
 
 
 def _constant_columns(entries: LooseEntries) -> Mask | None:
-    """[n] entries of columns that many rows share in the same measure and none leads with."""
+    """Mask [n] of columns with the same share in many rows and the largest share in none."""
     merged = entries.merged()
     is_inexact = merged.row_sizes > 1
     inexact = int(is_inexact.sum())
@@ -210,6 +210,6 @@ def _is_constant(shares: NDArray[np.float64]) -> bool:
 
 
 def _is_one_hot(entries: LooseEntries) -> Mask:
-    """[Vs] rows with all their mass in one entry."""
+    """Mask [Vs] of rows with all their mass in one entry."""
     one_hot: Mask = entries.row_sizes == 1
     return one_hot
