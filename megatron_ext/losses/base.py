@@ -78,14 +78,6 @@ class DistillationInputs:
     not 0; as a tensor a scalar without a graph. The forward writes the gradient for it; another
     upstream gradient costs one more pass over that."""
 
-    def counted_chunks(self) -> torch.Tensor:
-        """Number of chunks that an objective over chunks sums over, int64 scalar."""
-        assert self.alignment is not None
-        if self.chunk_mask is not None:
-            return self.chunk_mask.sum()
-        count = self.alignment.chunk_count
-        return torch.tensor(count, device=self.student_logits.device)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:

@@ -1,4 +1,4 @@
-"""Chunk distributions in kernels: a block of columns of a chunk's mean softmax."""
+"""Triton functions of chunk distributions: blocks of columns of a chunk's mean softmax."""
 
 import triton
 import triton.language as tl
@@ -42,7 +42,7 @@ def mean_probabilities(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Mean over the rows ``order[begin:end]`` of their softmax at ``columns``; 0 of no rows."""
+    """Mean softmax of the rows ``order[begin:end]`` at ``columns``; 0 without rows."""
     sums = tl.zeros([BLOCK], tl.float32)
     for place in range(begin, end):
         row = tl.load(order_ptr + place).to(tl.int64)
@@ -77,7 +77,7 @@ def chunk_means_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a chunk and block of columns; ``out`` is [C', width]."""
+    """One program for each chunk and block of columns; ``out`` is [C', width]."""
     place = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets_ptr + first_chunk + place)
     end = tl.load(offsets_ptr + first_chunk + place + 1)

@@ -1,10 +1,8 @@
-"""Divergences of a student from its teacher, term by term. Any shape, one distribution a row.
+"""Divergences of a student's distribution from its teacher's, and differences of two likelihoods.
 
-P is the teacher's distribution, Q the student's; equations are in the README.
-
-Differences of two likelihoods of one event. Any shape; equations are in the README.
-
-``x`` and ``y`` are logarithms of P (teacher) and Q (student), each to the power ``1 / tau``.
+Any shape, one distribution a row; P is the teacher's distribution, Q the student's. In differences
+of the likelihoods of one event, ``x`` and ``y`` are the logarithms of P and Q, each to the power
+``1 / tau``. Equations are in the README.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ mixture."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceOptions:
-    """How two distributions are compared."""
+    """Options of the comparison of two distributions."""
 
     temperature: float = 1.0
     """tau of both models."""
@@ -47,7 +45,7 @@ class DivergenceTerms(NamedTuple):
     """Sums to D over a row."""
 
     slope: torch.Tensor
-    """dD/d log Q of each entry, the entries taken as free of one another."""
+    """dD/d log Q of each entry, with the entries independent of one another."""
 
 
 def divergence_terms(
@@ -55,9 +53,9 @@ def divergence_terms(
 ) -> DivergenceTerms:
     """Terms of D(P || Q) from log-probabilities, without a graph of their own.
 
-    An entry at -inf has no mass. Where one model has none and the other has, its logarithm is
-    taken as that of the smallest normal number, -87 in fp32, a constant: the divergence stays
-    finite, and a masked entry of the student has no slope.
+    An entry at -inf has no mass. Where only one model has mass, the other's logarithm is that of
+    the smallest normal number, -87 in fp32, a constant: the divergence stays finite, and a masked
+    entry of the student has no slope.
 
     Args:
         log_p: fp32 or fp64.
@@ -105,24 +103,24 @@ def divergence_slope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Terms of the divergence of probabilities, and their derivatives by ``q``.
 
-    The derivative is taken at a ``q`` of at least 1024 times the smallest normal number: what
-    comes before it in the chain is below that too, so that it fades to zero instead of NaN.
+    The derivative is taken at a ``q`` of at least 1024 times the smallest normal number. The factor
+    before it in the chain is below that too, so the product fades to zero instead of NaN.
     """
     value, slope = divergence_terms(p.log(), q.log(), options.direction, options.mixture)
     return value, slope / q.clamp(min=1024 * torch.finfo(q.dtype).tiny)
 
 
 class ProjectedTerms(NamedTuple):
-    """What a few chunks contribute, column by column."""
+    """Terms of a few chunks, column by column."""
 
     slope: torch.Tensor
-    """[C, Vpt] dD_c/dQ_c of this rank's columns, the columns taken as free of one another."""
+    """[C, Vpt] dD_c/dQ_c of this rank's columns, with the columns independent of one another."""
 
     value: torch.Tensor
     """[C, Vpt] terms of D_c."""
 
     centre: torch.Tensor
-    """[C, Vpt] terms of sum_t Q_c[t] slope[t]; of no meaning for ``forward``, where that is -1."""
+    """[C, Vpt] terms of sum_t Q_c[t] slope[t]; arbitrary for ``forward``, where the sum is -1."""
 
 
 def projected_terms(
@@ -132,8 +130,7 @@ def projected_terms(
     direction: Divergence,
     mixture: float,
 ) -> ProjectedTerms:
-    """Terms of D(P || Q) with Q = projected / mass (README of
-    ``ops/projected_kl``, equations 5 and 7 to 9)."""
+    """Terms of D(P || Q), Q = projected / mass (README of ``ops/projected_kl``, 5 and 7 to 9)."""
     floor = probability_floor(p)
     log_p = p.clamp(min=floor).log_()
     if direction == "forward":
@@ -153,7 +150,7 @@ def projected_terms(
 
 
 def probability_floor(like: torch.Tensor) -> float:
-    """What probabilities are clamped at before a logarithm or a division.
+    """Lower bound that probabilities are clamped to before a logarithm or a division.
 
     A column whose Q~ underflows (some 80 nats below the student's largest logit) costs
     ``p * -log(floor)`` instead of infinity. Its gradient is ``-p / floor`` times probabilities
@@ -172,7 +169,7 @@ def log1mexp(x: torch.Tensor) -> torch.Tensor:
     inside = x < 0
     near = inside & (x > -math.log(2.0))
     far = inside & ~near
-    # Each form sees only arguments that it is good for: where() would pass on a NaN gradient.
+    # Each form gets only arguments in its range: where() would pass on a NaN gradient.
     by_expm1 = torch.log(-torch.expm1(x.masked_fill(~near, -0.5)))
     by_log1p = torch.log1p(-torch.exp(x.masked_fill(~far, -1.0)))
     return torch.where(near, by_expm1, by_log1p).masked_fill(~inside, -torch.inf)
@@ -243,7 +240,7 @@ where the slope jumps. A token's log-probability over 128,256 columns was off by
 1 + its nats, by torch.log_softmax in fp32."""
 
 LARGEST_LOG_RATIO: Final = 10.0
-"""Where log(P / Q) is above, ``joschu_k3`` goes on as its tangent: the exponential overflows."""
+"""log(P / Q) above which ``joschu_k3`` continues as its tangent, since exp would overflow."""
 
 
 def binary_divergence(
@@ -255,15 +252,15 @@ def binary_divergence(
     coin: float = 0.01,
     renyi_alpha: float = 0.5,
 ) -> torch.Tensor:
-    """The difference of ``P = exp(teacher)`` and ``Q = exp(student)``, with the student's graph.
+    """Difference of ``P = exp(teacher)`` and ``Q = exp(student)``, with the student's graph.
 
     Args:
         teacher: Log-probabilities, finite, at most 0; fp32 or fp64.
         student: The same shape and dtype.
         temperature: tau; ``binary_kl_temp_limit`` and ``abs`` have none.
-        coin: Nats taken off both log-probabilities first, as if a coin that comes up with
+        coin: Nats subtracted from both log-probabilities first, as if a coin of probability
             ``exp(-coin)`` belonged to the event. So no event is certain, and log(1 - Q) has a
-            bounded derivative, at most 1 / (1 - exp(-coin / tau)). What is equal stays equal.
+            bounded derivative, at most 1 / (1 - exp(-coin / tau)). Equal likelihoods stay equal.
         renyi_alpha: Order of ``renyi``, above 0 and other than 1.
 
     ``abs`` and ``abs_exp`` are exactly 0, and so is their gradient, where the two differ by no more

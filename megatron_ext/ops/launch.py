@@ -1,4 +1,4 @@
-"""Which code runs an operation, and how its kernels are launched. T rows, Vp columns."""
+"""Choice between kernels and torch, and launch configurations of kernels. T rows, Vp columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_implementation(name: str, implementation: str) -> None:
-    """Raise LossError where ``implementation`` of the objective ``name`` is none."""
+    """Raise LossError where ``implementation`` of the objective ``name`` is unknown."""
     if implementation not in get_args(Implementation):
         raise LossError(
             f"no such implementation of {name}",
@@ -67,7 +67,7 @@ def uses_triton(implementation: Implementation, *logits: torch.Tensor) -> bool:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels in Python on the CPU, which it decides as it is imported."""
+    """Whether Triton interprets kernels on the CPU, which it decides when it is imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -92,7 +92,7 @@ def _check_memory(logits: tuple[torch.Tensor, ...]) -> None:
 
 
 class LaunchConfig(NamedTuple):
-    """How much of a row a program reads at once, and with how many threads."""
+    """Columns that a program reads at once, and its number of warps."""
 
     block: int
     """Columns, a power of two."""
@@ -108,10 +108,10 @@ ROW_CONFIGS: Final = (
     LaunchConfig(16384, 16),
     LaunchConfig(16384, 32),
 )
-"""For kernels that stream rows of a vocabulary."""
+"""Candidates for kernels that stream rows of a vocabulary."""
 
 _COLUMNS_A_WARP: Final = 256
-"""What the threads of a warp load at once: 16 bytes each."""
+"""Columns that the threads of a warp load at once, 16 bytes each."""
 
 _CHOSEN: dict[Hashable, LaunchConfig] = {}
 
@@ -124,8 +124,8 @@ def chosen_config(
     """The fastest candidate for ``key``: kernel, dtypes, widths and flags, never a number of rows.
 
     Each is timed once a process, by ``run`` with tensors of its own or with outputs that may be
-    written many times. An interpreter has no use for it and takes the first; so does a run that
-    asks torch for deterministic algorithms, since another block adds in another order.
+    written many times. The interpreter takes the first; so does a run that asks torch for
+    deterministic algorithms, since another block size adds in another order.
     """
     if interpreted() or torch.are_deterministic_algorithms_enabled():
         return candidates[0]
@@ -143,10 +143,10 @@ def small_block(width: int, block: int) -> int:
 
 
 def fitting_config(config: LaunchConfig, width: int) -> LaunchConfig:
-    """``config`` for rows of ``width`` columns, the widest that the kernel walks.
+    """``config`` for rows of ``width`` columns, the widest that the kernel reads.
 
-    Of a narrow row it takes so few warps that no two of them hold one element: where a kernel
-    writes over what it reads, one could store what the other has yet to load.
+    A narrow row gets so few warps that no two of them hold the same element: where a kernel
+    overwrites its input, one warp could store what the other has yet to load.
     """
     block = small_block(width, config.block)
     return LaunchConfig(block, max(1, min(config.num_warps, block // _COLUMNS_A_WARP)))
@@ -161,9 +161,9 @@ def launch_rows(
     """Run ``launch(config, output)`` with the fastest configuration, timed on a scratch output.
 
     Args:
-        key: What the choice depends on, besides the width.
-        launch: Runs a program for each row of the output that it is given.
-        output: [T, Vp], where the kernel writes; maybe where it reads.
+        key: Key of the choice, besides the width.
+        launch: Runs a program for each row of the given output.
+        output: [T, Vp] that the kernel writes; it may also be its input.
     """
     rows, width = output.shape
     if not rows or not width:

@@ -1,6 +1,6 @@
-"""A loss over logits that are never whole: tiles of rows through the head, gradients at once.
+"""Losses of hidden states and a head, a tile of logits at a time, with gradients in the forward.
 
-N rows, Vp this rank's columns, D hidden.
+N rows, n rows of a tile, Vp this rank's columns, D hidden.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_ext.ops.tile_plan import Tile, TilePlan
 
 
 class TileLoss(Protocol):
-    """What is computed of one tile's logits. It is called once a tile, in order."""
+    """Loss of one tile's logits, called once a tile, in order."""
 
     def __call__(
         self, tile: Tile, logits: torch.Tensor, *, needs_gradient: bool
@@ -24,7 +24,7 @@ class TileLoss(Protocol):
         """The tile's share of the loss, a scalar without a graph, and its gradient.
 
         Args:
-            tile: Which rows.
+            tile: Rows of the tile.
             logits: [n, Vp] of the head's dtype. They may be overwritten, as by the gradient.
             needs_gradient: Whether to return d loss / d logits [n, Vp]; else None is returned.
         """
@@ -136,17 +136,17 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``gradient * factor`` in ``dtype``, rounded once; on a CPU without a pass at the factor 1."""
+    """``gradient * factor`` in ``dtype``, rounded once; on a CPU no pass where the factor is 1."""
     if factor.device.type == "cpu" and factor.item() == 1:
         return gradient.to(dtype)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _complete_main_grad(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor | None:
-    """Tell megatron-core's hooks that ``weight.main_grad`` is complete.
+    """Notify megatron-core's hooks that ``weight.main_grad`` is complete.
 
-    They run where the parameter gets a gradient, and leave out what it holds if
-    ``grad_added_to_main_grad`` is set; so there is one without a meaning.
+    They run when the parameter gets a gradient, and ignore its content if
+    ``grad_added_to_main_grad`` is set; so a dummy gradient is returned.
     """
     if factor.device.type == "cpu" and factor.item() != 1:
         raise LossError(
@@ -195,9 +195,8 @@ def add_weight_gradient_(
 ) -> None:
     """``total += logit_gradient.T @ hidden``, accumulated in the dtype of ``total``.
 
-    Sums of tiles in bf16 would lose bits with every tile; so ``total`` is in fp32 while its factors
-    stay as they are. Tensor cores do that in one product. A CPU has no such product, and widens a
-    few columns at a time.
+    Sums in bf16 would lose bits with every tile; so ``total`` is in fp32 while its factors keep
+    their dtype. Tensor cores do that in one product; a CPU widens a few columns at a time.
 
     Args:
         total: [Vp, D] fp32, or the dtype of the factors.

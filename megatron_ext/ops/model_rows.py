@@ -1,6 +1,6 @@
 """Rows of both models as probabilities, their means by chunk, and gradients from these.
 
-Rows become probabilities a few at a time. T rows, C chunks, C' of them, Vp local columns.
+A few rows at a time. T rows, C chunks, C' of a slice, Vp local columns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_ext.ops.unit_gradient import scale_rows_
 
 
 class ModelRows(NamedTuple):
-    """One model's logits, which rows a chunk has, and what makes them probabilities."""
+    """One model's logits, the rows of each chunk, and their log-normalisers."""
 
     logits: torch.Tensor
     """[T, Vp] without a graph, any float dtype; rows may be strided."""
@@ -40,7 +40,7 @@ class ModelRows(NamedTuple):
     """[T] over every shard, of ``logits / temperature``."""
 
     member_mass: torch.Tensor
-    """[T]: probability of the columns that ``pair_of_models`` was asked about; 1 for all."""
+    """[T]: probability of the ``members`` of ``pair_of_models``; 1 without them."""
 
     def probabilities(self, row: torch.Tensor) -> torch.Tensor:
         """``softmax(logits / temperature)`` [T', Vp] of rows int64 [T'], 0 in padding."""
@@ -60,13 +60,13 @@ def pair_of_models(
     """The student's and the teacher's rows; each model's logits are read once.
 
     Args:
-        members: bool [Vps] and [Vpt], columns whose probability is asked for.
+        members: bool [Vps] and [Vpt], columns whose probability is summed.
 
     Two all-reduces of [Ts + Tt], twice as long with ``members``.
     """
     pair = (student, teacher)
     sums = 1 if members is None else 2
-    found = [
+    statistics = [
         row_statistics(
             model.logits.detach(),
             model.shard,
@@ -78,7 +78,7 @@ def pair_of_models(
         for number, model in enumerate(pair)
     ]
     peak, total = (
-        torch.cat([getattr(part, name)[:sums].flatten() for part in found])
+        torch.cat([getattr(part, name)[:sums].flatten() for part in statistics])
         for name in ("peak", "total")
     )
     merged = merge_log_sum_exp(peak, total, student.shard.group)
@@ -100,10 +100,10 @@ def host_offsets(*models: ModelRows) -> list[list[int]]:
 
 
 def rows_of(model: ModelRows, ends: list[int], chunks: slice) -> Iterator[torch.Tensor]:
-    """int64 [T'] of the rows of these chunks, few enough at a time for a temporary [T', Vp].
+    """Rows int64 [T'] of these chunks, few enough at a time for a temporary [T', Vp].
 
     Args:
-        ends: This model's of ``host_offsets``.
+        ends: This model's offsets, from ``host_offsets``.
     """
     first, last = ends[chunks.start], ends[chunks.stop]
     for part in row_slices(last - first, model.shard.width, device=model.logits.device):
@@ -152,7 +152,7 @@ def chunk_means_by_kernel(model: ModelRows, chunks: slice) -> torch.Tensor:
 
 
 def row_scale(model: ModelRows, grad_scale: torch.Tensor | None) -> torch.Tensor:
-    """``grad_scale_c / (|S_c| tau)`` [C]: what README 3 has before the parentheses."""
+    """``grad_scale_c / (|S_c| tau)`` [C], the factor of README 3."""
     sizes = model.rows.sizes().clamp(min=1).to(model.lse.peak.dtype)
     return (1.0 if grad_scale is None else grad_scale) / (sizes * model.temperature)
 
@@ -165,7 +165,7 @@ def write_row_gradients(
     scale: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Write README 3 into the rows of these chunks.
+    """Write the gradient, README 3, into the rows of these chunks.
 
     Args:
         slope: [C', Vp], dL/dQ of the chunks.
@@ -177,14 +177,14 @@ def write_row_gradients(
     for row in rows_of(model, ends, chunks):
         slot = model.rows.slots[row]
         probs, factor = model.probabilities(row), scale[slot, None]
-        own = slope[slot - chunks.start]
-        centre = all_reduce_sum((probs * own).sum(dim=-1, keepdim=True), model.shard.group)
-        out = probs.mul_(own.sub_(centre)).mul_(factor).masked_fill_(factor == 0, 0.0)
+        row_slope = slope[slot - chunks.start]
+        centre = all_reduce_sum((probs * row_slope).sum(dim=-1, keepdim=True), model.shard.group)
+        out = probs.mul_(row_slope.sub_(centre)).mul_(factor).masked_fill_(factor == 0, 0.0)
         gradient[row] = out.to(gradient.dtype)
 
 
 def clear_rows_of_no_chunk_(gradient: torch.Tensor, model: ModelRows, *, by_kernel: bool) -> None:
-    """Make these rows exactly 0, whatever they hold."""
+    """Set these rows to exactly 0, whatever they hold."""
     used = (model.rows.slots < model.rows.chunk_count).to(model.lse.peak.dtype)
     scale_rows_(gradient, used, "triton" if by_kernel else "torch")
 

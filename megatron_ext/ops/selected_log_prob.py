@@ -1,6 +1,6 @@
-"""Log-probabilities of a few tokens a row, and of all others as one. T rows, K tokens.
+"""Log-probabilities of a few tokens a row, and of all other tokens together.
 
-Vp local columns. Equations are in the README.
+T rows, K tokens, Vp local columns. Equations are in the README.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def selected_log_prob(
 
     Args:
         logits: [T, Vp], any float dtype; neither copied whole nor overwritten.
-        token_id: int64 [T, K], global and each once in a row; a negative one is no token and gives
+        token_id: int64 [T, K], global and each once in a row; a negative id is no token and gives
             -inf. The same on every rank.
 
     Returns:
@@ -74,12 +74,12 @@ class _SelectedLogProb(torch.autograd.Function):
         logits, token_id, rest_peak, rest_log_sum, top, log_total, log_prob = ctx.saved_tensors
         shard, temperature = ctx.shard, ctx.temperature
         excluded = shard.excluded_columns(logits.device)
-        # What has no mass does not move.
+        # Tokens without mass get no gradient.
         grad = grad.masked_fill(log_prob == -torch.inf, 0.0).div(temperature)
         total, of_rest = grad.sum(dim=-1, keepdim=True), grad[:, -1:]
         unused = (grad == 0).all(dim=-1, keepdim=True)
         whole, rest = LogSumExp(top, log_total), LogSumExp(rest_peak, rest_log_sum)
-        # An empty rest has no columns with mass; any finite number does.
+        # An empty rest has no columns with mass: any finite number will do.
         rest = rest._replace(log_sum=rest_log_sum.masked_fill(rest_log_sum == -torch.inf, 0.0))
         out = torch.empty_like(logits)
         for rows in row_slices(*logits.shape, device=logits.device):
@@ -101,8 +101,8 @@ def _local(
     temperature: float,
     excluded: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Selected logits [T, K] that are here, 0 for the others; peak and sum [T] of the rest here."""
-    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    """This rank's selected logits [T, K], 0 for others; peak and sum [T] of its rest."""
+    slices: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for rows in row_slices(*logits.shape, device=logits.device):
         scaled = scaled_logits(logits[rows], temperature, excluded)
         column, here = _columns(token_id[rows], shard)
@@ -110,23 +110,23 @@ def _local(
         scaled.masked_fill_(_is_selected(column, here, scaled), -torch.inf)
         peak = scaled.amax(dim=-1)
         peak = peak.masked_fill(peak == -torch.inf, 0.0)
-        found.append((picked, peak, scaled.sub_(peak[:, None]).exp_().sum(dim=-1)))
-    if not found:
+        slices.append((picked, peak, scaled.sub_(peak[:, None]).exp_().sum(dim=-1)))
+    if not slices:
         empty = scaled_logits(logits[:, 0], temperature, None)
         return empty.new_zeros(token_id.shape), empty, empty.clone()
-    picked, peak, total = (torch.cat(parts) for parts in zip(*found, strict=True))
+    picked, peak, total = (torch.cat(parts) for parts in zip(*slices, strict=True))
     return picked, peak, total
 
 
 def _columns(token_id: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's column of each token, 0 for those of other ranks, and which are here."""
+    """This rank's column of each token, 0 for those of other ranks, and a mask of its own."""
     column = token_id - shard.start
     here = (column >= 0) & (column < shard.valid_width) & (token_id >= 0)
     return torch.where(here, column, 0), here
 
 
 def _is_selected(column: torch.Tensor, here: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """bool [T', Vp]: columns that are selected on this rank."""
+    """Selected columns of this rank, bool [T', Vp]."""
     hits = torch.zeros_like(like, dtype=torch.int32)
     return hits.scatter_add_(-1, column, here.to(torch.int32)) > 0
 
@@ -134,7 +134,7 @@ def _is_selected(column: torch.Tensor, here: torch.Tensor, like: torch.Tensor) -
 def selected_log_prob_reference(
     logits: torch.Tensor, token_id: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """[T, K + 1] of logits [T, V] and ids [T, K], a negative id being no token."""
+    """Dense reference [T, K + 1] of logits [T, V] and ids [T, K], negative for no token."""
     probs = torch.softmax(logits / temperature, dim=-1)
     is_selected = torch.zeros_like(probs, dtype=torch.bool)
     for row, ids in enumerate(token_id):

@@ -1,4 +1,4 @@
-"""One read of a row: peak, sum and largest column, over all columns and over a set of them."""
+"""Triton kernel of a row's peak, sum and argmax, over all its columns and over a set of them."""
 
 import triton
 import triton.language as tl
@@ -24,9 +24,10 @@ def row_statistics_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a row. ``peak`` and ``total`` are [2, T] (all columns, members), ``column`` [T].
+    """One program for each row, over all columns and over the members.
 
-    Columns from ``width`` to ``held_width`` are there and count for nothing (``row_values``).
+    ``peak`` and ``total`` are [2, T], ``column`` [T]. Columns from ``width`` to ``held_width`` are
+    padding in memory and are ignored (``row_values``).
     """
     row = tl.program_id(0).to(tl.int64)
     start_of_row = logits_ptr + row * row_stride

@@ -1,4 +1,4 @@
-"""Peaks and sums of this rank's columns, in one read. T rows, Vp local columns."""
+"""Softmax statistics of this rank's columns, from one read. T rows, Vp local columns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SAFE_DISTANCE: Final = 40.0
 
 
 class RowStatistics(NamedTuple):
-    """Of this rank's real columns, not merged over shards: see ``merge_log_sum_exp``."""
+    """Statistics of this rank's real columns; ``merge_log_sum_exp`` merges them over shards."""
 
     peak: torch.Tensor
     """[2, T]: largest logit over tau, of all columns and of the members; 0 where there is none."""
@@ -53,20 +53,19 @@ def row_statistics(
     """Softmax statistics of each row, in fp32 (fp64 for fp64 logits). No graph, no collectives.
 
     Args:
-        logits: [T, Vp], any float dtype, contiguous in its columns. Padding counts for nothing,
-            whatever it holds.
-        members: bool [Vp]; a second peak and sum are those of its columns. None: the first again.
-        read: bool [T]; the others are not read and have nothing, whatever they hold. None: all.
-        with_column: Whether ``column`` is looked at; otherwise it need not mean anything.
+        logits: [T, Vp], any float dtype, contiguous in its columns. Padding is ignored.
+        members: bool [Vp]; the second peak and sum are over its columns. None: over all.
+        read: bool [T]; other rows are not read and have a sum of 0. None: all.
+        with_column: Whether to compute ``column``; otherwise it may be arbitrary.
     """
     logits, width = logits.detach(), shard.valid_width
     if width and uses_triton(implementation, logits):
         return _by_kernel(logits, width, temperature, members, read)
     within = None if members is None else members[:width]
-    found = _by_torch(logits[:, :width], temperature, within, with_column)
+    statistics = _by_torch(logits[:, :width], temperature, within, with_column)
     if read is None:
-        return found
-    return RowStatistics(*(torch.where(read, part, torch.zeros_like(part)) for part in found))
+        return statistics
+    return RowStatistics(*(torch.where(read, part, torch.zeros_like(part)) for part in statistics))
 
 
 def _by_torch(

@@ -1,4 +1,4 @@
-"""Where two sequences can be cut so that each chunk stays whole. T rows, C chunks, N used rows.
+"""Tiles of two sequences in which each chunk stays whole. T rows, C chunks, Ns Nt used rows.
 
 Numpy on the host, where the data loader has the chunk ids: a cut must not wait for the device.
 """
@@ -18,30 +18,30 @@ Ids = NDArray[np.int64]
 
 
 class Tile(NamedTuple):
-    """Rows of both models and the chunks that they are all rows of; ranges of a plan's order."""
+    """Rows of both models with whole chunks; ranges in a plan's order."""
 
     student: slice
-    """Of ``TilePlan.student_rows``."""
+    """Range of ``TilePlan.student_rows``."""
 
     teacher: slice
-    """Of ``TilePlan.teacher_rows``."""
+    """Range of ``TilePlan.teacher_rows``."""
 
     chunks: slice
-    """Of ``TilePlan.chunks``."""
+    """Range of ``TilePlan.chunks``."""
 
     @property
     def student_count(self) -> int:
-        """Student rows."""
+        """Number of student rows."""
         return int(self.student.stop - self.student.start)
 
     @property
     def teacher_count(self) -> int:
-        """Teacher rows."""
+        """Number of teacher rows."""
         return int(self.teacher.stop - self.teacher.start)
 
     @property
     def chunk_count(self) -> int:
-        """Chunks."""
+        """Number of chunks."""
         return int(self.chunks.stop - self.chunks.start)
 
 
@@ -49,9 +49,8 @@ class Tile(NamedTuple):
 class TilePlan:
     """Tiles of whole chunks, from the first used row to the last; equal on ranks of equal data.
 
-    There is one tile at least.
-
-    Rows that nobody uses (padding, prompts) are in no tile: they cost neither memory nor FLOPs.
+    There is at least one tile. Unused rows (padding, prompts) are in no tile: they cost neither
+    memory nor FLOPs.
     """
 
     tiles: tuple[Tile, ...]
@@ -87,21 +86,21 @@ class TilePlan:
         rows: int,
         student_used: torch.Tensor | None = None,
     ) -> TilePlan:
-        """Cut into tiles of at most ``rows`` rows a side, as few as may be. Linear in the rows.
+        """Cut into as few tiles of at most ``rows`` rows a side as possible. Linear in the rows.
 
-        A chunk that is longer makes its tile longer. So do chunks that interleave, on one side or
-        in another order on the two: between them there is no cut.
+        A longer chunk makes its tile longer. So do chunks that interleave on one side, or come in
+        another order on the two: no cut can separate them.
 
         Args:
             student_chunk_id: int64 [...] on the CPU, negative for rows of no chunk; batch rows and
                 packed samples are flattened.
             teacher_chunk_id: The same of the teacher.
             chunk_count: C; every chunk has a row on each side.
-            student_used: bool, of the shape of ``student_chunk_id``: rows to have besides those of
+            student_used: bool, of the shape of ``student_chunk_id``: rows used besides those of
                 chunks, as those with a label. None: all rows.
 
         Raises:
-            LossError: ``rows`` below 1, ids on another device, of no chunk or missing on a side.
+            LossError: ``rows`` below 1; ids on another device, out of range or missing on a side.
         """
         if rows < 1:
             raise LossError("tiles hold no row", got=rows, expected="at least 1 row a tile")
@@ -113,20 +112,20 @@ class TilePlan:
         if student_used is not None:
             is_used = student_used.cpu().numpy().reshape(-1) | (student >= 0)
         student_rows, teacher_rows = np.flatnonzero(is_used), np.flatnonzero(teacher >= 0)
-        own, other = student[student_rows], teacher[teacher_rows]
-        begins = np.zeros(len(own), dtype=np.bool_)
-        begins[_first_places(own, chunk_count)] = True
-        chunks = own[begins]
+        student_ids, teacher_ids = student[student_rows], teacher[teacher_rows]
+        begins = np.zeros(len(student_ids), dtype=np.bool_)
+        begins[_first_places(student_ids, chunk_count)] = True
+        chunks = student_ids[begins]
         place = np.empty(chunk_count, dtype=np.int64)
         place[chunks] = np.arange(chunk_count)
-        own = np.where(own < 0, -1, place[own] if chunk_count else -1)
-        other = place[other]
+        student_ids = np.where(student_ids < 0, -1, place[student_ids] if chunk_count else -1)
+        teacher_ids = place[teacher_ids]
         return cls(
-            tiles=tuple(_tiles(_cuts(own, other, chunk_count), rows)),
+            tiles=tuple(_tiles(_cuts(student_ids, teacher_ids, chunk_count), rows)),
             student_rows=torch.from_numpy(student_rows.astype(np.int64)),
             teacher_rows=torch.from_numpy(teacher_rows.astype(np.int64)),
-            student_chunk_id=torch.from_numpy(own),
-            teacher_chunk_id=torch.from_numpy(other),
+            student_chunk_id=torch.from_numpy(student_ids),
+            teacher_chunk_id=torch.from_numpy(teacher_ids),
             chunks=torch.from_numpy(chunks),
             student_total=len(student),
             teacher_total=len(teacher),
@@ -134,10 +133,10 @@ class TilePlan:
 
     @classmethod
     def paired(cls, used: torch.Tensor, *, rows: int) -> TilePlan:
-        """The plan of two models that read the same tokens: row for row, without chunks.
+        """Plan two models that read the same tokens: row by row, without chunks.
 
         Args:
-            used: bool [...] on the CPU: rows to have.
+            used: bool [...] on the CPU: used rows.
         """
         nowhere = torch.full(used.shape, -1)
         plan = cls.of(nowhere, nowhere[:0], 0, rows=rows, student_used=used)
@@ -150,30 +149,31 @@ class TilePlan:
         )
 
     def to(self, device: torch.device | str) -> TilePlan:
-        """The same plan with its tensors on ``device``; where it cuts stays on the host."""
+        """Copy the plan's tensors to ``device``; the cuts stay on the host."""
         names = ("student_rows", "teacher_rows", "student_chunk_id", "teacher_chunk_id", "chunks")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         return replace(self, **moved)
 
     @property
     def largest(self) -> tuple[int, int]:
-        """Student and teacher rows of the largest tile of each."""
+        """Most student rows and most teacher rows of any tile."""
         student = max((tile.student_count for tile in self.tiles), default=0)
         return student, max((tile.teacher_count for tile in self.tiles), default=0)
 
     def student_index(self, tile: Tile) -> slice | torch.Tensor:
-        """A tile's rows of the flattened batch; a slice, which views, where all rows are used."""
+        """Index of a tile's rows in the flattened batch; a slice, a view, where all rows are
+        used."""
         all_used = len(self.student_rows) == self.student_total
         return tile.student if all_used else self.student_rows[tile.student]
 
     def teacher_index(self, tile: Tile) -> slice | torch.Tensor:
-        """The same of the teacher."""
+        """Index of a tile's teacher rows in the flattened batch."""
         all_used = len(self.teacher_rows) == self.teacher_total
         return tile.teacher if all_used else self.teacher_rows[tile.teacher]
 
 
 class _Cuts(NamedTuple):
-    """Where tiles may begin or end: ascending in all three, with the begin and the end."""
+    """Possible borders of tiles: ascending in all three, including the first and the last."""
 
     student: Ids
     teacher: Ids
@@ -192,7 +192,7 @@ def _cuts(student: Ids, teacher: Ids, chunk_count: int) -> _Cuts:
     begun = np.concatenate([[0], np.maximum.accumulate(student) + 1])
     student_end = _ends(student, chunk_count)
     teacher_end = _ends(teacher, chunk_count)
-    # [C + 1]: the first teacher row of a chunk that is not among the first so many.
+    # [C + 1]: for c, the first teacher row of any chunk from c on.
     following: NDArray[np.int64] = np.full(chunk_count + 1, len(teacher))
     following[:chunk_count] = _first_places(teacher, chunk_count)
     following = np.minimum.accumulate(following[::-1])[::-1]
@@ -202,9 +202,9 @@ def _cuts(student: Ids, teacher: Ids, chunk_count: int) -> _Cuts:
 
 
 def _tiles(cuts: _Cuts, rows: int) -> list[Tile]:
-    """As many rows in each as fit, or those up to the next cut; one tile at least.
+    """Tiles of as many rows as fit, or up to the next cut; at least one tile.
 
-    An empty one makes the collectives and names the metrics of any other.
+    An empty tile makes the same collectives and names the same metrics as any other.
     """
     if len(cuts.student) == 1:
         return [Tile(slice(0, 0), slice(0, 0), slice(0, 0))]
@@ -220,16 +220,16 @@ def _tiles(cuts: _Cuts, rows: int) -> list[Tile]:
 
 
 def _first_places(chunk_id: Ids, chunk_count: int) -> Ids:
-    """[C] the first row of each chunk."""
+    """First row of each chunk, [C]."""
     first = np.empty(chunk_count, dtype=np.int64)
     rows = np.flatnonzero(chunk_id >= 0)[::-1]
-    # Of several values for one place the last stays.
+    # Of several values assigned to one place the last one stays.
     first[chunk_id[rows]] = rows
     return first
 
 
 def _ends(chunk_id: Ids, chunk_count: int) -> Ids:
-    """[C + 1] the row behind the first so many chunks."""
+    """Row after the first c chunks, [C + 1]."""
     end = np.zeros(chunk_count + 1, dtype=np.int64)
     rows = np.flatnonzero(chunk_id >= 0)
     end[chunk_id[rows] + 1] = rows + 1

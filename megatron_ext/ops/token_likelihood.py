@@ -1,8 +1,6 @@
-"""Likelihoods of tokens and of sets of tokens, for two models, with the student's graph.
+"""Likelihoods of tokens and of sets of tokens under two models, with the student's graph.
 
 T rows, Vp local columns. Equations are in the README.
-
-What a row's logits get for its token and its set of tokens. T rows, Vp local columns.
 """
 
 from __future__ import annotations
@@ -31,22 +29,22 @@ from megatron_ext.ops.softmax_statistics import row_statistics
 
 
 class RowGradient(NamedTuple):
-    """What arrives for each row and what is known of it, [T] each."""
+    """Upstream gradients and normalisers of each row, [T] each."""
 
     column: torch.Tensor
-    """int64: this rank's column of the token, -1 where it is not here."""
+    """int64: this rank's column of the token, -1 where another rank has it."""
 
     on_token: torch.Tensor
-    """For the token's log-probability."""
+    """Gradient of the token's log-probability."""
 
     whole: LogSumExp
-    """Over all columns of all shards."""
+    """Log-sum-exp over all columns of all shards."""
 
     on_mass: torch.Tensor | None = None
-    """For the set's log-mass; None: there is no set."""
+    """Gradient of the set's log-mass; None: there is no set."""
 
     members: LogSumExp | None = None
-    """Over the set's columns of all shards."""
+    """Log-sum-exp over the set's columns of all shards."""
 
 
 def write_token_gradient(
@@ -61,8 +59,8 @@ def write_token_gradient(
 ) -> None:
     """Write equation (3) of the README into ``gradient`` [T, Vp], which may be ``logits``.
 
-    A row that gets nothing gives exactly 0, whatever it holds. No collectives. By kernel one read
-    and one write of a row.
+    A row without an upstream gradient gets exactly 0, whatever it holds. No collectives. The kernel
+    reads and writes a row once.
 
     Args:
         logits: [T, Vp], any float dtype, contiguous in its columns.
@@ -139,7 +137,7 @@ def _by_kernel(
 
 
 class TokenRows(NamedTuple):
-    """One model's rows and what is asked of them."""
+    """One model's rows, with the token and the set of tokens that are asked for."""
 
     logits: torch.Tensor
     """[T, Vp], any float dtype, contiguous in its columns."""
@@ -154,7 +152,7 @@ class TokenRows(NamedTuple):
 
 
 class TokenLikelihood(NamedTuple):
-    """[T] each, replicated over the group."""
+    """Log-probabilities [T], replicated over the group."""
 
     log_prob: torch.Tensor
     """log p of the row's token; 0 where not asked, NaN beyond the vocabulary."""
@@ -164,16 +162,16 @@ class TokenLikelihood(NamedTuple):
 
 
 class EvaluatedLikelihood(NamedTuple):
-    """What both models say, and what the student's gradient needs besides its logits."""
+    """Likelihoods of both models, and the normalisers that the student's gradient needs."""
 
     student: TokenLikelihood
     teacher: TokenLikelihood | None
 
     whole: LogSumExp
-    """[Ts], of all the student's columns."""
+    """[Ts] over all the student's columns."""
 
     members: LogSumExp
-    """[Ts], of its set's; ``whole`` where there is none."""
+    """[Ts] over the columns of its set; ``whole`` without a set."""
 
 
 def evaluate_token_likelihood(
@@ -189,16 +187,17 @@ def evaluate_token_likelihood(
     sides = [student] if teacher is None else [student, teacher]
     sums = [part for side in sides for part in _exp_sums(side, implementation)]
     merged = merge_exp_sums(sums, student.shard)
-    found, known = [], []
+    likelihoods, normalisers = [], []
     for side in sides:
         whole, token = merged.pop(0), merged.pop(0)
         members = whole if side.members is None else merged.pop(0)
         log_prob = token_log_probs(token, whole, side.token_id, side.shard)
         log_mass = (members.peak - whole.peak).add_(members.log_sum).sub_(whole.log_sum)
         mass = torch.zeros_like(log_mass) if side.members is None else log_mass
-        found.append(TokenLikelihood(log_prob, mass))
-        known.append((whole, members))
-    return EvaluatedLikelihood(found[0], found[1] if teacher is not None else None, *known[0])
+        likelihoods.append(TokenLikelihood(log_prob, mass))
+        normalisers.append((whole, members))
+    other = likelihoods[1] if teacher is not None else None
+    return EvaluatedLikelihood(likelihoods[0], other, *normalisers[0])
 
 
 def write_likelihood_gradient(
@@ -213,11 +212,11 @@ def write_likelihood_gradient(
 ) -> None:
     """Write d(on_token . log_prob + on_mass . log_mass)/d logits into ``gradient`` [Ts, Vp].
 
-    ``gradient`` may be the logits themselves. Rows that get nothing give exactly 0, whatever they
-    hold. No collectives.
+    ``gradient`` may be the logits themselves. Rows without an upstream gradient get exactly 0,
+    whatever they hold. No collectives.
 
     Args:
-        whole: Of ``EvaluatedLikelihood``, as is ``members``.
+        whole: Field of ``EvaluatedLikelihood``, as is ``members``.
         on_token: [Ts], ignored where the token is not asked.
         on_mass: [Ts], ignored where the set is not asked.
     """
@@ -239,7 +238,7 @@ def write_likelihood_gradient(
 
 
 def _exp_sums(side: TokenRows, implementation: Implementation) -> list[ExpSums]:
-    """Of all columns, of the token, and of the set if it is asked."""
+    """Sums over all columns, the token's, and the set's if it is asked for."""
     statistics = row_statistics(
         side.logits,
         side.shard,
@@ -266,9 +265,9 @@ def token_likelihood(
 
     Args:
         student: Its logits are the only tensor with a gradient.
-        teacher: None where its numbers are known. Its shard has the student's group.
-        in_place: Let the backward write the gradient over the student's logits. What arrives for
-            the two numbers depends on them, so the forward cannot.
+        teacher: None where its likelihoods are known. Its shard has the student's group.
+        in_place: Let the backward write the gradient over the student's logits. The forward
+            cannot, since the upstream gradients depend on its results.
 
     Returns:
         fp32 (fp64 where the student's logits are). Forward: two all-reduces of at most
@@ -282,8 +281,8 @@ def token_likelihood(
     log_prob, log_mass, *others = _TokenLikelihood.apply(
         student.logits, student, teacher, in_place, implementation
     )
-    known = TokenLikelihood(*others) if others else None
-    return TokenLikelihood(log_prob, log_mass), known
+    of_teacher = TokenLikelihood(*others) if others else None
+    return TokenLikelihood(log_prob, log_mass), of_teacher
 
 
 class _TokenLikelihood(torch.autograd.Function):
@@ -328,7 +327,7 @@ class _TokenLikelihood(torch.autograd.Function):
 def token_likelihood_reference(
     logits: torch.Tensor, token_id: torch.Tensor, members: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p of ``token_id`` [T], 0 where it is negative, and log p of ``members`` [T] bool [V]."""
+    """Dense log p [T] of ``token_id``, 0 where it is negative, and of ``members`` bool [V]."""
     log_probs = torch.log_softmax(logits, dim=-1)
     picked = log_probs.gather(-1, token_id.clamp(min=0)[:, None])[:, 0]
     return torch.where(token_id >= 0, picked, 0.0), torch.logsumexp(log_probs[:, members], dim=-1)

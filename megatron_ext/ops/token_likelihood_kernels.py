@@ -1,4 +1,4 @@
-"""The gradient of a row's token and of its set of tokens, in one sweep."""
+"""Triton kernel of the gradient of a row's token and of its set of tokens, in one pass."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 from megatron_ext.ops.triton_math import row_values, scaled
 
 SMALL_MASS = tl.constexpr(-20.0)
-"""log of a mass below which its shares are computed from logits: dividing by it loses digits."""
+"""Log-mass below which shares are computed from logits, since dividing by it loses digits."""
 
 
 @triton.jit
@@ -26,11 +26,11 @@ def token_gradient_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a row. ``gradient`` may be ``logits``.
+    """One program for each row. ``gradient`` may be ``logits``.
 
-    ``vectors`` is fp32 [6, T]: peak and log-sum over all columns and over the members, and what the
-    token's and the set's log-probability get, over the temperature. ``column`` is int64 [T], -1
-    where the token is not among these columns.
+    ``vectors`` is fp32 [6, T]: peak and log-sum over all columns and over the members, and the
+    gradients of the token's and the set's log-probability, over the temperature. ``column`` is
+    int64 [T], -1 where the token is not among these columns.
     """
     row = tl.program_id(0).to(tl.int64)
     vectors = vectors_ptr + row
@@ -50,7 +50,7 @@ def token_gradient_kernel(
     token_column = tl.load(column_ptr + row).to(tl.int32)
     start_of_row = logits_ptr + row * logits_stride
     place = gradient_ptr + row * gradient_stride
-    # A row without a gradient is not looked at.
+    # A row without an upstream gradient is not read.
     used = tl.where((on_token != 0.0) | (on_mass != 0.0), padded_width, 0)
     for start in range(0, used, BLOCK):
         columns = start + tl.arange(0, BLOCK)

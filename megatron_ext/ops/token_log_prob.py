@@ -25,7 +25,7 @@ from megatron_ext.ops.unit_gradient import kept_gradient
 
 
 class CrossEntropy(NamedTuple):
-    """What is known of each row [T], replicated over the group."""
+    """Cross-entropy of each row [T], replicated over the group."""
 
     row_loss: torch.Tensor
     """-log p(label) in nats, fp32 (fp64 for fp64 logits); 0 where there is no label or the row has
@@ -45,13 +45,13 @@ def evaluate_cross_entropy(
     gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> CrossEntropy:
-    """Cross-entropy of each row, and its gradient into memory of the caller's.
+    """Compute the cross-entropy of each row, and write its gradient into the caller's memory.
 
     Args:
         logits: [T, Vp], any float dtype, contiguous in its columns.
         labels: int64 [T]; a negative one is none.
-        grad_scale: [T], what each ``row_loss`` will get; None: 1. Rows without a label or at 0 are
-            not read.
+        grad_scale: [T], the gradient that each ``row_loss`` will get; None: 1. Rows without a label
+            or at 0 are not read.
         gradient: [T, Vp] of the logits' dtype, or the logits themselves; d(grad_scale . row_loss) /
             d logits is written to it, with exactly 0 in rows that are not read and in padding.
 
@@ -83,13 +83,13 @@ def evaluate_cross_entropy(
 
 
 class TokenPrediction(NamedTuple):
-    """What is known of each row [T], replicated over the group."""
+    """Log-probability of each row's token [T], replicated over the group."""
 
     log_prob: torch.Tensor
     """log p of the row's token, with a graph."""
 
     top_column: torch.Tensor
-    """int64: global column of the largest logit, the first of equals; of no meaning for a row
+    """int64: global column of the largest logit, the first of equals; arbitrary for a row
     without a token."""
 
 
@@ -128,16 +128,16 @@ def token_prediction(
     in_place: bool = False,
     implementation: Implementation = "auto",
 ) -> TokenPrediction:
-    """Log-probabilities of tokens, and what is most probable instead.
+    """Log-probabilities of tokens, and the most probable token of each row.
 
     Args:
         logits: [T, Vp], any float dtype.
         token_id: int64 [T]. A negative id gives 0 without a gradient; an id at or beyond the
-            vocabulary gives NaN, since to raise the host would have to wait for the device. A row
-            that gets no gradient gives none, whatever it holds.
-        grad_scale: [T], the gradient that each log-probability will get; None: 1. Any other is
-            right as well, at the price of a pass over the gradient; but a row of scale 0 has the
-            log-probability 0, and no gradient whatever it gets.
+            vocabulary gives NaN, since raising an error would have to wait for the device. A row
+            without an upstream gradient gets none, whatever it holds.
+        grad_scale: [T], the gradient that each log-probability will get; None: 1. Another
+            upstream gradient costs a pass over the gradient; but a row of scale 0 has the
+            log-probability 0 and never a gradient.
         in_place: Overwrite the logits with their gradient, if they need one.
 
     Collectives: forward two all-reduces of [2 T] and one of [T], backward none. Keeps the gradient,
@@ -156,7 +156,7 @@ def token_prediction(
             token_id,
             shard,
             temperature=temperature,
-            # The loss is the negative of what is asked for.
+            # The loss is the negative log-probability.
             grad_scale=-(torch.ones_like(token_id) if grad_scale is None else grad_scale),
             gradient=gradient,
             implementation=implementation,

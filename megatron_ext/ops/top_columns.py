@@ -1,7 +1,7 @@
-"""The largest columns of rows, ties in the order of columns, and what normalises the rows.
+"""Largest columns of rows, ties in the order of columns, and the normaliser of the rows.
 
-A column and its value travel as one int64 key, so that which of several equal values is taken does
-not depend on the layout. T rows, Vp local columns, K columns.
+A column and its value are one int64 key, so that the choice among equal values does not depend on
+the layout. T rows, Vp local columns, K columns.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.softmax_statistics import row_statistics
 
 NO_KEY: Final = torch.iinfo(torch.int64).min
-"""Below the key of every value, -inf included."""
+"""Key below that of every value, -inf included."""
 
 _BITS: Final = 32
 _LOW: Final = (1 << _BITS) - 1
 
 
 def sort_keys(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """int64 keys that sort as (value, -id): values [..., V] in fp32, ids below 2^32 [..., V]."""
-    # 0.0 and -0.0 are equal, and not the same bits.
+    """Keys int64 that sort as (value, -id): values [..., V] in fp32, ids below 2^32 [..., V]."""
+    # 0.0 and -0.0 are equal, but have other bits.
     bits = (values.detach().float() + 0.0).view(torch.int32)
     # The bits of negative numbers grow with their magnitude.
     ordered = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).to(torch.int64)
@@ -33,25 +33,25 @@ def sort_keys(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def key_columns(keys: torch.Tensor) -> torch.Tensor:
-    """int64: the columns that ``sort_keys`` was given."""
+    """Columns int64 of keys from ``sort_keys``."""
     return _LOW - (keys & _LOW)
 
 
 def key_values(keys: torch.Tensor) -> torch.Tensor:
-    """fp32: the values that ``sort_keys`` was given."""
+    """Values fp32 of keys from ``sort_keys``."""
     ordered = (keys >> _BITS).to(torch.int32)
-    # As ``sort_keys`` turned the bits of negative numbers around.
+    # Undoes the inversion of the bits of negative numbers in ``sort_keys``.
     return torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
 
 
 def pack_pair(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """int64 of two fp32 tensors, bit for bit."""
+    """Pack two fp32 tensors into int64, bit for bit."""
     high, low = (part.contiguous().view(torch.int32).to(torch.int64) for part in (first, second))
     return (high << _BITS) | (low & _LOW)
 
 
 def unpack_pair(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two fp32 tensors of ``pack_pair``."""
+    """Unpack the two fp32 tensors of ``pack_pair``."""
     low = packed & _LOW
     # int64 to int32 by value: the upper half of the range is the negative numbers.
     low = torch.where(low > 0x7FFFFFFF, low - (1 << _BITS), low)
@@ -62,7 +62,7 @@ def unpack_pair(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def largest_columns(
     values: torch.Tensor, count: int, excluded: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``count`` largest of each row, descending, with their columns int64: [C, count] each.
+    """Largest ``count`` values of each row, descending, and their columns int64: [C, count] each.
 
     Args:
         values: [C, V], not negative.
@@ -87,7 +87,7 @@ def top_columns(
 ) -> torch.Tensor:
     """Global columns of the ``k`` largest logits of each row, of equals the lowest columns.
 
-    Equal logits are common in bf16; so which columns are taken does not depend on the layout.
+    Equal logits are common in bf16; the choice among them does not depend on the layout.
 
     Args:
         logits: [T, Vp], any float dtype, compared in fp32.
@@ -104,7 +104,7 @@ def top_columns(
 
 
 class TopLogProbs(NamedTuple):
-    """The same on every rank, without a graph."""
+    """Most probable tokens, the same on every rank, without a graph."""
 
     token_id: torch.Tensor
     """int64 [T, K]: global columns of the largest logits, of equals the lowest column first."""
@@ -128,15 +128,15 @@ def top_log_probs(
     *,
     implementation: Implementation = "auto",
 ) -> TopLogProbs:
-    """The ``k`` most probable tokens of each row, and the log-sum-exp of all.
+    """Most probable ``k`` tokens of each row, and the log-sum-exp of all.
 
-    Equal logits are common in bf16; which of them are kept does not depend on the layout.
+    Equal logits are common in bf16; the choice among them does not depend on the layout.
 
     Args:
         logits: [T, Vp], any float dtype, compared and summed in fp32; contiguous in its columns.
         k: At most the real vocabulary.
-        implementation: Of the normaliser, which is one read of the logits by kernel. The columns
-            are found by ``torch.topk``.
+        implementation: Implementation of the normaliser, one read of the logits by kernel. The
+            columns are found by ``torch.topk``.
 
     Collectives: one all-gather of int64 [T, min(k, Vp) + 1].
 
@@ -165,7 +165,7 @@ def top_log_probs(
 def _local_keys(
     logits: torch.Tensor, k: int, shard: VocabShard, allowed: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """int64 [T, min(k, Vp)]: this rank's largest keys, ``NO_KEY`` where fewer columns are left."""
+    """This rank's largest keys, int64 [T, min(k, Vp)], ``NO_KEY`` where it has fewer columns."""
     excluded = shard.excluded_columns(logits.device, allowed)
     ids = torch.arange(shard.start, shard.stop, device=logits.device)
     width = min(k, shard.width)

@@ -1,7 +1,4 @@
-"""Arithmetic of several kernels: running sums of exponentials, and divergences.
-
-Rows times a factor each, in place; most are 1 and are not touched.
-"""
+"""Arithmetic shared by Triton kernels: running sums of exponentials, divergences, scaled rows."""
 
 import triton
 import triton.language as tl
@@ -26,9 +23,9 @@ def scaled(logits, temperature, HAS_TEMPERATURE: tl.constexpr):
 def row_values(start_of_row, columns, held, inside):
     """A row's logits at ``columns`` in fp32, -inf where not ``inside``.
 
-    All that are ``held`` in memory are loaded, padding too: the end of a padded row is at a
-    multiple of 16 columns, so that a thread loads 16 bytes at once. A mask that ends anywhere
-    makes it load them one by one.
+    All columns ``held`` in memory are loaded, padding too: a padded row ends at a multiple of 16
+    columns, so that a thread loads 16 bytes at once. A mask that ends elsewhere makes it load them
+    one by one.
     """
     loaded = tl.load(start_of_row + columns, mask=held, other=-float("inf"))
     return tl.where(inside, loaded.to(tl.float32), -float("inf"))
@@ -41,7 +38,7 @@ def add_exponentials(peak, total, values):
     Both are scalars; before the first value they are -inf and 0.
     """
     top = tl.maximum(peak, tl.max(values, axis=0))
-    # -inf - -inf is NaN: as long as there is no value, any finite reference will do.
+    # -inf - -inf is NaN: before the first value, any finite reference will do.
     reference = tl.where(top == -float("inf"), 0.0, top)
     total = total * tl.exp(peak - reference) + tl.sum(tl.exp(values - reference), axis=0)
     return top, total
@@ -61,7 +58,7 @@ def floored(log_probs):
 
 @triton.jit
 def divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION: tl.constexpr):
-    """Terms of D and of its slope by log Q, as ``ops/divergence`` has them.
+    """Terms of D and of its slope by log Q, as in ``ops/divergence``.
 
     ``log_p`` and ``log_q`` are finite, of any common shift; for ``jensen_shannon`` they are those
     of P and Q over their mixture. Where the student has ``no_mass``, it has no slope.
@@ -80,7 +77,7 @@ def divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION: tl.constex
 
 @triton.jit
 def projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION: tl.constexpr):
-    """Terms of D and ``dD/dQ``, columns taken as free, as ``ops/divergence`` has them."""
+    """Terms of D and ``dD/dQ``, columns independent of one another, as in ``ops/divergence``."""
     log_q = log_projected - tl.log(mass)
     if DIRECTION == "forward":
         value = p * (log_p - log_q)
@@ -100,7 +97,7 @@ def projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION
 
 @triton.jit
 def scale_rows_kernel(gradient_ptr, scale_ptr, row_stride, width, BLOCK: tl.constexpr):
-    """A program a row and block of columns."""
+    """Multiply rows by factors in place; one program for each row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scale_ptr + row)
     if scale != 1.0:

@@ -1,10 +1,10 @@
-"""Gradients that a forward writes: kept until the backward, and scaled to what arrives there.
+"""Gradients written in the forward, kept until the backward, and scaled to the upstream gradient.
 
 The operations of this package write the gradient of a loss in their forward, where logits and
-statistics are at hand, as if each chunk's or row's loss were to get the gradient 1 or a scale that
-the caller names. The backward multiplies each row by what it really gets over that scale. A row at
-1 costs nothing; another is read and written again, ``2 b Vp`` bytes of b each, as much as half of
-the loss. T rows, Vp local columns, C chunks.
+statistics are at hand, for an upstream gradient of 1 or of a scale that the caller names. The
+backward multiplies each row by its upstream gradient over that scale. A row at 1 costs nothing;
+another is read and written again, ``2 b Vp`` bytes at b bytes a logit, up to half the cost of the
+loss. T rows, Vp local columns, C chunks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron_ext.ops.launch import Implementation, uses_triton
 _BLOCK: Final = 8192
 
 Evaluate = Callable[[torch.Tensor, torch.Tensor | None], Sequence[torch.Tensor | None]]
-"""From logits [T, Vp] without a graph, and room [T, Vp] for their gradient or None, to values. The
-first has a graph: a scalar, or one number for each row or chunk."""
+"""Function of logits [T, Vp] without a graph, and of memory [T, Vp] for their gradient or None. It
+returns values, the first of which gets a graph: a scalar, or one number for each row or chunk."""
 
 
 def kept_gradient(
@@ -34,17 +34,17 @@ def kept_gradient(
     in_place: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Any, ...]:
-    """What ``evaluate`` returns, with a graph from the first of it to the logits.
+    """Values of ``evaluate``, with a graph from the first one to the logits.
 
     Args:
         logits: [..., Vp], any float dtype, of T rows.
-        evaluate: Called once. It may write the gradient over the logits that it is given.
+        evaluate: Called once. It may write the gradient over its logits.
         grad_scale: The upstream gradient for which ``evaluate`` writes, of the shape of the first
-            value or a scalar; None: 1. Another one costs a pass over the gradient. What has the
-            scale 0 gets no gradient.
+            value or a scalar; None: 1. Another one costs a pass over the gradient. Rows of
+            scale 0 get no gradient.
         slots: int64 [T]: the chunk of each row, C for none, where the first value is [C].
-        in_place: Overwrite the logits, which nobody reads afterwards, with their gradient. Whoever
-            has saved them for a backward of its own gets an error of autograd.
+        in_place: Overwrite the logits with their gradient; they must not be read afterwards. An
+            operation that saved them for its own backward gets an error of autograd.
 
     Keeps the gradient, in the logits' dtype, and no logits; nothing without grad mode. Collectives:
     those of ``evaluate``, none in the backward.
@@ -76,7 +76,7 @@ class _KeptGradient(torch.autograd.Function):
             gradient = rows if in_place or is_copy else torch.empty_like(rows)
         values = tuple(evaluate(rows, gradient))
         if needed and in_place and not is_copy and logits.numel():
-            # A reader of the logits that comes later is an error of autograd, not a wrong number.
+            # A later reader of the logits gets an error of autograd, not a wrong number.
             torch.autograd.graph.increment_version(logits)
         ctx.save_for_backward(gradient, slots)
         ctx.grad_scale, ctx.shape, ctx.implementation = grad_scale, logits.shape, implementation
@@ -101,10 +101,10 @@ def transfer(
     slots: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> torch.Tensor:
-    """``gradient`` [T, Vp], scaled from the upstream gradient it was written for to ``grad``.
+    """Scale ``gradient`` [T, Vp] from the upstream gradient it was written for to ``grad``.
 
-    In place, but for a backward that retains its graph: that one gets a copy, since the next needs
-    what the forward wrote. A row of scale 0 holds 0 and stays as it is, unread.
+    In place, unless the backward retains its graph: then a copy is scaled, since the next backward
+    needs what the forward wrote. A row of scale 0 holds 0 and stays as it is, unread.
 
     Args:
         grad: [T], or a scalar for all rows, or [C] with ``slots``.
@@ -122,13 +122,13 @@ def transfer(
     if graph_is_retained():
         return scale_rows_(gradient.clone(), scale, implementation)
     scale_rows_(gradient, scale, implementation)
-    # Kernels write behind autograd's back; a reader of what it was before has to know.
+    # Kernels write unseen by autograd; a reader of the old content must get an error.
     torch.autograd.graph.increment_version(gradient)
     return gradient
 
 
 def graph_is_retained() -> bool:
-    """Whether the backward that is running keeps its graph; True where torch does not tell."""
+    """Whether the running backward keeps its graph; True where torch cannot tell."""
     tell = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if tell is None else bool(tell())
 
@@ -136,10 +136,10 @@ def graph_is_retained() -> bool:
 def scale_rows_(
     gradient: torch.Tensor, scale: torch.Tensor, implementation: Implementation = "auto"
 ) -> torch.Tensor:
-    """``gradient`` [T, Vp] times ``scale`` [T], in place and rounded once. No collectives.
+    """Multiply ``gradient`` [T, Vp] by ``scale`` [T], in place, rounded once. No collectives.
 
-    By kernel, a row at 1 is neither read nor written, so that a forward which knew its scale
-    pays for nothing here. A row at 0 becomes 0 whatever it holds, NaN included.
+    By kernel, a row at 1 is neither read nor written, so that a forward which knew its scale costs
+    nothing here. A row at 0 becomes 0 whatever it holds, NaN included.
     """
     rows, width = gradient.shape
     if uses_triton(implementation, gradient):

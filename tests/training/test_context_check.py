@@ -23,7 +23,10 @@ def loss(objective: str, **options: Any) -> dict[str, Any]:
     ("changes", "words"),
     [
         (loss("alm", merge="words"), "loss.options: the objective needs whole sequences so"),
-        (loss("alm", merge="likely_boundaries"), "of alm: merge, of chunks that can lie on two ranks"),
+        (
+            loss("alm", merge="likely_boundaries"),
+            "of alm: merge, of chunks that can lie on two ranks",
+        ),
         (loss("uld", alignment="position"), "of uld: alignment position"),
         (loss("projected_kl", numerics="nemo"), "of projected_kl: numerics nemo"),
         (

@@ -176,7 +176,7 @@ class GoldLoss(Objective):
 
     @property
     def why_no_linear_form(self) -> str | None:
-        """As ``why_no_context_parallel``."""
+        """Reason of ``why_no_context_parallel``."""
         return self.why_no_context_parallel
 
 

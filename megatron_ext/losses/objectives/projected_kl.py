@@ -235,7 +235,7 @@ class ProjectedKLLoss(FusedObjective):
 
     @property
     def why_no_linear_form(self) -> str | None:
-        """As ``why_no_context_parallel``."""
+        """Reason of ``why_no_context_parallel``."""
         return self.why_no_context_parallel
 
     @property

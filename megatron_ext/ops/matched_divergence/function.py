@@ -1,8 +1,7 @@
-"""Values and gradients of the matched divergence, and of the sorted L1 over the other columns.
+"""Matched divergence of chunks, with sorted L1 over the other columns: value, gradient, reference.
 
-T rows, Vp local columns, C chunks, U compared places. Equations and bytes are in the README.
-
-The matched divergence straight from its formula, dense and unsharded. C chunks, N matches.
+T rows, Vp local columns, C chunks, U compared places, N matches. Equations and bytes are in the
+README.
 """
 
 from __future__ import annotations
@@ -53,17 +52,17 @@ def evaluate_matched_divergence(
     gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> MatchedDivergence:
-    """How far the student's chunk distributions are from the teacher's, and what its logits get.
+    """Divergence of the chunk distributions, and the gradient of the student's logits.
 
     Args:
-        grad_scale: [C], the gradient that each chunk's loss will get; None: 1.
+        grad_scale: [C], the upstream gradient of each chunk's loss; None: 1.
         gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
             grad_scale_c chunk_loss_c``, rounded once; it may be the logits themselves. Rows of
-            no chunk and of chunks of scale 0 get exactly 0. None: nothing is computed for it.
+            no chunk and of chunks of scale 0 get exactly 0. None: no gradient is computed.
 
     Temporaries over a vocabulary are slices of chunks in torch. By kernel there is one only if
     pairs cross, and [Ts, 5 U / 4] logits where a gradient is asked for. ``top_u=None`` is a sort,
-    in torch whatever ``implementation`` says. In torch the host waits for the device once.
+    in torch whatever the ``implementation``. In torch the host waits for the device once.
 
     Collectives on the shards' group: two all-reduces of [2 Ts + 2 Tt] and two of [2, C]. A slice of
     C' chunks adds a reduce-scatter of [C', Vs] if pairs cross, an all-gather of
@@ -76,26 +75,26 @@ def evaluate_matched_divergence(
     check_implementation("matched_divergence", implementation)
     fits = uses_triton(implementation, student.logits, teacher.logits)
     by_kernel = fits and options.top_u is not None
-    own, other = pair_of_models(
+    student_rows, teacher_rows = pair_of_models(
         student,
         teacher,
         temperature=options.temperature,
         members=matching.members(),
         implementation="triton" if by_kernel else "torch",
     )
-    rest = _rest(own, other, matching, options)
-    scale = row_scale(own, grad_scale)
-    task = MatchedTask(own, other, matching, options, rest, scale, gradient)
-    found = evaluate_by_kernels(task) if by_kernel else evaluate_by_torch(task)
+    rest = _rest(student_rows, teacher_rows, matching, options)
+    scale = row_scale(student_rows, grad_scale)
+    task = MatchedTask(student_rows, teacher_rows, matching, options, rest, scale, gradient)
+    values = evaluate_by_kernels(task) if by_kernel else evaluate_by_torch(task)
     if gradient is not None:
-        clear_rows_of_no_chunk_(gradient, own, by_kernel=by_kernel)
-    p_top, q_top = merge_argmax(found.best, found.column, student.shard.group)
-    common = found.value + rest.value
+        clear_rows_of_no_chunk_(gradient, student_rows, by_kernel=by_kernel)
+    p_top, q_top = merge_argmax(values.best, values.column, student.shard.group)
+    common = values.value + rest.value
     return MatchedDivergence(
-        common + options.uncommon_weight * found.uncommon,
+        common + options.uncommon_weight * values.uncommon,
         common,
-        found.uncommon,
-        found.discarded,
+        values.uncommon,
+        values.discarded,
         *rest.masses,
         (p_top == q_top).to(common.dtype),
     )
@@ -111,10 +110,10 @@ def _rest(
         value, slope = divergence_slope(mass[1], mass[0], options)
         return RestMasses((one, one), (mass[0], mass[1]), value, slope)
     outside = [
-        ((model.rows.sizes() > 0).to(own.dtype) - own).clamp_(min=0)
-        for model, own in zip(models, mass, strict=True)
+        ((model.rows.sizes() > 0).to(inside.dtype) - inside).clamp_(min=0)
+        for model, inside in zip(models, mass, strict=True)
     ]
-    used = [own.clamp(min=1024 * torch.finfo(own.dtype).tiny) for own in mass]
+    used = [inside.clamp(min=1024 * torch.finfo(inside.dtype).tiny) for inside in mass]
     nothing = torch.zeros_like(mass[0])
     return RestMasses((used[0], used[1]), (outside[0], outside[1]), nothing, nothing)
 
@@ -132,7 +131,7 @@ def matched_divergence(
     """``evaluate_matched_divergence`` with a graph from ``chunk_loss`` to the student's logits.
 
     Args:
-        in_place: Write the gradient over the student's logits, which nobody may read afterwards.
+        in_place: Write the gradient over the student's logits, which must not be read afterwards.
 
     Keeps the gradient [Ts, Vps] for backward, which has no collectives.
     """
@@ -161,7 +160,7 @@ def matched_divergence(
 
 def evaluate_by_torch(task: MatchedTask) -> MatchedValues:
     """Values of all chunks, and their rows of the gradient; see ``evaluate_matched_divergence``."""
-    found, gradient, models = (
+    results, gradient, models = (
         MatchedValues.empty(task.scale),
         task.gradient,
         (task.student, task.teacher),
@@ -169,27 +168,27 @@ def evaluate_by_torch(task: MatchedTask) -> MatchedValues:
     shard, ends = task.student.shard, host_offsets(*models)
     for chunks in row_slices(len(task.scale), _widest(task), device=task.scale.device):
         q, p = (
-            chunk_means(model, own, chunks).to(task.scale.dtype)
-            for model, own in zip(models, ends, strict=True)
+            chunk_means(model, offsets, chunks).to(task.scale.dtype)
+            for model, offsets in zip(models, ends, strict=True)
         )
         tops, compared = _uncommon(task, q, p)
-        found.uncommon[chunks], found.discarded[chunks] = compared.value, compared.left_out
+        results.uncommon[chunks], results.discarded[chunks] = compared.value, compared.left_out
 
         used = task.rest.used
         p = _onto_student(p, task.matching, shard).div_(used[1][chunks, None])
         q.masked_fill_(~task.matching.is_common, 0.0).div_(used[0][chunks, None])
         for side, values in enumerate((p, q)):
-            found.best[side, chunks], found.column[side, chunks] = local_argmax(values, shard)
+            results.best[side, chunks], results.column[side, chunks] = local_argmax(values, shard)
         terms, slope = divergence_slope(p, q, task.options)
         sums = torch.stack([terms.sum(dim=-1), (q * slope).sum(dim=-1)])
-        found.value[chunks], centre = all_reduce_sum(sums, shard.group)
+        results.value[chunks], centre = all_reduce_sum(sums, shard.group)
         if gradient is None:
             continue
         slope = _centred(task, chunks, slope, centre)
         signs = compared.signs.to(slope.dtype).mul_(task.options.uncommon_weight)
         slope.scatter_add_(1, tops.columns, signs)
         write_row_gradients(task.student, ends[0], chunks, slope, task.scale, gradient)
-    return found
+    return results
 
 
 def _centred(
@@ -197,16 +196,16 @@ def _centred(
 ) -> torch.Tensor:
     """README 6 from ``f_q`` [C', Vps] and its mean [C'].
 
-    With a bucket a constant would do no harm, but then rows would be centred by a sum that is
+    With a bucket any constant would be right, but rows would then be centred by a sum that is
     rounded like their largest slopes.
     """
     rest, is_common = task.rest, task.matching.is_common
-    own = rest.slope[chunks]
+    rest_slope = rest.slope[chunks]
     if not task.matching.with_rest:
         slope = slope.sub_(centre[:, None]).div_(rest.used[0][chunks, None])
         return slope.masked_fill_(~is_common, 0.0)
-    centre = centre + rest.masses[0][chunks] * own
-    return torch.where(is_common, slope, own[:, None]).sub_(centre[:, None])
+    centre = centre + rest.masses[0][chunks] * rest_slope
+    return torch.where(is_common, slope, rest_slope[:, None]).sub_(centre[:, None])
 
 
 def _widest(task: MatchedTask) -> int:
@@ -222,7 +221,7 @@ def _kept(task: MatchedTask, width: int) -> int:
 
 
 def _uncommon(task: MatchedTask, q: torch.Tensor, p: torch.Tensor) -> tuple[Largest, Compared]:
-    """The student's candidates of the sorted L1, and what came out."""
+    """The student's candidates of the sorted L1, and the comparison."""
     shards = task.student.shard, task.teacher.shard
     tops = [
         select_largest(side, _kept(task, shard.width), excluded)
@@ -234,7 +233,7 @@ def _uncommon(task: MatchedTask, q: torch.Tensor, p: torch.Tensor) -> tuple[Larg
 
 
 def _onto_student(p: torch.Tensor, matching: Matching, shard: VocabShard) -> torch.Tensor:
-    """[C', Vpt] in this rank's student columns [C', Vps], 0 where there is no match."""
+    """``p`` [C', Vpt] moved to this rank's student columns [C', Vps], 0 without a match."""
     if matching.pairs_cross and shard.group is not None:
         return onto_student_columns(p, matching.student_column, shard.width, shard.group)
     column = matching.teacher_columns(shard)
@@ -254,7 +253,7 @@ def matched_divergence_reference(
 
     Args:
         common_student: int64 [N]
-        common_teacher: int64 [N], the teacher's column of each.
+        common_teacher: int64 [N], the matching teacher columns.
     """
     with_rest = len(common_student) < min(student.shape[1], teacher.shape[1])
     q = _folded(student, common_student, with_rest)
@@ -263,7 +262,7 @@ def matched_divergence_reference(
 
 
 def _folded(probs: torch.Tensor, common: torch.Tensor, with_rest: bool) -> torch.Tensor:
-    """Matched columns, and the mass of the others where it counts, as one distribution."""
+    """One distribution of the matched columns, and with ``with_rest`` the mass of the others."""
     matched = probs[:, common]
     if with_rest:
         rest = probs.sum(dim=-1, keepdim=True) - matched.sum(dim=-1, keepdim=True)

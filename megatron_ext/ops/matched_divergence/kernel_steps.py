@@ -1,4 +1,4 @@
-"""The matched divergence by kernels. C' chunks of a slice, T student rows."""
+"""Matched divergence by Triton kernels. C' chunks of a slice, T student rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CONFIGS = (
 
 
 class MatchedPair(NamedTuple):
-    """What both kernels read."""
+    """Operands of both kernels."""
 
     student: ModelRows
 
@@ -43,7 +43,7 @@ class MatchedPair(NamedTuple):
     matching: Matching
 
     used: tuple[torch.Tensor, torch.Tensor]
-    """[C] of student and teacher: the mass that each side is normalised by."""
+    """[C] of student and teacher: mass that each side is normalised by."""
 
     columns: torch.Tensor
     """int32 [Vps], ``Matching.teacher_columns``."""
@@ -52,7 +52,7 @@ class MatchedPair(NamedTuple):
 
     @classmethod
     def of(cls, task: MatchedTask) -> MatchedPair:
-        """Without tensors over chunks and columns."""
+        """Build from the task; allocates nothing over chunks and columns."""
         columns = task.matching.teacher_columns(task.student.shard)
         return cls(task.student, task.teacher, task.matching, task.rest.used, columns, task.options)
 
@@ -95,7 +95,7 @@ class MatchedPair(NamedTuple):
 
 
 class SliceValues(NamedTuple):
-    """Of this rank's columns."""
+    """Values of a slice of chunks over this rank's columns."""
 
     value: torch.Tensor
     """[C']"""
@@ -104,14 +104,14 @@ class SliceValues(NamedTuple):
     """[T]: ``sum_v q_i f_q`` of the rows of these chunks, 0 elsewhere."""
 
     best: torch.Tensor
-    """[2, C']: largest P^ and Q^; -inf where there is no real column."""
+    """[2, C']: largest P^ and Q^; -inf without a real column."""
 
     column: torch.Tensor
-    """int64 [2, C']: their global columns."""
+    """int64 [2, C']: global columns of ``best``."""
 
 
 def compare_by_kernel(pair: MatchedPair, chunks: slice, moved: torch.Tensor | None) -> SliceValues:
-    """One read of both models' rows of these chunks."""
+    """Compare these chunks; one read of both models' rows."""
     from megatron_ext.ops.matched_divergence.triton_kernels import compare_kernel
 
     student, count = pair.student, chunks.stop - chunks.start
@@ -156,13 +156,13 @@ def write_gradient(
     centre: torch.Tensor,
     scale: torch.Tensor,
 ) -> None:
-    """Write the rows of these chunks.
+    """Write the gradient of these chunks' rows.
 
     Args:
         base: [C], slope of every column without a match.
-        shift: [C], taken off the slope of every matched column.
+        shift: [C], subtracted from the slope of every matched column.
         centre: [T], ``q_i . g``.
-        scale: [C], of ``row_scale``.
+        scale: [C], from ``row_scale``.
     """
     from megatron_ext.ops.matched_divergence.triton_kernels import gradient_kernel
 
@@ -188,41 +188,41 @@ def evaluate_by_kernels(task: MatchedTask) -> MatchedValues:
     """Values of all chunks, and their rows of the gradient. Collectives: ``function.py``."""
     places = task.options.top_u
     assert places is not None
-    found, gradient, student = MatchedValues.empty(task.scale), task.gradient, task.student
+    results, gradient, student = MatchedValues.empty(task.scale), task.gradient, task.student
     group, weight = student.shard.group, task.options.uncommon_weight
     models = (student, task.teacher)
     excluded = task.matching.excluded(student.shard, task.teacher.shard)
     pair = MatchedPair.of(task)
     if gradient is not None:
-        kept = gradient.new_empty(len(gradient), capacity_of(places, student.shard.width))
+        chosen_logits = gradient.new_empty(len(gradient), capacity_of(places, student.shard.width))
     for chunks in row_slices(len(task.scale), _widest(task, places), device=task.scale.device):
-        own, other = (
+        student_top, teacher_top = (
             select_by_kernel(model, chunks, places, out)
             for model, out in zip(models, excluded, strict=True)
         )
-        compared = compare_sorted(own, other, places, group)
-        found.uncommon[chunks], found.discarded[chunks] = compared.value, compared.left_out
+        compared = compare_sorted(student_top, teacher_top, places, group)
+        results.uncommon[chunks], results.discarded[chunks] = compared.value, compared.left_out
 
         moved = pair.moved(chunks)
         values = compare_by_kernel(pair, chunks, moved)
-        found.best[:, chunks], found.column[:, chunks] = values.best, values.column
+        results.best[:, chunks], results.column[:, chunks] = values.best, values.column
         if gradient is None:
-            found.value[chunks] = all_reduce_sum(values.value, group)
+            results.value[chunks] = all_reduce_sum(values.value, group)
             continue
-        chosen = keep_chosen(student, chunks, own.columns, compared.signs, kept)
+        chosen = keep_chosen(student, chunks, student_top.columns, compared.signs, chosen_logits)
         sums = all_reduce_sum(torch.cat([values.value, values.row_slope, chosen]), group)
         lengths = [len(values.value), len(chosen), len(chosen)]
-        found.value[chunks], row_slope, chosen = sums.split(lengths)
+        results.value[chunks], row_slope, chosen = sums.split(lengths)
         shift, centre = _centre(task, row_slope, weight * chosen)
         base, scale = task.rest.slope, task.scale
         write_gradient(
             pair, chunks, moved, gradient, base=base, shift=shift, centre=centre, scale=scale
         )
-        candidates = (own.columns, compared.signs, kept)
+        candidates = (student_top.columns, compared.signs, chosen_logits)
         write_chosen(
             student, chunks, *candidates, centre, scale, gradient, weight=weight, base=base
         )
-    return found
+    return results
 
 
 def _widest(task: MatchedTask, places: int) -> int:
@@ -238,9 +238,9 @@ def _widest(task: MatchedTask, places: int) -> int:
 def _centre(
     task: MatchedTask, row_slope: torch.Tensor, chosen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """README 6: what matched columns lose [C], and ``q_i . g_c`` of each row [T].
+    """README 6: shift of matched columns [C], and ``q_i . g_c`` of each row [T].
 
-    Rows of chunks in other slices hold what is of no use.
+    Rows of chunks in other slices are arbitrary.
     """
     model, used = task.student, task.rest.used[0]
     last = max(model.rows.chunk_count - 1, 0)
@@ -248,6 +248,6 @@ def _centre(
     if task.matching.with_rest:
         slope = task.rest.slope[slot]
         return torch.zeros_like(used), row_slope + model.member_mass * slope + chosen
-    # Not over its square, which can underflow.
+    # Not divided by the square, which can underflow.
     shift = model.rows.means(row_slope) / used / used
     return shift, row_slope / used[slot] - shift[slot] * model.member_mass + chosen

@@ -1,4 +1,4 @@
-"""Which columns stand for the same token, and what the matched divergence is called with.
+"""Operands and results of the matched divergence: column matching, options, masses and values.
 
 Vps Vpt local columns, C chunks.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Matching(NamedTuple):
-    """This rank's columns."""
+    """Pairs of matching student and teacher columns, cut to this rank."""
 
     student_column: torch.Tensor
     """int64 [Vpt]: the global student column that each teacher column matches, -1 for none."""
@@ -29,15 +29,15 @@ class Matching(NamedTuple):
     """bool [Vps]: student columns that have a match."""
 
     with_rest: bool
-    """Compare the masses outside too. Otherwise both sides are normalised over the matched
+    """Whether the masses outside are compared too; else both sides are normalised over the matched
     columns."""
 
     pairs_cross: bool = True
     """Whether a pair can lie on two ranks; the same on every rank."""
 
     def members(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns of either side whose mass is summed: of two masses that add up to 1, the one
-        that a difference would lose."""
+        """Columns of either side whose mass is summed; of two masses that add up to 1, the one that
+        a difference from 1 would lose."""
         teacher_common = self.student_column >= 0
         if self.with_rest:
             return ~self.is_common, ~teacher_common
@@ -56,18 +56,20 @@ class Matching(NamedTuple):
         return both[0], both[1]
 
     def teacher_columns(self, student: VocabShard) -> torch.Tensor:
-        """int32 [Vps]: this rank's teacher column of each pair, -1 for none. If pairs cross, 0 for
-        any."""
+        """This rank's teacher column of each student column, int32 [Vps], -1 for none.
+
+        If pairs cross, 0 for any match.
+        """
         if self.pairs_cross and student.group is not None:
             return self.is_common.int() - 1
         count = len(self.student_column)
-        own = torch.arange(count, dtype=torch.int32, device=self.is_common.device)
+        local = torch.arange(count, dtype=torch.int32, device=self.is_common.device)
         place = torch.where(
             self.student_column >= 0, self.student_column - student.start, student.width
         )
         # Columns without a match are written beyond the end, where nothing reads them.
-        found = own.new_full((student.width + 1,), -1).index_copy_(0, place, own)
-        return found[: student.width]
+        columns = local.new_full((student.width + 1,), -1).index_copy_(0, place, local)
+        return columns[: student.width]
 
 
 def onto_student_columns(
@@ -92,17 +94,17 @@ def onto_student_columns(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedOptions(DivergenceOptions):
-    """How chunk distributions are compared."""
+    """Options of the comparison of chunk distributions."""
 
     uncommon_weight: float = 0.0
     """w of the sorted L1 over the other columns."""
 
     top_u: int | None = None
-    """Places of it that are compared; None: all, which is exact."""
+    """Compared places of the sorted L1; None: all, which is exact."""
 
 
 class MatchedDivergence(NamedTuple):
-    """fp32 [C] each (fp64 for fp64 logits), the same on every rank."""
+    """Result by chunk, fp32 [C] each (fp64 for fp64 logits), the same on every rank."""
 
     chunk_loss: torch.Tensor
     """``common + w uncommon``."""
@@ -114,7 +116,7 @@ class MatchedDivergence(NamedTuple):
     """The sorted L1 over the other columns."""
 
     discarded_mass: torch.Tensor
-    """At most so much is missing in ``uncommon``."""
+    """Upper bound of the error of ``uncommon``."""
 
     student_rest: torch.Tensor
     """The student's mass outside the matched columns."""
@@ -126,26 +128,26 @@ class MatchedDivergence(NamedTuple):
 
 
 class RestMasses(NamedTuple):
-    """What the bucket and the normalisation come to, [C] each."""
+    """Masses, value and slope of the bucket of other columns, [C] each."""
 
     used: tuple[torch.Tensor, torch.Tensor]
-    """Mass that student and teacher are normalised by."""
+    """Masses that student and teacher are normalised by."""
 
     masses: tuple[torch.Tensor, torch.Tensor]
-    """Outside the matched columns."""
+    """Student's and teacher's masses outside the matched columns."""
 
     value: torch.Tensor
     """The bucket's term."""
 
     slope: torch.Tensor
-    """``f_q`` of it, 0 without a bucket."""
+    """``f_q`` of the bucket, 0 without one."""
 
 
 class MatchedValues(NamedTuple):
-    """[C] as they are found, and [2, C] of the largest columns of teacher and student."""
+    """Results [C], filled slice by slice, and [2, C] largest columns of teacher and student."""
 
     value: torch.Tensor
-    """Of the matched columns alone."""
+    """Divergence over the matched columns alone."""
 
     uncommon: torch.Tensor
 
@@ -158,14 +160,14 @@ class MatchedValues(NamedTuple):
 
     @classmethod
     def empty(cls, like: torch.Tensor) -> MatchedValues:
-        """For C as long as ``like``."""
+        """Empty results for the chunks of ``like`` [C]."""
         value, uncommon, discarded = like.new_empty(3, len(like))
         best = like.new_empty(2, len(like))
         return cls(value, uncommon, discarded, best, torch.empty_like(best, dtype=torch.int64))
 
 
 class MatchedTask(NamedTuple):
-    """Everything that is known before the first chunk."""
+    """Arguments of an evaluation, by kernels or by torch."""
 
     student: ModelRows
 
@@ -178,6 +180,6 @@ class MatchedTask(NamedTuple):
     rest: RestMasses
 
     scale: torch.Tensor
-    """[C], of ``row_scale``."""
+    """[C], from ``row_scale``."""
 
     gradient: torch.Tensor | None

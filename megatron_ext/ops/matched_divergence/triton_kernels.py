@@ -1,4 +1,4 @@
-"""The matched divergence by chunk: values with what the gradient needs, and the gradient."""
+"""Triton kernels of the matched divergence by chunk: values with row slopes, and the gradient."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ SUMS: tl.constexpr = tl.constexpr(16)
 
 @triton.jit
 def _log(probabilities):
-    """-87.3, the logarithm of the smallest normal number, for smaller ones; NaN stays."""
+    """Logarithm, at least -87.3, that of the smallest normal number; NaN stays."""
     return tl.where(probabilities < 1.1754944e-38, -87.33654, tl.log(probabilities))
 
 
@@ -59,7 +59,7 @@ def _both_sides(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """P^ and Q^ at a block of student columns, 0 where not common, and which are."""
+    """P^ and Q^ at a block of student columns, 0 where not common, and the mask of common ones."""
     pair = tl.load(pairs_ptr + columns, mask=held, other=-1)
     common = inside & (pair >= 0)
     q = mean_probabilities(
@@ -132,8 +132,10 @@ def compare_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a chunk. ``value`` [C'] over this rank's columns; ``row_slope`` [T] of its rows,
-    ``sum_v q_i f_q``; ``best`` and ``column`` [2, C'], the largest P^ and Q^ and where.
+    """One program for each chunk: value, slope of each row, and largest columns.
+
+    ``value`` [C'] over this rank's columns; ``row_slope`` [T] of its rows, ``sum_v q_i f_q``;
+    ``best`` and ``column`` [2, C'], the largest P^ and Q^ and their columns.
     """
     program = tl.program_id(0).to(tl.int64)
     chunk = first_chunk + program
@@ -147,7 +149,7 @@ def compare_kernel(
     if MOVED:
         moved_row_ptr = moved_ptr + program * moved_stride
     lanes = tl.arange(0, SUMS)
-    # A single row is the mean itself, and needs no look of its own.
+    # A single row is the mean itself and is not read again.
     alone = end - begin == 1
     for first in range(begin, tl.maximum(end, begin + 1), SUMS):
         last = tl.where(alone, first, tl.minimum(first + SUMS, end))
@@ -260,8 +262,9 @@ def gradient_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a chunk: ``q_i (g_c - centre_i) scale_c`` in its rows, with ``g_c`` of the matched
-    columns and ``base_c`` elsewhere; 0 in padding.
+    """One program for each chunk: ``q_i (g_c - centre_i) scale_c`` in its rows, 0 in padding.
+
+    ``g_c`` is that of the matched columns, and ``base_c`` elsewhere.
     """
     program = tl.program_id(0).to(tl.int64)
     chunk = first_chunk + program

@@ -1,7 +1,7 @@
-"""Chunks of several tokens on a side: their comparison and the gradient of all rows but singles'.
+"""Chunks of several tokens on a side: their comparison, and gradients of all rows but singles'.
 
-T rows, Vp local columns, H chains, N chosen columns and R rows of one model, S steps, E
-completions.
+T rows, Vp local columns, H chains, S steps, E completions; N chosen columns and R rows of one
+model.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from megatron_ext.ops.partition_kl.split_statistics import RowGroup, RowSplit
 
 
 class ChosenLogits(NamedTuple):
-    """What the rows of chains say, relative to the row; what has no mass is at ``IMPOSSIBLE``."""
+    """Logits at the rows of chains, relative to the row; ``IMPOSSIBLE`` where there is no mass."""
 
     chosen: torch.Tensor
     """[N]"""
 
     rest: torch.Tensor
-    """[R] log-sum-exp of the other columns."""
+    """[R] log-sum-exp of the columns that are not chosen."""
 
     @classmethod
     def of(cls, picked: LogSumExp, others: LogSumExp, columns: ChosenColumns) -> ChosenLogits:
-        """From merged logits [N] and statistics [R]: near 1e4, fp32 keeps 1e-3 only."""
+        """Build from merged logits [N] and statistics [R]; relative, as fp32 near 1e4 has 1e-3
+        only."""
         logits = picked.peak + picked.log_sum
         top = others.peak.masked_fill(others.log_sum == -torch.inf, -torch.inf)
         top = top.scatter_reduce(0, columns.place, logits, "amax")
@@ -62,19 +63,19 @@ def compare_chains(
     *,
     with_gradient: bool,
 ) -> tuple[EventComparison, ChosenLogits]:
-    """EventComparison of the H chains without a graph, and the gradients of the student's numbers.
+    """Comparison of the H chains without a graph, and the gradients of the student's logits.
 
     Args:
-        grad_scale: [H] gradient of each divergence; a chain at 0 gets none. None: 1.
-        with_gradient: Else there are none, and zeros come back.
+        grad_scale: [H] upstream gradient of each divergence; a chain at 0 gets none. None: 1.
+        with_gradient: Whether to compute gradients; otherwise they are zeros.
     """
     counted = plan.counted
     chosen, rest = (part.detach().requires_grad_(with_gradient) for part in student)
     with torch.set_grad_enabled(with_gradient):
-        own = _masses(ChosenLogits(chosen, rest), plan.chains.student, plan)
+        masses = _masses(ChosenLogits(chosen, rest), plan.chains.student, plan)
         if isinstance(teacher, ChosenLogits):
             teacher = _masses(teacher, plan.chains.teacher, plan)
-        compared = _compare(own, teacher, plan)
+        compared = _compare(masses, teacher, plan)
     if not with_gradient or not len(counted):
         none = ChosenLogits(torch.zeros_like(chosen), torch.zeros_like(rest))
         return compared._replace(divergence=compared.divergence.detach()), none
@@ -93,7 +94,7 @@ def compare_chains(
 
 
 def _masses(logits: ChosenLogits, rows: ChainRows, plan: PartitionPlan) -> RowMasses:
-    """Log-probabilities at the rows of the counted chains; the others hold something finite."""
+    """Log-probabilities at the rows of the counted chains; finite but arbitrary at the others."""
     of_step = plan.counted[rows.step_chain]
     of_chosen = torch.cat([of_step, plan.counted[plan.chains.completion_chain]])
     return row_masses(
@@ -122,14 +123,14 @@ def _compare(student: RowMasses, teacher: RowMasses, plan: PartitionPlan) -> Eve
 
 
 class ChainGradient(NamedTuple):
-    """How the student's rows of chains and of no chunk get their gradients."""
+    """Gradients of the student's rows of chains and of no chunk."""
 
     split: RowSplit
     rest: LogSumExp
-    """[R] of the columns that are not chosen, over all shards."""
+    """[R] log-sum-exp of the columns that are not chosen, over all shards."""
 
     grads: ChosenLogits
-    """Of the chosen logits [N] and of ``rest`` [R]."""
+    """Gradients of the chosen logits [N] and of ``rest`` [R]."""
 
     picked: LogSumExp
     """[N] the chosen logits, over all shards."""
@@ -137,7 +138,7 @@ class ChainGradient(NamedTuple):
     tokens: TokenTerm | None
 
     def finite_rest(self) -> LogSumExp:
-        """``rest`` with 0 where no column is left: those are all -inf, and -inf - -inf is NaN."""
+        """``rest`` with 0 where no column has mass, since -inf - -inf is NaN."""
         gone = self.rest.log_sum == -torch.inf
         return LogSumExp(self.rest.peak, self.rest.log_sum.masked_fill(gone, 0.0))
 

@@ -1,7 +1,7 @@
-"""Events of chains: their columns, their masses and the divergence between two models' masses.
+"""Events of chains: their columns, their log-masses, and the divergence of two models' masses.
 
 R rows of chains, N chosen columns, Vp local columns, S steps, H chains, E completions, L longest
-chain; N events of G segments. Plain autograd: nothing here is wider than that.
+chain; N events of G segments. Plain autograd: no tensor is larger than these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_ext.ops.unit_gradient import kept_gradient
 
 
 class ChosenColumns(NamedTuple):
-    """Some columns of some rows of a [T, Vp] tensor; steps first, then last rows."""
+    """Chosen columns of the rows of chains in a [T, Vp] tensor; steps first, then last rows."""
 
     row: torch.Tensor
     """int64 [R]: rows of the logits, each once."""
@@ -31,14 +31,14 @@ class ChosenColumns(NamedTuple):
     """int64 [N]: this rank's column, -1 where it has none."""
 
     place: torch.Tensor
-    """int64 [N] ascending: which of the R rows each belongs to."""
+    """int64 [N] ascending: index among the R rows."""
 
     pointers: tuple[int, ...]
-    """[R + 1] where the columns of each row start, on the host."""
+    """[R + 1] start of each row's columns, on the host."""
 
     @classmethod
     def of(cls, rows: ChainRows, chains: Chains, shard: VocabShard) -> ChosenColumns:
-        """The label of every step and the completions of every last row, S + H rows."""
+        """Choose the label of every step and the completions of every last row, S + H rows."""
         steps = len(rows.step_row)
         device = rows.step_row.device
         column = torch.cat([rows.step_label, rows.completion])
@@ -54,27 +54,27 @@ class ChosenColumns(NamedTuple):
         )
 
     def at_rows(self) -> torch.Tensor:
-        """int64 [N]: the row of the logits of each."""
+        """Row of the logits of each chosen column, int64 [N]."""
         return self.row[self.place]
 
     def entries(self, part: slice) -> slice:
-        """The chosen columns of some of the R rows."""
+        """Range of the chosen columns of some of the R rows."""
         return slice(self.pointers[part.start], self.pointers[part.stop])
 
     def mask(self, part: slice, width: int) -> torch.Tensor:
-        """bool [R', width]: this rank's chosen columns of some of the R rows."""
+        """Mask of this rank's chosen columns in some of the R rows, bool [R', width]."""
         entries = self.entries(part)
         local = self.local[entries]
-        # Those of other ranks are written beyond the end, where nothing reads them.
+        # Columns of other ranks are written beyond the end, where nothing reads them.
         column = torch.where(local < 0, width, local)
         shape = (part.stop - part.start, width + 1)
-        found = torch.zeros(shape, dtype=torch.bool, device=local.device)
-        found[self.place[entries] - part.start, column] = True
-        return found[:, :width]
+        mask = torch.zeros(shape, dtype=torch.bool, device=local.device)
+        mask[self.place[entries] - part.start, column] = True
+        return mask[:, :width]
 
 
 IMPOSSIBLE: Final = -1e9
-"""Log-mass of an event that cannot happen: finite, so that sums and gradients of it are."""
+"""Log-mass of an impossible event: finite, so that its sums and gradients are finite."""
 
 
 def segment_log_softmax(values: torch.Tensor, segment: torch.Tensor, count: int) -> torch.Tensor:
@@ -96,13 +96,13 @@ def event_divergence(
     """D(P || Q) [G] of each segment's events at a temperature.
 
     Args:
-        student: [N] log-masses; the only argument with a gradient. Those below half of
-            ``IMPOSSIBLE`` are no event.
+        student: [N] log-masses; the only argument with a gradient. Values below half
+            of ``IMPOSSIBLE`` are no event.
         teacher: [N]
         segment: int64 [N]
 
     Returns:
-        D [G]; log Q and log P [N] at the temperature, without a graph, -inf for what is no event.
+        D [G]; log Q and log P [N] at the temperature, without a graph, -inf for impossible events.
     """
 
     def evaluate(
@@ -135,23 +135,23 @@ def segment_top(values: torch.Tensor, segment: torch.Tensor, count: int) -> torc
 
 
 class RowMasses(NamedTuple):
-    """What a model gives the chosen columns of each row, and all the others together; log."""
+    """Log-masses of the chosen columns of each row, and of all its other columns together."""
 
     step: torch.Tensor
-    """[S] the observed token."""
+    """[S] log-mass of the observed token."""
 
     step_rest: torch.Tensor
-    """[S] any other."""
+    """[S] log-mass of all other tokens."""
 
     completion: torch.Tensor
     """[E]"""
 
     last_rest: torch.Tensor
-    """[H] none of the completions."""
+    """[H] log-mass of all tokens that are no completion."""
 
 
 def event_chains(chains: Chains) -> torch.Tensor:
-    """int64 [E + H]: the chain of every completion, and of every rest behind them."""
+    """Chain of every completion and then of every rest, int64 [E + H]."""
     chain = chains.completion_chain
     return torch.cat([chain, torch.arange(chains.chain_count, device=chain.device)])
 
@@ -166,9 +166,9 @@ def row_masses(chosen: torch.Tensor, rest: torch.Tensor, chains: Chains, steps: 
     """
     margin = chosen[:steps] - rest[:steps]
     last = torch.cat([chosen[steps:], rest[steps:]])
-    own = torch.arange(chains.chain_count, device=rest.device)
+    rest_chain = torch.arange(chains.chain_count, device=rest.device)
     log_probs = segment_log_softmax(
-        last, torch.cat([chains.completion_chain, own]), chains.chain_count
+        last, torch.cat([chains.completion_chain, rest_chain]), chains.chain_count
     )
     completions = len(chains.completion_chain)
     return RowMasses(
@@ -184,8 +184,8 @@ def chain_masses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-mass [E] of "the prefix and then this completion", and [H] of anything else.
 
-    The rest is the sum over the first place at which something else comes, all of whose terms are
-    positive, instead of 1 minus the events (README, equation 7).
+    The rest is a sum over the first place of divergence, whose terms are all positive, instead of 1
+    minus the events (README, equation 7).
     """
     shape = (chains.chain_count, chains.longest)
     at = (rows.step_chain, rows.step_place)

@@ -1,7 +1,7 @@
-"""Value and gradient of the partition KL without a graph. T rows, Vp local columns, C singles,
-H chains, R rows and N chosen columns of chains.
+"""Value and gradient of the partition KL without a graph.
 
-Equations and memory are in the README; ``reference.py`` says the same chunk by chunk.
+T rows, Vp local columns, C singles, H chains, R rows and N chosen columns of chains. Equations and
+memory are in the README.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ def evaluate_partition_kl(
 
     Args:
         student_logits: [Ts, Vps], any float dtype, contiguous in its columns.
-        teacher: Logits [Tt, Vpt], any float dtype, contiguous in its columns. Or what the teacher
-            gives the rows of the chains, the same on every rank; then there are no singles.
-        grad_scale: [C + H] gradient of each divergence, of the singles and then of the chains; a
-            chunk at 0 gets none, whatever its rows hold. None: 1.
+        teacher: Logits [Tt, Vpt], any float dtype, contiguous in its columns. Or the teacher's
+            log-masses at the rows of the chains, the same on every rank; then there are no singles.
+        grad_scale: [C + H] upstream gradient of each divergence, of the singles and then of the
+            chains; a chunk at 0 gets none, whatever its rows hold. None: 1.
         labels: int64 [Ts]: cross-entropy of these tokens is evaluated too, at temperature 1;
             negative for none. One beyond the vocabulary gives NaN.
-        ce_weight: fp32 [Ts] gradient of each cross-entropy, likewise. None: 1. Without ``labels``
-            it is not looked at.
-        gradient: [Ts, Vps], written in whole, in its dtype; can be ``student_logits`` itself.
-            None: no gradient, and no cost of one.
+        ce_weight: fp32 [Ts] upstream gradient of each cross-entropy, likewise. None: 1. Ignored
+            without ``labels``.
+        gradient: [Ts, Vps], overwritten in its dtype; can be ``student_logits`` itself. None: no
+            gradient is computed.
         implementation: See ``ops.launch``.
 
-    Accumulates in fp32 (fp64 for fp64 logits). Makes nothing in it that is as large as the logits.
+    Accumulates in fp32 (fp64 for fp64 logits). No fp32 tensor is as large as the logits.
     Collectives on the shards' group, as many on every rank: two all-reduces of the statistics of
     both models' rows and of N chosen logits and Ts labels, side by side; one of [2 C] columns of
     the most probable events; and for each slice of C' singles one all-reduce of [2, C'] and, where
@@ -158,17 +158,17 @@ def _check_columns(given: list[torch.Tensor]) -> None:
 
 
 class _Model(NamedTuple):
-    """What one model's rows say on this rank."""
+    """Statistics of one model's rows on this rank."""
 
     split: RowSplit
     statistics: SplitStatistics
     picked: ExpSums
     """[N]"""
     label: ExpSums | None
-    """[T] the logit of the label; of the student, if there are labels."""
+    """[T] logit of the label; None for the teacher or without labels."""
     label_column: torch.Tensor | None
     unscaled: ExpSums | None
-    """[T] where the temperature is not 1 and all columns are needed."""
+    """[T] members at temperature 1; None where not needed."""
 
     @classmethod
     def read(
@@ -213,7 +213,7 @@ class _Model(NamedTuple):
 
 
 class _Merged(NamedTuple):
-    """What one model's rows say, over all shards."""
+    """Statistics of one model's rows over all shards."""
 
     members: LogSumExp
     """[T] at the temperature."""
@@ -225,12 +225,12 @@ class _Merged(NamedTuple):
     unscaled: LogSumExp | None
 
     def at_chains(self, model: _Model) -> LogSumExp:
-        """The rows of chains [R], without their chosen columns."""
+        """Log-sum-exp at the rows of chains [R], without their chosen columns."""
         row = model.split.chosen.row
         return LogSumExp(self.others.peak[row], self.others.log_sum[row])
 
     def whole(self) -> LogSumExp:
-        """[T] over all columns at temperature 1."""
+        """Log-sum-exp [T] over all columns at temperature 1."""
         members = self.unscaled or self.members
         first, second = (
             part.peak.masked_fill(part.log_sum == -torch.inf, -torch.inf)
@@ -243,7 +243,7 @@ class _Merged(NamedTuple):
 
 
 def _merge(models: list[_Model], plan: PartitionPlan) -> list[_Merged]:
-    """Two all-reduces for everything."""
+    """Merge all statistics over the shards; two all-reduces."""
     sums = [
         (
             model.statistics.members,
@@ -255,10 +255,12 @@ def _merge(models: list[_Model], plan: PartitionPlan) -> list[_Merged]:
         for model in models
     ]
     dtype = models[0].picked.peak.dtype
-    given = [ExpSums(*(x.to(dtype) for x in part)) for own in sums for part in own if part]
-    found = iter(merge_exp_sums(given, plan.student_shard))
+    local = [ExpSums(*(x.to(dtype) for x in part)) for own in sums for part in own if part]
+    merged = iter(merge_exp_sums(local, plan.student_shard))
     return [
-        _Merged(next(found), next(found), next(found), *(part and next(found) for part in own[3:]))
+        _Merged(
+            next(merged), next(merged), next(merged), *(part and next(merged) for part in own[3:])
+        )
         for own in sums
     ]
 
@@ -271,14 +273,15 @@ def _norm(merged: _Merged, rows: torch.Tensor, temperature: float) -> PartitionN
 
 
 def _agreement(models: list[_Model], merged: list[_Merged], pair: SingleChunks) -> torch.Tensor:
-    """bool [C]: both models have the same most probable event. One all-reduce."""
+    """Chunks with the same most probable event in both models, bool [C]. One all-reduce."""
     plan = pair.plan
     sums, wholes, columns = [], [], []
     for model, part, rows in zip(models, merged, plan.singles, strict=True):
-        own = model.statistics
-        sums.append(ExpSums(own.members.peak[rows].to(part.members.peak), own.members.total[rows]))
+        local = model.statistics
+        peak = local.members.peak[rows].to(part.members.peak)
+        sums.append(ExpSums(peak, local.members.total[rows]))
         wholes.append(LogSumExp(part.members.peak[rows], part.members.log_sum[rows]))
-        columns.append(own.column[rows])
+        columns.append(local.column[rows])
     shards = [plan.student_shard, plan.teacher_shard]
     student, teacher = merge_top_columns(columns, sums, wholes, shards)
     # Without a shared token that has any mass, no column of the vocabulary comes back.
@@ -295,7 +298,7 @@ def _token_term(
     weight: torch.Tensor | None,
     shard: VocabShard,
 ) -> tuple[TokenTerm | None, torch.Tensor | None]:
-    """What the gradient needs of the labels, and their cross-entropies [T]."""
+    """Term of the labels in the gradient, and their cross-entropies [T]."""
     if labels is None:
         return None, None
     assert student.label_column is not None

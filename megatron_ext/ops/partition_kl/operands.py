@@ -1,8 +1,7 @@
-"""What a partition KL is called with, and what it says.
+"""Operands and results of the partition KL, and its dense reference, chunk by chunk.
 
-T rows, Vp local columns, C chunks of one token a side, H chains of S steps and E completions.
-
-Partition KL straight from its definition, chunk by chunk and unsharded. T rows, V columns.
+T rows, V columns, Vp local columns, C chunks of one token a side, H chains of S steps and E
+completions.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ class ChainRows(NamedTuple):
     """int64 [S]: row of the logits that predicts a token of an observed prefix."""
 
     step_label: torch.Tensor
-    """int64 [S]: that token."""
+    """int64 [S]: the observed token."""
 
     step_chain: torch.Tensor
     """int64 [S]: the chain it belongs to."""
 
     step_place: torch.Tensor
-    """int64 [S]: how many tokens of its chain come before it."""
+    """int64 [S]: number of tokens of the chain before it."""
 
     last_row: torch.Tensor
-    """int64 [H]: row that predicts the token behind the prefix."""
+    """int64 [H]: row that predicts the token after the prefix."""
 
     completion: torch.Tensor
-    """int64 [E]: tokens that may stand there, each once in a chain; negative for none."""
+    """int64 [E]: possible tokens after the prefix, each once in a chain; negative for none."""
 
 
 class Chains(NamedTuple):
@@ -62,7 +61,7 @@ class Chains(NamedTuple):
     """int64 [E] ascending: the chain of each completion."""
 
     completion_pointers: tuple[int, ...]
-    """[H + 1] where the completions of each chain start, on the host."""
+    """[H + 1] start of each chain's completions, on the host."""
 
     longest: int
     """Most steps of a chain on either side, on the host."""
@@ -74,19 +73,19 @@ class Chains(NamedTuple):
 
 
 class PartitionPlan(NamedTuple):
-    """What is compared in one call, and how."""
+    """Rows, tokens and options of one comparison."""
 
     singles: SingleRows
     """Rows of chunks of one token a side."""
 
     shared: SharedColumns
-    """The tokens over which these are compared."""
+    """Shared tokens over which singles are compared."""
 
     chains: Chains
     """Rows and completions of the other chunks. No student row is in two chunks."""
 
     counted: torch.Tensor
-    """bool [H]: chains to look at; the others have a divergence of 0."""
+    """bool [H]: chains to compare; the others have a divergence of 0."""
 
     student_shard: VocabShard
     teacher_shard: VocabShard
@@ -100,7 +99,7 @@ class TokenTerm(NamedTuple):
     """int64 [T] over all shards, negative for none."""
 
     column: torch.Tensor
-    """int64 [T]: this rank's column of the label, -1 where it has none."""
+    """int64 [T]: this rank's column of the label, -1 where another rank has it."""
 
     weight: torch.Tensor
     """fp32 [T], 0 where there is no label. A row at 0 gets no gradient, whatever it holds."""
@@ -109,9 +108,9 @@ class TokenTerm(NamedTuple):
     """[T] over all columns."""
 
     def gradient(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Of this rank's columns ``logits`` [T', Vp] of ``rows``, -inf in padding; overwrites them.
+        """Gradient in this rank's columns ``logits`` [T', Vp] of ``rows``, which it overwrites.
 
-        The whole row is finite where its weight is 0.
+        Padding of ``logits`` is -inf. A row of weight 0 gets 0.
         """
         grad = LogSumExp(self.whole.peak[rows], self.whole.log_sum[rows]).normalise_(
             logits, slice(None)
@@ -123,7 +122,7 @@ class TokenTerm(NamedTuple):
 
 
 class EventComparison(NamedTuple):
-    """One number a chunk, replicated over the group; only ``divergence`` can have a graph."""
+    """Comparison of each chunk, replicated over the group; only ``divergence`` can have a graph."""
 
     divergence: torch.Tensor
     """D, in nats, without tau^2."""
@@ -134,11 +133,11 @@ class EventComparison(NamedTuple):
     teacher_rest: torch.Tensor
 
     agreement: torch.Tensor
-    """bool: both models have the same most probable event."""
+    """bool: True where both models have the same most probable event."""
 
 
 class PartitionValues(NamedTuple):
-    """Without a graph, replicated over the group. C singles, H chains, T student rows."""
+    """Result of an evaluation, without a graph, replicated over the group. T student rows."""
 
     singles: EventComparison
     """[C]"""
@@ -150,12 +149,12 @@ class PartitionValues(NamedTuple):
     """[T] cross-entropy of each label, 0 where there is none; None without labels."""
 
     def divergences(self) -> torch.Tensor:
-        """[C + H]"""
+        """Divergences [C + H], singles first."""
         return torch.cat([self.singles.divergence, self.chains.divergence])
 
 
 class ReferenceChunk(NamedTuple):
-    """One chunk: rows of both models, the tokens that they predict but for the last, and pairs."""
+    """One chunk of the reference: rows of both models, their prefixes, and pairs of completions."""
 
     student_rows: Sequence[int]
     teacher_rows: Sequence[int]
@@ -163,7 +162,7 @@ class ReferenceChunk(NamedTuple):
     """Tokens at all student rows but the last."""
     teacher_prefix: Sequence[int]
     pairs: Sequence[tuple[int, int]]
-    """Student and teacher tokens at the last rows that are one text behind the prefixes."""
+    """Student and teacher tokens at the last rows that are the same text after the prefixes."""
 
 
 def partition_kl_reference(
@@ -182,7 +181,7 @@ def partition_kl_reference(
         teacher_logits: [Tt, Vt]
     """
     q, p = torch.softmax(student_logits, dim=-1), torch.softmax(teacher_logits, dim=-1)
-    found = []
+    divergences = []
     for chunk in chunks:
         sides = [
             _events(q, chunk.student_rows, chunk.student_prefix, [s for s, _ in chunk.pairs]),
@@ -191,8 +190,10 @@ def partition_kl_reference(
         possible = (sides[0] > 0) | (sides[1] > 0)
         tempered = [events[possible] ** (1 / temperature) for events in sides]
         first, second = (events / events.sum() for events in tempered)
-        found.append(divergence_reference(second, first, direction=direction, mixture=mixture))
-    return torch.stack(found) if found else student_logits.sum() * torch.zeros(0)
+        divergences.append(
+            divergence_reference(second, first, direction=direction, mixture=mixture)
+        )
+    return torch.stack(divergences) if divergences else student_logits.sum() * torch.zeros(0)
 
 
 def _events(
@@ -209,7 +210,7 @@ def _events(
 
 
 def _apart(row: torch.Tensor, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chosen columns of a row, and the sum of the others."""
+    """Chosen columns of a row, and the sum of the others."""
     index = torch.tensor(list(chosen), dtype=torch.int64)
     others = torch.ones_like(row, dtype=torch.bool)
     others[index] = False

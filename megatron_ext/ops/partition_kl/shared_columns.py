@@ -1,4 +1,4 @@
-"""The shared tokens as a rank's columns see them, and the logits of those that it lacks.
+"""Shared tokens in a rank's columns, and the exchange of logits of pairs that cross ranks.
 
 Vps Vpt local columns, Vt teacher columns over all shards, N shared tokens, X columns that cross.
 """
@@ -25,14 +25,15 @@ class SharedColumns(NamedTuple):
     """bool [Vpt]"""
 
     partner: torch.Tensor
-    """int32 [Vps]: this rank's teacher column of each student column, ``-2 - x`` where it is the
-    x-th of those that come from other ranks, -1 where the token is not shared."""
+    """int32 [Vps]: this rank's teacher column of each student column, ``-2 - x`` for the x-th
+    column from other ranks, -1 where the token is not shared."""
 
     sent: torch.Tensor
-    """int64: this rank's teacher columns whose partners others hold, by rank and student token."""
+    """int64: this rank's teacher columns with partners on other ranks, by rank and student
+    token."""
 
     sent_counts: tuple[int, ...]
-    """By rank, on the host; () if no pair of the group crosses."""
+    """Number of ``sent`` columns by rank, on the host; () if no pair of the group crosses."""
 
     received_counts: tuple[int, ...]
 
@@ -43,8 +44,8 @@ class SharedColumns(NamedTuple):
     """int64 [Vt]: the student token of each teacher token, -1 for none."""
 
 
-_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Tables of each tensor of student tokens, by teacher tokens and shards."""
+_CACHE: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Cache: tensor of student tokens -> tables by teacher tokens and shards."""
 
 
 def shared_columns(
@@ -55,17 +56,17 @@ def shared_columns(
 ) -> SharedColumns:
     """Cut pairs of global ids, int64 [N] each, to this rank's columns.
 
-    Made once and kept as long as ``common_student`` is, since a group's counts wait for the device.
-    No collectives: every rank derives them from all pairs.
+    Cached as long as ``common_student`` lives, since the counts wait for the device. No
+    collectives: every rank derives them from all pairs.
     """
-    tables = _KNOWN.setdefault(common_student, {})
+    tables = _CACHE.setdefault(common_student, {})
     key = (id(common_teacher), student_shard, teacher_shard)
     if key not in tables:
-        # With the teacher's tokens, so that no other tensor can have their id.
+        # Keeps the teacher's tokens alive, so that no other tensor can have their id.
         made = _tables(common_student, common_teacher, student_shard, teacher_shard)
         tables[key] = (common_teacher, made)
-    found: SharedColumns = tables[key][1]
-    return found
+    columns: SharedColumns = tables[key][1]
+    return columns
 
 
 def _tables(
@@ -80,7 +81,7 @@ def _tables(
     own_student = _own_columns(student, student_shard)
     own_teacher = _own_columns(teacher, teacher_shard)
     masks = _mask(own_student, student_shard.width), _mask(own_teacher, teacher_shard.width)
-    # Columns of other ranks share one slot behind the real ones.
+    # Columns of other ranks share one slot after the real ones.
     partner[own_student] = torch.where(own_teacher < teacher_shard.width, own_teacher, -1)
     if ranks == 1:
         return SharedColumns(*masks, partner[:-1].int(), student[:0], (), (), 0, token)
@@ -107,7 +108,7 @@ def _tables(
 
 
 def _own_columns(tokens: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """int64 [N]: this rank's column of each token, the shard's width for another rank's."""
+    """This rank's column of each token, int64 [N], the shard's width for another rank's."""
     local = tokens - shard.start
     return torch.where((local < 0) | (local >= shard.width), shard.width, local)
 
@@ -118,7 +119,7 @@ def _mask(own: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _in_order(chosen: torch.Tensor, owner: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    """Indices of the chosen pairs by owner, and by student token within one."""
+    """Indices of the chosen pairs, ordered by owner and then by student token."""
     index = chosen.nonzero()[:, 0]
     index = index[torch.argsort(student[index], stable=True)]
     return index[torch.argsort(owner[index], stable=True)]
@@ -129,7 +130,7 @@ def crossing_logits(
 ) -> torch.Tensor:
     """Logits [C', X] of the columns that come from other ranks, in the teacher's dtype.
 
-    One all-to-all of what is shared by columns of different ranks, none where no pair crosses.
+    One all-to-all of the crossing columns; none where no pair crosses.
 
     Args:
         teacher_logits: [Tt, Vpt]

@@ -1,4 +1,4 @@
-"""Chunks of one token a side, over the shared vocabulary and a rest, value and gradient at once.
+"""Chunks of one token a side, over the shared vocabulary and a rest: value and gradient at once.
 
 T rows, Vps Vpt local columns, C chunks, X columns of other ranks.
 """
@@ -26,14 +26,14 @@ from megatron_ext.ops.partition_kl.shared_columns import crossing_logits
 
 
 class PartitionNorm(NamedTuple):
-    """What turns a row's logits into log-probabilities of its events at the temperature."""
+    """Normalisers of a row's logits to log-probabilities of its events at the temperature."""
 
     events: LogSumExp
-    """[C] log-sum-exp of the shared tokens' logits over tau and of the rest's over tau."""
+    """[C] log-sum-exp of the shared tokens' logits and the rest's, each over tau."""
 
     rest: LogSumExp
     """[C] log-sum-exp of the logits that are not shared, at temperature 1; its ``log_sum`` is 0
-    where there is none, so that their difference to it is."""
+    where there is none, so that their difference to it is 0 as well."""
 
     log_rest: torch.Tensor
     """[C] log-probability of the rest."""
@@ -43,7 +43,7 @@ class PartitionNorm(NamedTuple):
 
 
 def partition_norm(shared: LogSumExp, others: LogSumExp, temperature: float) -> PartitionNorm:
-    """From merged statistics [C]: of the shared tokens at tau and of the others at 1."""
+    """Build from merged statistics [C]: of the shared tokens at tau and of the others at 1."""
     # A set without a column has no peak of its own.
     first = shared.peak.masked_fill(shared.log_sum == -torch.inf, -torch.inf)
     second = others.peak.masked_fill(others.log_sum == -torch.inf, -torch.inf) / temperature
@@ -68,18 +68,19 @@ class SingleChunks(NamedTuple):
     student: PartitionNorm
     teacher: PartitionNorm
     is_masked: torch.Tensor
-    """bool [Ts]: the student rules out a shared token of this rank."""
+    """bool [Ts]: rows in which the student masks a shared token of this rank."""
 
     tokens: TokenTerm | None
 
     def slices(self, width: int = 0) -> Iterator[slice]:
-        """Chunks a slice, by the larger of ``width`` and what crosses; as many on every rank."""
+        """Slices of chunks by the larger of ``width`` and the crossing columns; equal on every
+        rank."""
         widest = max(width, self.plan.shared.crossing)
         device = self.student_logits.device
         return row_slices(len(self.plan.singles.student), widest, device=device)
 
     def arrived(self, part: slice) -> torch.Tensor:
-        """[C', X] of the teacher's logits; one all-to-all where pairs cross."""
+        """Teacher's logits from other ranks, [C', X]; one all-to-all where pairs cross."""
         plan = self.plan
         row = plan.singles.teacher[part]
         return crossing_logits(self.teacher_logits, row, plan.shared, plan.teacher_shard)
@@ -88,13 +89,13 @@ class SingleChunks(NamedTuple):
 def single_divergences(
     chunks: SingleChunks, grad_scale: torch.Tensor | None, gradient: torch.Tensor | None
 ) -> torch.Tensor:
-    """D [C], and the student's gradient in the rows of these chunks. No graph.
+    """Compute D [C], and write the student's gradient in the rows of these chunks. No graph.
 
-    A slice of chunks costs an all-to-all of the shared tokens that cross ranks, none where none
-    does, and an all-reduce of [2, C'].
+    A slice of chunks costs an all-to-all of the shared tokens that cross ranks, if any, and an
+    all-reduce of [2, C'].
 
     Args:
-        grad_scale: [C] gradient of each D; a chunk at 0 gets none. None: 1.
+        grad_scale: [C] upstream gradient of each D; a chunk at 0 gets none. None: 1.
         gradient: [Ts, Vps], or None for the value alone.
     """
     values = torch.empty_like(chunks.student.log_rest)
@@ -115,7 +116,7 @@ def single_divergences(
 def rest_terms(
     chunks: SingleChunks, part: slice, slope_sum: torch.Tensor, grad_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rest's part of the value [C'], and the gradient's factors [3, C'].
+    """Rest's part of the value [C'], and the gradient's factors [3, C'].
 
     These are the sum of all slopes, dD / d of the rest's logit at tau, and ``grad_scale`` over tau.
 
@@ -138,8 +139,8 @@ def _log_probs(chunks: SingleChunks, part: slice) -> tuple[torch.Tensor, torch.T
     """Log Q and log P [C', Vps] on this rank's shared student columns, -inf on the others."""
     plan = chunks.plan
     partner, tau = plan.shared.partner.long(), plan.options.temperature
-    own = chunks.teacher_logits[plan.singles.teacher[part]]
-    moved = own.index_select(1, partner.clamp(min=0))
+    teacher_logits = chunks.teacher_logits[plan.singles.teacher[part]]
+    moved = teacher_logits.index_select(1, partner.clamp(min=0))
     arrived = chunks.arrived(part)
     if arrived.shape[1]:
         moved = torch.where(partner <= -2, arrived.index_select(1, (-2 - partner).clamp(0)), moved)
@@ -152,7 +153,7 @@ def _log_probs(chunks: SingleChunks, part: slice) -> tuple[torch.Tensor, torch.T
 def _gradient(
     chunks: SingleChunks, part: slice, slope: torch.Tensor, q: torch.Tensor, factors: torch.Tensor
 ) -> torch.Tensor:
-    """[C', Vps] in the accumulation dtype; overwrites ``slope`` and ``q``."""
+    """Gradient [C', Vps] in the accumulation dtype; overwrites ``slope`` and ``q``."""
     plan = chunks.plan
     slope_sum, rest_slope, weight = factors[:, :, None]
     rows = plan.singles.student[part]
@@ -170,7 +171,7 @@ def _gradient(
 
 
 _TIMED_ROWS: Final = 256
-"""Rows that block sizes are timed on: more than a GPU runs at once, and a small copy."""
+"""Number of rows that block sizes are timed on: more than a GPU runs at once, yet few to copy."""
 
 
 def single_divergences_by_kernel(
@@ -178,9 +179,9 @@ def single_divergences_by_kernel(
 ) -> torch.Tensor:
     """``single_divergences`` by kernels.
 
-    Forward, the sum of slopes is -1 but for what the student rules out, so that one pass does with
-    both; its all-reduces are one of [C'] for that and one of [2, C'] a slice. The others pass over
-    the rows for the sums, reduce them, and once more for the gradient.
+    In the forward KL the sum of slopes is -1 but for tokens that the student masks, so one pass
+    gives value and gradient, with all-reduces of [C'] and of [2, C'] a slice. The other divergences
+    pass over the rows for the sums, reduce them, and pass again for the gradient.
     """
     plan = chunks.plan
     group = plan.student_shard.group
@@ -202,7 +203,7 @@ def single_divergences_by_kernel(
 
 
 class _SingleEvaluation:
-    """The arguments that the passes over a slice of chunks share."""
+    """Passes over a slice of chunks, with the arguments that they share."""
 
     def __init__(self, chunks: SingleChunks, part: slice) -> None:
         plan = chunks.plan
@@ -216,7 +217,7 @@ class _SingleEvaluation:
         self._tokens = None if chunks.tokens is None else token_numbers(chunks.tokens)
 
     def lost_mass(self) -> torch.Tensor:
-        """[C'] the teacher's mass on this rank's shared tokens that the student rules out."""
+        """Teacher's mass [C'] on this rank's shared tokens that the student masks."""
         from megatron_ext.ops.partition_kl.triton_kernels import masked_mass_kernel
 
         chunks, plan = self._chunks, self._chunks.plan
@@ -252,7 +253,7 @@ class _SingleEvaluation:
         gradient: torch.Tensor | None = None,
         sums: bool = False,
     ) -> torch.Tensor:
-        """Sums [2, C'] of value and slope over this rank's shared columns, if asked for.
+        """Sums [2, C'] of value and slope over this rank's shared columns, if requested.
 
         Args:
             factors: [3, C'] of ``rest_terms``, for the gradient.
@@ -289,7 +290,7 @@ class _SingleEvaluation:
 
         @cache
         def scratch() -> torch.Tensor | None:
-            # A gradient of its own: what is written over may be the logits.
+            # A scratch gradient, since the real one may be the logits.
             return None if gradient is None else gradient.new_empty(rows, gradient.shape[1])
 
         return chosen_config(

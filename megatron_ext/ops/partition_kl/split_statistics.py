@@ -1,6 +1,6 @@
-"""Softmax statistics of rows whose columns are parted in two. T rows, Vp local columns.
+"""Softmax statistics of rows whose columns are split into members and others.
 
-R rows of chains, C rows of singles, W words of 32 columns.
+T rows, Vp local columns, R rows of chains, C rows of singles, W words of 32 columns.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megatron_ext.ops.partition_kl.chain_masses import ChosenColumns
 
 
 class RowGroup(NamedTuple):
-    """Rows whose members are found in one way."""
+    """Rows that share a way of finding their members."""
 
     rows: torch.Tensor
     """int64 [n]"""
 
     members: Callable[[slice], torch.Tensor]
-    """bool [n' or 1, Vp] of some of them."""
+    """Function to the member mask, bool [n' or 1, Vp], of a slice of the rows."""
 
     def slices(self, width: int) -> Iterator[slice]:
         return row_slices(len(self.rows), width, device=self.rows.device)
 
 
 class RowSplit(NamedTuple):
-    """Which columns of a row are its members: shared tokens, chosen columns or none."""
+    """Members of each row: shared tokens, chosen columns or none."""
 
     single_row: torch.Tensor
     """int64 [C]: rows whose members are the shared tokens."""
@@ -66,14 +66,14 @@ class RowSplit(NamedTuple):
         return RowGroup(self.chosen.row, lambda part: self.chosen.mask(part, width))
 
     def unused(self) -> RowGroup:
-        """Rows of neither; waits for the device."""
+        """Rows of neither singles nor chains; waits for the device."""
         none = torch.zeros_like(self.shared)[None]
         return RowGroup(torch.nonzero(self.of_row < 0)[:, 0], lambda part: none)
 
     def bits(self) -> torch.Tensor:
-        """int32 [1 + R, W]: bit v % 32 of word v // 32 says whether column v is a member.
+        """Member masks, int32 [1 + R, W]: column v is bit v % 32 of word v // 32.
 
-        Row 0 are the shared tokens, the others those of the rows of chains.
+        Row 0 holds the shared tokens, the other rows are those of chains.
         """
         words = -(-len(self.shared) // 32)
         places = torch.arange(32, dtype=torch.int32, device=self.shared.device)
@@ -83,14 +83,14 @@ class RowSplit(NamedTuple):
         bits[0] = (padded.view(words, 32) * power).sum(dim=1, dtype=torch.int32)
         local = self.chosen.local
         one = power[local.clamp(min=0) % 32].masked_fill_(local < 0, 0)
-        # A column comes once in a row, so that the sum sets bits.
+        # Each column comes once in a row, so that the sum sets bits.
         word = (self.chosen.place + 1) * words + local.clamp(min=0) // 32
         bits.view(-1).index_add_(0, word, one)
         return bits
 
 
 class SplitStatistics(NamedTuple):
-    """Of this rank's real columns, not merged over shards."""
+    """Statistics of this rank's real columns, not merged over shards."""
 
     members: ExpSums
     """[T] at the temperature."""
@@ -105,7 +105,7 @@ class SplitStatistics(NamedTuple):
     """int64 [T]: this rank's column of the largest member, the first of equals."""
 
     is_masked: torch.Tensor
-    """bool [T]: a member's logit is -inf."""
+    """bool [T]: rows with a member at -inf."""
 
 
 def split_statistics(
@@ -120,11 +120,10 @@ def split_statistics(
     """Peaks and sums of each row's members and others, from one read. No graph, no collectives.
 
     Args:
-        logits: [T, Vp], any float dtype, contiguous in its columns. Padding counts for nothing,
-            whatever it holds.
-        temperature: Of the members; nothing else has one.
-        every_row: Read rows of neither singles nor chains too; they have no members. Else they
-            have nothing, whatever they hold.
+        logits: [T, Vp], any float dtype, contiguous in its columns. Padding is ignored.
+        temperature: Temperature of the members; the others are at 1.
+        every_row: Whether to read rows of neither singles nor chains too, which have no members;
+            otherwise their sums are 0.
     """
     run = _by_kernel if by_kernel and shard.valid_width else _by_torch
     return run(logits.detach(), split, shard, temperature, every_row)
@@ -143,14 +142,14 @@ def _by_torch(
     for group in groups:
         for part in group.slices(shard.width):
             row = group.rows[part]
-            own, members = logits[row], group.members(part)
-            inside = scaled_logits(own, temperature, ~members | padding)
+            logits_of_rows, members = logits[row], group.members(part)
+            inside = scaled_logits(logits_of_rows, temperature, ~members | padding)
             column[row] = inside.argmax(dim=-1)
-            is_masked[row] = ((own == -torch.inf) & members & ~padding).any(dim=-1)
+            is_masked[row] = ((logits_of_rows == -torch.inf) & members & ~padding).any(dim=-1)
             _store(sums[0], row, inside)
-            _store(sums[1], row, scaled_logits(own, 1.0, members | padding))
+            _store(sums[1], row, scaled_logits(logits_of_rows, 1.0, members | padding))
             if temperature != 1.0:
-                _store(sums[2], row, scaled_logits(own, 1.0, ~members | padding))
+                _store(sums[2], row, scaled_logits(logits_of_rows, 1.0, ~members | padding))
     unscaled = sums[0] if temperature == 1.0 else sums[2]
     return SplitStatistics(
         ExpSums(*sums[0]), ExpSums(*sums[1]), ExpSums(*unscaled), column, is_masked

@@ -1,7 +1,7 @@
-"""Statistics of rows parted in two, and the passes that write values and gradients of partitions.
+"""Triton kernels of the partition KL: statistics of split rows, values and gradients.
 
-Equations are in the README. A program has a row of the student; a chunk of one token a side is the
-pair of its row and a teacher's.
+Equations are in the README. A program handles a row of the student; a chunk of one token a side is
+the pair of its row and a teacher's.
 """
 
 import triton
@@ -70,7 +70,7 @@ def split_statistics_kernel(
         )
         reference = finite_peak(top)
         other_reference = finite_peak(other_top)
-        # One exponential an element: each belongs to one of the sums.
+        # One exponential an element, since each belongs to one of the sums.
         mass = tl.exp(values - tl.where(is_member, reference, other_reference))
         total = total * tl.exp(peak - reference) + tl.sum(tl.where(is_member, mass, 0.0), axis=0)
         other_total = other_total * tl.exp(other_peak - other_reference) + tl.sum(
@@ -111,7 +111,7 @@ def partner_logits(start_of_teacher, start_of_arrived, partner, HAS_ARRIVED: tl.
 
 @triton.jit
 def divergence_of(log_p, log_q, p, q, mixture, DIRECTION: tl.constexpr):
-    """Terms of the value and slopes, as ``ops/divergence`` has them."""
+    """Terms of the value and slopes, as in ``ops/divergence``."""
     no_mass = log_q == -float("inf")
     log_p = floored(log_p)
     log_q = floored(log_q)
@@ -146,7 +146,7 @@ def masked_mass_kernel(
     HAS_ARRIVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The teacher's mass [C] on shared tokens that the student rules out. Most rows have none."""
+    """Teacher's mass [C] on shared tokens that the student masks; most rows have none."""
     chunk = tl.program_id(0).to(tl.int64)
     row = tl.load(student_row_ptr + chunk)
     start_of_row = logits_ptr + row * row_stride
@@ -204,7 +204,7 @@ def single_rows_kernel(
 
     ``norms`` [7, C]: peak and logarithm of the sum of the student's events, of the teacher's, and
     of the student's rest; the probability of that at temperature 1. ``factors`` [3, C]: sum of
-    slopes, derivative of the rest's logit, what the chunk's loss weighs over tau. ``tokens``
+    slopes, derivative of the rest's logit, the chunk's upstream gradient over tau. ``tokens``
     [3, T]: peak and logarithm of the sum over all columns, and the weight of the label.
     """
     chunk = tl.program_id(0).to(tl.int64)
@@ -304,7 +304,7 @@ def other_rows_kernel(
         whole_log_sum = tl.load(tokens_ptr + rows + row)
         token_weight = tl.load(tokens_ptr + 2 * rows + row)
     end = tl.where(tl.load(set_ptr + row) == 0, 0, padded_width)
-    # A row without a weight is not looked at.
+    # A row without a weight is not read.
     is_read = (weight != 0.0) | (token_weight != 0.0)
     read_end = tl.where(is_read, width, 0)
     held_end = tl.where(is_read, padded_width, 0)
@@ -328,7 +328,7 @@ def other_rows_kernel(
 def store_entries_kernel(
     gradient_ptr, row_ptr, column_ptr, value_ptr, gradient_stride, count, BLOCK: tl.constexpr
 ):
-    """Single entries, each once; those without a column of this rank are left out."""
+    """Single entries, each once; those whose column is on another rank are left out."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < count
     row = tl.load(row_ptr + entry, mask=inside, other=0)

@@ -1,8 +1,8 @@
-"""How kernels walk the entries of a projection. Vps Vpt local columns, D summed columns.
+"""Order in which kernels read a projection's entries. Vps Vpt local columns, D summed columns.
 
-Most tokens stand for one token alone: their columns are compared as they are read. What the others
-put on teacher columns is summed first, in an order that is always the same: N sums of E entries,
-arranged so that a program has equally many.
+Most tokens map to one token alone: their columns are compared directly. The entries of the other
+columns are summed first, in a fixed order: N sums of E entries, grouped so that every program has
+equally many.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from numpy.typing import NDArray
 from megatron_ext.distributed.vocab_parallel import VocabShard
 
 ENTRIES: Final = 1024
-"""Entries that a program holds at once."""
+"""Number of entries that a program holds at once."""
 
 _WIDEST: Final = ENTRIES.bit_length() - 1
 
 
 class Segments(NamedTuple):
-    """int32 tensors. Sums are in the order of their lengths, rounded up to powers of two."""
+    """Sums of entries, as int32 tensors, in the order of their lengths rounded up to powers of
+    two."""
 
     offsets: torch.Tensor
     """[N + 1]: the i-th sum is over entries ``offsets[i]:offsets[i + 1]``."""
 
     target: torch.Tensor
-    """[N] where the i-th sum belongs, a permutation."""
+    """[N] place of the i-th sum, a permutation."""
 
     source: torch.Tensor
-    """[E] what is summed, ascending within a sum."""
+    """[E] index of the summed value, ascending within a sum."""
 
     entry: torch.Tensor
-    """[E] place of its weight among this rank's entries."""
+    """[E] index of its weight among this rank's entries."""
 
     blocks: torch.Tensor
-    """[B, 3] what a program does: the logarithm of the length that its sums have room for, the
-    first of them, and the one after the last. Sums longer than ``ENTRIES`` are alone in theirs."""
+    """[B, 3] work of each program: the logarithm of the length that its sums have room for, its
+    first sum, and the one after its last. A sum longer than ``ENTRIES`` is alone in its program."""
 
     widest: int
     """Largest logarithm among the blocks."""
@@ -53,7 +54,7 @@ class Segments(NamedTuple):
         count: int,
         device: torch.device | str,
     ) -> Segments:
-        """From the target, source and place of each entry; there are ``count`` targets."""
+        """Build from the target, source and place of each entry; there are ``count`` targets."""
         lengths = np.bincount(target, minlength=count)
         width = np.minimum(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64), _WIDEST)
         order = np.argsort(width, kind="stable")
@@ -71,7 +72,7 @@ class Segments(NamedTuple):
 
 
 def _blocks(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[B, 3] for so many sums of each width, narrow ones first."""
+    """Blocks [B, 3] for the number of sums of each width, narrow ones first."""
     blocks, first = [], 0
     for width, count in enumerate(counts.tolist()):
         stop, step = first + count, ENTRIES >> width
@@ -81,29 +82,29 @@ def _blocks(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 NO_PARTNER: Final = -1
-"""A student column without an entry."""
+"""Partner of a student column without an entry."""
 
 _UNIT_SLACK: Final = 1e-6
-"""Rows of fp32 shares sum to 1 to a few units of rounding; sums that are known to be 1 are taken
-as such."""
+"""Tolerance of row sums: rows of fp32 shares sum to 1 up to rounding and are taken to be exactly
+1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnPlan:
-    """Of this rank; made once on the host, from the whole projection and the layout.
+    """One rank's plan, made once on the host from the whole projection and the layout.
 
     Summed columns are the reachable ones that are no partner of a direct pair, if this rank holds
-    them or has an entry in them. Their slots: first the ``crossing`` ones, those with an entry on a
-    rank that does not hold them, by number and thus alike on every rank; then this rank's own.
+    them or has an entry in them. Their slots: first the ``crossing`` columns, those with an entry
+    on a rank that does not hold them, in the same order on every rank; then this rank's own.
     """
 
     has_unit_rows: bool
-    """Every row on every rank sums to 1, to rounding, or is empty."""
+    """Whether every row on every rank is empty or sums to 1, up to rounding."""
 
     partner: torch.Tensor
-    """int32 [Vps]: the local teacher column of a direct pair, whose two columns have no other
-    entry, on any rank, and this one is 1; ``NO_PARTNER`` of an empty row; ``-2 - r`` of residual
-    row r, the others in ascending order."""
+    """int32 [Vps]: local teacher column of a direct pair, whose two columns have this one entry, of
+    1, and no other on any rank; ``NO_PARTNER`` for an empty row; ``-2 - r`` for residual row r,
+    where the other rows are numbered in ascending order."""
 
     crossing: int
     """X, the same on every rank."""
@@ -123,11 +124,11 @@ class ColumnPlan:
     direct_pairs: int
 
     scratch_width: int
-    """The largest ``D + R`` of a rank: fp32 numbers that a chunk needs."""
+    """Largest ``D + R`` of any rank: fp32 numbers that a chunk needs."""
 
     @property
     def residual_rows(self) -> int:
-        """R"""
+        """R, number of residual rows."""
         return len(self.by_row.target)
 
     @classmethod
@@ -141,18 +142,17 @@ class ColumnPlan:
         teacher_shard: VocabShard,
         device: torch.device | str = "cpu",
     ) -> ColumnPlan:
-        """From a CSR matrix [Vs, Vt] without padding. No collectives.
+        """Build from a CSR matrix [Vs, Vt] without padding. No collectives.
 
-        Places of entries are those among this rank's entries by row and column, ``values()`` of
-        its ``weight``.
+        Entries are indexed among this rank's by row and column, as ``values()`` of its ``weight``.
         """
         whole = _Entries.of(indptr, indices, values, student_shard, teacher_shard)
         crosses = np.zeros(whole.column_count, dtype=np.bool_)
         crosses[whole.column[~whole.direct & (whole.student_rank != whole.teacher_rank)]] = True
         crossing = np.flatnonzero(crosses)
         rank = student_shard.start // student_shard.width
-        own = np.unique(whole.column[~whole.direct & (whole.teacher_rank == rank)])
-        columns = np.concatenate([crossing, own[~crosses[own]]])
+        local = np.unique(whole.column[~whole.direct & (whole.teacher_rank == rank)])
+        columns = np.concatenate([crossing, local[~crosses[local]]])
         slot = np.full(whole.column_count, -1, dtype=np.int64)
         slot[columns] = np.arange(len(columns))
         home = columns - teacher_shard.start
@@ -187,7 +187,7 @@ class _Entries(NamedTuple):
     row: NDArray[np.int64]
     column: NDArray[np.int64]
     place: NDArray[np.int64]
-    """Among all entries of its rank, those of weight 0 included."""
+    """Index among all entries of its rank, those of weight 0 included."""
 
     student_rank: NDArray[np.int64]
     teacher_rank: NDArray[np.int64]
@@ -208,12 +208,12 @@ class _Entries(NamedTuple):
         order = np.lexsort((column, row))
         student_rank = row[order] // student_shard.width
         place = np.arange(len(order)) - np.searchsorted(student_rank, student_rank)
-        kept = values[order] > 0
+        is_positive = values[order] > 0
         row, column, value, place = (
-            row[order][kept],
-            column[order][kept],
-            values[order][kept],
-            place[kept],
+            row[order][is_positive],
+            column[order][is_positive],
+            values[order][is_positive],
+            place[is_positive],
         )
         columns = teacher_shard.vocab_size
         alone = (np.bincount(row)[row] == 1) & (np.bincount(column, minlength=columns)[column] == 1)
@@ -231,13 +231,13 @@ def _has_unit_rows(indptr: NDArray[np.int64], values: NDArray[np.float32]) -> bo
 
 
 def _scratch_width(whole: _Entries, crosses: NDArray[np.bool_]) -> int:
-    """The largest number of summed columns and residual rows of a rank."""
+    """Largest number of summed columns and residual rows of any rank."""
     summed = ~whole.direct
     inside = summed & ~crosses[whole.column]
-    own = _distinct_by_rank(whole.teacher_rank[inside], whole.column[inside])
+    columns = _distinct_by_rank(whole.teacher_rank[inside], whole.column[inside])
     rows = _distinct_by_rank(whole.student_rank[summed], whole.row[summed])
-    width = max(len(own), len(rows))
-    totals = np.pad(own, (0, width - len(own))) + np.pad(rows, (0, width - len(rows)))
+    width = max(len(columns), len(rows))
+    totals = np.pad(columns, (0, width - len(columns))) + np.pad(rows, (0, width - len(rows)))
     return int(crosses.sum()) + int(totals.max(initial=0))
 
 

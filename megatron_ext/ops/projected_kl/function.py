@@ -1,12 +1,6 @@
-"""Projected KL over vocabulary shards, gradient by hand. T rows, Vp local columns, C chunks.
+"""Projected KL over vocabulary shards: value, gradient by hand, and dense reference.
 
-Values and gradients of the projected KL, without a graph. T rows, Vp local columns, C chunks.
-
-Equations and memory are in the README; ``reference.py`` says the same in dense torch.
-
-Projected KL straight from its formula, dense and unsharded. T rows, V columns, C chunks.
-
-The truth that the operation is tested against; differentiable by autograd, in fp64 if given fp64.
+T rows, V columns, Vp local columns, C chunks. Equations and memory are in the README.
 """
 
 from __future__ import annotations
@@ -50,21 +44,21 @@ def evaluate_projected_kl(
     entry_gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> ProjectedKL:
-    """``tau^2 D(P_c || Q_c)`` of each chunk, and what the student's logits get from them.
+    """``tau^2 D(P_c || Q_c)`` of each chunk, and the gradient of the student's logits.
 
     Args:
-        grad_scale: fp32 [C], the gradient that each chunk's loss will get; None: 1.
+        grad_scale: fp32 [C], the upstream gradient of each chunk's loss; None: 1.
         gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
             grad_scale_c chunk_loss_c + sum_i weight_i token_loss_i``, rounded once; it may be
             the logits themselves. Rows of no chunk and of chunks of scale 0 get exactly 0 from
-            the chunks whatever they hold, and so do those of a chunk in which a teacher row masks
-            every reachable column, or every student row all that the projection carries over: its
-            loss is 0. None: nothing is computed for it.
+            the chunks whatever they hold, and so do those of a chunk of loss 0, in which a teacher
+            row masks every reachable column, or every student row all mapped columns. None: no
+            gradient is computed.
         entry_gradient: [N], to which the gradient of the ``learned`` entries is added.
 
-    Everything is accumulated in fp32 (fp64 for fp64 logits). No tensor over a vocabulary of more
-    rows than a slice of whole chunks has (``distributed/vocab_parallel.py``). In torch the host
-    waits for the device once.
+    Everything is accumulated in fp32 (fp64 for fp64 logits). No tensor over a vocabulary
+    has more rows than a slice of whole chunks (``distributed/vocab_parallel.py``). In torch the
+    host waits for the device once.
 
     Collectives on the shards' group, equally many on every rank: 2 all-reduces of [2 Ts + 2 Tt],
     one of [Ts] unless the projection is known to have unit rows, one of [Ts] for the
@@ -96,10 +90,10 @@ def evaluate_projected_kl(
             student.logits, column, cross_entropy.label, statistics.untempered, student.shard
         )
     compared = (student.rows.sizes() > 0) & (teacher.rows.sizes() > 0)
-    # A teacher that masks all that the projection reaches says nothing about it.
+    # A teacher row that masks every reachable column gives no distribution over them.
     says_nothing = (statistics.teacher.log_sum == -torch.inf) & (statistics.left_out == 1)
     compared &= teacher.rows.sums(says_nothing.to(statistics.left_out.dtype)) == 0
-    # Nor does a student that masks all that it maps.
+    # Nor do student rows that mask all mapped columns.
     compared &= ~statistics.carried.is_empty
     weights = statistics.mapped.new_ones(len(compared)) if grad_scale is None else grad_scale
     requested = RequestedOutputs(
@@ -130,7 +124,7 @@ def _runs_kernels(
     projection: ShardedProjection,
     *logits: torch.Tensor,
 ) -> bool:
-    """Raise LossError where ``triton`` was asked for and cannot be had."""
+    """Whether kernels run; raise LossError where ``triton`` was asked for and cannot run."""
     asked = implementation == "triton"
     if options.vocab_topk is not None:
         if asked:
@@ -165,14 +159,14 @@ def projected_kl(
 
     Args:
         student: Its logits have a gradient.
-        projection: Without a plan of the entries torch walks them.
-        learned: Entries of the projection that have a gradient as well, as if each were free.
-        grad_scale: fp32 [C], the gradient that each chunk's loss is going to get; None: 1. It is
-            written in the forward, and another one costs a pass. A chunk of scale 0 has no
-            gradient, whatever it gets.
+        projection: Without a plan, torch evaluates it.
+        learned: Entries of the projection that get a gradient as well, independent of one another.
+        grad_scale: fp32 [C], the upstream gradient that each chunk's loss will get; None: 1. The
+            forward writes the gradient for it; another one costs a pass. A chunk of scale 0 never
+            gets a gradient.
         in_place: Overwrite the student's logits with their gradient.
 
-    A chunk whose ``chunk_loss`` gets no gradient gives none to its rows, whatever they hold.
+    A chunk whose ``chunk_loss`` gets no gradient passes none on to its rows, whatever they hold.
     Collectives: those of ``evaluate_projected_kl`` in the forward, none in the backward; with
     ``learned`` entries that have a graph they are in both.
 
@@ -210,7 +204,8 @@ def projected_kl(
 
 
 class _WithLearned(torch.autograd.Function):
-    """Evaluates again in the backward: what an entry gets is a sum over chunks by their weights."""
+    """Evaluates again in the backward: an entry's gradient is a sum over chunks by their
+    weights."""
 
     @staticmethod
     def forward(
@@ -256,7 +251,9 @@ def projected_kl_reference(
     mixture: float = 0.5,
     vocab_topk: int | None = None,
 ) -> torch.Tensor:
-    """``tau^2 D_c`` of each chunk [C] (README, equations 1 to 5).
+    """``tau^2 D_c`` of each chunk [C], dense and unsharded (README, equations 1 to 5).
+
+    Differentiable by autograd, in fp64 for fp64 inputs; the operation is tested against it.
 
     Args:
         student_logits: [Ts, Vs]
@@ -283,7 +280,7 @@ def _scaled_means(
 ) -> torch.Tensor:
     """``mean_i q_i`` [C, Vs] of the mapped columns, 0 in others, times a constant of the chunk.
 
-    Q_c does not depend on it, and the mapped columns do not underflow beside the others.
+    Q_c does not depend on the constant, and mapped columns do not underflow beside the others.
     """
     log_q = torch.log_softmax(scaled, dim=-1)
     log_q = log_q.masked_fill(~(projection > 0).any(dim=1), -torch.inf)
@@ -295,11 +292,11 @@ def _scaled_means(
 
 
 def _pooled(p: torch.Tensor, q: torch.Tensor, vocab_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both on the columns of the largest ``p`` of each chunk, and on the rest as one."""
+    """Both on the columns of each chunk's largest ``p``, with the rest as one column."""
     columns = p.topk(vocab_topk, dim=-1).indices
     sides = []
     for side in (p, q):
-        kept = side.gather(-1, columns)
+        largest = side.gather(-1, columns)
         rest = side.scatter(-1, columns, 0.0).sum(dim=-1, keepdim=True)
-        sides.append(torch.cat([kept, rest], dim=-1))
+        sides.append(torch.cat([largest, rest], dim=-1))
     return sides[0], sides[1]

@@ -1,6 +1,7 @@
 """Projected KL by kernels, a tile of chunks at a time. README, equations 2 to 11.
 
-T rows, C chunks, Vps Vpt local columns, D summed columns, R residual rows, X crossing columns.
+T rows, C chunks, C' of a tile, Vps Vpt local columns, D summed columns, R residual rows, X crossing
+columns.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _CONFIGS: Final = (
 
 
 class _ChunkTile(NamedTuple):
-    """Chunks ``[first, first + chunks)`` and the scratch they share."""
+    """Chunks ``[first, first + chunks)`` and their scratch memory."""
 
     first: int
     chunks: int
@@ -51,11 +52,11 @@ class _ChunkTile(NamedTuple):
     """fp32 [4, C', blocks]: terms of D and of the entropy, largest P and Q~."""
 
     best: torch.Tensor
-    """int32 [2, C', blocks]: their columns."""
+    """int32 [2, C', blocks]: columns of the largest P and Q~."""
 
 
 class KernelEvaluation:
-    """One call; ``run`` once."""
+    """Evaluation of one call; ``run`` once."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class KernelEvaluation:
         self.column_blocks = -(-student.shard.width // self.config.block)
 
     def run(self) -> ProjectedValues:
-        """See ``evaluate_projected_kl`` for the collectives."""
+        """Evaluate all chunks; the collectives are those of ``evaluate_projected_kl``."""
         count, group = self.student.rows.chunk_count, self.student.shard.group
         sums = self.mass.new_empty(2, count)
         best = self.mass.new_empty(2, count)
@@ -114,7 +115,7 @@ class KernelEvaluation:
         return ProjectedValues(sums[0], sums[1], agreement, torch.zeros_like(sums[0]))
 
     def _tile_chunks(self) -> int:
-        """C', the same on every rank."""
+        """C', chunks of a tile, the same on every rank."""
         wide = self.plan.scratch_width + 6 * self.plan.crossing
         return max(1, _SCRATCH_BYTES // (4 * max(wide, 1)))
 
@@ -133,7 +134,7 @@ class KernelEvaluation:
         )
 
     def _largest(self, tile: _ChunkTile) -> tuple[torch.Tensor, torch.Tensor]:
-        """Largest P and Q~ [2, C'] of this rank's columns, and which of all shards these are."""
+        """Largest P and Q~ [2, C'] of this rank's columns, and their global columns."""
         values = tile.partial[2:]
         best = values.amax(dim=-1)
         beaten = values != best[..., None]
@@ -141,7 +142,7 @@ class KernelEvaluation:
         return best, column.long() + self.teacher.shard.start
 
     def _summed_columns(self, tile: _ChunkTile) -> None:
-        """Q~, P and slopes of summed columns, and what residual rows get from these."""
+        """Q~, P and slopes of summed columns, and ``W f`` of residual rows."""
         if not len(self.plan.home):
             return
         from megatron_ext.ops.projected_kl import triton_kernels as kernels
@@ -292,7 +293,8 @@ class KernelEvaluation:
         )
 
     def _config(self) -> LaunchConfig:
-        """Of the pass over columns; timed without its gradient, which may overwrite the logits."""
+        """Configuration of the pass over columns, timed without its gradient, which may be in
+        place."""
         count = min(self.student.rows.chunk_count, self._tile_chunks(), 1024)
 
         def run(config: LaunchConfig) -> None:
@@ -307,7 +309,7 @@ class KernelEvaluation:
         return chosen_config(("projected_kl", dtypes, widths, self.tempered), _CONFIGS, run)
 
     def _entries(self, tile: _ChunkTile, dots: torch.Tensor) -> None:
-        """Add what learned entries get from the tile."""
+        """Add the tile's part of the learned entries' gradient."""
         learned, total = self.requested.learned, self.requested.entry_gradient
         if learned is None or total is None or not len(total):
             return

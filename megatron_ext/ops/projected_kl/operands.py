@@ -1,6 +1,6 @@
-"""What a projected KL is called with, and what it says.
+"""Operands, options and results of the projected KL.
 
-T rows, C chunks, N entries, Vps Vpt local columns, Vt the teacher's.
+T rows, C chunks, N entries, Vps Vpt local columns, Vt the teacher's vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_ext.ops.projected_kl.column_plan import ColumnPlan
 
 
 class ProjectedKL(NamedTuple):
-    """What is known of each chunk [C], replicated over the group."""
+    """Result by chunk [C], replicated over the group."""
 
     chunk_loss: torch.Tensor
     """tau^2 D_c; the only one with a graph, if any."""
@@ -27,10 +27,10 @@ class ProjectedKL(NamedTuple):
     """bool: Q_c and P_c have the same largest column; False without diagnostics."""
 
     offsupport_mass: torch.Tensor
-    """Teacher mass on columns the projection cannot reach, summed over the chunk's rows."""
+    """Teacher mass outside the projection's columns, summed over the chunk's rows."""
 
     teacher_rows: torch.Tensor
-    """int64: teacher rows in the chunk."""
+    """int64: number of teacher rows in the chunk."""
 
     rest_mass: torch.Tensor
     """Mass of P_c outside the top ``vocab_topk`` columns; 0 without the option."""
@@ -41,14 +41,14 @@ class ProjectedKL(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectedKLOptions(DivergenceOptions):
-    """How P_c and Q_c are compared."""
+    """Options of the comparison of P_c and Q_c."""
 
     vocab_topk: int | None = None
-    """Compare on so many columns a chunk, those of the largest teacher mass, and on the rest as
-    one; of equals at the end all are kept. None: on every column."""
+    """Number of columns compared a chunk, those of the largest teacher mass, with the rest as one;
+    ties with the last one are all kept. None: every column."""
 
     diagnostics: bool = True
-    """Whether to say ``teacher_entropy`` and ``top1_agreement``."""
+    """Whether to compute ``teacher_entropy`` and ``top1_agreement``."""
 
 
 class WeightedLabels(NamedTuple):
@@ -56,14 +56,14 @@ class WeightedLabels(NamedTuple):
 
     label: torch.Tensor
     """int64 [Ts] over all shards; a negative one has no loss. One beyond the vocabulary gives NaN,
-    since to raise the host would have to wait for the device."""
+    since raising an error would have to wait for the device."""
 
     weight: torch.Tensor
     """fp32 [Ts]. A row at 0 gets no gradient, whatever it holds."""
 
 
 class ShardedProjection(NamedTuple):
-    """This rank's rows of W, and which of its teacher columns they reach."""
+    """This rank's rows of W, and the mask of its reachable teacher columns."""
 
     weight: torch.Tensor
     """CSR [Vps, Vt], this rank's rows of the projection and all its columns."""
@@ -78,7 +78,7 @@ class ShardedProjection(NamedTuple):
     """bool [Vpt], this rank's teacher columns with an entry in any rank's ``weight``."""
 
     plan: ColumnPlan | None = None
-    """How kernels walk the entries; None: there are none to walk them."""
+    """Order in which kernels read the entries; None: kernels cannot run."""
 
     @property
     def has_unit_rows(self) -> bool:
@@ -87,7 +87,7 @@ class ShardedProjection(NamedTuple):
 
 
 class LearnedEntries(NamedTuple):
-    """Some entries of this rank's rows; ``value`` is where their gradient goes."""
+    """Learned entries of this rank's rows; ``value`` gets their gradient."""
 
     value: torch.Tensor
     """[N] with a graph; the same numbers as in ``weight``."""
@@ -106,12 +106,12 @@ def entry_gradient(
     row: torch.Tensor,
     column: torch.Tensor,
 ) -> torch.Tensor:
-    """``sum_c scale_c * means_c[row] * slope_c[column]`` (README, equation 11): [N].
+    """Gradient [N], ``sum_c scale_c * means_c[row] * slope_c[column]`` (README, equation 11).
 
     Args:
         means: [C, Vps] the student's chunk means.
         slope: [C, Vt] dD_c/dQ~_c of every teacher column.
-        scale: [C]; a chunk at 0 is not looked at, NaN included.
+        scale: [C]; a chunk at 0 is ignored, NaN included.
     """
     weight = scale[:, None]
     terms = means[:, row].mul_(slope[:, column]).mul_(weight)
@@ -119,7 +119,7 @@ def entry_gradient(
 
 
 class ProjectedValues(NamedTuple):
-    """[C] each, over all shards."""
+    """Values of an evaluation, [C] each, over all shards."""
 
     value: torch.Tensor
     """D_c."""
@@ -130,7 +130,7 @@ class ProjectedValues(NamedTuple):
 
 
 class RequestedOutputs(NamedTuple):
-    """Where gradients go."""
+    """Gradients that an evaluation is asked for, and their scale."""
 
     gradient: torch.Tensor | None
     grad_scale: torch.Tensor

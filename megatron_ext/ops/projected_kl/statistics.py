@@ -1,4 +1,4 @@
-"""Statistics of both models' rows, and the numbers of chunks and labels that come from them.
+"""Statistics of both models' rows, and quantities of chunks and labels computed from them.
 
 T rows, C chunks, Vps Vpt local columns.
 """
@@ -27,21 +27,22 @@ if TYPE_CHECKING:
 
 
 class CarriedRows(NamedTuple):
-    """Normalisers of the columns that W carries over; README, equation 14."""
+    """Normalisers of the columns that W maps; README, equation 14."""
 
     lse: LogSumExp
-    """[T] the row's own, but in chunks that are scaled up."""
+    """[T] log-sum-exp of the row, or of its mapped columns in chunks that are scaled up."""
 
     is_scaled: torch.Tensor
-    """bool [C]: no row has more than a unit of rounding of its mass on mapped columns."""
+    """bool [C]: chunks with at most a rounding error of every row's mass on mapped columns."""
 
     is_empty: torch.Tensor
-    """bool [C]: no row has any mass there, every mapped column being masked."""
+    """bool [C]: chunks in which every row masks every mapped column."""
 
 
-def carried_rows(own: LogSumExp, inside: LogSumExp, rows: ChunkRows) -> CarriedRows:
-    """From the rows' sums over all columns and over the mapped ones, [T]. No collectives."""
-    share = log_ratio(inside, own)
+def carried_rows(whole: LogSumExp, inside: LogSumExp, rows: ChunkRows) -> CarriedRows:
+    """Normalisers from the rows' sums over all columns and over mapped ones, [T]. No
+    collectives."""
+    share = log_ratio(inside, whole)
     largest = share.new_full((rows.chunk_count + 1,), -torch.inf)
     largest.scatter_reduce_(0, rows.slots, share, "amax")
     is_scaled = (largest > -torch.inf) & (largest.exp() < torch.finfo(share.dtype).eps)
@@ -50,8 +51,8 @@ def carried_rows(own: LogSumExp, inside: LogSumExp, rows: ChunkRows) -> CarriedR
     scaled = is_scaled[rows.slots] & (share > -torch.inf)
     below = (share - largest[rows.slots]).masked_fill(~scaled, 0.0)
     lse = LogSumExp(
-        torch.where(scaled, inside.peak, own.peak),
-        torch.where(scaled, inside.log_sum - below, own.log_sum),
+        torch.where(scaled, inside.peak, whole.peak),
+        torch.where(scaled, inside.log_sum - below, whole.log_sum),
     )
     return CarriedRows(lse, is_scaled[:-1], largest[:-1] == -torch.inf)
 
@@ -62,22 +63,22 @@ def log_ratio(part: LogSumExp, whole: LogSumExp) -> torch.Tensor:
 
 
 class ChunkStatistics(NamedTuple):
-    """In fp32 (fp64 for fp64 logits), the same on every rank."""
+    """Statistics of both models' rows in fp32 (fp64 for fp64 logits), the same on every rank."""
 
     student: LogSumExp
     """[Ts] of ``z / tau`` over all columns."""
 
     carried: CarriedRows
-    """How the columns that W carries over are read."""
+    """Normalisers of the student's mapped columns."""
 
     mapped: torch.Tensor
-    """[Ts] ``sum_s q_i[s] row_mass[s]`` as they are read: what of the row W carries over."""
+    """[Ts] ``sum_s q_i[s] row_mass[s]``, the row's mapped mass under ``carried``."""
 
     teacher: LogSumExp
     """[Tt] of ``y / tau`` over the reachable columns."""
 
     left_out: torch.Tensor
-    """[Tt] teacher's mass on the others."""
+    """[Tt] teacher's mass on columns that are not reachable."""
 
     untempered: LogSumExp | None
     """[Ts] of ``z``; ``student`` where tau is 1, None unless asked for."""
@@ -117,21 +118,21 @@ def chunk_statistics(
     merged = merge_log_sum_exp(torch.cat(peaks), torch.cat(totals), student.shard.group)
     rows = [len(peak) for peak in peaks]
     parts = [LogSumExp(*pair) for pair in zip(*(x.split(rows) for x in merged), strict=True)]
-    own, inside, whole, reached = parts[:4]
-    carried = carried_rows(own, inside, student.rows)
+    student_whole, inside, whole, reached = parts[:4]
+    carried = carried_rows(student_whole, inside, student.rows)
     if projection.has_unit_rows:
         mapped = log_ratio(inside, carried.lse).exp_()
     else:
         mapped = _mapped_mass(student, carried.lse, projection, temperature)
     left_out = -torch.expm1(log_ratio(reached, whole))
-    plain_rows = (parts[4:] or [own])[0] if untempered else None
-    return ChunkStatistics(own, carried, mapped, reached, left_out, plain_rows)
+    plain_rows = (parts[4:] or [student_whole])[0] if untempered else None
+    return ChunkStatistics(student_whole, carried, mapped, reached, left_out, plain_rows)
 
 
 def _mapped_mass(
     student: ChunkedLogits, lse: LogSumExp, projection: ShardedProjection, temperature: float
 ) -> torch.Tensor:
-    """``sum_s q_i[s] row_mass[s]`` of rows of any sum, [Ts]. One all-reduce."""
+    """``sum_s q_i[s] row_mass[s]`` [Ts] for projection rows of any sum. One all-reduce."""
     logits, shard = student.logits, student.shard
     row_mass = projection.row_mass.to(lse.peak.dtype)
     excluded = shard.excluded_columns(logits.device, row_mass > 0)
@@ -143,7 +144,7 @@ def _mapped_mass(
 
 
 def label_columns(label: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """int64 [T]: this rank's column of each label, -1 where another rank has it or none."""
+    """This rank's column of each label, int64 [T], -1 where it has none."""
     column = label - shard.start
     return column.masked_fill((column < 0) | (column >= shard.valid_width), -1)
 
@@ -194,10 +195,10 @@ def add_label_gradient_(
 def kept_threshold(
     p: torch.Tensor, vocab_topk: int, vocab_size: int, group: ProcessGroup | None
 ) -> torch.Tensor | None:
-    """The ``vocab_topk``-th largest probability of each chunk [C], over all shards.
+    """Largest probability number ``vocab_topk`` of each chunk [C], over all shards.
 
-    None where that is every column. Columns below it make up the rest; of equals all are kept, so
-    that which ones are does not depend on the layout. One all-gather of [C, vocab_topk].
+    None where every column is kept. Columns below it make up the rest; ties are all kept, so that
+    the choice does not depend on the layout. One all-gather of [C, vocab_topk].
     """
     if vocab_topk >= vocab_size:
         return None
@@ -209,9 +210,10 @@ def kept_threshold(
 def pool_rest(
     p: torch.Tensor, projected: torch.Tensor, rest: torch.Tensor, group: ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``p`` and ``projected`` with the pooled masses in every column of ``rest``, and these [2, C].
+    """``p`` and ``projected`` with pooled masses in the columns of ``rest``, and these masses [2,
+    C].
 
-    The masses are sums of what is pooled, not one minus what is kept: a small rest stays exact.
+    The masses are sums over the pooled columns, not one minus the others: a small rest stays exact.
     One all-reduce of [2, C].
     """
     sides = (p, projected)

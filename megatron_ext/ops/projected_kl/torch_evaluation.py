@@ -1,4 +1,4 @@
-"""Projected KL in plain torch, a few whole chunks at a time. README, equations 2 to 11.
+"""Projected KL in plain torch, a slice of whole chunks at a time. README, equations 2 to 11.
 
 T rows, C chunks, Vps Vpt local columns; primes are those of a slice.
 """
@@ -52,7 +52,7 @@ class ChunkSlice(NamedTuple):
 
 
 class HostChunks(NamedTuple):
-    """What the host has to know of the chunks."""
+    """Row offsets of the chunks on the host."""
 
     student: list[int]
     """[C + 1] ``ChunkRows.offsets``."""
@@ -60,11 +60,11 @@ class HostChunks(NamedTuple):
     teacher: list[int]
 
     scaled: list[int]
-    """[C + 1] how many of the chunks before are scaled up."""
+    """[C + 1] number of chunks before that are scaled up."""
 
     @classmethod
     def of(cls, student: ChunkRows, teacher: ChunkRows, is_scaled: torch.Tensor) -> HostChunks:
-        """Waits for the device once."""
+        """Copy from the device, for which it waits once."""
         scaled = torch.nn.functional.pad(is_scaled.int().cumsum(0, dtype=torch.int32), (1, 0))
         return cls(*torch.stack([student.offsets, teacher.offsets, scaled]).tolist())
 
@@ -78,8 +78,8 @@ def chunk_slices(
     alone holds more is a slice of its own.
 
     Args:
-        ends: Of all chunks.
-        widths: Columns of a student row, a teacher row, and of what a chunk has of its own.
+        ends: Offsets of all chunks.
+        widths: Columns of a student row, of a teacher row, and of a chunk's temporaries.
     """
     limit, count = SLICE_ELEMENTS[device.type], len(ends.student) - 1
     start = 0
@@ -102,7 +102,7 @@ def _largest(ends: HostChunks, start: int, stop: int, widths: tuple[int, int, in
 
 
 class TorchEvaluation:
-    """One call; ``run`` once."""
+    """Evaluation of one call; ``run`` once."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class TorchEvaluation:
             self.labels = label_columns(requested.cross_entropy.label, student.shard)
 
     def run(self) -> ProjectedValues:
-        """See ``evaluate_projected_kl`` for the collectives."""
+        """Evaluate all chunks; the collectives are those of ``evaluate_projected_kl``."""
         group = self.student.shard.group
         floats = self.mass.new_zeros(3, len(self.mass))
         agreement = torch.zeros(len(self.mass), dtype=torch.bool, device=self.mass.device)
@@ -145,7 +145,7 @@ class TorchEvaluation:
         return ProjectedValues(floats[0], floats[1], agreement, floats[2])
 
     def _slice(self, part: ChunkSlice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Value, entropy and rest [3, C'], agreement [C']; writes the gradient of the slice."""
+        """Evaluate a slice: value, entropy and rest [3, C'], agreement [C']; write its gradient."""
         group, options = self.student.shard.group, self.options
         rows = self.student.rows.order[part.student].long()
         slot = self.student.rows.slots[rows] - part.chunks.start
@@ -168,7 +168,7 @@ class TorchEvaluation:
         value, centre, entropy = all_reduce_sum(sums, group)
         value, centre = value + pooled[0], centre + pooled[1]
         if options.direction == "forward":
-            # What it is but for rounding and for columns below the floor.
+            # Exact but for rounding and for columns below the floor.
             centre = torch.full_like(centre, -1.0)
         if self.requested.gradient is not None or self.requested.entry_gradient is not None:
             slope = (terms.slope - centre[:, None]).div_(mass)
@@ -178,7 +178,7 @@ class TorchEvaluation:
         return torch.stack([value, entropy, rest_mass]), agreement
 
     def _student_probs(self, part: ChunkSlice, rows: torch.Tensor) -> torch.Tensor:
-        """q_i [T', Vps]; mapped columns as they are carried over."""
+        """``q_i`` [T', Vps], mapped columns under ``CarriedRows``."""
         probs = self._probs(self.student, self.statistics.student, rows, self.student_excluded)
         if not part.is_scaled:
             return probs
@@ -188,7 +188,7 @@ class TorchEvaluation:
     def _probs(
         self, side: ChunkedLogits, lse: LogSumExp, rows: torch.Tensor, excluded: torch.Tensor | None
     ) -> torch.Tensor:
-        # Rows picked by index are a copy already.
+        # Rows selected by index are a copy already.
         scaled = side.logits[rows].to(lse.peak.dtype)
         if self.options.temperature != 1.0:
             scaled.div_(self.options.temperature)
@@ -197,7 +197,7 @@ class TorchEvaluation:
         return scaled.sub_(lse.peak[rows, None]).sub_(lse.log_sum[rows, None]).exp_()
 
     def _teacher_chunks(self, part: ChunkSlice) -> torch.Tensor:
-        """P_c [C', Vpt] over the reachable columns."""
+        """``P_c`` [C', Vpt] over the reachable columns."""
         rows = self.teacher.rows.order[part.teacher].long()
         slot = self.teacher.rows.slots[rows] - part.chunks.start
         probs = self._probs(self.teacher, self.statistics.teacher, rows, self.unreached)
@@ -207,7 +207,7 @@ class TorchEvaluation:
     def _compare(
         self, p: torch.Tensor, q: torch.Tensor, mass: torch.Tensor
     ) -> tuple[ProjectedTerms, torch.Tensor, torch.Tensor]:
-        """Terms of this rank's columns; those [2, C'] of what counts as one; and its mass [C']."""
+        """Terms of this rank's columns, terms [2, C'] of the pooled rest, and its mass [C']."""
         direction, mixture = self.options.direction, self.options.mixture
         vocab_topk = self.options.vocab_topk
         shard = self.teacher.shard
@@ -221,9 +221,9 @@ class TorchEvaluation:
         p, q, masses = pool_rest(p, q, rest, shard.group)
         at_rest = projected_terms(masses[0, :, None], masses[1, :, None], mass, direction, mixture)
         terms = projected_terms(p, q, mass, direction, mixture)
-        kept = (part.masked_fill(rest, 0.0) for part in (terms.value, terms.centre))
+        unpooled = (part.masked_fill(rest, 0.0) for part in (terms.value, terms.centre))
         pooled = torch.stack([at_rest.value[:, 0], at_rest.centre[:, 0]])
-        return ProjectedTerms(terms.slope, *kept), pooled, masses[0]
+        return ProjectedTerms(terms.slope, *unpooled), pooled, masses[0]
 
     def _write(
         self,
@@ -240,7 +240,7 @@ class TorchEvaluation:
         dots = (probs * carried).sum(dim=-1, keepdim=True)
         dots = all_reduce_sum(dots, self.student.shard.group)
         if part.is_scaled:
-            # Of mapped columns that are scaled up, less than rounding.
+            # For scaled-up mapped columns this is less than rounding.
             is_scaled = self.statistics.carried.is_scaled[part.chunks][slot, None]
             dots = torch.where(is_scaled & self.mapped, 0.0, dots)
         carried.sub_(dots)
@@ -286,6 +286,6 @@ class TorchEvaluation:
 
 
 def mean_mapped_mass(statistics: ChunkStatistics, rows: ChunkRows) -> torch.Tensor:
-    """M_c [C]: the mean over a chunk's rows of what W carries over, at least the floor."""
+    """``M_c`` [C]: mean mapped mass of a chunk's rows, at least the floor."""
     mean = rows.means(statistics.mapped)
     return mean.clamp_(min=probability_floor(mean))

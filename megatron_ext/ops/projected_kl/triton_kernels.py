@@ -1,8 +1,8 @@
-"""Projected KL by kernels: sums over columns of several entries, their slopes, and direct pairs.
+"""Triton kernels of the projected KL: sums over columns, their slopes, and direct pairs.
 
 Rows of chunk c of a side are ``order[offsets[c]:offsets[c + 1]]``. Tiles hold chunks from
-``first_chunk`` on; scratch is indexed by the chunk within the tile. Programs of one chunk are next
-to one another, so that its rows stay in the cache. Equations are those of the README.
+``first_chunk`` on; scratch is indexed by the chunk within the tile. Programs of one chunk are
+adjacent, so that its rows stay in the cache. Equations are those of the README.
 """
 
 import math
@@ -28,7 +28,7 @@ def probabilities(
     temperature,
     HAS_TEMPERATURE: tl.constexpr,
 ):
-    """Logarithms of a row's probabilities at ``columns``, -inf outside. ``lse`` is [2, T]."""
+    """Log-probabilities of a row at ``columns``, -inf outside. ``lse`` is [2, T]."""
     start = logits_ptr + row.to(tl.int64) * row_stride
     loaded = row_values(start, columns, held, inside)
     peak = tl.load(lse_ptr + row)
@@ -54,7 +54,7 @@ def chunk_mean(
 ):
     """Mean probability of a chunk's rows at ``columns``, 0 outside, and its logarithm.
 
-    Of one row the logarithm is the row's own; both are cut off at the floor.
+    With a single row the logarithm is that of the row itself; both values are clamped to the floor.
     """
     log_mean = tl.full((BLOCK,), -float("inf"), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32)
@@ -164,7 +164,7 @@ def column_sums_kernel(
     WIDEST: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """``Q~`` of summed columns, [C', D]. A program a chunk and block of ``by_column``."""
+    """``Q~`` of summed columns, [C', D]; one program for each chunk and block of ``by_column``."""
     pid = tl.program_id(0)
     chunk = pid // block_count
     block = pid % block_count
@@ -247,7 +247,7 @@ def row_sums_kernel(
     WIDEST: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """``W f`` of residual rows, [C', R]. A program a chunk and block of ``by_row``."""
+    """``W f`` of residual rows, [C', R]; one program for each chunk and block of ``by_row``."""
     pid = tl.program_id(0)
     chunk = (pid // block_count).to(tl.int64)
     block = pid % block_count
@@ -330,7 +330,7 @@ def store_partials(
     counted,
     HAS_DIAGNOSTICS: tl.constexpr,
 ):
-    """What a block adds to its chunk: ``partial`` [4, C', blocks] and columns [2, C', blocks]."""
+    """Store a block's terms: ``partial`` [4, C', blocks] and columns [2, C', blocks]."""
     tl.store(partial_ptr + place, tl.sum(tl.where(counted, value, 0.0), axis=0))
     if HAS_DIAGNOSTICS:
         tl.store(partial_ptr + stride + place, tl.sum(tl.where(counted, -p * log_p, 0.0), axis=0))
@@ -372,7 +372,7 @@ def slopes_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``dD/dQ`` of summed columns in place of their ``Q~``, and what they add to D.
+    """``dD/dQ`` of summed columns in place of their ``Q~``, and their terms of D.
 
     ``crossed`` [2, C', X] holds ``Q~`` and ``P`` of the crossing ones, over all ranks.
     """
@@ -441,7 +441,7 @@ def with_labels(
     label_weight_ptr,
     HAS_TEMPERATURE: tl.constexpr,
 ):
-    """``logit_gradient`` and that of the row's cross-entropy, at temperature 1."""
+    """``logit_gradient`` plus that of the row's cross-entropy, at temperature 1."""
     weight = tl.load(label_weight_ptr + row)
     out = logit_gradient
     if weight != 0.0:
@@ -456,7 +456,7 @@ def with_labels(
 
 @triton.jit
 def chunk_centre(dots_ptr, order_ptr, begin, end, mass):
-    """``sum_u Q_c[u] f[u]``, from what each of the chunk's rows has on ``W f``: ``dots`` [T]."""
+    """``sum_u Q_c[u] f[u]``, from the products ``dots`` [T] of the chunk's rows with ``W f``."""
     total = 0.0
     for place in range(begin, end):
         total += tl.load(dots_ptr + tl.load(order_ptr + place))
@@ -526,16 +526,16 @@ def sweep_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every column of the student. A program a chunk and block of columns.
+    """Pass over every column of the student; one program for each chunk and block of columns.
 
-    Pass "values": what direct pairs add to D; for chunks whose gradient is known by then (forward,
+    Pass "values": direct pairs' terms of D; for chunks whose gradient is known by then (forward,
     one student row) the gradient, for others each row's ``sum q W f`` and ``sum q W 1`` of the
     block, ``dots`` [2, T, blocks]. Pass "gradient": the gradient of these others, from ``dots``
     [2, T], their sums. Columns between ``width`` and ``padded_width`` are padding, which
-    has no partner and no mass: they count for nothing and are written as 0.
+    has neither partner nor mass and gets 0.
 
-    Columns with an entry are read under ``carried_lse``, which differs from the rows' own in chunks
-    that are scaled up. There the others alone get a part in ``q . W f``.
+    Columns with an entry are read under ``carried_lse``, which differs from the rows' log-sum-exp
+    in chunks that are scaled up. There the others alone get a part in ``q . W f``.
     """
     pid = tl.program_id(0)
     chunk = pid // block_count
@@ -684,7 +684,7 @@ def outside_kernel(
     HAS_LABELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of no chunk: the gradient of their cross-entropy, or 0. A program a row and block."""
+    """Gradient of rows of no chunk: their cross-entropy's, or 0. One program a row and block."""
     pid = tl.program_id(0)
     place = pid // block_count
     if place >= tl.load(chunk_ptr + chunk_count):

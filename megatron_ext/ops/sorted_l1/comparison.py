@@ -1,6 +1,6 @@
-"""Sorted places of both sides against each other, over vocabulary shards. C chunks, K candidates.
+"""Comparison of both sides' largest probabilities in sorted order, over vocabulary shards.
 
-Equations are in the README.
+C chunks, K candidates. Equations are in the README.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Largest(NamedTuple):
     """Candidates of this rank for the largest places, at least as many as are compared."""
 
     values: torch.Tensor
-    """[C, K] in any order in which equal ones are in that of their columns; -1: no candidate."""
+    """[C, K] in any order that keeps equal values in the order of columns; -1: no candidate."""
 
     columns: torch.Tensor
     """[C, K], any integer type."""
 
     rest: torch.Tensor
-    """[C, 1] this rank's mass outside of them; exactly 0 where there is nothing outside."""
+    """[C, 1] this rank's mass outside the candidates; exactly 0 where there is nothing outside."""
 
 
 def select_largest(values: torch.Tensor, count: int, excluded: torch.Tensor | None) -> Largest:
-    """``largest_columns`` with the sum of the others."""
+    """``largest_columns``, with the sum of the other columns."""
     chosen, columns = largest_columns(values, count, excluded)
     rest = values.scatter(-1, columns, 0.0)
     if excluded is not None:
@@ -43,13 +43,13 @@ def select_largest(values: torch.Tensor, count: int, excluded: torch.Tensor | No
 
 
 class Compared(NamedTuple):
-    """Replicated over the group, but for ``signs``."""
+    """Result of the comparison, replicated over the group but for ``signs``."""
 
     value: torch.Tensor
     """[C] L1 over the compared places."""
 
     left_out: torch.Tensor
-    """[C] mass of both sides beyond them."""
+    """[C] mass of both sides beyond the compared places."""
 
     signs: torch.Tensor
     """int8 [C, Ks] of this rank's student candidates: dL1/dq, 0 beyond the compared places."""
@@ -80,10 +80,10 @@ def compare_sorted(
 def _merged(
     gathered: torch.Tensor, places: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest of all ranks' values [C, ranks, K], descending; where in them they were; and
-    the sum [C] of the others.
+    """Largest of all ranks' values [C, ranks, K], descending, and the sum [C] of the others.
 
-    A stable sort of candidates in the order of ranks keeps ties in the order of columns.
+    Between the two come the origins of the largest values. A stable sort of candidates in the order
+    of ranks keeps ties in the order of columns.
     """
     ordered, origin = gathered.flatten(1).sort(dim=-1, descending=True, stable=True)
     ordered = ordered.clamp_(min=0)
@@ -94,7 +94,7 @@ def _merged(
 def _compare(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """L1 [C], and the sign of each place of ``a``, int8."""
     missing = b.shape[1] - a.shape[1]
-    # A negative padding would cut: the narrower side is filled up.
+    # A negative padding would cut, so only the narrower side is padded.
     first = torch.nn.functional.pad(a, (0, max(missing, 0)))
     second = torch.nn.functional.pad(b, (0, max(-missing, 0)))
     difference = first - second

@@ -1,12 +1,7 @@
-"""Sorted L1 with a graph, of probabilities or of the logits of chunks.
+"""Sorted L1 of probabilities, or of the logits of chunks: value, gradient and dense reference.
 
-C rows or chunks, Vp local columns, U compared places. ``reference.py`` says it in dense torch.
-
-Values and gradients of the sorted L1 of chunk distributions, without a graph.
-
-T rows, Vp local columns, C chunks, U compared places. Equations and bytes are in the README.
-
-Sorted L1 straight from its formula, dense and unsharded. C rows, V columns.
+T rows, C rows or chunks, Vp local columns, U compared places. Equations and bytes are in the
+README.
 """
 
 from __future__ import annotations
@@ -44,13 +39,13 @@ if TYPE_CHECKING:
 
 
 class ChunkSortedL1(NamedTuple):
-    """fp32 [C] each (fp64 for fp64 logits), the same on every rank."""
+    """Result by chunk, fp32 [C] each (fp64 for fp64 logits), the same on every rank."""
 
     chunk_loss: torch.Tensor
     """L1 over the compared places, 0 to 2."""
 
     discarded_mass: torch.Tensor
-    """Mass of both sides beyond them: at most so much is missing in ``chunk_loss``."""
+    """Mass of both sides beyond these places, an upper bound of the error of ``chunk_loss``."""
 
 
 @torch.no_grad()
@@ -64,15 +59,15 @@ def evaluate_sorted_l1(
     gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> ChunkSortedL1:
-    """Sorted L1 of both models' chunk distributions, and what the student's logits get from it.
+    """Sorted L1 of both models' chunk distributions, and the gradient of the student's logits.
 
     Args:
         top_u: U, places compared, of the largest probabilities; None: all, which is exact. That is
-            a sort of slices of chunks, in torch whatever ``implementation`` says.
-        grad_scale: [C], the gradient that each chunk's loss will get; None: 1.
+            a sort of slices of chunks, in torch whatever the ``implementation``.
+        grad_scale: [C], the upstream gradient of each chunk's loss; None: 1.
         gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
             grad_scale_c chunk_loss_c``, rounded once; it may be the logits themselves. Rows of
-            no chunk and of chunks of scale 0 get exactly 0. None: nothing is computed for it.
+            no chunk and of chunks of scale 0 get exactly 0. None: no gradient is computed.
 
     Temporaries over a vocabulary are slices of chunks in torch; by kernel there are none, but
     [Ts, 5 U / 4] logits where a gradient is asked for. In torch the host waits for the device once.
@@ -87,15 +82,17 @@ def evaluate_sorted_l1(
     check_implementation("sorted_l1", implementation)
     by_kernel = uses_triton(implementation, student.logits, teacher.logits) and top_u is not None
     by: Implementation = "triton" if by_kernel else "torch"
-    own, other = pair_of_models(student, teacher, temperature=temperature, implementation=by)
-    scale = row_scale(own, grad_scale)
+    student_rows, teacher_rows = pair_of_models(
+        student, teacher, temperature=temperature, implementation=by
+    )
+    scale = row_scale(student_rows, grad_scale)
     if by_kernel:
         assert top_u is not None
-        out = _by_kernel(own, other, top_u, scale, gradient)
+        out = _by_kernel(student_rows, teacher_rows, top_u, scale, gradient)
     else:
-        out = _by_torch(own, other, top_u, scale, gradient)
+        out = _by_torch(student_rows, teacher_rows, top_u, scale, gradient)
     if gradient is not None:
-        clear_rows_of_no_chunk_(gradient, own, by_kernel=by_kernel)
+        clear_rows_of_no_chunk_(gradient, student_rows, by_kernel=by_kernel)
     return out
 
 
@@ -110,16 +107,16 @@ def _by_torch(
     models = (student, teacher)
     ends, group = host_offsets(*models), student.shard.group
     widths = [model.shard.width for model in models]
-    kept = [width if top_u is None else min(top_u, width) for width in widths]
-    widest = max(*widths, (sum(kept) + 2) * group_size(group))
+    counts = [width if top_u is None else min(top_u, width) for width in widths]
+    widest = max(*widths, (sum(counts) + 2) * group_size(group))
     for chunks in row_slices(len(scale), widest, device=scale.device):
         parts = [
             select_largest(
-                chunk_means(model, own_ends, chunks).to(scale.dtype),
+                chunk_means(model, offsets, chunks).to(scale.dtype),
                 count,
                 model.shard.excluded_columns(scale.device),
             )
-            for model, own_ends, count in zip(models, ends, kept, strict=True)
+            for model, offsets, count in zip(models, ends, counts, strict=True)
         ]
         out.chunk_loss[chunks], out.discarded_mass[chunks], signs = compare_sorted(
             parts[0], parts[1], top_u, group
@@ -142,28 +139,34 @@ def _by_kernel(
     group = student.shard.group
     widths = [capacity_of(top_u, model.shard.width) for model in (student, teacher)]
     if gradient is not None:
-        kept = gradient.new_empty(len(gradient), widths[0])
+        chosen_logits = gradient.new_empty(len(gradient), widths[0])
     for chunks in row_slices(
         len(scale), (sum(widths) + 2) * group_size(group), device=scale.device
     ):
-        own, other = (select_by_kernel(model, chunks, top_u, None) for model in (student, teacher))
+        student_top, teacher_top = (
+            select_by_kernel(model, chunks, top_u, None) for model in (student, teacher)
+        )
         out.chunk_loss[chunks], out.discarded_mass[chunks], signs = compare_sorted(
-            own, other, top_u, group
+            student_top, teacher_top, top_u, group
         )
         if gradient is not None:
-            centre = all_reduce_sum(keep_chosen(student, chunks, own.columns, signs, kept), group)
+            centre = all_reduce_sum(
+                keep_chosen(student, chunks, student_top.columns, signs, chosen_logits), group
+            )
             spread_centre(student, chunks, centre, scale, gradient)
-            write_chosen(student, chunks, own.columns, signs, kept, centre, scale, gradient)
+            write_chosen(
+                student, chunks, student_top.columns, signs, chosen_logits, centre, scale, gradient
+            )
     return out
 
 
 class SortedL1(NamedTuple):
-    """[C] each, replicated over the group; only ``value`` has a graph."""
+    """Result by row, [C] each, replicated over the group; only ``value`` has a graph."""
 
     value: torch.Tensor
 
     left_out: torch.Tensor
-    """Mass of both sides beyond the compared places: at most so much is missing in ``value``."""
+    """Mass of both sides beyond the compared places, an upper bound of the error of ``value``."""
 
 
 def sorted_l1(
@@ -175,7 +178,7 @@ def sorted_l1(
     largest: int | None = None,
     group: ProcessGroup | None = None,
 ) -> SortedL1:
-    """``(student.sort().values - teacher.sort().values).abs().sum(-1)``, zeros filled in.
+    """``(student.sort().values - teacher.sort().values).abs().sum(-1)``, padded with zeros.
 
     Args:
         student: [C, Vps] probabilities, none negative; the only argument with a gradient.
@@ -204,16 +207,18 @@ class _SortedL1(torch.autograd.Function):
         group: ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sides = (student.detach(), teacher.to(student.dtype))
-        kept = [min(side.shape[1] if largest is None else largest, side.shape[1]) for side in sides]
+        counts = [
+            min(side.shape[1] if largest is None else largest, side.shape[1]) for side in sides
+        ]
         count = student.shape[0]
         value, left_out = student.new_empty(2, count)
-        columns = torch.empty(count, kept[0], dtype=torch.int32, device=student.device)
-        signs = torch.empty(count, kept[0], dtype=torch.int8, device=student.device)
-        widest = max(*(side.shape[1] for side in sides), (sum(kept) + 2) * group_size(group))
+        columns = torch.empty(count, counts[0], dtype=torch.int32, device=student.device)
+        signs = torch.empty(count, counts[0], dtype=torch.int8, device=student.device)
+        widest = max(*(side.shape[1] for side in sides), (sum(counts) + 2) * group_size(group))
         for rows in row_slices(count, widest, device=student.device):
             parts = [
                 select_largest(side[rows], *options)
-                for side, options in zip(sides, zip(kept, excluded, strict=True), strict=True)
+                for side, options in zip(sides, zip(counts, excluded, strict=True), strict=True)
             ]
             value[rows], left_out[rows], signs[rows] = compare_sorted(
                 parts[0], parts[1], largest, group
@@ -246,7 +251,7 @@ def chunk_sorted_l1(
     """``evaluate_sorted_l1`` with a graph from ``chunk_loss`` to the student's logits.
 
     Args:
-        in_place: Write the gradient over the student's logits, which nobody may read afterwards.
+        in_place: Write the gradient over the student's logits, which must not be read afterwards.
 
     Keeps the gradient [Ts, Vps] for backward, which has no collectives.
     """
@@ -280,7 +285,7 @@ def sorted_l1_reference(
 
     Args:
         student: [C, Vs]
-        teacher: [C, Vt]; the narrower side is filled up with zeros.
+        teacher: [C, Vt]; the narrower side is padded with zeros.
     """
     width = max(student.shape[1], teacher.shape[1])
     first, second = (

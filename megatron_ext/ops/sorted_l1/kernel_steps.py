@@ -1,4 +1,4 @@
-"""Launches of the kernels of the sorted L1. C' chunks of a slice, K candidates, T rows."""
+"""Launches of the sorted L1's kernels. C' chunks of a slice, K candidates, T rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatron_ext.ops.model_rows import ModelRows
 from megatron_ext.ops.sorted_l1.comparison import Largest
 
 WRITING: Final = LaunchConfig(4096, 8)
-"""For kernels that may write what they read, which cannot be timed on the caller's tensors."""
+"""Configuration of kernels that may overwrite their input, which cannot be timed in place."""
 
 _CANDIDATES: Final = LaunchConfig(1024, 4)
 
 
 def capacity_of(places: int, width: int) -> int:
-    """K, candidates of a rank among which its ``places`` largest are.
+    """K, the number of a rank's candidates, which include its ``places`` largest columns.
 
-    A quarter more than are compared: then two counting passes find a threshold as a rule, where one
+    A quarter more than are compared: two counting passes then usually find a threshold, where one
     that leaves exactly ``places`` would take six.
     """
     return min(places + max(places // 4, 16), max(width, 1))
@@ -31,7 +31,7 @@ def select_by_kernel(
     """Candidates for the ``places`` largest mean probabilities of each chunk.
 
     Args:
-        excluded: bool [Vp], columns that are no candidates; padding never is.
+        excluded: bool [Vp], columns that are no candidates, like padding.
     """
     from megatron_ext.ops.sorted_l1.triton_kernels import select_kernel
 
@@ -80,7 +80,7 @@ def keep_chosen(
         columns: int32 [C', K]
         signs: int8 [C', K]
         kept: [T, K] in the logits' dtype, which receives the rows' logits at the candidates: they
-            are needed after the gradient has been written over them.
+            are needed after the gradient has overwritten them.
     """
     from megatron_ext.ops.sorted_l1.triton_kernels import keep_chosen_kernel
 
@@ -113,7 +113,7 @@ def spread_centre(
     scale: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Write ``-q_i centre_i scale_c`` into the rows of these chunks: what all columns get."""
+    """Write ``-q_i centre_i scale_c``, the part of all columns, into the rows of these chunks."""
     from megatron_ext.ops.sorted_l1.triton_kernels import spread_kernel
 
     if chunks.stop > chunks.start:

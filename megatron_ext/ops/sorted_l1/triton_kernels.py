@@ -1,4 +1,4 @@
-"""The largest probabilities of a chunk without sorting it, and gradients at a few columns."""
+"""Triton kernels of the sorted L1: largest probabilities without sorting, and their gradients."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from megatron_ext.ops.triton_math import scaled
 
 @triton.jit
 def _keys(probabilities, counted):
-    """The bits of probabilities, ordered as they are: 0 to 2^30 - 1, where NaN is; -1: left out."""
+    """Bits of probabilities as ordered keys: 0 to 2^30 - 1, which is NaN; -1: left out."""
     bits = probabilities.to(tl.int32, bitcast=True)
     bits = tl.where(probabilities == probabilities, tl.minimum(bits, 0x3FFFFFFF), 0x3FFFFFFF)
     return tl.where(counted, bits, -1)
@@ -45,10 +45,11 @@ def select_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a chunk: ``places`` to ``capacity`` of its largest mean probabilities.
+    """One program for each chunk: ``places`` to ``capacity`` of its largest mean probabilities.
 
-    ``values`` [C', capacity] holds -1 before. A bracket of keys that holds the ``places``-th
-    largest is cut in 32 by counting, until the keys from its lower end on fit in, or are all equal.
+    ``values`` [C', capacity] is filled with -1 before. An interval of keys that contains the
+    ``places``-th largest is cut in 32 by counting, until the keys from its lower end on fit into
+    ``capacity``, or are all equal.
     """
     program = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets_ptr + first_chunk + program)
@@ -148,7 +149,7 @@ def keep_chosen_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a chunk: its rows' logits at the candidates, and ``sum q_i sign``.
+    """One program for each chunk: its rows' logits at the candidates, and ``sum q_i sign``.
 
     Candidates and signs are [C', capacity], ``kept`` is [T, capacity], ``centre`` [T].
     """
@@ -193,7 +194,7 @@ def spread_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a chunk: ``-q_i centre_i scale_c`` in its rows, 0 in padding."""
+    """One program for each chunk: ``-q_i centre_i scale_c`` in its rows, 0 in padding."""
     chunk = first_chunk + tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets_ptr + chunk)
     end = tl.load(offsets_ptr + chunk + 1)
@@ -247,7 +248,7 @@ def write_chosen_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a chunk: ``q_i (base_c + weight sign - centre_i) scale_c`` at the candidates."""
+    """Write ``q_i (base_c + weight sign - centre_i) scale_c`` at the candidates, by chunk."""
     program = tl.program_id(0).to(tl.int64)
     chunk = first_chunk + program
     begin = tl.load(offsets_ptr + chunk)

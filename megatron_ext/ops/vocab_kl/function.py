@@ -1,13 +1,6 @@
-"""Divergence of two models over one sharded vocabulary, with the student's graph.
+"""Divergence of two models over one sharded vocabulary: value, gradient and dense reference.
 
-T rows, Vp local columns. Equations and memory are in the README; ``reference.py`` says the same in
-dense torch.
-
-Divergence over one vocabulary straight from its formula. T rows, V columns.
-
-Divergence of two models over one vocabulary and its gradient, without a graph.
-
-T rows, Vp local columns. Equations are in the README.
+T rows, V columns, Vp local columns. Equations and memory are in the README.
 """
 
 from __future__ import annotations
@@ -32,7 +25,7 @@ from megatron_ext.ops.vocab_kl.pair_evaluation import LabelTerm, PairEvaluation,
 
 
 class VocabKLValues(NamedTuple):
-    """What is known of each row [T], replicated over the group; 0 where the row is not read."""
+    """Values of each row [T], replicated over the group; 0 where the row is not read."""
 
     row_loss: torch.Tensor
     """tau^2 D."""
@@ -41,10 +34,10 @@ class VocabKLValues(NamedTuple):
     """Entropy of the teacher in nats, at tau."""
 
     top1_agreement: torch.Tensor
-    """bool: both have the same largest logit."""
+    """bool: True where both have the same largest column."""
 
     cross_entropy: torch.Tensor | None
-    """-log p(label) at temperature 1, 0 where there is no label; None where none were given."""
+    """-log p(label) at temperature 1, 0 where there is no label; None without labels."""
 
 
 def evaluate_vocab_kl(
@@ -60,16 +53,16 @@ def evaluate_vocab_kl(
     gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> VocabKLValues:
-    """``tau^2 D`` of each row, and the gradient into memory of the caller's.
+    """Compute ``tau^2 D`` of each row, and write the gradient into the caller's memory.
 
     Args:
         student_logits: [T, Vp], any float dtype, contiguous in its columns.
         teacher_logits: [T, Vpt], likewise.
         teacher_shard: The student's real columns; padding can differ.
-        labels: int64 [T] global, negative for none: say the cross-entropy as well.
-        grad_scale: [T], what each ``row_loss`` will get; None: 1.
-        label_grad_scale: [T], what each ``cross_entropy`` will get; None: 1. A row at 0 in both, or
-            at 0 and without a label, is not read.
+        labels: int64 [T] global, negative for none, of the cross-entropy; None: it is not computed.
+        grad_scale: [T], the upstream gradient of each ``row_loss``; None: 1.
+        label_grad_scale: [T], that of each ``cross_entropy``; None: 1. A row at 0 in both, or at 0
+            and without a label, is not read.
         gradient: [T, Vp] of the student's dtype, or the student's logits themselves; receives the
             gradient of ``grad_scale . row_loss + label_grad_scale . cross_entropy``, and exactly 0
             in rows that are not read and in padding.
@@ -115,7 +108,7 @@ def evaluate_vocab_kl(
         cross_entropy = cross_entropy.masked_fill(label_weight == 0, 0.0)
         term = LabelTerm(column, label_weight, plain)
     pair = PairEvaluation(student, teacher, own, other, weight, term, options, held_width)
-    # The teacher's mass where the student has some: minus the sum of the forward KL's slopes.
+    # The teacher's mass where the student has mass: minus the sum of the forward KL's slopes.
     centre = -torch.exp((shared.peak - other.peak) + (shared.log_sum - other.log_sum))
     at_once = gradient if options.direction == "forward" else None
     terms = pair.run(centre=centre, gradient=at_once, by_kernel=by_kernel)
@@ -127,8 +120,8 @@ def evaluate_vocab_kl(
 
 
 def _where_read(values: VocabKLValues, read: torch.Tensor) -> VocabKLValues:
-    found = (None if part is None else part.masked_fill(~read, 0) for part in values)
-    return VocabKLValues(*found)  # type: ignore[arg-type]
+    masked = (None if part is None else part.masked_fill(~read, 0) for part in values)
+    return VocabKLValues(*masked)  # type: ignore[arg-type]
 
 
 def _weights(
@@ -137,7 +130,7 @@ def _weights(
     grad_scale: torch.Tensor | None,
     label_grad_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What D and the cross-entropy of each row get [T], 0 for the latter without a label."""
+    """Gradients of D and of the cross-entropy of each row [T], the latter 0 without a label."""
     ones = torch.ones(logits.shape[0], dtype=accumulation_dtype(logits.dtype), device=logits.device)
     weight = ones if grad_scale is None else grad_scale.to(ones.dtype)
     label_weight = ones if label_grad_scale is None else label_grad_scale.to(ones.dtype)
@@ -164,12 +157,12 @@ def vocab_kl(
         teacher_logits: [T, Vpt] y, any float dtype.
         student_shard: This rank's columns.
         teacher_shard: The same real columns; padding can differ.
-        grad_scale: [T], the gradient that each ``row_loss`` will get; None: 1. Any other is right
-            as well, at the price of a pass over the gradient. But a row of scale 0 is not read: it
-            has 0 in all its numbers, and no gradient whatever it gets.
+        grad_scale: [T], the gradient that each ``row_loss`` will get; None: 1. Another
+            upstream gradient costs a pass over the gradient. But a row of scale 0 is not read: all
+            its values are 0, and it never gets a gradient.
         in_place: Overwrite the student's logits with their gradient, if they need one.
 
-    A row whose ``row_loss`` gets no gradient gives none, whatever it holds. Everything is
+    A row whose ``row_loss`` gets no gradient passes none on, whatever it holds. Everything is
     accumulated in fp32 (fp64 for fp64 logits of the student). Collectives: forward four all-reduces
     (``evaluate_vocab_kl``), backward none. Keeps the gradient, in the logits' dtype, and no logits.
 

@@ -1,4 +1,4 @@
-"""Two models' rows: what normalises them, and value and gradient from it.
+"""Statistics of two models' rows, and value and gradient of their divergence.
 
 T rows, Vp columns, V real ones.
 """
@@ -27,21 +27,21 @@ from megatron_ext.ops.launch import (
 
 
 class PairStatistics(NamedTuple):
-    """Of this rank's real columns, not merged over shards."""
+    """Statistics of this rank's real columns, not merged over shards."""
 
     student: ExpSums
-    """At the temperature, as are the next two."""
+    """The student at the temperature."""
 
     teacher: ExpSums
 
     shared: ExpSums
-    """The teacher's columns in which the student has mass."""
+    """The teacher's columns in which the student has mass, at the temperature."""
 
     plain: ExpSums | None
-    """The student at temperature 1, where that is another."""
+    """The student at temperature 1, if the temperature is another."""
 
     columns: tuple[torch.Tensor, torch.Tensor]
-    """int64 [T] of student and teacher: their largest logit's, the first of equals."""
+    """int64 [T] of student and teacher: column of the largest logit, the first of equals."""
 
 
 def pair_statistics(
@@ -60,14 +60,14 @@ def pair_statistics(
         student: [T, V], without padding.
         teacher: [T, V].
         with_plain: Whether to sum the student at temperature 1 as well.
-        read: bool [T]; the others have nothing, whatever they hold. None: all.
-        held_width: Columns that rows of both have in memory, padding included.
+        read: bool [T]; other rows have sums of 0, whatever they hold. None: all.
+        held_width: Columns of both models' rows in memory, padding included.
     """
     if by_kernel and student.numel():
-        found = _by_kernel(student, teacher, temperature, with_plain, read, held_width)
+        statistics = _by_kernel(student, teacher, temperature, with_plain, read, held_width)
     else:
-        found = _by_torch(student, teacher, temperature, with_plain, read)
-    peak, total, column = found
+        statistics = _by_torch(student, teacher, temperature, with_plain, read)
+    peak, total, column = statistics
     sums = [ExpSums(*part) for part in zip(peak, total, strict=True)]
     return PairStatistics(
         sums[0], sums[1], sums[2], sums[3] if with_plain else None, (column[0], column[1])
@@ -102,13 +102,13 @@ def _by_torch(
             peak[3, part], total[3, part] = _sum_exponentials(plain)
     if read is not None:
         peak, total, column = (
-            torch.where(read, found, torch.zeros_like(found)) for found in (peak, total, column)
+            torch.where(read, each, torch.zeros_like(each)) for each in (peak, total, column)
         )
     return peak, total, column
 
 
 def _sum_exponentials(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Peak and sum [T']; ``values`` [T', V] become the exponentials over the peak."""
+    """Peak and sum [T'] of ``values`` [T', V], which become their exponentials over the peak."""
     peak = values.amax(dim=-1)
     peak = peak.masked_fill(peak == -torch.inf, 0.0)
     return peak, values.sub_(peak[:, None]).exp_().sum(dim=-1)
@@ -160,17 +160,17 @@ class LabelTerm(NamedTuple):
     """The cross-entropy of the same rows, [T] each."""
 
     column: torch.Tensor
-    """int64: this rank's column of the label, -1 where it is not here."""
+    """int64: this rank's column of the label, -1 where another rank has it."""
 
     weight: torch.Tensor
-    """What the cross-entropy of the row gets, 0 where there is none."""
+    """Gradient of the row's cross-entropy, 0 without a label."""
 
     plain: LogSumExp
-    """The student's at temperature 1."""
+    """The student's log-sum-exp at temperature 1."""
 
 
 class PairEvaluation(NamedTuple):
-    """Two models' rows and all that is known of them before they are compared, over all shards."""
+    """Two models' rows and their statistics over all shards, ready to be compared."""
 
     student: torch.Tensor
     """[T, V], without padding."""
@@ -179,19 +179,19 @@ class PairEvaluation(NamedTuple):
     """[T, V]"""
 
     own: LogSumExp
-    """The student's, at the temperature."""
+    """The student's log-sum-exp at the temperature."""
 
     other: LogSumExp
-    """The teacher's."""
+    """The teacher's log-sum-exp at the temperature."""
 
     weight: torch.Tensor
-    """[T]: what D of the row gets."""
+    """[T]: gradient of the row's D."""
 
     label: LabelTerm | None
     options: DivergenceOptions
 
     held_width: int
-    """Columns that rows of both have in memory, padding included; at least V."""
+    """Columns of both models' rows in memory, padding included; at least V."""
 
     def run(
         self,
@@ -205,9 +205,9 @@ class PairEvaluation(NamedTuple):
 
         Args:
             centre: [T], the sum of slopes over all shards; with a gradient.
-            gradient: [T, Vp], where equation (3) and the cross-entropy's are written, with 0 in
-                padding and in rows without a weight. May be where ``student`` is.
-            with_sums: False: the sums mean nothing.
+            gradient: [T, Vp], receives equation (3) and the cross-entropy's gradient, 0 in padding
+                and in rows without a weight. May overlap ``student``.
+            with_sums: Whether to compute the sums; otherwise they are arbitrary.
         """
         assert gradient is None or centre is not None
         dtype = accumulation_dtype(self.student.dtype)
@@ -234,7 +234,7 @@ class PairEvaluation(NamedTuple):
             sums[2, rows] = -(p * log_p.masked_fill_(p == 0, 0.0)).sum(dim=-1)
             if gradient is None or centre is None:
                 continue
-            # tau^2 of the loss over the tau that divides the logits.
+            # tau^2 of the loss, divided by the tau of the logits.
             scale = self.weight[rows, None] * self.options.temperature
             part = slope.sub_(log_q.exp_().mul_(centre[rows, None])).mul_(scale)
             part.masked_fill_(scale == 0, 0.0)
@@ -307,5 +307,5 @@ def _terms(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Terms of the value and of the slope, up to a multiple of Q, which (3) takes out again."""
     value, slope = divergence_terms(log_p, log_q, options.direction, options.mixture)
-    # What is left out is Q itself: its cancelling would cost digits.
+    # The factor Q itself is left out: cancelling it would cost digits.
     return value, value.clone() if options.direction == "reverse" else slope

@@ -1,4 +1,4 @@
-"""Divergence of two rows over one vocabulary: their statistics, then value and gradient."""
+"""Triton kernels of the divergence over one vocabulary: row statistics, value and gradient."""
 
 import triton
 import triton.language as tl
@@ -32,10 +32,10 @@ def pair_statistics_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a row. ``peak`` and ``total`` are [4, T], ``column`` [2, T].
+    """One program for each row. ``peak`` and ``total`` are [4, T], ``column`` [2, T].
 
     Student; teacher; teacher where the student has mass; student at temperature 1, if plain. Both
-    models' columns from ``width`` to ``held_width`` are there and count for nothing.
+    models' columns from ``width`` to ``held_width`` are padding in memory and are ignored.
     """
     row = tl.program_id(0).to(tl.int64)
     student_row = student_ptr + row * student_stride
@@ -143,12 +143,12 @@ def vocab_kl_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a row. ``gradient`` may be ``student``; it has ``padded_width`` columns.
+    """One program for each row. ``gradient`` may be ``student``; it has ``padded_width`` columns.
 
-    Both models' columns from ``width`` to ``held_width`` are there and count for nothing.
+    Both models' columns from ``width`` to ``held_width`` are padding in memory and are ignored.
     ``vectors`` is fp32 [9, T]: the student's peak and log-sum, the teacher's, the sum S of slopes,
-    what D gets times the temperature, the student's peak and log-sum at temperature 1, and what the
-    cross-entropy gets. ``column`` is int64 [T]: the label's, -1 where it is not among these.
+    D's gradient times the temperature, the student's peak and log-sum at temperature 1, and the
+    cross-entropy's gradient. ``column`` is int64 [T]: the label's, -1 where another rank has it.
     ``sums`` is fp32 [3, T]: of D, of its slope and of the teacher's entropy.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -172,7 +172,7 @@ def vocab_kl_kernel(
     entropy = 0.0
     if HAS_GRADIENT:
         place = gradient_ptr + row * gradient_stride
-    # A row without a weight is not looked at.
+    # A row without a weight is not read.
     used = tl.where((weight != 0.0) | (label_weight != 0.0), padded_width, 0)
     for start in range(0, used, BLOCK):
         columns = start + tl.arange(0, BLOCK)
