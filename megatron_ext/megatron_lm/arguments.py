@@ -26,9 +26,9 @@ from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.tokenizer_files import FileLibrary, require_library
 from megatron_ext.training.tokenizer_arguments import (
     add_missing_flags,
-    check_spoken,
-    parse_noting_spoken,
-    spoken_of,
+    check_explicit_flags,
+    explicit_flags,
+    parse_noting_explicit_flags,
 )
 
 
@@ -56,8 +56,8 @@ def _take_our_flags(parser: argparse.ArgumentParser) -> None:
         args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         add_missing_flags(parser)
-        namespace, rest = parse_noting_spoken(parser, parse, args, namespace)
-        check_spoken(namespace, has_legacy_tokenizers=has_legacy_tokenizers)
+        namespace, rest = parse_noting_explicit_flags(parser, parse, args, namespace)
+        check_explicit_flags(namespace, has_legacy_tokenizers=has_legacy_tokenizers)
         if not getattr(namespace, "legacy_tokenizer", False):
             config = config_from_namespace(namespace)
             if not _checkpoint_decides(namespace):
@@ -100,7 +100,7 @@ def _imply_type(namespace: Any, config: TokenizerConfig) -> None:
     namespace.tokenizer_type = _type_of(library, config.mode, config.model)
     namespace.tokenizer_type_implied = True
     include = "tokenizer_hf_include_special_tokens"
-    if include not in spoken_of(namespace) and hasattr(namespace, include):
+    if include not in explicit_flags(namespace) and hasattr(namespace, include):
         # On by default in one release; the new flags mean the same in all of them.
         setattr(namespace, include, False)
 

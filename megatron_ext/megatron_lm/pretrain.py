@@ -46,11 +46,11 @@ from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.cpu_megatron import announce_device
-from megatron_ext.training.distill import teach
+from megatron_ext.training.distill import build_trainer_around
 from megatron_ext.training.exclusions import check_exclusions
 from megatron_ext.training.first_weights import load_first_weights, model_shard
 from megatron_ext.training.inputs import Inputs, read_inputs
-from megatron_ext.training.microbatch import Lesson, Microbatch
+from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.model_section import read_config_file
 from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.run_data import HeldOut
@@ -242,7 +242,7 @@ class PretrainDistillation:
             post_process: Whether it has the head.
             options: ``vp_stage`` and what releases pass besides.
 
-        Collectives: those of ``training.distill.teach``, with the last chunk.
+        Collectives: those of ``training.distill.build_trainer_around``, with the last chunk.
         """
         if self._groups is None:
             self._start()
@@ -264,7 +264,7 @@ class PretrainDistillation:
             if self.config.initial_checkpoint:
                 start = find_checkpoint(self.config.initial_checkpoint, where="initial_checkpoint")
                 load_first_weights(start, self._chunks, self.config.student)
-            self._trainer = teach(
+            self._trainer = build_trainer_around(
                 self._chunks,
                 self._shard,
                 config=self.config,
@@ -296,9 +296,11 @@ class PretrainDistillation:
     # Every tensor- and pipeline-parallel rank has microbatches, not the first alone.
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
-    def forward_step(self, lessons: Iterator[Lesson], model: Any) -> tuple[torch.Tensor, Any]:
+    def forward_step(
+        self, microbatches: Iterator[MicrobatchWithTargets], model: Any
+    ) -> tuple[torch.Tensor, Any]:
         """The stage's output, and the function that turns it into Megatron-LM's loss triple."""
-        output, loss = self._step(lessons, InItsPrecision(model))
+        output, loss = self._step(microbatches, InItsPrecision(model))
         return output, partial(self._scaled, loss)
 
     def _scaled(
@@ -343,12 +345,12 @@ class PretrainDistillation:
             # Of an interleaved pipeline's streams, one for each chunk, which all are alike.
             stream = streams[0] if isinstance(streams, list) else streams
             count = options["num_microbatches"]
-            lessons = trainer.lessons([next(stream) for _ in range(count)])
-            self._step = trainer.step_of(lessons, iteration=1)
+            microbatches = trainer.with_targets([next(stream) for _ in range(count)])
+            self._step = trainer.step_of(microbatches, iteration=1)
             self._scale = float(count * trainer.groups.dp_size * trainer.groups.cp_size)
             several = isinstance(model, list) and len(model) > 1
-            iterators = [iter(lessons) for _ in model] if several else iter(lessons)
-            length = lessons[0].batch.row_length
+            iterators = [iter(microbatches) for _ in model] if several else iter(microbatches)
+            length = microbatches[0].batch.row_length
             return schedule(**{**options, "data_iterator": iterators, "seq_length": length})
 
         return run

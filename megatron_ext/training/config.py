@@ -241,7 +241,7 @@ class TeacherConfig:
     serving: ServingConfig = field(default_factory=ServingConfig, metadata={"prefix": "serving-"})
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether its model runs in other processes than the student's."""
         return self.placement != STUDENT_RANKS
 
@@ -698,14 +698,14 @@ class DistillConfig:
             *(
                 (_side(name), teacher.model)
                 for name, teacher in self.named_teachers.items()
-                if teacher.library == "megatron" and not teacher.is_elsewhere
+                if teacher.library == "megatron" and not teacher.is_remote
             ),
         ]
 
     def _check_served(self) -> None:
         """Check the teachers that have a layout of their own."""
         for name, teacher in self.named_teachers.items():
-            if not teacher.is_elsewhere:
+            if not teacher.is_remote:
                 continue
             serving = teacher.serving
             sizes = serving.tensor_model_parallel_size, serving.pipeline_model_parallel_size

@@ -1,4 +1,4 @@
-"""``megatron-ext distill``: from a configuration to a trained student, on every rank."""
+"""The training run of ``megatron-ext distill``, from a configuration to a trained student."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | Non
 
     Args:
         config: The run.
-        inputs: What ``read_inputs`` read for it.
-        evaluator: Asks the tasks of ``config.evaluation``, where it has any.
+        inputs: The result of ``read_inputs`` for it.
+        evaluator: Runs the tasks of ``config.evaluation``, where it has any.
 
     Returns:
         The run's folder.
@@ -67,7 +67,7 @@ def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | Non
 
 
 def _start(config: DistillConfig, inputs: Inputs, timeout: timedelta) -> Trainer:
-    """The trainer in its layout, once all ranks are known to be about to do the same."""
+    """The trainer, once all ranks agree on the run that they start."""
     check_same_start(config, inputs)
     groups = process_groups.initialize(config.parallel.layout, timeout=timeout)
     rank_phase.enter("building the models")
@@ -75,7 +75,7 @@ def _start(config: DistillConfig, inputs: Inputs, timeout: timedelta) -> Trainer
 
 
 def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) -> Trainer:
-    """Build and load everything a run needs; what it is goes to its folder once that has worked.
+    """Build and load everything a run needs, and then record the run in its folder.
 
     Collectives: those of ``ProcessGroups.on_main``, of ``check_shards_agree``, those that build
     and load models, and with a vocabulary layout one all-to-all for each model's head.
@@ -94,10 +94,12 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         load_first_weights(start, chunks, config.student)
         groups.on_main(lambda: copy_side_files(start, run_dir / SIDE_FOLDER))
-    return teach(chunks, shard, config=config, groups=groups, inputs=inputs, make_student=Student)
+    return build_trainer_around(
+        chunks, shard, config=config, groups=groups, inputs=inputs, make_student=Student
+    )
 
 
-def teach(
+def build_trainer_around(
     chunks: list[GPTModel],
     shard: VocabShard,
     *,
@@ -106,7 +108,7 @@ def teach(
     inputs: Inputs,
     make_student: Callable[..., Student],
 ) -> Trainer:
-    """Everything a run needs around a student that holds its first weights and is not wrapped yet.
+    """The trainer of a student that holds its first weights and is not wrapped yet.
 
     Args:
         shard: This rank's columns of the student's vocabulary.
@@ -115,19 +117,19 @@ def teach(
     Collectives: those of ``build_trainer`` but for the student's own.
     """
     tokenizer, run = inputs.tokenizer, RunPlan.of(config)
-    taught = make_run_teachers(
+    teachers = make_run_teachers(
         StudentParts(plan=run, inputs=inputs, groups=groups, chunks=chunks, shard=shard)
     )
-    laid_out = taught.laid_out
+    laid_out = teachers.laid_out
     step = learning_step(
         StudentStep(shard=shard, next_token=LOSS_REGISTRY["next_token"]()),
-        taught.taught_by,
+        teachers.loaded,
         student=chunks[-1],
         loss=run.loss,
         inputs=inputs,
         groups=groups,
     )
-    # Behind the step: an objective may have parameters of its own, which are trained with these.
+    # After the step: an objective may have added parameters of its own to the student.
     student = make_student(
         chunks,
         optimizer=run.optimizer,
@@ -145,8 +147,8 @@ def teach(
         groups=groups,
         student=student,
         step=step,
-        teachers=taught.teachers,
-        cached_teachers=taught.cached,
+        teachers=teachers.teachers,
+        cached_teachers=teachers.cached,
         weighting=make_weighting(run.loss, train_iters=run.training.train_iters),
         data=inputs.data,
         replica=replica,

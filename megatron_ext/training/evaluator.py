@@ -1,4 +1,4 @@
-"""What a run asks to measure its student by tasks; the package ``evaluation`` answers."""
+"""The protocol for measuring the student by tasks, which ``evaluation`` implements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StudentToEvaluate:
     groups: ProcessGroups
 
     max_length: int
-    """Tokens that it reads at once."""
+    """Longest sequence, in tokens."""
 
 
 class Evaluator(Protocol):
@@ -40,22 +40,23 @@ class Evaluator(Protocol):
 def measurement(
     trainer: Trainer, evaluator: Evaluator | None, tokenizer: MegatronTokenizerText
 ) -> Measurement | None:
-    """What measures the student by the tasks of its configuration, if there are any.
+    """The measurement of the student by the tasks of its configuration; None without tasks.
 
     Args:
         tokenizer: The student's.
 
     Raises:
-        ConfigError: There are, and nobody who asks them.
+        ConfigError: There are tasks, but no evaluator.
     """
     if not trainer.plan.evaluation.tasks:
         return None
     if evaluator is None:
         raise ConfigError(
-            "nothing asks the tasks of this run",
+            "there is no evaluator for the tasks of this run",
             where="evaluation.tasks",
-            expected="an evaluator, as megatron-ext distill has one",
-            fix="pass one to distill, or leave the tasks out",
+            got=", ".join(trainer.plan.evaluation.tasks),
+            expected="an evaluator, such as that of megatron-ext distill",
+            fix="pass one to distill, or remove the tasks",
         )
     student = StudentToEvaluate(
         chunk=trainer.student.chunks[-1],

@@ -122,7 +122,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     Exclusion(
         features.PLACED,
         features.LAYOUT,
-        "targets from elsewhere are in the order of the ids",
+        "remote targets are in the order of the ids",
         _BY_IDS,
     ),
     Exclusion(

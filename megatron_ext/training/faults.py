@@ -1,8 +1,7 @@
-"""What becomes of an iteration whose loss or gradient is NaN or infinite; alike on every rank.
+"""Faults that a run may survive: non-finite iterations, unreadable documents, failed saves.
 
-What a run has survived so far, in every row of its metrics and in every checkpoint.
-
-Documents that a run left out, each with its place and the reason: ``quarantine.jsonl``.
+Counts are in every row of the metrics and in every checkpoint; documents that a run left out are in
+``quarantine.jsonl``, each with its place and the reason.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from megatron_ext.training.run_folder import QUARANTINE_FILE
 
 @dataclass(slots=True, kw_only=True)
 class FaultCounts:
-    """Since the run began, over all its starts; the same on every rank."""
+    """Faults since the run began, over all its starts; the same on every rank."""
 
     skipped_iterations: int = 0
     """Iterations without an update, because their loss or gradient was not finite."""
 
     skips_in_a_row: int = 0
-    """Those of them since the last update."""
+    """Skipped iterations since the last update."""
 
     refused_documents: int = 0
     """Documents that were left out, where ``data.bad_documents`` is ``skip``."""
 
     retokenized_documents: int = 0
-    """Documents of a ``.bin`` of the student's vocabulary that were trained as other ids than they
-    are kept as: those that its tokenizer gives their text."""
+    """Documents of a ``.bin`` whose stored ids differ from those that the student's tokenizer gives
+    their text; they were trained as the latter."""
 
     worker_restarts: int = 0
-    """How often data workers that had died were started again, where there are any."""
+    """Restarts of data workers that had died."""
 
     failed_saves: int = 0
     """Checkpoints that could not be written."""
@@ -53,20 +52,20 @@ class FaultCounts:
     def add_data_faults(
         self, *, refused: int, retokenized: int, restarts: int, device: torch.device
     ) -> None:
-        """Add what each rank has found since it last said so; one all-reduce over all ranks.
+        """Add each rank's new faults; one all-reduce over all ranks.
 
         Args:
             refused: Documents, on one rank of each replica; 0 on the others, which read the same.
             retokenized: Likewise.
-            restarts: Of this rank's own workers.
-            device: Of the collective.
+            restarts: Restarts of this rank's own workers.
+            device: Device of the collective.
         """
-        found = torch.tensor([refused, retokenized, restarts], device=device)
-        dist.all_reduce(found)
-        refused_everywhere, retokenized_everywhere, restarts_everywhere = found.tolist()
-        self.refused_documents += refused_everywhere
-        self.retokenized_documents += retokenized_everywhere
-        self.worker_restarts += restarts_everywhere
+        counts = torch.tensor([refused, retokenized, restarts], device=device)
+        dist.all_reduce(counts)
+        all_refused, all_retokenized, all_restarts = counts.tolist()
+        self.refused_documents += all_refused
+        self.retokenized_documents += all_retokenized
+        self.worker_restarts += all_restarts
 
     def state_dict(self) -> dict[str, int]:
         """Plain values for a checkpoint."""
@@ -78,7 +77,7 @@ class FaultCounts:
             setattr(self, field.name, int(state.get(field.name, 0)))
 
     def metrics(self) -> dict[str, int]:
-        """The totals."""
+        """Totals for the log."""
         return {
             name: count for name, count in self.state_dict().items() if name != "skips_in_a_row"
         }
@@ -90,25 +89,21 @@ class DivergedError(MegatronExtError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class NonFinitePolicy:
-    """``training.nan_policy``: end the run, or leave the iteration out and count it.
-
-    Args:
-        config: The run's.
-        groups: Of this rank.
-        counts: Where skips are counted.
-    """
+    """``training.nan_policy``: end the run, or skip the iteration and count it."""
 
     config: TrainingConfig
     groups: ProcessGroups
+
     counts: FaultCounts
+    """Counts that a skip is added to."""
 
     def check_loss(self, loss: float, predictions: FiniteCheck, *, iteration: int) -> bool:
-        """Whether the iteration may go on; what the last stage knows holds on every rank.
+        """Whether the iteration may go on, by the last stage's values, alike on every rank.
 
         Collectives: one broadcast over ``pp``.
 
         Raises:
-            LossError: A model predicts NaN or infinity, and that is one time too many.
+            LossError: A model predicts NaN or infinity, and no more skips are allowed.
             DivergedError: The loss is not finite; likewise.
         """
         shared = torch.tensor([loss, 0.0, 0.0], dtype=torch.float64, device=self.groups.device)
@@ -122,10 +117,10 @@ class NonFinitePolicy:
         return False
 
     def check_gradient(self, grad_norm: float, *, iteration: int) -> bool:
-        """Whether the gradient, whose norm all ranks know, was applied; no collective.
+        """Whether the gradient, whose norm all ranks have, was finite and applied; no collective.
 
         Raises:
-            DivergedError: It is not finite, and that is one time too many.
+            DivergedError: It is not finite, and no more skips are allowed.
         """
         if math.isfinite(grad_norm):
             self.counts.skips_in_a_row = 0
@@ -135,7 +130,7 @@ class NonFinitePolicy:
         return False
 
     def _skips(self) -> bool:
-        """Count a skip; whether it is allowed."""
+        """Count a skip and return whether it is allowed."""
         if self.config.nan_policy == "stop":
             return False
         self.counts.skipped_iterations += 1
@@ -153,7 +148,7 @@ class NonFinitePolicy:
 
 
 def finite_only(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Without what is no number, of which JSON has none."""
+    """``metrics`` without NaN and infinity, which JSON does not have."""
     return {
         name: value
         for name, value in metrics.items()
@@ -162,17 +157,16 @@ def finite_only(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def log_refused(run_dir: Path, document: RefusedDocument, *, iteration: int) -> None:
-    """Append a line; ranks append to one file, each line in one write."""
+    """Append a document to ``quarantine.jsonl``, in one write since ranks share the file."""
     line = json.dumps({"iteration": iteration, **document._asdict()}, ensure_ascii=False)
     with (run_dir / QUARANTINE_FILE).open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
 
 def forget_refused(run_dir: Path, *, last_iteration: int) -> None:
-    """Drop the lines of later iterations, and a line cut short: a resumed run does them again."""
+    """Drop lines of later iterations, which a resumed run repeats, and a line cut short."""
     path = run_dir / QUARANTINE_FILE
-    lines = whole_lines(path)
-    kept = [line for line in lines if json.loads(line)["iteration"] <= last_iteration]
-    content = b"".join(line + b"\n" for line in kept)
+    lines = [line for line in whole_lines(path) if json.loads(line)["iteration"] <= last_iteration]
+    content = b"".join(line + b"\n" for line in lines)
     if path.exists() and content != path.read_bytes():
         write_bytes(path, content)

@@ -210,7 +210,7 @@ def _own_rotation(setting: Setting) -> str | None:
         return "student.local_rotary_base"
     if teacher is None or not setting.config.distils or teacher.cache is not None:
         return None
-    is_cut = teacher.library == "megatron" and not teacher.is_elsewhere
+    is_cut = teacher.library == "megatron" and not teacher.is_remote
     has_own = is_cut and teacher.model.local_rotary_base is not None
     return setting.place("{teacher}.model.local_rotary_base") if has_own else None
 
@@ -266,7 +266,7 @@ HEADS: Final = Feature(
     value=_starts_from_heads,
 )
 NO_LOGITS: Final = Feature(
-    name="targets of a cache or from elsewhere that are not `hidden`",
+    name="cached or remote targets that are not `hidden`",
     key="{targets}",
     off="hidden",
     value=_without_logits,

@@ -1,8 +1,8 @@
-"""The student's side of megatron-core's schedules: one microbatch forward, and its loss.
+"""The student's forward step for megatron-core's schedules: one microbatch forward, and its loss.
 
 A loss is a sum. It is divided by the count over the global batch, which every rank knows before the
-first forward pass because the data says it; so the loss and its gradient do not depend on how the
-batch is cut into microbatches and replicas.
+first forward pass because it follows from the data alone; so the loss and its gradient do not
+depend on how the batch is cut into microbatches and replicas.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_ext.losses import (
 )
 from megatron_ext.losses.diagnostics import FiniteCheck, check_finite
 from megatron_ext.losses.linear import LinearDistillation, no_logits
-from megatron_ext.training.microbatch import Lesson
+from megatron_ext.training.microbatch import MicrobatchWithTargets
 from megatron_ext.training.models import has_head
 from megatron_ext.training.student_head import Head, StudentHidden, head_of, without_head
 from megatron_ext.training.teacher_term import TeacherTerm
@@ -39,13 +39,13 @@ from megatron_ext.training.teacher_term import TeacherTerm
 
 @dataclass(frozen=True, slots=True)
 class GlobalCounts:
-    """What the terms of the loss are divided by."""
+    """Denominators of the terms of the loss, over a global batch."""
 
     tokens: int
     """Trained labels of the student."""
 
     of_parts: Mapping[str, int]
-    """What the teachers' objectives count, chunks, some of them, or labels, by count name."""
+    """Numbers of chunks or labels that the teachers' objectives sum over, by count name."""
 
     chunk_counts: ChunkCounts
     """Chunks by size, and labels in none."""
@@ -57,25 +57,29 @@ class GlobalCounts:
 
     @property
     def compared(self) -> int:
-        """What is counted of all teachers."""
+        """Sum of the counts of all teachers' objectives."""
         return sum(self.of_parts.values())
 
     @classmethod
     def of(
-        cls, lessons: Sequence[Lesson], groups: ProcessGroups, *, term: TeacherTerm | None
+        cls,
+        microbatches: Sequence[MicrobatchWithTargets],
+        groups: ProcessGroups,
+        *,
+        term: TeacherTerm | None,
     ) -> GlobalCounts:
         """Counts over all microbatches and replicas; one all-reduce over ``dp``.
 
         Ranks that share a replica's sequences know all of its rows, and count the same.
         """
-        batches = [lesson.batch for lesson in lessons]
+        batches = [microbatch.batch for microbatch in microbatches]
         chunk_counts = astuple(sum((b.chunk_counts for b in batches), ChunkCounts()))
-        counted = [term.counts(lesson) if term else {} for lesson in lessons]
+        counted = [term.counts(microbatch) if term else {} for microbatch in microbatches]
         counts = torch.tensor(
             [sum(b.token_count for b in batches), *chunk_counts], device=groups.device
         )
         parts = list(counted[0])
-        sums = [torch.stack([own[name] for own in counted]).sum() for name in parts]
+        sums = [torch.stack([of_one[name] for of_one in counted]).sum() for name in parts]
         if sums:
             counts = torch.cat([counts, torch.stack(sums)])
         dist.all_reduce(counts, group=groups.dp)
@@ -89,7 +93,7 @@ class GlobalCounts:
 
 
 class StepReport(NamedTuple):
-    """What one microbatch has to say, on the device."""
+    """Metrics of one microbatch, on the device."""
 
     metrics: dict[str, SumCount]
     finite: FiniteCheck
@@ -97,54 +101,57 @@ class StepReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentStep:
-    """A ``forward_step_func`` for megatron-core's schedules; its data iterator yields lessons."""
+    """A ``forward_step_func`` for megatron-core's schedules over microbatches with targets."""
 
     shard: VocabShard
     next_token: Objective
 
     term: TeacherTerm | None = None
-    """What is learned from teachers."""
+    """The distillation term; None in a run that does not distil."""
 
     hidden: StudentHidden | None = None
-    """On the last stage, for objectives that read hidden states."""
+    """The student's last hidden states, on the last stage, for objectives that read them."""
 
     linear: Mapping[str, LinearDistillation] | None = None
-    """In place of logits: the loss from hidden states; by teacher, see ``linear_forms``."""
+    """Linear forms by teacher, which compute the loss from hidden states; see ``linear_forms``.
+    None where the model makes logits."""
 
     counts: GlobalCounts = GlobalCounts(tokens=0, of_parts={}, chunk_counts=ChunkCounts())
 
     term_weights: Mapping[str, float] = field(default_factory=lambda: {"kd": 1.0, "ce": 1.0})
-    """Of this global batch."""
+    """Weights of the terms for this global batch."""
 
     teacher_weights: torch.Tensor | None = None
-    """Of this global batch, where they follow the text."""
+    """[P] weights of the teachers for this global batch; None for static ones."""
 
     gradients: LayerGradients | None = None
-    """On the last stage, where the weights follow each term's gradient."""
+    """Measures each term's gradient, on the last stage, where the weights follow it."""
 
-    def __call__(self, lessons: Iterator[Lesson], model: Any) -> tuple[torch.Tensor, Any]:
+    def __call__(
+        self, microbatches: Iterator[MicrobatchWithTargets], model: Any
+    ) -> tuple[torch.Tensor, Any]:
         """The stage's output and the function that turns it into a loss."""
-        lesson = next(lessons)
-        inputs = lesson.batch.student
+        microbatch = next(microbatches)
+        inputs = microbatch.batch.student
         is_headless = self.linear is not None and has_head(model)
         with without_head(model) if is_headless else nullcontext():
             output = model(inputs.tokens, inputs.position_ids, inputs.attention_mask)
         if not has_head(model):
-            return output, partial(self._loss, lesson, None)
+            return output, partial(self._loss, microbatch, None)
         if is_headless:
             head = head_of(model)
-            return output, partial(self._loss_from_hidden, lesson, head)
-        # Now: under a pipeline, other microbatches go forward before this one has its loss.
-        return output, partial(self._loss, lesson, self.hidden.take() if self.hidden else None)
+            return output, partial(self._loss_from_hidden, microbatch, head)
+        # Taken now: a pipeline runs other microbatches forward before it asks for this loss.
+        return output, partial(self._loss, microbatch, self.hidden.take() if self.hidden else None)
 
     def _loss(
-        self, lesson: Lesson, hidden: torch.Tensor | None, logits: torch.Tensor
+        self, microbatch: MicrobatchWithTargets, hidden: torch.Tensor | None, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
-        """megatron-core's triple: this microbatch's part of the loss, 0 tokens, what to report."""
+        """megatron-core's triple: this microbatch's share of the loss, 0 tokens, and its report."""
         head = self.hidden.head_weight if self.hidden else None
-        plan, finite = self._plan(lesson, self._student(lesson, logits, hidden, head))
+        plan, finite = self._plan(microbatch, self._student(microbatch, logits, hidden, head))
         if self.gradients is None:
-            # Nobody reads the logits again: who compares hidden states has those.
+            # The logits are not read again, so the gradient may take their place.
             return self._report(plan, plan.loss(self._counts(), in_place=True), finite)
         combined, counts = plan.outputs(), self._counts()
         self.gradients.add(combined.terms(counts))
@@ -152,19 +159,21 @@ class StudentStep:
         return self._report(plan, loss, finite)
 
     def _loss_from_hidden(
-        self, lesson: Lesson, head: Head, output: torch.Tensor
+        self, microbatch: MicrobatchWithTargets, head: Head, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
-        """The same, of a stage's last hidden states [T, B, D]."""
+        """``_loss`` from a stage's last hidden states [T, B, D]."""
         assert self.linear is not None
         hidden = head.whole(output, self.shard.group)
         logits = no_logits(hidden, self.shard)
-        plan, finite = self._plan(lesson, self._student(lesson, logits, hidden, head.weight))
-        loss = plan.loss_from_hidden(self._counts(), self.linear, lesson.batch.tiles)
+        plan, finite = self._plan(
+            microbatch, self._student(microbatch, logits, hidden, head.weight)
+        )
+        loss = plan.loss_from_hidden(self._counts(), self.linear, microbatch.batch.tiles)
         return self._report(plan, loss, finite)
 
     def _student(
         self,
-        lesson: Lesson,
+        microbatch: MicrobatchWithTargets,
         logits: torch.Tensor,
         hidden: torch.Tensor | None,
         head_weight: torch.Tensor | None,
@@ -172,17 +181,19 @@ class StudentStep:
         return DistillationInputs(
             student_logits=logits,
             student_shard=self.shard,
-            labels=lesson.batch.student.labels,
+            labels=microbatch.batch.student.labels,
             student_hidden=hidden,
             student_head_weight=head_weight,
         )
 
-    def _plan(self, lesson: Lesson, student: DistillationInputs) -> tuple[LossPlan, FiniteCheck]:
-        """The loss of a microbatch, and whether the numbers that it reads are finite."""
-        of_teachers = self.term.inputs(lesson, student) if self.term else {}
+    def _plan(
+        self, microbatch: MicrobatchWithTargets, student: DistillationInputs
+    ) -> tuple[LossPlan, FiniteCheck]:
+        """The loss of a microbatch, and a check that its inputs are finite."""
+        of_teachers = self.term.inputs(microbatch, student) if self.term else {}
         finite = FiniteCheck(torch.zeros(2, dtype=torch.int32, device=student.labels.device))
         for inputs in of_teachers.values() or [student]:
-            finite = finite.merged(check_finite(self._seen(inputs)))
+            finite = finite.merged(check_finite(self._checkable(inputs)))
         parts = {
             "ce": LossPart(objective=self.next_token, inputs=student, term="ce", count_name="ce")
         }
@@ -190,8 +201,8 @@ class StudentStep:
             parts |= self.term.aggregator(of_teachers, weights=self.teacher_weights)
         return LossPlan(parts=parts, term_weights=self.term_weights), finite
 
-    def _seen(self, inputs: DistillationInputs) -> DistillationInputs:
-        """With what is there to be checked: hidden states in place of logits that are not made."""
+    def _checkable(self, inputs: DistillationInputs) -> DistillationInputs:
+        """``inputs`` with hidden states in place of logits that the linear form does not make."""
         hidden = inputs.student_hidden
         if self.linear is None or hidden is None:
             return inputs
@@ -210,9 +221,9 @@ class StudentStep:
         metrics = {"loss": (total.detach(), no_tokens)}
         shares = []
         for name, output in loss.outputs.items():
-            called = self.term.metric_name(name) if self.term else name
-            metrics |= _metrics(called, output)
-            if called != name or name == "ce":
+            metric_name = self.term.metric_name(name) if self.term else name
+            metrics |= _metrics(metric_name, output)
+            if metric_name != name or name == "ce":
                 continue
             part = plan.parts[name]
             count = max(self.counts.of_parts[part.count_name], 1)
@@ -232,20 +243,20 @@ def _metrics(name: str, output: LossOutput) -> dict[str, SumCount]:
 def reduce_reports(
     reports: Sequence[StepReport], groups: ProcessGroups
 ) -> tuple[dict[str, float], FiniteCheck]:
-    """Means over the global batch on the last stage, none elsewhere, and whether numbers were bad.
+    """Means over the global batch, and the finite check; on the last stage, empty on the others.
 
-    One all-reduce over ``dp_cp``. What counts nothing is the sum of the microbatches' parts, which
-    are divided already. Nothing of the same name is missing in another microbatch.
+    One all-reduce over ``dp_cp``. A metric with the count 0 is a sum of shares that are divided
+    already. Every microbatch has the same metrics.
     """
     if not reports:
         return {}, FiniteCheck(torch.zeros(2, dtype=torch.int32, device=groups.device))
     names = list(reports[0].metrics)
     sums = [
-        torch.stack([torch.stack([part.double() for part in r.metrics[name]]) for r in reports])
+        torch.stack([torch.stack([value.double() for value in r.metrics[name]]) for r in reports])
         for name in names
     ]
     bad = torch.stack([report.finite.bad for report in reports])
-    totals = torch.stack([*(part.sum(dim=0) for part in sums), bad.double().sum(dim=0)])
+    totals = torch.stack([*(metric.sum(dim=0) for metric in sums), bad.double().sum(dim=0)])
     dist.all_reduce(totals, group=groups.dp_cp)
     means = {
         name: total if count == 0 else total / count

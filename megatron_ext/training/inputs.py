@@ -1,9 +1,7 @@
-"""What a run reads before any model is built: tokenizers, text, projection; all checks on the way.
+"""Inputs of a run, read and checked before any model is built: tokenizers, text, projections.
 
 Cheap checks come first and nothing is written, so that a wrong start ends in seconds and leaves no
 trace. torch is loaded late, and megatron-core only where the text is in its own format.
-
-What a process of a teacher's own reads before the model is built: its tokenizer, and no text.
 """
 
 from __future__ import annotations
@@ -36,17 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherInputs:
-    """What is read for one teacher."""
+    """Tokenizer and projection of one teacher."""
 
     tokenizer: MegatronTokenizerText
 
     projection: SparseProjection | None
-    """The configured one; None where the run builds its own."""
+    """The configured projection; None where the run builds its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Everything a run reads but checkpoints; the same on every rank."""
+    """Everything a run reads except checkpoints; the same on every rank."""
 
     tokenizer: MegatronTokenizerText
     teachers: Mapping[str, TeacherInputs]
@@ -55,17 +53,17 @@ class Inputs:
     data: RunData
 
     doubts: Mapping[str, list[str]] = field(default_factory=dict)
-    """What a user may not have meant, by checkpoint: a tokenizer that may not be its model's, and
-    which checkpoint of a run is taken."""
+    """Warnings by checkpoint: a tokenizer that may not be its model's, and the checkpoint that is
+    taken where a run's folder is named."""
 
     @property
     def warnings(self) -> list[str]:
-        """What a user should read before the run starts."""
-        return [f"{folder}: {doubt}" for folder, found in self.doubts.items() for doubt in found]
+        """Warnings for the user before the run starts."""
+        return [f"{folder}: {doubt}" for folder, doubts in self.doubts.items() for doubt in doubts]
 
     @property
     def teacher_tokenizer(self) -> MegatronTokenizerText | None:
-        """Of the one teacher of a ``teacher`` section."""
+        """Tokenizer of the one teacher of a ``teacher`` section."""
         teacher = self.teachers.get(TEACHER)
         return None if teacher is None else teacher.tokenizer
 
@@ -78,7 +76,7 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     """
     _check_batch(config, world_size)
     read_blend(config.data.train, where="data.train")
-    # Before the run folder: of a run that is there, a mistyped name is another experiment.
+    # Before the run folder, which would call a mistyped objective a different experiment.
     _check_objectives(config)
     check_run_folder(config)
     check_writers(config.training)
@@ -169,7 +167,7 @@ def _check_loss(
 ) -> None:
     from megatron_ext.training.run_loss import check_loss
 
-    check_loss(config, tokenizer, {name: its.tokenizer for name, its in teachers.items()})
+    check_loss(config, tokenizer, {name: read.tokenizer for name, read in teachers.items()})
 
 
 def _doubts(
@@ -177,8 +175,8 @@ def _doubts(
     tokenizer: MegatronTokenizerText,
     teachers: Mapping[str, TeacherInputs],
 ) -> dict[str, list[str]]:
-    """Check that every model has learned the ids of its tokenizer; what is doubtful."""
-    found: dict[str, list[str]] = {}
+    """Check that every model has learned the ids of its tokenizer; warnings by checkpoint."""
+    by_checkpoint: dict[str, list[str]] = {}
     latest = latest_checkpoint(Path(config.run_dir) / CHECKPOINTS)
     if latest is not None:
         check_same_tokenizer(latest, tokenizer)
@@ -190,28 +188,28 @@ def _doubts(
             allow_other=config.allow_other_tokenizer,
             switch="set allow_other_tokenizer",
         )
-        found[str(start)] = [*_chosen(config.initial_checkpoint, start), *doubts]
+        by_checkpoint[str(start)] = [*_chosen(config.initial_checkpoint, start), *doubts]
     for name in teachers if config.distils else ():
         plan = TeacherPlan.of(config, name)
         chosen = _chosen(plan.config.checkpoint, plan.checkpoint)
         doubts = teacher_doubts(plan, teachers[name].tokenizer)
-        found.setdefault(str(plan.checkpoint), []).extend([*chosen, *doubts])
-    return found
+        by_checkpoint.setdefault(str(plan.checkpoint), []).extend([*chosen, *doubts])
+    return by_checkpoint
 
 
 def _chosen(path: str, checkpoint: Path) -> list[str]:
-    """Which checkpoint of a run was taken, where its folder is named."""
+    """A warning of the checkpoint that is taken, where the folder of a run is named."""
     if checkpoint.parent == Path(path) / CHECKPOINTS:
         return [f"the latest checkpoint of the run {path} is taken"]
     return []
 
 
 def _check_targets(config: DistillConfig, inputs: Inputs) -> None:
-    if config.distils and any(its.cache for its in config.named_teachers.values()):
+    if config.distils and any(teacher.cache for teacher in config.named_teachers.values()):
         from megatron_ext.training.teachers.target_checks import check_caches
 
         check_caches(config, inputs)
-    if config.distils and any(its.is_elsewhere for its in config.named_teachers.values()):
+    if config.distils and any(teacher.is_remote for teacher in config.named_teachers.values()):
         from megatron_ext.training.teachers.target_checks import check_served
 
         check_served(config, inputs)
@@ -228,16 +226,16 @@ def _data(
         config,
         tokenizer,
         {
-            name: (its.tokenizer, config.named_teachers[name].model.seq_length)
-            for name, its in teachers.items()
+            name: (read.tokenizer, config.named_teachers[name].model.seq_length)
+            for name, read in teachers.items()
         },
     )
 
 
 def read_served_teacher(teacher: TeacherPlan) -> MegatronTokenizerText:
-    """Check and read what a configuration says of one teacher, for a process that serves it.
+    """Check one teacher's section and read its tokenizer, for a process that serves it.
 
-    What is doubtful goes to standard error.
+    Warnings go to standard error.
 
     Returns:
         The teacher's tokenizer.

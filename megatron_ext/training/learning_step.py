@@ -1,7 +1,4 @@
-"""From a student and its teachers to the forward step that learns: all that objectives read.
-
-The projections that a run trains, as files that another run can start from.
-"""
+"""The forward step with the objectives of a run, their projections and their trained parameters."""
 
 from __future__ import annotations
 
@@ -35,46 +32,46 @@ from megatron_ext.training.teacher_term import TeacherTerm, make_aggregator
 from megatron_ext.training.validation import same_tokens
 
 PROJECTORS = "distillation_projectors"
-"""Where the student keeps the projectors of ``dskd``: DDP, optimizer and checkpoint find them.
-
-Those of one of several teachers have its name behind an underscore."""
+"""Submodule of the student with the projectors of ``dskd``, so that DDP, optimizer and checkpoint
+include them. With several teachers, an underscore and the teacher's name follow."""
 
 PROJECTION = "distillation_projection"
-"""Where the student keeps the shares of a learned projection, likewise."""
+"""Submodule of the student with the shares of a learned projection, likewise."""
 
 
-class TaughtBy(NamedTuple):
+class LoadedTeacher(NamedTuple):
     """One teacher of a run, loaded."""
 
     plan: TeacherPlan
 
     head: torch.Tensor | None
-    """[Vp, D] this rank's rows of its head on the last stage; None where its model is elsewhere, or
-    its targets are recorded."""
+    """[Vp, D] this rank's rows of its head on the last stage; None for a remote model and for
+    cached targets."""
 
     shard: VocabShard
 
     projection: SparseProjection | None
-    """What ``run_projection`` returned, by ids."""
+    """The result of ``run_projection``, in the order of ids."""
 
     layout: VocabularyLayout | None
-    """The order of both heads' rows; None: that of the ids."""
+    """Order of both heads' rows; None for the order of ids."""
 
 
 def learning_step(
     step: StudentStep,
-    teachers: Sequence[TaughtBy],
+    teachers: Sequence[LoadedTeacher],
     *,
     student: GPTModel,
     loss: LossConfig,
     inputs: Inputs,
     groups: ProcessGroups,
 ) -> StudentStep:
-    """``step`` with the objectives of a run and what they read.
+    """``step`` with the objectives of a run and the constants that they read.
 
-    Objectives with parameters give them to ``student``, which is not wrapped yet.
+    Parameters of objectives become submodules of ``student``, which is not wrapped yet.
 
-    Collectives: on the last stage those of ``DskdProjectors.from_heads``, where ``dskd`` starts so.
+    Collectives: on the last stage those of ``DskdProjectors.from_heads``, where ``dskd`` starts
+    from the heads.
     """
     objectives: dict[str, Objective] = {}
     constants: dict[str, RunConstants] = {}
@@ -119,13 +116,13 @@ def run_projection(
     configured = inputs.teachers[teacher.name].projection
     if configured is not None or method is None:
         return configured
-    return _own_projection(inputs, run_dir, teacher.name, method, groups)
+    return _built_projection(inputs, run_dir, teacher.name, method, groups)
 
 
 def _constants(
     inputs: Inputs,
     step: StudentStep,
-    teacher: TaughtBy,
+    teacher: LoadedTeacher,
     objective: Objective,
     student: GPTModel,
     groups: ProcessGroups,
@@ -163,23 +160,22 @@ def _constants(
 
 def _add(
     student: GPTModel,
-    what: str,
+    submodule: str,
     teacher: TeacherPlan,
     module: torch.nn.Module,
     groups: ProcessGroups,
 ) -> None:
-    """Make ``module`` part of the student.
+    """Make ``module`` a submodule of the student, in the student's precision.
 
-    In the student's own precision: megatron-core's optimizers keep fp32 copies, and cannot save
-    parameters of two dtypes.
+    megatron-core's optimizers keep fp32 copies, and cannot save parameters of two dtypes.
     """
-    name = what if teacher.name == TEACHER else f"{what}_{teacher.name}"
+    name = submodule if teacher.name == TEACHER else f"{submodule}_{teacher.name}"
     dtype = DTYPES[teacher.training.precision]
     student.add_module(name, module.to(device=groups.device, dtype=dtype))
 
 
 def _projectors(
-    student: GPTModel, teacher: TaughtBy, shard: VocabShard, constants: RunConstants
+    student: GPTModel, teacher: LoadedTeacher, shard: VocabShard, constants: RunConstants
 ) -> DskdProjectors:
     if projector_start(teacher.plan.loss) == "heads":
         assert constants.match is not None
@@ -198,16 +194,16 @@ def _projectors(
     )
 
 
-def _own_projection(
+def _built_projection(
     inputs: Inputs,
     run_dir: Path,
     name: str,
     method: ProjectionMethod,
     groups: ProcessGroups,
 ) -> SparseProjection:
-    """The run's own projection, built once by the main rank.
+    """The projection that the run builds itself, once, on the main rank.
 
-    One that a start without a checkpoint left is built again: it may be of another pair.
+    A file left by a start without a checkpoint is built again: it may be of another pair.
     """
     tokenizer, teacher = inputs.tokenizer, inputs.teachers[name].tokenizer
     path = run_dir / projection_file(name)
@@ -223,28 +219,30 @@ def _own_projection(
 
 
 def learned_projection_file(teacher: str) -> str:
-    """Name of the file with what a run has made of its projection to a teacher's vocabulary."""
+    """File name of a run's learned projection to a teacher's vocabulary."""
     suffix = "" if teacher == TEACHER else f"-{teacher}"
     return f"learned_projection{suffix}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedProjections:
-    """Those of one run."""
+    """The learned projections of one run, as files that another run can start from."""
 
     run_dir: Path
 
     of_teachers: Mapping[str, LearnedProjection]
-    """By teacher, on the last stage; none elsewhere."""
+    """By teacher, on the last stage; empty on the others."""
 
     @classmethod
     def of(cls, run_dir: Path, term: TeacherTerm) -> LearnedProjections:
-        """Those among what the objectives of ``term`` read."""
-        found = {name: constants.learned for name, constants in term.constants.items()}
-        return cls(run_dir, {name: its for name, its in found.items() if its is not None})
+        """The learned projections among the constants of ``term``."""
+        learned = {name: constants.learned for name, constants in term.constants.items()}
+        return cls(
+            run_dir, {name: module for name, module in learned.items() if module is not None}
+        )
 
     def write(self) -> None:
-        """Replace each file by the shares of now; one rank of the last stage calls it.
+        """Replace each file by the current shares; one rank of the last stage calls it.
 
         Raises:
             ProjectionError: It cannot be written.

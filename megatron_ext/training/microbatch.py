@@ -1,8 +1,6 @@
-"""One microbatch as the models and the losses read it. B rows, T positions.
+"""A microbatch as models and losses read it, alone and with targets. B rows, T positions.
 
 Over context-parallel ranks a model reads this rank's part of every row, S positions of T.
-
-One microbatch, with all that the student learns from it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from megatron_ext.teachers.base import TokenRows
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One model's inputs on one rank; S is T where rows are not cut."""
+    """Inputs of one model on one rank; S is T where rows are whole."""
 
     tokens: torch.Tensor
     """[B, S] int64"""
@@ -37,37 +35,37 @@ class TokenBatch:
     """[B, S] int64, from 0 in each text."""
 
     attention_mask: torch.Tensor | None
-    """[B, 1, S, T] bool: what a position does not see; None where that is all behind it alone."""
+    """[B, 1, S, T] bool: True where a position may not attend; None for a plain causal mask."""
 
     byte_count: int
-    """Bytes of the texts, of whole rows; on the host."""
+    """Bytes of the texts of whole rows; on the host."""
 
     rows: TokenRows | None = None
-    """The same rows whole; they stay on the host."""
+    """The whole rows; they stay on the host."""
 
     @classmethod
     def of(cls, side: SideBatch, context: ContextRank | None = None) -> TokenBatch:
-        """The inputs of a side of a batch, on its device.
+        """The inputs of one model from its side of a batch, on its device.
 
         Args:
-            context: Whose part; None for whole rows.
+            context: The rank whose part is taken; None for whole rows.
         """
         whole = TokenRows(
             tokens=side.input_ids,
             position_ids=side.position_ids,
             labels=side.labels,
-            # A row of one text, and padding behind it, needs no mask: nothing looks ahead.
+            # A row of one text with padding behind it needs no mask but the causal one.
             cu_seqlens=side.cu_seqlens if _has_several(side) else None,
         )
-        own = side.input_ids, side.labels, side.position_ids
+        tokens, labels, position_ids = side.input_ids, side.labels, side.position_ids
         if context is not None:
-            own = context.cut(own[0]), context.cut(own[1]), context.cut(own[2])
+            tokens, labels, position_ids = map(context.cut, (tokens, labels, position_ids))
         mask = whole.attention_mask(context=context)
-        return cls(*own, mask, side.byte_count, whole)
+        return cls(tokens, labels, position_ids, mask, side.byte_count, whole)
 
 
 def _has_several(side: SideBatch) -> bool:
-    """Whether a row holds several texts, told on the host."""
+    """Whether any row holds several texts; computed on the host."""
     rows, length = side.input_ids.shape
     bounds = side.cu_seqlens.tolist()
     starts = {row * length for row in range(rows + 1)}
@@ -77,7 +75,7 @@ def _has_several(side: SideBatch) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """For the student and every teacher."""
+    """One microbatch for the student and every teacher."""
 
     sides: CrossTokenizerBatch
 
@@ -87,24 +85,25 @@ class Microbatch:
     """By the names of the teachers."""
 
     chunk_counts: ChunkCounts
-    """Chunks by size over all teachers, and labels in none; on the host."""
+    """Numbers of chunks by size, and of labels in no chunk, over all teachers; on the host."""
 
     completions: Mapping[str, ChunkCompletions] = field(default_factory=dict)
-    """For ``partition_kl``, of the teachers that have a table of them."""
+    """Completions for ``partition_kl``, by teacher with a completion table."""
 
     tiles: Mapping[str, MicrobatchTiles] = field(default_factory=dict)
-    """Where the linear form cuts it, by teacher."""
+    """Tiles of the linear form, by teacher."""
 
     context: ContextRank | None = None
-    """Whose part of the rows the models read; None: rows are whole. ``sides`` always are."""
+    """The rank whose part of the rows the models read; None where rows are whole. ``sides`` holds
+    whole rows in either case."""
 
     plans: Mapping[str, ContextParallelPlan] = field(default_factory=dict)
-    """Which chunks this rank owns, of the teachers that chunks are compared with, where rows are
+    """Chunks that this rank owns, by teacher whose objective sums over chunks; only where rows are
     cut."""
 
     recorded: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
-    """Of the teachers with a cache on the last stage: what it has of these rows, [B, S, ...] by the
-    field of ``TeacherTargets``."""
+    """Cached targets of these rows by teacher, on the last stage: [B, S, ...] by the field of
+    ``TeacherTargets``."""
 
     @classmethod
     def of(
@@ -116,7 +115,7 @@ class Microbatch:
         context: ContextRank | None = None,
         plans: Mapping[str, ContextParallelPlan] | None = None,
     ) -> Microbatch:
-        """From what a collator made, on the CPU."""
+        """The microbatch of a collated batch, on the CPU."""
         student = TokenBatch.of(sides.student, context)
         return cls(
             sides=sides,
@@ -134,26 +133,26 @@ class Microbatch:
 
     @property
     def row_length(self) -> int:
-        """T of the student."""
+        """T, the length of the student's whole rows."""
         return self.sides.student.input_ids.shape[1]
 
     @property
     def whole_labels(self) -> torch.Tensor:
-        """[B, T] the student's, also where its rows are cut."""
+        """[B, T] the student's labels, also where its rows are cut."""
         return self.student.labels if self.context is None else self.sides.student.labels
 
     def whole_labels_of(self, teacher: str) -> torch.Tensor:
-        """[B, T] a teacher's."""
+        """[B, T] a teacher's labels, also where its rows are cut."""
         cut = self.context is not None
         return self.sides.teachers[teacher].labels if cut else self.teachers[teacher].labels
 
     @property
     def token_count(self) -> int:
-        """Student labels that are trained; on the host."""
+        """Number of student labels that are trained; on the host."""
         return self.sides.token_count
 
     def to(self, device: torch.device) -> Microbatch:
-        """The same on ``device``."""
+        """The same microbatch on ``device``."""
         sides = self.sides.to(device)
         student = _moved(self.student, sides.student, device)
         return replace(
@@ -177,7 +176,7 @@ class Microbatch:
 
 
 def _moved(batch: TokenBatch, side: SideBatch, device: torch.device) -> TokenBatch:
-    """``batch`` on ``device``; whole rows are the tensors of ``side``, which is there."""
+    """``batch`` on ``device``; whole rows share the tensors of ``side``, which is there already."""
     if batch.tokens.shape == side.input_ids.shape:
         batch = replace(
             batch, tokens=side.input_ids, labels=side.labels, position_ids=side.position_ids
@@ -193,7 +192,7 @@ def _moved(batch: TokenBatch, side: SideBatch, device: torch.device) -> TokenBat
 
 
 def _counts(sides: CrossTokenizerBatch, name: str) -> ChunkCounts:
-    """Of one teacher's alignment, on the CPU."""
+    """Chunk counts of one teacher's alignment, on the CPU."""
     alignment = sides.alignments[name]
     student, teacher = (
         int(((side.labels != IGNORE_INDEX) & (chunk_id == NO_CHUNK)).sum())
@@ -207,14 +206,14 @@ def _counts(sides: CrossTokenizerBatch, name: str) -> ChunkCounts:
     )
 
 
-class Lesson(NamedTuple):
-    """What the student's schedule gets of each microbatch."""
+class MicrobatchWithTargets(NamedTuple):
+    """A microbatch as the student's schedule reads it."""
 
     batch: Microbatch
 
     targets: Mapping[str, TeacherTargets]
-    """By teacher, on the last stage; nothing elsewhere."""
+    """By teacher, on the last stage; empty on the others."""
 
-    known: Mapping[str, KnownAhead]
-    """What each teacher's objective is given, without the rows that another teacher was chosen for;
-    on every stage, but chosen for on the last alone."""
+    known_ahead: Mapping[str, KnownAhead]
+    """Labels and alignment that each teacher's objective counts, on every stage. Under
+    ``select_teacher``, rows of another teacher are left out, on the last stage alone."""

@@ -1,7 +1,4 @@
-"""The objective that a run names, with its options checked.
-
-What an objective reads that stays the same over a whole run; made once on the last stage.
-"""
+"""The objective that a run names, and the constants that it reads over the whole run."""
 
 from __future__ import annotations
 
@@ -46,11 +43,11 @@ def make_objective(
 
     Args:
         projectors: Those of ``dskd``; None for a stand-in, which only serves to check and count.
-        section: Of the configuration, which has the options; for errors.
+        section: Section of the configuration with the options, for errors.
 
     Raises:
         UnknownNameError: There is no such objective.
-        ConfigError: An option that it does not have, or a value that it cannot use.
+        ConfigError: The objective does not have an option, or cannot use its value.
     """
     kind: Any = LOSS_REGISTRY[loss.objective]
     values = dict(loss.options)
@@ -80,16 +77,16 @@ def teacher_objective(teacher: TeacherPlan, projectors: DskdProjectors | None = 
         projectors: As in ``make_objective``.
 
     Raises:
-        ConfigError: An option that it does not have or cannot use.
+        ConfigError: The objective does not have an option, or cannot use its value.
     """
     return make_objective(teacher.loss, projectors, section=teacher.options_section)
 
 
 def projector_start(loss: LossConfig, *, section: str = "loss") -> str:
-    """Which of ``PROJECTOR_STARTS`` the options choose.
+    """The one of ``PROJECTOR_STARTS`` that the options choose.
 
     Raises:
-        ConfigError: Another.
+        ConfigError: They name another.
     """
     start = loss.options.get(_PROJECTORS, PROJECTOR_STARTS[0])
     if start not in PROJECTOR_STARTS:
@@ -108,7 +105,10 @@ def _where(section: str, keys: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConstants:
-    """Each None where the objective does not read it; see ``DistillationInputs``."""
+    """Inputs of an objective that stay the same over a run; made once, on the last stage.
+
+    Each is None where the objective does not read it; see ``DistillationInputs``.
+    """
 
     projection: ProjectionShard | None = None
 
@@ -120,16 +120,16 @@ class RunConstants:
     """bool [V] by the student's labels, where there are boundaries; for ``KnownAhead``."""
 
     learned: LearnedProjection | None = None
-    """A projection that the student's parameters are part of, in place of ``projection``."""
+    """A learned projection, a submodule of the student, in place of ``projection``."""
 
     same_tokens: torch.Tensor | None = None
-    """What ``agreement.same_tokens`` returned, in a run that measures on held-out text."""
+    """The result of ``validation.same_tokens``, in a run that measures on held-out text."""
 
     completion_table: CompletionTable | None = None
-    """From which each batch's completions are looked up, on the host."""
+    """Table in which each batch's completions are looked up, on the host."""
 
     def current_projection(self) -> ProjectionShard | None:
-        """The projection, with the shares of now where they are learned."""
+        """The projection, with its current shares where they are learned."""
         return self.projection if self.learned is None else self.learned()
 
     @classmethod
@@ -143,17 +143,17 @@ class RunConstants:
         layout: VocabularyLayout | None = None,
         device: torch.device,
     ) -> RunConstants:
-        """What ``needs`` names, of the student and the teacher.
+        """The constants that ``needs`` names, of a pair of student and teacher.
+
+        Args:
+            projection: Projection of the pair; None where it is not needed.
+            layout: Order of both heads' rows; None for the order of ids. The completion table is
+                in the order of ids in either case, like the batches that it is applied to.
 
         Collectives: for boundaries an all-gather of bytes over the student's shards.
 
-        Args:
-            projection: Of the pair; None where nothing of it is needed.
-            layout: The order of both heads' rows; None: that of the ids. The completion table is
-                by ids all the same, as the batches are in which it looks.
-
         Raises:
-            MegatronExtError: The pair has not what the objective needs.
+            MegatronExtError: The pair lacks what the objective needs.
         """
         student_shard, teacher_shard = shards
         shard = match = boundary = word_starts = table = None

@@ -1,4 +1,4 @@
-"""What this process is doing, for whoever has to say where it hangs; one for the process."""
+"""The current phase of this process, for reports of where a rank hangs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ class RankPhase(NamedTuple):
 
     name: str
     iteration: int
-    """The one that is worked on; 0 before the first."""
+    """Current iteration; 0 before the first."""
 
     number: int
-    """Phases entered before this one."""
+    """Number of phases entered before this one."""
 
 
 _current = RankPhase("starting", 0, 0)
 
 
 def enter(name: str, *, iteration: int | None = None) -> None:
-    """Begin a phase, of the iteration before where none is given."""
+    """Begin a phase, of the previous phase's iteration where none is given."""
     global _current
     before = _current
     _current = RankPhase(

@@ -1,8 +1,6 @@
-"""Everything a run reads besides models: training sources and held-out rows.
+"""Data of a run: training sources, the collator, global batches and held-out rows.
 
-From a configuration to what is read: files, collator, global batches, held-out rows.
-
-Held-out rows, in memory, the same number for every replica. G rows of a global batch.
+Held-out rows are in memory, the same number for every replica. G rows of a global batch.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from megatron_ext.training.config import DataConfig, DistillConfig
 _BLOCK_BYTES: Final = 1 << 22
 _RUN_DOCUMENTS: Final = 64
 _BLOCKS_A_ROW: Final = 4
-"""Blocks that a corpus has at least for each row of a global batch, where it has enough text, so
+"""Least number of blocks of a corpus for each row of a global batch, where it has enough text, so
 that every row has a stream of its own."""
 
 
@@ -41,20 +39,20 @@ def make_collator(
     *,
     append_eod: bool | None = None,
 ) -> CrossTokenizerCollator:
-    """What makes microbatches.
+    """The collator that makes microbatches of a run.
 
     Args:
         config: The run.
         tokenizer: The student's.
         teachers: Tokenizer and sequence length of each teacher by its name.
-        append_eod: In place of the configuration's.
+        append_eod: Overrides ``data.append_eod``.
     """
     return CrossTokenizerCollator(
         tokenizer,
         config.student.seq_length,
         [
-            TeacherCTSpec(name=name, tokenizer=its_tokenizer, max_length=length)
-            for name, (its_tokenizer, length) in teachers.items()
+            TeacherCTSpec(name=name, tokenizer=teacher, max_length=length)
+            for name, (teacher, length) in teachers.items()
         ],
         append_eod=config.data.append_eod if append_eod is None else append_eod,
         row_multiple=(
@@ -68,16 +66,16 @@ def make_collator(
 def training_sources(
     config: DistillConfig, collator: CrossTokenizerCollator, tokenizers: IdTokenizers
 ) -> list[WeightedDataset]:
-    """The training data by its blend.
+    """The weighted datasets of the training blend.
 
     Args:
         config: The run.
-        collator: What the samples are for.
-        tokenizers: Those that may have made ids in the data.
+        collator: Collator that the samples are laid out for.
+        tokenizers: Tokenizers that may have made ids in the data.
 
     Raises:
-        DataError: Files that cannot be read, or hold nothing.
-        ConfigError: A blend that is none, or ids of an unknown tokenizer.
+        DataError: Files cannot be read, or hold nothing.
+        ConfigError: The blend is malformed, or ids are of an unknown tokenizer.
     """
     rows = config.training.global_batch_size
     return [
@@ -89,7 +87,7 @@ def training_sources(
 def held_out_dataset(
     config: DistillConfig, collator: CrossTokenizerCollator, tokenizers: IdTokenizers
 ) -> PackedTextDataset:
-    """The held-out texts in their order, each in rows of its own; as ``training_sources``."""
+    """The held-out texts in order, each in rows of its own; arguments as ``training_sources``."""
     documents = _documents(config.data, config.data.validation, tokenizers, "data.validation")
     refuse_bad = config.data.bad_documents == "stop"
     return PackedTextDataset(documents, collator, shuffle=False, pack=False, refuse_bad=refuse_bad)
@@ -104,7 +102,7 @@ def _dataset(
 ) -> PackedTextDataset:
     documents = _documents(config.data, paths, tokenizers, "data.train")
     blocks = _BLOCKS_A_ROW * rows
-    # Rows are filled from one block: it should hold text for some sixteen, of four bytes a token.
+    # A row is filled from one block, which should hold text for 16 rows of four bytes a token.
     least = 64 * config.student.seq_length if config.data.packing else 1
     return PackedTextDataset(
         documents,
@@ -120,16 +118,19 @@ def _dataset(
 def _documents(
     data: DataConfig, paths: Sequence[str], tokenizers: IdTokenizers, where: str
 ) -> Documents:
-    """What ``paths`` hold, in their order."""
+    """The documents of ``paths``, in order."""
     prefixes = {path: indexed_prefixes(path) for path in paths}
-    parts: list[Documents] = []
+    corpora: list[Documents] = []
     for is_indexed, run in groupby(paths, key=lambda path: bool(prefixes[path])):
         if is_indexed:
-            found = [prefix for path in run for prefix in prefixes[path]]
-            parts += [_indexed(data, prefix, tokenizers, where) for prefix in found]
+            corpora += [
+                _indexed(data, prefix, tokenizers, where)
+                for path in run
+                for prefix in prefixes[path]
+            ]
         else:
-            parts.append(_texts(data, list(run), where))
-    return parts[0] if len(parts) == 1 else JoinedDocuments(parts)
+            corpora.append(_texts(data, list(run), where))
+    return corpora[0] if len(corpora) == 1 else JoinedDocuments(corpora)
 
 
 def _texts(data: DataConfig, paths: list[str], where: str) -> ArrowTextDataset:
@@ -167,7 +168,7 @@ def _indexed(data: DataConfig, prefix: str, tokenizers: IdTokenizers, where: str
 
 
 def summary(datasets: Sequence[PackedTextDataset]) -> dict[str, Any]:
-    """What a user should know of the data before training on it; plain values."""
+    """Hash, sizes and faults of the data, as plain values for the user and the run's record."""
     report = sum((dataset.documents.report for dataset in datasets), CorpusReport())
     hashes = [dataset.documents.sha256 for dataset in datasets]
     return {
@@ -184,7 +185,7 @@ _BLANK = PackedSample(())
 
 
 class HeldOut:
-    """The rows of held-out texts, filled up with blank ones to whole global batches.
+    """Rows of held-out texts, filled up with blank ones to whole global batches.
 
     Args:
         dataset: The texts, without an end-of-document token, so that labels are the text.
@@ -216,17 +217,17 @@ class HeldOut:
         filled = -(-len(self.samples) // self._rows) * self._rows
         samples = [*self.samples, *[_BLANK] * (filled - len(self.samples))]
         for first in range(0, filled, self._rows):
-            own = [samples[first + row] for row in range(self._rows) if replica.has(row)]
+            rows = [samples[first + row] for row in range(self._rows) if replica.has(row)]
             size = replica.micro_batch_size
-            yield [own[start : start + size] for start in range(0, len(own), size)]
+            yield [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """The same on every rank."""
+    """Collator, training sources and held-out rows of a run; the same on every rank."""
 
     collator: CrossTokenizerCollator
-    """Of training rows."""
+    """Collator of training rows."""
 
     sources: list[WeightedDataset]
 
@@ -241,7 +242,7 @@ class RunData:
         tokenizer: MegatronTokenizerText,
         teachers: Mapping[str, tuple[MegatronTokenizerText, int]],
     ) -> RunData:
-        """Index the files, and tokenize what is held out.
+        """Index the files, and tokenize the held-out texts.
 
         Args:
             config: The run.
@@ -252,29 +253,29 @@ class RunData:
             MegatronExtError: Files that cannot be read, hold nothing, or fit no row.
         """
         collator = make_collator(config, tokenizer, teachers)
-        known = IdTokenizers(
+        id_tokenizers = IdTokenizers(
             student=tokenizer,
-            teachers={name: its for name, (its, _) in teachers.items()},
+            teachers={name: teacher for name, (teacher, _) in teachers.items()},
             named=config.data.indexed_tokenizer,
         )
-        sources = training_sources(config, collator, known)
+        sources = training_sources(config, collator, id_tokenizers)
         held_out = None
         if config.data.validation:
-            # Without an end-of-document token labels are the text, whose bytes are counted.
+            # Without an end-of-document token, labels are exactly the text whose bytes are counted.
             reader = make_collator(config, tokenizer, teachers, append_eod=False)
             held_out = HeldOut(
-                held_out_dataset(config, reader, known),
+                held_out_dataset(config, reader, id_tokenizers),
                 global_batch_size=config.training.global_batch_size,
             )
         return cls(collator=collator, sources=sources, held_out=held_out, config=config)
 
     @property
     def has_student_ids(self) -> bool:
-        """Whether documents to train on are kept as ids of the student's tokenizer."""
+        """Whether training documents are stored as ids of the student's tokenizer."""
         return any(source.dataset.documents.has_student_ids for source in self.sources)
 
     def batches(self, replica: Replica) -> GlobalBatches:
-        """Global batches from the first one on, as a replica reads them."""
+        """The replica's part of all global batches, from the first one on."""
         workers = self.config.data.num_workers
         options: dict[str, Any] = {"num_workers": workers}
         if workers:
@@ -288,7 +289,7 @@ class RunData:
         )
 
     def summary(self) -> dict[str, Any]:
-        """What a user should know of the text; plain values."""
+        """Summaries of training and held-out text, as plain values."""
         held_out = self.held_out
         return {
             "train": summary([source.dataset for source in self.sources]),

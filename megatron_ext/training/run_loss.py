@@ -1,7 +1,4 @@
-"""What of a run's loss can be known to be wrong before a model is built.
-
-How distillation weighs against cross-entropy in a run, step after step.
-"""
+"""Checks of a run's loss before a model is built, and the weighting of its terms."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def make_weighting(loss: LossConfig, *, train_iters: int) -> LossWeighting:
     """The weighting of a run of ``train_iters`` steps, before the first.
 
     Raises:
-        ConfigError: Options that it does not have or cannot use.
+        ConfigError: The weighting does not have an option, or cannot use its value.
     """
     _check_options(loss)
     weights = {"kd": loss.kd_weight, "ce": loss.ce_weight, "steps": train_iters}
@@ -53,7 +50,7 @@ def make_weighting(loss: LossConfig, *, train_iters: int) -> LossWeighting:
 
 
 def layer_gradients(gpt: GPTModel, groups: ProcessGroups) -> LayerGradients:
-    """What measures the terms' gradients: over the matrices of a last stage's last layer."""
+    """Measures of the terms' gradients over the matrices of a last stage's last layer."""
     matrices = [weight for weight in gpt.decoder.layers[-1].parameters() if weight.dim() > 1]
     return LayerGradients(matrices, _TERMS, tp_group=groups.tp, dp_group=groups.dp_cp)
 
@@ -66,26 +63,26 @@ def observe(
     *,
     has_both: bool,
 ) -> None:
-    """Tell the weighting, on every rank alike, what the last stage has seen of a global batch.
+    """Update the weighting, alike on every rank, with the last stage's values of a global batch.
 
-    A step without one of the terms is left out.
+    A step in which a term counts nothing is skipped.
 
     Args:
-        metrics: On the last stage the means of the terms.
-        gradients: On the last stage what each term pulled at the last layer, where that is asked.
-        has_both: Whether both terms count anything; of the last stage.
+        metrics: Means of the terms, on the last stage.
+        gradients: Gradients of the terms, on the last stage, where the weighting follows them.
+        has_both: Whether both terms count anything, on the last stage.
 
-    Collectives: none where it observes nothing; else one broadcast over the stages, and those of
-    ``LayerGradients.norms``.
+    Collectives: none for a weighting that observes nothing; else one broadcast over the stages,
+    and those of ``LayerGradients.norms``.
     """
     if weighting.observes == "nothing":
         return
-    seen = torch.zeros(len(_TERMS) + 1, dtype=torch.float64, device=groups.device)
+    observed = torch.zeros(len(_TERMS) + 1, dtype=torch.float64, device=groups.device)
     if groups.is_last_stage:
         values = metrics if gradients is None else gradients.norms()
-        seen = seen.new_tensor([float(has_both), *(values[name] for name in _TERMS)])
-    is_whole, *shared = groups.broadcast_from_last_stage(seen).tolist()
-    if is_whole:
+        observed = observed.new_tensor([float(has_both), *(values[name] for name in _TERMS)])
+    is_complete, *shared = groups.broadcast_from_last_stage(observed).tolist()
+    if is_complete:
         weighting.observe(dict(zip(_TERMS, shared, strict=True)))
 
 
@@ -102,7 +99,7 @@ _OF_LOSS: Final[Mapping[str, tuple[str, ...]]] = {
     "matched": ("ce",),
     "gradient_magnitude": (),
 }
-"""What each takes from the rest of the configuration."""
+"""Options that each weighting takes from the section ``loss`` and the number of steps."""
 
 
 def _build(kind: type[Any], values: Mapping[str, Any]) -> LossWeighting:
@@ -121,10 +118,10 @@ def _check_options(loss: LossConfig) -> None:
 
 
 def check_objectives(config: DistillConfig) -> None:
-    """Check that objectives have their names and options, whatever the run then does with them.
+    """Check the names and options of objectives, also of those that the run does not use.
 
     Raises:
-        ConfigError: An option that one does not have or cannot use.
+        ConfigError: An objective does not have an option, or cannot use its value.
         UnknownNameError: There is no such objective.
     """
     # Also where nothing distils: a wrong name or option is an error.
@@ -138,13 +135,13 @@ def check_loss(
     tokenizer: MegatronTokenizerText,
     teachers: Mapping[str, MegatronTokenizerText],
 ) -> None:
-    """Check what objectives, which ``check_objectives`` found right, ask of the run.
+    """Check that the run meets the needs of its objectives, after ``check_objectives``.
 
     Args:
         teachers: Tokenizers by name.
 
     Raises:
-        ConfigError: Something does not go together.
+        ConfigError: Objectives, weighting, models and tokenizers do not go together.
     """
     make_weighting(config.loss, train_iters=config.training.train_iters)
     objectives: dict[str, Objective] = {}
@@ -191,12 +188,12 @@ def _check_same_tokenizer(
         ),
         "vocab_size": (student.padded_ids(ids), model.padded_ids(ids)),
     }
-    for key, (own, its) in compared.items():
-        if own != its:
+    for key, (of_student, of_teacher) in compared.items():
+        if of_student != of_teacher:
             raise ConfigError(
                 f"the objective {objective} compares both models position by position and token "
                 "by token",
                 where=f"{teacher.section}.model.{key}",
-                got=its,
-                expected=f"{own}, as the student's",
+                got=of_teacher,
+                expected=f"{of_student}, as the student's",
             )

@@ -1,5 +1,8 @@
-"""A run in parts, made once from its configuration: whatever builds and trains takes the part it
-needs, and nothing below the reading of inputs takes the whole."""
+"""A run in parts, made once from its configuration.
+
+Code that builds and trains takes the part it needs; below the reading of inputs nothing takes the
+whole configuration.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ from megatron_ext.training.teacher_config import EvaluationConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherPlan:
-    """One teacher, and what the rest of a configuration says of it."""
+    """One teacher with the settings of the whole configuration that apply to it."""
 
     name: str
 
     section: str
-    """Where the configuration has it, for errors."""
+    """Its section of the configuration, for errors."""
 
     config: TeacherConfig
 
@@ -39,7 +42,7 @@ class TeacherPlan:
     """The loss against this teacher: with its own objective, options and temperature."""
 
     projection: str | None
-    """Projection file, if one is named."""
+    """Projection file; None where none is configured."""
 
     training: TrainingConfig
 
@@ -62,12 +65,12 @@ class TeacherPlan:
 
     @property
     def is_only(self) -> bool:
-        """Whether it is the one of a ``teacher`` section."""
+        """Whether it is the one teacher of a ``teacher`` section."""
         return self.section == TEACHER
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint that its folder stands for now.
+        """The checkpoint that the configured path stands for now: the latest one of a run's folder.
 
         Raises:
             CheckpointError: There is none.
@@ -76,45 +79,45 @@ class TeacherPlan:
 
     @property
     def on_own_ranks(self) -> TeacherPlan:
-        """It in the layout that its section ``serving`` names."""
+        """The same teacher in the layout of its section ``serving``."""
         serving = self.config.serving
-        own = ParallelConfig(
+        parallel = ParallelConfig(
             tensor_model_parallel_size=serving.tensor_model_parallel_size,
             pipeline_model_parallel_size=serving.pipeline_model_parallel_size,
             distributed_timeout_minutes=self.parallel.distributed_timeout_minutes,
         )
-        return replace(self, parallel=own)
+        return replace(self, parallel=parallel)
 
     @property
     def options_section(self) -> str:
-        """Section that the options of its objective are from, for errors."""
+        """Section with the options of its objective, for errors."""
         is_own = self.config.options or self.config.objective
         return self.section if is_own else "loss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
-    """What a run saves, and how."""
+    """Settings of a run's checkpoints."""
 
     run_dir: Path
 
     keep: int
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints that are kept."""
 
     is_async: bool
     """Whether they are written in the background."""
 
     timeout_s: float
-    """How long a save in the background may take."""
+    """Longest time that a save in the background may take."""
 
     seed: int
-    """Of random states, where a checkpoint of another layout has none for a rank."""
+    """Seed of a rank's random state, where a checkpoint of another layout has no state for it."""
 
     projections: tuple[Path, ...]
-    """Configured projection files, which checkpoints keep."""
+    """Configured projection files, which checkpoints include."""
 
     learners: tuple[str, ...]
-    """Teachers whose projections may be trained, which checkpoints keep too."""
+    """Names of the teachers with trained projections, which checkpoints include too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +128,7 @@ class RunPlan:
     student: ModelConfig
 
     teachers: Mapping[str, TeacherPlan]
-    """By name, those that it learns from, in the order of the configuration."""
+    """Teachers by name, in the order of the configuration; none in a run that does not distil."""
 
     data: DataConfig
     loss: LossConfig

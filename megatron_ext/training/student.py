@@ -1,13 +1,10 @@
 """The model that is trained, with its optimizer and learning-rate schedule.
 
-What checkpoints of megatron-core's distributed optimizer need when torch's AdamW is under it.
-
-megatron-core 0.16 expects the update count where Apex and Transformer Engine keep it, in the
-parameter groups. torch keeps one with each parameter, and none before the first update. Loading
-then fails for want of a count, fails on finding one, and leaves one tensor to all parameters, each
-of which advances it. The three are mended here, on the optimizer at hand.
-
-One update by megatron-core's optimizers, made only where the gradient is finite.
+Checkpoints of megatron-core's distributed optimizer around torch's AdamW need three repairs.
+megatron-core 0.16 expects the update count in the parameter groups, where Apex and Transformer
+Engine keep it; torch keeps one with each parameter, and none before the first update. Loading then
+fails for want of a count, fails on finding one, and leaves one tensor to all parameters, each of
+which advances it. ``prepare_to_load`` mends all three on the optimizer at hand.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.training.config import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.forward_step import StepReport
-from megatron_ext.training.microbatch import Lesson
+from megatron_ext.training.microbatch import MicrobatchWithTargets
 from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights, wrap_in_ddp
 from megatron_ext.training.vocabulary_layout import VocabularyRows
 
@@ -41,7 +38,7 @@ CHECKPOINT_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def prepare_to_load(optimizer: MegatronOptimizer) -> None:
-    """Make an optimizer ready for ``sharded_state_dict(is_loading=True)`` and what follows."""
+    """Make an optimizer ready for ``sharded_state_dict(is_loading=True)`` and for loading it."""
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(inner, DistributedOptimizer) and isinstance(
             inner.optimizer, torch.optim.AdamW
@@ -67,10 +64,13 @@ class _FillState:
 
 
 def update_if_finite(optimizer: MegatronOptimizer) -> float:
-    """Clip and step as ``ChainedOptimizer.step`` does; the global gradient norm before clipping.
+    """Clip and step as ``ChainedOptimizer.step`` does, if the gradient is finite.
 
-    Where that is not finite nothing is clipped and nothing changes: megatron-core's own step would
-    have written NaN into the weights by the time it returns the norm.
+    Where it is not, nothing changes: megatron-core's own step would have written NaN into the
+    weights by the time it returns the norm.
+
+    Returns:
+        The global gradient norm before clipping.
 
     Collectives: those of ``MegatronOptimizer.get_grad_norm``, and those of the step, which every
     rank makes or none, because all of them have the same norm.
@@ -93,19 +93,19 @@ def update_if_finite(optimizer: MegatronOptimizer) -> float:
     return norm
 
 
-ForwardStep = Callable[[Iterator[Lesson], Any], tuple[torch.Tensor, Any]]
-"""A ``forward_step_func`` of megatron-core's schedules over lessons: a ``StudentStep``."""
+ForwardStep = Callable[[Iterator[MicrobatchWithTargets], Any], tuple[torch.Tensor, Any]]
+"""A ``forward_step_func`` of megatron-core's schedules over microbatches: a ``StudentStep``."""
 
 
 class Student:
     """megatron-core's DDP, optimizer and scheduler around this rank's part of the student.
 
     Args:
-        chunks: It, in the order in which a microbatch passes it.
-        optimizer: What updates it.
-        training: The loop that it is for: iterations and precision.
-        parallel: Its layout.
-        rows: How its head is permuted, so that checkpoints are not; None: it is not.
+        chunks: The student's chunks on this rank, in the order in which a microbatch passes them.
+        optimizer: Settings of the update.
+        training: Settings of the loop: iterations and precision.
+        parallel: Layout of the student.
+        rows: Permutation of the head's rows, which checkpoints undo; None where there is none.
     """
 
     def __init__(
@@ -128,26 +128,35 @@ class Student:
         )
         self.scheduler = _scheduler(self.optimizer, optimizer, train_iters=training.train_iters)
         self._schedule = get_forward_backward_func()
-        # megatron-core's schedules ask the first chunk for what they do with all.
+        # megatron-core's schedules read the settings of all chunks from the first.
         schedule_config = self.chunks[0].config
         schedule_config.finalize_model_grads_func = _finalize_sums
         no_syncs = [ddp.no_sync for ddp in self.ddp]
         schedule_config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         schedule_config.grad_scale_func = self.optimizer.scale_loss
 
-    def forward_backward(self, step: ForwardStep, lessons: Sequence[Lesson]) -> list[StepReport]:
-        """Accumulate the gradient of one global batch; reports on the last stage, [] elsewhere."""
+    def forward_backward(
+        self, step: ForwardStep, microbatches: Sequence[MicrobatchWithTargets]
+    ) -> list[StepReport]:
+        """Accumulate the gradient of one global batch.
+
+        Returns:
+            Reports of the microbatches on the last stage, [] on the others.
+        """
         for ddp in self.ddp:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         # megatron-core divides the length of whole rows over context-parallel ranks.
-        length, batch_size = lessons[0].batch.row_length, len(lessons[0].batch.student.tokens)
+        length, batch_size = (
+            microbatches[0].batch.row_length,
+            len(microbatches[0].batch.student.tokens),
+        )
         return list(
             self._schedule(
                 forward_step_func=step,
-                data_iterator=[iter(lessons) for _ in self.ddp],
+                data_iterator=[iter(microbatches) for _ in self.ddp],
                 model=self.ddp,
-                num_microbatches=len(lessons),
+                num_microbatches=len(microbatches),
                 seq_length=length,
                 micro_batch_size=batch_size,
                 forward_only=False,

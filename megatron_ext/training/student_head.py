@@ -1,8 +1,6 @@
-"""The head of a student whose loss is made without logits. B batch, T tokens, D hidden.
+"""The student's head and last hidden states, and the linear forms of the loss that use them.
 
-The student's last hidden states beside its logits. B batch, T tokens, D hidden, Vp columns.
-
-The linear forms of a run's loss, and where they cut a microbatch.
+B batch, T tokens, D hidden, Vp local columns.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class Head(NamedTuple):
     sequence_parallel: bool
 
     def whole(self, hidden: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-        """[B, T, D] of a last stage's output [T, B, D], or this rank's part of T.
+        """[B, T, D] from a last stage's output [T, B, D], of which this rank may have a part of T.
 
         The gradient that comes back is of this rank's columns, and is summed over the
         tensor-parallel ``group``. Collectives: backward one all-reduce of [B, T, D]; under sequence
@@ -53,14 +51,14 @@ class Head(NamedTuple):
 
 
 def head_of(model: Any) -> Head:
-    """Of a chunk with a head, wrapped or not."""
+    """The head of a chunk that has one, wrapped or not."""
     gpt = _unwrapped(model)
     return Head(head_weight(gpt), gpt.config.sequence_parallel)
 
 
 @contextmanager
 def without_head(model: Any) -> Iterator[None]:
-    """A chunk returns its last hidden states meanwhile, as one without a head does."""
+    """Make a chunk return its last hidden states while entered, as one without a head does."""
     gpt = _unwrapped(model)
     gpt.post_process = False
     try:
@@ -76,7 +74,7 @@ def _unwrapped(model: Any) -> GPTModel:
 
 
 class StudentHidden:
-    """Keeps what goes into the output layer of a last stage, until it is taken.
+    """The input of a last stage's output layer, kept from a forward pass until it is taken.
 
     Args:
         gpt: The stage, before or after it is wrapped.
@@ -88,7 +86,7 @@ class StudentHidden:
         gpt.output_layer.register_forward_pre_hook(self._keep)
 
     def take(self) -> torch.Tensor:
-        """[B, T, D] of the forward pass before, with its graph; once for each pass.
+        """[B, T, D] of the latest forward pass, with its graph; call it once for each pass.
 
         The gradient of the logits is whole on every tensor-parallel rank here, since the output
         layer reduces it.
@@ -115,10 +113,10 @@ _ALONE: Final = ""
 def linear_forms(
     next_token: Objective, objectives: Mapping[str, Objective], *, tile_rows: int
 ) -> dict[str, LinearDistillation]:
-    """A linear form for each teacher; the first takes the cross-entropy along.
+    """A linear form for each teacher; the first includes the cross-entropy.
 
     Args:
-        objectives: By teacher; with none, the form is of the cross-entropy alone.
+        objectives: By teacher; with none, the only form is of the cross-entropy alone.
 
     Raises:
         LossError: An objective has no linear form.
@@ -128,7 +126,8 @@ def linear_forms(
     } or {_ALONE: {}}
     next(iter(forms.values()))["ce"] = next_token
     return {
-        name: LinearDistillation(objectives=own, tile_rows=tile_rows) for name, own in forms.items()
+        name: LinearDistillation(objectives=of_form, tile_rows=tile_rows)
+        for name, of_form in forms.items()
     }
 
 
@@ -137,8 +136,8 @@ def cut_into_tiles(
     sides: CrossTokenizerBatch,
     completions: Mapping[str, ChunkCompletions],
 ) -> dict[str, MicrobatchTiles]:
-    """Where a microbatch is cut for each form; on the host."""
-    found = {}
+    """Tiles of a microbatch for each form; on the host."""
+    tiles = {}
     for name, form in forms.items():
         known = KnownAhead(labels=sides.student.labels)
         if name != _ALONE:
@@ -147,5 +146,5 @@ def cut_into_tiles(
                 alignment=sides.alignments[name],
                 teacher_labels=sides.teachers[name].labels,
             )
-        found[name] = form.tiles(known, completions.get(name))
-    return found
+        tiles[name] = form.tiles(known, completions.get(name))
+    return tiles

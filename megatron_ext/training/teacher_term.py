@@ -1,4 +1,4 @@
-"""The distillation term of a run: one teacher or several. P teachers, B rows."""
+"""The distillation term of a run's loss, of one teacher or several. P teachers, B rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_ext.losses import (
 )
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.training.config import LossConfig
-from megatron_ext.training.microbatch import Lesson, Microbatch
+from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.objective import RunConstants
 from megatron_ext.training.run_plan import TeacherPlan
 
@@ -33,7 +33,7 @@ from megatron_ext.training.run_plan import TeacherPlan
 def make_aggregator(
     loss: LossConfig, teachers: Mapping[str, TeacherPlan], objectives: Mapping[str, Objective]
 ) -> MultiTeacherLossAggregator:
-    """The teachers of a run together.
+    """The aggregator of the teachers' objectives.
 
     Args:
         objectives: By teacher, in the order of the configuration.
@@ -61,7 +61,7 @@ def make_aggregator(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherTerm:
-    """What is learned from the teachers, microbatch after microbatch."""
+    """Inputs, counts and weights of the teachers' objectives, microbatch after microbatch."""
 
     aggregator: MultiTeacherLossAggregator
 
@@ -69,27 +69,27 @@ class TeacherTerm:
     """By teacher, on the last stage."""
 
     is_single: bool = True
-    """Whether there is but the one of a ``teacher`` section: its numbers go without a name."""
+    """Whether the only teacher is that of a ``teacher`` section, whose metrics carry no name."""
 
     context: ContextRank | None = None
-    """This rank among those that share every sequence; None: it has them whole."""
+    """This rank among those that share every sequence; None where sequences are whole."""
 
     @property
     def names(self) -> list[str]:
-        """Of the teachers, in the order of their weights."""
+        """Names of the teachers, in the order of their weights."""
         return list(self.aggregator.teachers)
 
     def same_tokens(self, teachers: Collection[str]) -> dict[str, torch.Tensor]:
-        """For ``measure_held_out``, of those ``teachers`` that agreement is measured with."""
+        """Tables for ``measure_held_out``, of those ``teachers`` that have one."""
         tables = {name: self.constants[name].same_tokens for name in self.constants}
         return {
             name: table for name, table in tables.items() if name in teachers and table is not None
         }
 
     def plans(self, sides: CrossTokenizerBatch) -> dict[str, ContextParallelPlan]:
-        """Who owns which chunks, of the teachers that chunks are compared with; on the host.
+        """Owners of chunks, for teachers whose objective sums over chunks; on the host.
 
-        Nothing where rows are whole, and on stages without the loss.
+        Empty where rows are whole, and on stages without the loss.
         """
         if self.context is None:
             return {}
@@ -108,12 +108,12 @@ class TeacherTerm:
     def completions(
         self, sides: CrossTokenizerBatch, plans: Mapping[str, ContextParallelPlan] | None = None
     ) -> dict[str, ChunkCompletions]:
-        """Of the teachers that have a table of them; on the host.
+        """Completions of chunks, for teachers that have a table of them; on the host.
 
         Args:
-            plans: What ``plans`` returned: completions are of the chunks that this rank owns.
+            plans: The result of ``plans``; completions are of the chunks that this rank owns.
         """
-        found = {}
+        completions = {}
         for name, constants in self.constants.items():
             if constants.completion_table is None:
                 continue
@@ -122,34 +122,36 @@ class TeacherTerm:
             plan = (plans or {}).get(name)
             if plan is not None:
                 alignment, labels = plan.alignment, plan.labels(*labels)
-            found[name] = ChunkCompletions.of(alignment, *labels, constants.completion_table)
-        return found
+            completions[name] = ChunkCompletions.of(alignment, *labels, constants.completion_table)
+        return completions
 
-    def lessons(
+    def with_targets(
         self, batches: Sequence[Microbatch], targets: Sequence[Mapping[str, TeacherTargets]]
-    ) -> list[Lesson]:
-        """Microbatches with what each teacher is asked; targets are empty but on the last stage.
+    ) -> list[MicrobatchWithTargets]:
+        """Microbatches with the teachers' targets, which are empty except on the last stage.
 
-        In the mode ``select_teacher`` a teacher is asked of the rows that it knows best.
+        In the mode ``select_teacher`` each row counts for the teacher that predicts it best.
         Collectives, in that mode on the last stage: those of ``MultiTeacherLossAggregator.select``.
         """
-        lessons = []
+        microbatches = []
         for batch, of_batch in zip(batches, targets, strict=True):
-            known = {name: self._known(batch, name) for name in self.names}
+            known_ahead = {name: self._known_ahead(batch, name) for name in self.names}
             if of_batch and self.aggregator.mode == "select_teacher":
-                # Every teacher reads the same bytes of a row: their number decides nothing.
+                # Every teacher reads the same bytes of a row, so any number of them will do.
                 rows = torch.ones_like(batch.student.labels[:, 0])
-                choice = self.aggregator.select(_texts(batch, of_batch, dict.fromkeys(known, rows)))
-                known = self.aggregator.selected(known, choice)
-            lessons.append(Lesson(batch, of_batch, known))
-        return lessons
+                texts = _texts(batch, of_batch, dict.fromkeys(known_ahead, rows))
+                known_ahead = self.aggregator.selected(known_ahead, self.aggregator.select(texts))
+            microbatches.append(MicrobatchWithTargets(batch, of_batch, known_ahead))
+        return microbatches
 
-    def counts(self, lesson: Lesson) -> dict[str, torch.Tensor]:
-        """int64 scalars by the count names of the parts, before the student has run."""
-        return self.aggregator.counts(lesson.known)
+    def counts(self, microbatch: MicrobatchWithTargets) -> dict[str, torch.Tensor]:
+        """int64 scalars by count name, before the student has run."""
+        return self.aggregator.counts(microbatch.known_ahead)
 
-    def weights(self, lessons: Sequence[Lesson], groups: ProcessGroups) -> torch.Tensor | None:
-        """[P] fp32 by how well each teacher knows a global batch; None for static ones.
+    def weights(
+        self, microbatches: Sequence[MicrobatchWithTargets], groups: ProcessGroups
+    ) -> torch.Tensor | None:
+        """[P] fp32 by how well each teacher predicts a global batch; None for static weights.
 
         Call it on the last stage. Collectives: those of ``scores`` for each microbatch, and one
         all-reduce over ``dp``.
@@ -159,27 +161,32 @@ class TeacherTerm:
         totals = torch.stack(
             [
                 self.aggregator.scores(
-                    _texts(lesson.batch, lesson.targets, _byte_counts(lesson.batch))
+                    _texts(microbatch.batch, microbatch.targets, _byte_counts(microbatch.batch))
                 )
-                for lesson in lessons
+                for microbatch in microbatches
             ]
         )
         return self.aggregator.weights(reduce_scores(totals.sum(dim=0), groups.dp))
 
-    def inputs(self, lesson: Lesson, student: DistillationInputs) -> dict[str, DistillationInputs]:
-        """The student with each teacher."""
-        return {name: self._inputs(lesson, student, name) for name in self.names}
+    def inputs(
+        self, microbatch: MicrobatchWithTargets, student: DistillationInputs
+    ) -> dict[str, DistillationInputs]:
+        """Inputs of the student's and each teacher's predictions, by teacher."""
+        return {name: self._inputs(microbatch, student, name) for name in self.names}
 
     def metric_name(self, part: str) -> str:
-        """What a part is called in the log: ``kd`` of the one teacher, ``kd/NAME`` of others."""
+        """Name of a part's metric: ``kd`` for a single teacher, ``kd/NAME`` for several."""
         return part.split("/")[0] if self.is_single else part
 
-    def _inputs(self, lesson: Lesson, student: DistillationInputs, name: str) -> DistillationInputs:
-        constants, known, batch = self.constants[name], lesson.known[name], lesson.batch
+    def _inputs(
+        self, microbatch: MicrobatchWithTargets, student: DistillationInputs, name: str
+    ) -> DistillationInputs:
+        constants, batch = self.constants[name], microbatch.batch
+        known = microbatch.known_ahead[name]
         inputs = replace(
             student,
-            labels=_own_labels(batch, known),
-            teacher=lesson.targets[name],
+            labels=_local_labels(batch, known),
+            teacher=microbatch.targets[name],
             alignment=known.alignment if batch.context is None else None,
             teacher_labels=batch.teachers[name].labels,
             chunk_mask=known.chunk_mask,
@@ -191,7 +198,7 @@ class TeacherTerm:
         plan = batch.plans.get(name)
         return inputs if plan is None else plan.inputs(inputs)
 
-    def _known(self, batch: Microbatch, name: str) -> KnownAhead:
+    def _known_ahead(self, batch: Microbatch, name: str) -> KnownAhead:
         constants = self.constants.get(name)
         return KnownAhead(
             labels=batch.whole_labels,
@@ -201,14 +208,14 @@ class TeacherTerm:
         )
 
 
-def _own_labels(batch: Microbatch, known: KnownAhead) -> torch.Tensor:
+def _local_labels(batch: Microbatch, known: KnownAhead) -> torch.Tensor:
     """[B, S] labels of this rank's part of the rows, without those that ``known`` leaves out."""
     if batch.context is None:
         return known.labels
-    own = batch.student.labels
+    labels = batch.student.labels
     if known.labels is batch.whole_labels:
-        return own
-    return own.masked_fill(batch.context.cut(known.labels) == IGNORE_INDEX, IGNORE_INDEX)
+        return labels
+    return labels.masked_fill(batch.context.cut(known.labels) == IGNORE_INDEX, IGNORE_INDEX)
 
 
 def _texts(
@@ -216,7 +223,7 @@ def _texts(
     targets: Mapping[str, TeacherTargets],
     byte_counts: Mapping[str, torch.Tensor],
 ) -> dict[str, TeacherText]:
-    """Of the rows of a microbatch, as each teacher reads them."""
+    """Texts of a microbatch by teacher, with its targets and labels."""
     return {
         name: TeacherText(
             targets=targets[name],
@@ -229,7 +236,7 @@ def _texts(
 
 
 def _byte_counts(batch: Microbatch) -> dict[str, torch.Tensor]:
-    """[B] int64 by teacher, of which only the sum means anything: bytes are known of a batch."""
+    """[B] int64 by teacher. Only the sum over rows has a meaning: bytes are counted by batch."""
     counts = {}
     for name, side in batch.teachers.items():
         counts[name] = torch.zeros_like(side.labels[:, 0])

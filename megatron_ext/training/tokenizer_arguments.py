@@ -24,7 +24,7 @@ _OPPOSITES: Final = {
     "tokenizer_hf_include_special_tokens": "tokenizer_hf_no_include_special_tokens",
     "tokenizer_hf_use_fast": "tokenizer_hf_no_use_fast",
 }
-SPOKEN_DESTINATIONS: Final[frozenset[str]] = frozenset(
+NOTED_DESTINATIONS: Final[frozenset[str]] = frozenset(
     {*_OPPOSITES, *_OPPOSITES.values(), OLD_FORMAT}
 )
 """Attributes for which it matters whether the user said them: a release has its own defaults."""
@@ -33,8 +33,8 @@ Parse = Callable[[Sequence[str] | None, Any], tuple[Any, list[str]]]
 """A parser's ``parse_known_args``."""
 
 
-def note_spoken(parser: argparse.ArgumentParser) -> None:
-    """Let ``parser`` note which of ``SPOKEN_DESTINATIONS`` its user said, if it has defaults."""
+def note_explicit_flags(parser: argparse.ArgumentParser) -> None:
+    """Let ``parser`` note which of ``NOTED_DESTINATIONS`` its user said, if it has defaults."""
     parse = parser.parse_known_args
     if not _with_defaults(parser):
         return
@@ -42,17 +42,17 @@ def note_spoken(parser: argparse.ArgumentParser) -> None:
     def parse_known_args(
         args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        return parse_noting_spoken(parser, parse, args, namespace)
+        return parse_noting_explicit_flags(parser, parse, args, namespace)
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
 
 
-def parse_noting_spoken(
+def parse_noting_explicit_flags(
     parser: argparse.ArgumentParser, parse: Parse, args: Sequence[str] | None, namespace: Any
 ) -> tuple[Any, list[str]]:
     """What ``parse`` gives, which is a ``parse_known_args`` of ``parser``'s.
 
-    Those of ``SPOKEN_DESTINATIONS`` that hold a default of the parser's are named by the
+    Those of ``NOTED_DESTINATIONS`` that hold a default of the parser's are named by the
     namespace's ``tokenizer_unspoken``, where the parser has any such default.
     """
     with _without_defaults(parser) as defaults:
@@ -65,13 +65,13 @@ def parse_noting_spoken(
     return namespace, rest
 
 
-def spoken_of(namespace: Any) -> set[str]:
-    """Those of ``SPOKEN_DESTINATIONS`` that the user said."""
-    present = {name for name in SPOKEN_DESTINATIONS if hasattr(namespace, name)}
+def explicit_flags(namespace: Any) -> set[str]:
+    """Those of ``NOTED_DESTINATIONS`` that the user said."""
+    present = {name for name in NOTED_DESTINATIONS if hasattr(namespace, name)}
     return present - set(getattr(namespace, UNSPOKEN, ()))
 
 
-def check_spoken(namespace: Any, *, has_legacy_tokenizers: bool = False) -> None:
+def check_explicit_flags(namespace: Any, *, has_legacy_tokenizers: bool = False) -> None:
     """Check that what the user said in flags of several releases goes together.
 
     Args:
@@ -81,9 +81,9 @@ def check_spoken(namespace: Any, *, has_legacy_tokenizers: bool = False) -> None
     Raises:
         ConfigError: Flags contradict each other.
     """
-    spoken = spoken_of(namespace)
+    explicit = explicit_flags(namespace)
     for name, opposite in _OPPOSITES.items():
-        if {name, opposite} <= spoken and getattr(namespace, name):
+        if {name, opposite} <= explicit and getattr(namespace, name):
             raise ConfigError(
                 "two flags contradict each other",
                 got=f"{_flag(name)} and {_flag(opposite)}",
@@ -110,11 +110,11 @@ def _check_legacy_tokenizer(namespace: Any, available: bool) -> None:
 
 
 def _with_defaults(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Actions of ``SPOKEN_DESTINATIONS`` that leave an attribute where nobody says anything."""
+    """Actions of ``NOTED_DESTINATIONS`` that leave an attribute where nobody says anything."""
     return [
         action
         for action in parser._actions
-        if action.dest in SPOKEN_DESTINATIONS and action.default is not argparse.SUPPRESS
+        if action.dest in NOTED_DESTINATIONS and action.default is not argparse.SUPPRESS
     ]
 
 
@@ -237,7 +237,7 @@ def add_tokenizer_arguments(
             value that ours takes, or raise argparse's error.
     """
     add_missing_flags(parser, existing=existing)
-    note_spoken(parser)
+    note_explicit_flags(parser)
 
 
 def add_missing_flags(
@@ -266,7 +266,7 @@ def tokenizer_config_from_arguments(namespace: argparse.Namespace) -> TokenizerC
         ConfigError: Flags contradict each other, one is for another library, or a value is
             unusable.
     """
-    check_spoken(namespace)
+    check_explicit_flags(namespace)
     config = config_from_namespace(namespace)
     for flag, option in zip(tokenizer_flags(), fields(TokenizerConfig), strict=True):
         only = option.metadata.get("only")

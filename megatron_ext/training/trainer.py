@@ -1,4 +1,4 @@
-"""The loop: per global batch the teacher's schedule, the student's, then the update."""
+"""The training loop: for each global batch the teachers, the student and the update."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megatron_ext.training.metrics import (
     progress_bar,
     result_lines,
 )
-from megatron_ext.training.microbatch import Lesson, Microbatch
+from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.run_data import HeldOut, RunData
 from megatron_ext.training.run_loss import layer_gradients, observe
 from megatron_ext.training.run_plan import RunPlan
@@ -53,7 +53,7 @@ Measurement = Callable[[], Mapping[str, float]]
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """Everything one rank needs to train; ``train`` runs it to the end."""
+    """Training on one rank; ``train`` runs it to the end."""
 
     plan: RunPlan
     groups: ProcessGroups
@@ -62,41 +62,41 @@ class Trainer:
     """Template of the forward step; its counts are set for each global batch."""
 
     teachers: Mapping[str, Teacher]
-    """By name, those with a model in this run; none in a run that does not distil."""
+    """By name, those whose model runs, here or remotely; none in a run that does not distil."""
 
     weighting: LossWeighting
-    """How the terms of the loss weigh, step after step."""
+    """Weights of the terms of the loss, by step."""
 
     data: RunData
     places: BatchPlaces | None
-    """Looks up batches for permuted heads; None where heads are in the order of ids."""
+    """Maps the ids of batches to the rows of permuted heads; None where rows are in id order."""
 
     run_record: dict[str, Any]
-    """Saved with every checkpoint: what one needs to know to use it."""
+    """Description of the run, saved with every checkpoint."""
 
     replica: Replica
     """This rank's part of every global batch."""
 
     batches: GlobalBatches
-    """What it trains on, from where the run stands."""
+    """Training rows from the current position of the run on."""
 
     cached_teachers: Mapping[str, CachedTeacher] = field(default_factory=dict)
-    """By name, those whose targets were made before."""
+    """By name, those whose targets are read from a cache."""
 
     counts: FaultCounts = field(default_factory=FaultCounts)
-    """What the run has survived."""
+    """Faults that the run has survived."""
 
     clock: StepClock = field(default_factory=StepClock)
-    """What the phases of a step take."""
+    """Time of each phase of a step."""
 
     reader: ReadAhead[list[Microbatch]] = field(init=False)
-    """Takes ``batches``, on the host, ahead where a teacher elsewhere is asked ahead."""
+    """Microbatches of ``batches`` on the host; read ahead as far as remote teachers prefetch."""
 
     def __post_init__(self) -> None:
         self.reader = ReadAhead(
             self.batches,
             lambda microbatches: [self._on_host(rows) for rows in microbatches],
-            depth=max((its.prefetch for its in remote_teachers(self.teachers).values()), default=0),
+            depth=max((r.prefetch for r in remote_teachers(self.teachers).values()), default=0),
             total=self.plan.training.train_iters,
         )
 
@@ -111,10 +111,10 @@ class Trainer:
         return next(iter(self.teachers.values()), None)
 
     def train(self, measure: Measurement | None = None) -> None:
-        """Resume where the run stands, train to ``train_iters``, leave a checkpoint and a plot.
+        """Resume from the latest checkpoint and train to ``train_iters``; write a loss plot.
 
         Args:
-            measure: Measures the student by tasks between steps, where the run has any.
+            measure: Measures the student by tasks between steps; None where the run has no tasks.
 
         Raises:
             LossError: A model predicts NaN or infinity; on every rank, before anything is saved.
@@ -126,7 +126,7 @@ class Trainer:
             self._train(saved, measure)
             is_finished = True
         except (DivergedError, LossError):
-            # All ranks are here, and what they saved before is good.
+            # Raised on all ranks alike, so a save in the background can be finished.
             saved.finish()
             raise
         except BaseException:
@@ -196,18 +196,18 @@ class Trainer:
                     saved.save(iteration, is_last=is_last)
 
     def _iterate(self, iteration: int) -> dict[str, Any]:
-        """One optimizer step; the last stage returns what it measured, the others only a little."""
+        """One optimizer step; its metrics, of which only the last stage has those of the loss."""
         policy = NonFinitePolicy(self.plan.training, self.groups, self.counts)
         rank_phase.enter("reading data", iteration=iteration)
         with self.clock.phase("data"):
             batches = self.microbatches()
         rank_phase.enter("training")
         with self.clock.phase("teacher"):
-            lessons = self.lessons(batches)
-        step = self.step_of(lessons, iteration)
+            microbatches = self.with_targets(batches)
+        step = self.step_of(microbatches, iteration)
         counts, learning_rate = step.counts, self.student.learning_rate
         with self.clock.phase("student"):
-            reports = self.student.forward_backward(self.clock.with_timed_loss(step), lessons)
+            reports = self.student.forward_backward(self.clock.with_timed_loss(step), microbatches)
         metrics, finite = reduce_reports(reports, self.groups)
         if policy.check_loss(metrics.get("loss", 0.0), finite, iteration=iteration):
             rank_phase.enter("updating")
@@ -226,23 +226,23 @@ class Trainer:
             **(dataclasses.asdict(counts.chunk_counts) if self.step.term else {}),
         }
 
-    def lessons(self, batches: list[Microbatch]) -> list[Lesson]:
-        """What each microbatch teaches, on the last stage with the teachers' targets."""
+    def with_targets(self, batches: list[Microbatch]) -> list[MicrobatchWithTargets]:
+        """Add to each microbatch the teachers' targets, which the last stage has."""
         if self.step.term is None:
-            return [Lesson(batch, {}, {}) for batch in batches]
-        return self.step.term.lessons(batches, self._targets(batches))
+            return [MicrobatchWithTargets(batch, {}, {}) for batch in batches]
+        return self.step.term.with_targets(batches, self._targets(batches))
 
-    def step_of(self, lessons: list[Lesson], iteration: int) -> StudentStep:
-        """The forward step of one global batch, with what all its microbatches share."""
+    def step_of(self, microbatches: list[MicrobatchWithTargets], iteration: int) -> StudentStep:
+        """The forward step of one global batch, with its counts and weights."""
         term, is_last = self.step.term, self.groups.is_last_stage
         gradients = None
         if self.weighting.observes == "gradient_norms" and is_last:
             gradients = layer_gradients(self.student.chunks[-1], self.groups)
         return dataclasses.replace(
             self.step,
-            counts=GlobalCounts.of(lessons, self.groups, term=term),
+            counts=GlobalCounts.of(microbatches, self.groups, term=term),
             term_weights=self.weighting.weights(iteration - 1),
-            teacher_weights=term.weights(lessons, self.groups) if term and is_last else None,
+            teacher_weights=term.weights(microbatches, self.groups) if term and is_last else None,
             gradients=gradients,
         )
 
@@ -254,7 +254,7 @@ class Trainer:
         return {"compared": counts.compared, **of_each}
 
     def _weights_of_terms(self, step: StudentStep) -> dict[str, float]:
-        """Where they are not always the same."""
+        """Current weights of the terms, where they are not fixed."""
         if self.plan.loss.weighting == "fixed":
             return {}
         return {f"{name}_weight": weight for name, weight in step.term_weights.items()}
@@ -262,7 +262,7 @@ class Trainer:
     def microbatches(self) -> list[Microbatch]:
         """This replica's part of the next global batch, on its device.
 
-        Teachers elsewhere are asked for it, and for those ahead.
+        Remote teachers are sent it and the batches that are read ahead.
         """
         reader = self.reader
         on_host = reader.take()
@@ -293,7 +293,7 @@ class Trainer:
         """Rows as a microbatch of this run, on its device.
 
         Args:
-            held_out: What they are of, where that is not the training text.
+            held_out: Held-out text that the rows are from; None for training text.
         """
         return self._on_device(self._on_host(samples, held_out=held_out))
 
@@ -321,16 +321,16 @@ class Trainer:
         return self.places(batch) if self.places else batch
 
     def _targets(self, batches: list[Microbatch]) -> list[dict[str, TeacherTargets]]:
-        """Each teacher's targets per microbatch on the last stage; nothing for each elsewhere."""
-        found: list[dict[str, TeacherTargets]] = [{} for _ in batches]
+        """Targets by teacher for each microbatch; empty except on the last stage."""
+        by_microbatch: list[dict[str, TeacherTargets]] = [{} for _ in batches]
         for name, teacher in self.teachers.items():
-            its = teacher.targets([batch.teachers[name] for batch in batches])
-            for of_batch, target in zip(found, its, strict=False):
-                of_batch[name] = target
+            targets = teacher.targets([batch.teachers[name] for batch in batches])
+            for by_teacher, target in zip(by_microbatch, targets, strict=False):
+                by_teacher[name] = target
         for name, cached in self.cached_teachers.items() if self.groups.is_last_stage else ():
-            for of_batch, batch in zip(found, batches, strict=True):
-                of_batch[name] = cached.targets(batch.recorded[name])
-        return found
+            for by_teacher, batch in zip(by_microbatch, batches, strict=True):
+                by_teacher[name] = cached.targets(batch.recorded[name])
+        return by_microbatch
 
     def _validate(self, data: HeldOut) -> HeldOutScores:
         global_batches = (
@@ -349,7 +349,7 @@ class Trainer:
         )
 
     def held_out_microbatch(self, data: HeldOut, rows: list[PackedSample]) -> Microbatch:
-        """Held-out rows of this replica, on its device, for bits per byte."""
+        """Held-out rows of this replica as a microbatch on its device."""
         rank_phase.tick()
         context = ContextRank.of(self.groups.cp)
         batch = Microbatch.of(data.dataset.collator(rows), {}, context=context)

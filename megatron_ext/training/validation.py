@@ -1,15 +1,8 @@
-"""Held-out bits per byte of student and teacher, and how often they choose the same token.
+"""Held-out bits per byte of student and teachers, and their agreement on the next token.
 
 Bits per byte is ``sum(-log2 p(token)) / bytes``: the cross-entropy of the text, in bits, over the
-number of bytes of the text. It does not know how the text was cut into tokens, so models with
+number of bytes of the text. It does not depend on how the text is cut into tokens, so models with
 different tokenizers compare. Control tokens, which stand for no byte, are left out of the sum.
-Agreement is defined in ``training.agreement``.
-
-How well a model knows held-out text: the cross-entropy of its tokens, summed, in nats.
-
-B batch, T tokens, Vp local columns, D hidden.
-
-Whether student and teacher choose the same token, on held-out text. B rows, T positions.
 
     agreement = #{c in C1 : m(argmax_v z_c(v)) = argmax_w y_c(w)} / #C1
 
@@ -17,6 +10,8 @@ Whether student and teacher choose the same token, on held-out text. B rows, T p
 the same bytes; ``z_c`` and ``y_c`` are the logits that predict them; ``m`` takes a student token to
 the teacher's token of the same bytes, or, for control tokens, of the same role or name. A choice
 that the other vocabulary lacks agrees with nothing.
+
+B rows, T positions, S those of this rank, Vp local columns, Vs of the student's, D hidden.
 """
 
 from __future__ import annotations
@@ -61,7 +56,7 @@ def same_tokens(
     """``m`` [Vs] int64: the teacher's column for each of the student's, -1 where it has none.
 
     Args:
-        layout: The order of both heads' rows; None: that of the ids.
+        layout: Order of both heads' rows; None for the order of ids.
     """
     projection = SparseProjection.from_tokenizers(student, teacher, "exact", top_k=1)
     if layout is not None:
@@ -79,7 +74,7 @@ def first_choices(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Agreement:
-    """Counts over microbatches against one teacher, on the device."""
+    """Counts of agreeing chunks with one teacher, over microbatches, on the device."""
 
     same_tokens: torch.Tensor
     """``m`` [Vs]."""
@@ -96,22 +91,22 @@ class Agreement:
         """Count one microbatch.
 
         Args:
-            student: [B, S] its likeliest columns.
-            teacher: [B, S] the teacher's.
-            alignment: Of whole rows.
-            context: Whose part S of the T positions is; None: rows are whole.
+            student: [B, S] likeliest columns of the student.
+            teacher: [B, S] likeliest columns of the teacher.
+            alignment: Alignment of whole rows.
+            context: The rank that has S of the T positions; None where rows are whole.
 
         Collectives: two all-gathers over the ranks that share rows.
         """
-        chosen = _whole(student, context)[alignment.student_spans[:, 0]]
-        taught = _whole(teacher, context)[alignment.teacher_spans[:, 0]]
+        of_student = _whole(student, context)[alignment.student_spans[:, 0]]
+        of_teacher = _whole(teacher, context)[alignment.teacher_spans[:, 0]]
         is_single = alignment.chunk_class == ChunkClass.ONE_TO_ONE
         # Columns that pad the vocabulary are never chosen.
-        agrees = (self.same_tokens[chosen] == taught) & is_single
+        agrees = (self.same_tokens[of_student] == of_teacher) & is_single
         self._counts.append(torch.stack((agrees.sum(), is_single.sum())))
 
     def share(self, group: dist.ProcessGroup) -> tuple[float | None, int]:
-        """The agreement over all replicas, None without a chunk, and the number of chunks.
+        """The share of agreeing chunks over all replicas, None without chunks, and their number.
 
         Collectives: one all-reduce over ``group``, the replicas. Waits for the device.
         """
@@ -124,33 +119,33 @@ class Agreement:
 
 
 def _whole(choices: torch.Tensor, context: ContextRank | None) -> torch.Tensor:
-    """[B T] of whole rows, one after the other, on every rank that shares them."""
+    """[B T] choices of whole rows, one after the other, on every rank that shares them."""
     if context is None:
         return choices.flatten()
     columns = choices.t().contiguous()
-    every = [torch.empty_like(columns) for _ in range(context.size)]
-    dist.all_gather(every, columns, group=context.group)
-    return in_order(torch.cat(every), context.size).t().flatten()
+    of_ranks = [torch.empty_like(columns) for _ in range(context.size)]
+    dist.all_gather(of_ranks, columns, group=context.group)
+    return in_order(torch.cat(of_ranks), context.size).t().flatten()
 
 
 class TextScore(NamedTuple):
-    """What a model makes of a microbatch."""
+    """Cross-entropy and first choices of one model on a microbatch."""
 
     nats: torch.Tensor
-    """The sum, a scalar."""
+    """Scalar: the cross-entropy of the labels, summed."""
 
     choices: torch.Tensor | None
-    """[B, T] int64: its likeliest columns; None where they are not asked for, or not known."""
+    """[B, T] int64: the likeliest columns; None where they are not asked for, or not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextNats:
-    """Of logits that are there, or of hidden states and a head; without a graph."""
+    """Scores of a text from logits, or from hidden states and a head; without a graph."""
 
     next_token: Objective
 
     tile_rows: int | None = None
-    """Positions whose logits are made at a time; all of a microbatch with None."""
+    """Number of positions whose logits are made at a time; None for all of a microbatch."""
 
     with_choices: bool = False
     """Whether first choices are asked for, too."""
@@ -171,7 +166,7 @@ class TextNats:
         labels: torch.Tensor,
         shard: VocabShard,
     ) -> TextScore:
-        """The same of ``hidden`` [B, T, D] @ ``head_weight`` [Vp, D] transposed, by tiles.
+        """The score for logits ``hidden`` [B, T, D] @ ``head_weight`` [Vp, D] transposed, by tiles.
 
         Collectives: those of ``of_logits`` in each of the B T / ``tile_rows`` tiles.
         """
@@ -187,10 +182,10 @@ class TextNats:
         return TextScore(nats, _joined([score.choices for score in scores], labels.shape))
 
     def of_targets(self, targets: TeacherTargets, labels: torch.Tensor) -> TextScore:
-        """The same of a teacher; of one that sends no logits without its choices."""
+        """The score for a teacher's targets; no choices where these are log-probabilities alone."""
         if targets.label_log_probs is not None:
-            said = targets.label_log_probs.masked_fill(labels < 0, 0.0)
-            return TextScore(-said.float().sum(), None)
+            log_probs = targets.label_log_probs.masked_fill(labels < 0, 0.0)
+            return TextScore(-log_probs.float().sum(), None)
         hidden, weight = targets.hidden, targets.head_weight
         if self.tile_rows is not None and hidden is not None and weight is not None:
             return self.of_hidden(hidden, weight, labels, targets.shard)
@@ -198,13 +193,13 @@ class TextNats:
 
 
 def _joined(choices: Sequence[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
-    known = [tile for tile in choices if tile is not None]
-    return torch.cat(known, dim=1).view(shape) if known else None
+    tiles = [tile for tile in choices if tile is not None]
+    return torch.cat(tiles, dim=1).view(shape) if tiles else None
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutScores:
-    """Results of one measurement; None where a model was not measured or on other stages."""
+    """Results of one measurement; None for a model that was not measured, and on other stages."""
 
     student: float | None
 
@@ -212,17 +207,17 @@ class HeldOutScores:
     """Bits per byte by name."""
 
     agreement: Mapping[str, tuple[float | None, int]]
-    """By the names of the teachers: the share, and of how many chunks."""
+    """By the names of the teachers: the share of agreeing chunks, and the number of chunks."""
 
     def metrics(self) -> dict[str, float | int | None]:
-        """As the log has them; the one of a ``teacher`` section goes without a name."""
-        found: dict[str, float | int | None] = {"student_bits_per_byte": self.student}
+        """Metrics for the log; those of the teacher of a ``teacher`` section carry no name."""
+        metrics: dict[str, float | int | None] = {"student_bits_per_byte": self.student}
         for name, measured in (self.teachers or {TEACHER: None}).items():
-            found[f"teacher_bits_per_byte{_suffix(name)}"] = measured
+            metrics[f"teacher_bits_per_byte{_suffix(name)}"] = measured
         for name, (share, chunks) in self.agreement.items():
-            found[f"agreement{_suffix(name)}"] = share
-            found[f"agreement_chunks{_suffix(name)}"] = chunks
-        return found
+            metrics[f"agreement{_suffix(name)}"] = share
+            metrics[f"agreement_chunks{_suffix(name)}"] = chunks
+        return metrics
 
 
 def measure_held_out(
@@ -236,16 +231,15 @@ def measure_held_out(
     tile_rows: int | None = None,
     same_tokens: Mapping[str, torch.Tensor] | None = None,
 ) -> HeldOutScores:
-    """Bits per byte and agreement over this replica's microbatches and all others.
+    """Bits per byte and agreement over the microbatches of all replicas.
 
     Args:
-        global_batches: This replica's microbatches, as many at a time as one schedule runs over,
-            of a ``HeldOut``; equally many on every rank.
+        global_batches: This replica's microbatches of a ``HeldOut``, grouped as one schedule runs
+            them; equally many on every rank.
         student: This rank's chunks, wrapped.
-        tile_rows: Make logits of so many positions at a time, from hidden states and heads; all of
-            a microbatch with None.
-        same_tokens: By the names of teachers whose agreement is asked for, on the last stage, what
-            ``agreement.same_tokens`` returned; the same names on all its ranks.
+        tile_rows: As in ``TextNats``.
+        same_tokens: Results of ``same_tokens`` by the names of teachers whose agreement is asked
+            for, on the last stage; the same names on all its ranks.
 
     Collectives: the schedules', those of ``next_token`` in every tile, and one all-reduce over
     ``dp_cp`` a model; for agreement two all-reduces a tile, those of ``Agreement.add``, and one
@@ -287,10 +281,10 @@ def _compare(
     of_teacher: Sequence[TextScore],
 ) -> None:
     """Count the microbatches of one schedule; on the last stage."""
-    for batch, student, taught in zip(batches, of_student, of_teacher, strict=True):
-        if student.choices is not None and taught.choices is not None:
+    for batch, ours, theirs in zip(batches, of_student, of_teacher, strict=True):
+        if ours.choices is not None and theirs.choices is not None:
             alignment = batch.sides.alignments[teacher]
-            agreement.add(student.choices, taught.choices, alignment, batch.context)
+            agreement.add(ours.choices, theirs.choices, alignment, batch.context)
 
 
 def _student_scores(
@@ -300,7 +294,7 @@ def _student_scores(
     nats: TextNats,
     row_length: int,
 ) -> list[TextScore]:
-    """Of each microbatch on the last stage, nothing elsewhere."""
+    """Score of each microbatch on the last stage, [] on the others."""
     for chunk in student:
         chunk.eval()
     with torch.no_grad():
@@ -353,9 +347,9 @@ def _to_bits_per_byte(
     if not nats:
         return None
     summed = torch.stack(nats).double().sum()
-    # Ranks that share rows have a part of the sum each, and know the bytes of whole rows.
-    own_bytes = byte_count if groups.cp_rank == 0 else 0
-    totals = torch.stack([summed, torch.full_like(summed, own_bytes)])
+    # Ranks that share rows each have a share of the sum, but the bytes of whole rows.
+    counted_bytes = byte_count if groups.cp_rank == 0 else 0
+    totals = torch.stack([summed, torch.full_like(summed, counted_bytes)])
     dist.all_reduce(totals, group=groups.dp_cp)
     total_nats, total_bytes = totals.tolist()
     return float(total_nats / math.log(2) / total_bytes)

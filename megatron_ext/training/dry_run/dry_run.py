@@ -151,7 +151,7 @@ def _forms(teachers: Mapping[str, TeacherPlan], inputs: Inputs) -> dict[str, Tar
     for name, teacher in teachers.items():
         if teacher.config.cache is not None:
             found[name] = TargetCache(teacher.config.cache).form
-        elif teacher.config.is_elsewhere:
+        elif teacher.config.is_remote:
             found[name] = served_form(teacher, inputs.teachers[name].tokenizer)
     return found
 

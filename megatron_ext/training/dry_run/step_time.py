@@ -208,7 +208,7 @@ def _served_targets(plan: Plan) -> int:
     return sum(
         plan.microbatches * plan.cp * plan.tokens(plan.teachers[name]) * form.bytes_per_token
         for name, form in plan.forms.items()
-        if teachers[name].config.is_elsewhere
+        if teachers[name].config.is_remote
     )
 
 

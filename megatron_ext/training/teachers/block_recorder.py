@@ -1,4 +1,4 @@
-"""What a cache is recorded of, file by file: blocks of documents, each once."""
+"""Recording of a cache's files: the blocks of documents, and the targets of one block."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from megatron_ext.training.teachers.shard_file import (
 )
 
 _TOKEN_BYTES: Final = 4
-"""Bytes of text in a token, roughly."""
+"""Approximate bytes of text in a token."""
 _MOST_BYTES: Final = 1 << 22
-"""Of text in a file."""
+"""Most bytes of text in a file."""
 _RUN_DOCUMENTS: Final = 8
 
 
@@ -40,39 +40,39 @@ class Block(NamedTuple):
     """The texts of one file."""
 
     name: str
-    """Of the file."""
+    """Name of the file."""
 
     dataset: PackedTextDataset
     number: int
 
     def samples(self) -> tuple[PackedSample, ...]:
-        """Its rows; tokenized now."""
+        """Rows of the block; tokenized by this call."""
         return self.dataset[0, self.number].samples
 
 
 def block_bytes(form: TargetForm, file_bytes: int) -> int:
-    """Least bytes of text of a file, but for the last."""
+    """Least bytes of text of a file, except for the last."""
     return min(max(file_bytes // form.bytes_per_token * _TOKEN_BYTES, 1), _MOST_BYTES)
 
 
 def blocks_of(data: RunData, text_bytes: int, *, stop_at_bad: bool) -> list[Block]:
     """All blocks of a run's training text, in the order of the documents.
 
-    A text that several sources have is there once. A block is a function of the texts and
-    the tokenizers, so that a recording goes on over any number of ranks.
+    A corpus that several sources share is included once. Blocks depend on the texts and the
+    tokenizers alone, so that a recording continues over any number of ranks.
 
     Args:
-        text_bytes: What ``block_bytes`` returned.
+        text_bytes: The result of ``block_bytes``.
         stop_at_bad: Raise the error of a document that cannot be read, as a run does.
     """
     datasets: dict[str, PackedTextDataset] = {}
     for source in data.sources:
-        own = source.dataset
+        trained = source.dataset
         datasets.setdefault(
-            own.documents.sha256,
+            trained.documents.sha256,
             PackedTextDataset(
-                own.documents,
-                own.collator,
+                trained.documents,
+                trained.collator,
                 shuffle=False,
                 block_bytes=text_bytes,
                 run_documents=_RUN_DOCUMENTS,
@@ -90,10 +90,10 @@ def _blocks(datasets: list[PackedTextDataset]) -> Iterator[Block]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRecorder:
-    """This replica's work; every rank of it calls the same."""
+    """The recorder of one replica, all of whose ranks record the same blocks."""
 
     name: str
-    """Of the teacher."""
+    """Name of the teacher."""
 
     teacher: Teacher
     formed: FormedTargets
@@ -102,18 +102,18 @@ class BlockRecorder:
     micro_batch_size: int
 
     microbatch_count: int
-    """Of one pass of the teacher's schedule."""
+    """Number of microbatches in one pass of the teacher's schedule."""
 
     manifest: Manifest
     folder: Path
 
     def record(self, block: Block) -> None:
-        """Make the file of a block; its first rank on the last stage writes it.
+        """Make the file of a block, which the replica's main rank writes.
 
         Collectives: those of the teacher's schedule and of ``FormedTargets`` for each microbatch.
 
         Raises:
-            LossError: A number of the teacher cannot be kept.
+            LossError: A number of the teacher cannot be stored.
         """
         rows = block.samples()
         size = self.micro_batch_size * self.microbatch_count
@@ -131,23 +131,24 @@ class BlockRecorder:
             )
 
     def _windows(self, rows: Sequence[PackedSample]) -> Iterator[Window]:
-        """What the rows of one pass give; nothing but on the rank that writes."""
+        """Windows of the rows of one pass, on the rank that writes; none on the others."""
         size = self.micro_batch_size
         count = size * self.microbatch_count
-        # Every pass has the same shape; what is only there to fill it is left out again.
+        # Every pass has the same shape; windows of rows that only fill it up are left out.
         filled = [*rows, *[rows[-1]] * (count - len(rows))]
         batches, placed = [], []
         for start in range(0, count, size):
-            own = filled[start : start + size]
-            sides = self.collator(own)
+            samples = filled[start : start + size]
+            sides = self.collator(samples)
             microbatch = Microbatch.of(sides, {}, context=self.formed.context)
             batches.append(microbatch.to(self.groups.device).teachers[self.name])
             real = min(max(len(rows) - start, 0), size)
-            its = PlacedWindows.of(own, sides, self.collator.sides, self.name)
-            placed.append([w for w in its.windows if w.start < real * its.row_length])
+            all_placed = PlacedWindows.of(samples, sides, self.collator.sides, self.name)
+            limit = real * all_placed.row_length
+            placed.append([window for window in all_placed.windows if window.start < limit])
         targets = self.teacher.targets(batches)
-        for batch, of_batch, its_windows in zip(batches, targets, placed, strict=False):
-            yield from self._of_batch(of_batch, batch.labels, its_windows)
+        for batch, of_batch, windows in zip(batches, targets, placed, strict=False):
+            yield from self._of_batch(of_batch, batch.labels, windows)
 
     def _of_batch(
         self, targets: TeacherTargets, labels: torch.Tensor, windows: Sequence[PlacedWindow]
@@ -157,10 +158,10 @@ class BlockRecorder:
             return
         places = np.concatenate([np.arange(w.start, w.start + w.length) for w in windows])
         index = torch.from_numpy(places).to(self.groups.device)
-        kept = {name: values.flatten(0, 1)[index].cpu() for name, values in fields.items()}
-        records = to_records(kept, self.manifest.form)
+        on_host = {name: values.flatten(0, 1)[index].cpu() for name, values in fields.items()}
+        records = to_records(on_host, self.manifest.form)
         first = 0
         for window in windows:
-            # A copy: the records of the whole microbatch need not stay.
+            # A copy, so that the records of the whole microbatch can be freed.
             yield Window(window.key, records[first : first + window.length].copy())
             first += window.length

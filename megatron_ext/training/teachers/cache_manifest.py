@@ -1,4 +1,4 @@
-"""What a cache is of, in ``cache.json``, and whether all of it is there."""
+"""The manifest of a cache, ``cache.json``: form, identity and files, and whether all are there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What ``cache.json`` says."""
+    """The content of ``cache.json``."""
 
     form: TargetForm
 
@@ -35,13 +35,13 @@ class Manifest:
     """Names of the files, in order."""
 
     block_bytes: int
-    """Bytes of text that each is of, at least."""
+    """Least bytes of text of a file."""
 
     is_complete: bool = False
 
     windows: int = 0
     tokens: int = 0
-    """Of all files, once they are there."""
+    """Numbers over all files of a complete cache; 0 before."""
 
     digest: bytes = field(init=False)
     """32 bytes, the same for all files of a cache and for no other."""
@@ -52,7 +52,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files of targets, by the formula."""
+        """Bytes of all files of targets, by ``cache_size``."""
         return cache_size(
             self.form, files=len(self.shards), windows=self.windows, tokens=self.tokens
         )
@@ -70,10 +70,10 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """Of a folder.
+        """The manifest of the cache in a folder.
 
         Raises:
-            ConfigError: There is no cache in it.
+            ConfigError: There is no cache in the folder.
             CheckpointError: ``cache.json`` is not what was written.
         """
         path = folder / MANIFEST_FILE
@@ -106,36 +106,34 @@ class Manifest:
             ) from error
 
     def completed(self, *, windows: int, tokens: int) -> Manifest:
-        """With all files there."""
+        """The manifest of the complete cache."""
         return replace(self, is_complete=True, windows=windows, tokens=tokens)
 
     def check_complete(self, folder: Path) -> None:
-        """Raise where recording has not come to its end.
+        """Check that all files were recorded.
 
         Raises:
-            CheckpointError: It has not.
+            CheckpointError: Some are missing.
         """
         if self.is_complete:
             return
-        there = sum((folder / name).exists() for name in self.shards)
+        present = sum((folder / name).exists() for name in self.shards)
         raise CheckpointError(
             "the teacher's cache is not finished",
             where=folder,
-            got=f"{there} of {len(self.shards)} files",
+            got=f"{present} of {len(self.shards)} files",
             fix="start megatron-ext cache-teacher again with the same --output: it goes on",
         )
 
     def check_same(self, other: Mapping[str, Any], folder: Path) -> None:
-        """Raise where the cache is of something else than ``other``, an identity.
-
-        The texts of ``other`` have to be among its own.
+        """Check that the cache has the identity ``other``, whose texts may be a part of its texts.
 
         Raises:
             ConfigError: It is of another teacher, tokenizer, window or text.
         """
-        own, its = dict(_leaves(self.identity)), dict(_leaves(other))
-        for key in sorted(own.keys() | its.keys()):
-            before, now = own.get(key), its.get(key)
+        recorded, wanted = dict(_leaves(self.identity)), dict(_leaves(other))
+        for key in sorted(recorded.keys() | wanted.keys()):
+            before, now = recorded.get(key), wanted.get(key)
             is_same = before == now
             if key == "data":
                 is_same = set(now or ()) <= set(before or ())

@@ -1,4 +1,4 @@
-"""A teacher whose targets were made before. B rows, T positions, S those of this rank."""
+"""A teacher whose targets are read from a cache. B rows, T positions, S those of this rank."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Recorded = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedTeacher:
-    """Reads the windows of a microbatch from a cache, wherever in it they stand."""
+    """Reader of a microbatch's targets, window by window, from a cache."""
 
     name: str
 
     cache: TargetCache
 
     shard: VocabShard
-    """Of the teacher's vocabulary, as a model of it would be cut on this rank."""
+    """This rank's columns of the teacher's vocabulary."""
 
     head_weight: torch.Tensor | None = None
-    """[Vp, D] on this rank's device, beside hidden states."""
+    """[Vp, D] on this rank's device, for targets that are hidden states."""
 
     def recorded(
         self,
@@ -48,13 +48,13 @@ class CachedTeacher:
         sides: Sequence[Side],
         context: ContextRank | None = None,
     ) -> Recorded:
-        """What the cache has of a microbatch; on the host.
+        """The cached targets of a microbatch; on the host.
 
         Args:
-            samples: The rows.
-            batch: What the collator made of them.
-            sides: The collator's.
-            context: Whose part of the rows; None for whole ones.
+            samples: Rows of the microbatch.
+            batch: The rows as the collator returned them.
+            sides: Sides of the collator.
+            context: The rank whose part of the rows is taken; None for whole rows.
 
         Raises:
             DataError: A window is not in the cache.
@@ -67,8 +67,8 @@ class CachedTeacher:
             places = np.concatenate(
                 [np.arange(start, start + length) for _, start, length in placed.windows]
             )
-            found = from_records(np.concatenate(records), self.cache.form)
-            for name, values in found.items():
+            cached = from_records(np.concatenate(records), self.cache.form)
+            for name, values in cached.items():
                 fields[name][torch.from_numpy(places)] = values
         rows = {
             name: values.unflatten(0, (placed.row_count, placed.row_length))
@@ -79,7 +79,7 @@ class CachedTeacher:
         return {name: context.cut(values) for name, values in rows.items()}
 
     def targets(self, recorded: Recorded) -> TeacherTargets:
-        """``recorded``, on this rank's device, as an objective reads it."""
+        """``recorded``, already on this rank's device, as an objective reads it."""
         fields: dict[str, Any] = dict(recorded)
         if self.head_weight is not None:
             hidden = fields["hidden"].to(self.head_weight.dtype)
@@ -92,9 +92,9 @@ class CachedTeacher:
 def open_cached_teacher(
     teacher: TeacherPlan, *, shard: VocabShard, groups: ProcessGroups
 ) -> CachedTeacher:
-    """The cache of a teacher on this rank, once its weights are known to be the configured ones.
+    """Open a teacher's cache on this rank, after a check that it is of the configured weights.
 
-    Collectives: that of ``ProcessGroups.on_main``, behind which the checkpoint is read once.
+    Collectives: that of ``ProcessGroups.on_main``, in which the main rank reads the checkpoint.
 
     Raises:
         ConfigError: The cache was made with other weights; on every rank.

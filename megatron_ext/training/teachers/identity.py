@@ -1,7 +1,7 @@
-"""Identity of a teacher: what its targets depend on, as hashes.
+"""Identity of a teacher: everything that its targets depend on, as hashes.
 
-A cache and a server have one each, with keys of their own: a cache is of texts, too, and its keys
-are in files. Both have the hash of the weights.
+Caches and servers have identities with keys of their own, since a cache also depends on the texts
+and its keys are in files. Both contain the hash of the weights.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from megatron_ext.training.inputs import Inputs
 
 WEIGHTS: Final = "teacher weights"
-"""Key of the identity whose value takes reading a checkpoint."""
+"""Key of the hash of the weights, which takes reading a checkpoint."""
 
 _WITHOUT_INFLUENCE: Final = ("hf", "seq_length", "make_vocab_size_divisible_by", "init_method_std")
-"""Keys of a model that change none of its predictions for tokens that fit its rows."""
+"""Keys of a model that do not change its predictions for sequences that it can read."""
 
 _BLOCK_BYTES: Final = 1 << 20
 
 
 def cache_identity(config: DistillConfig, inputs: Inputs, teacher: str) -> dict[str, Any]:
-    """All but the weights: of the model, the tokenizers, how texts are cut, and the texts.
+    """The identity of a cache, without the hash of the weights: model, tokenizers, cuts and texts.
 
     Texts are cut where all models of a run can be cut, to the shortest rows, so the windows depend
-    on the other tokenizers and on the lengths too; not on how rows are filled.
+    on the other tokenizers and on the lengths too; they do not depend on how rows are filled.
     """
     data = inputs.data
     others = {name: inputs.teachers[name].tokenizer for name in inputs.teachers if name != teacher}
@@ -67,10 +67,10 @@ def cache_identity(config: DistillConfig, inputs: Inputs, teacher: str) -> dict[
 
 
 def launch_identity(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> dict[str, str | int]:
-    """Of a remote teacher in the run's own launch, with the name of its checkpoint.
+    """The identity of a remote teacher in the run's own launch, with its checkpoint's name.
 
-    A launch and its processes have one configuration, whose checkpoint may still have gone on
-    between two of them looking at it.
+    All processes of a launch have one configuration, but the latest checkpoint that it names may
+    change between the reads of two processes.
     """
     return {**_served(teacher, tokenizer), "checkpoint": teacher.checkpoint.name}
 
@@ -78,7 +78,7 @@ def launch_identity(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> d
 def server_identity(
     teacher: TeacherPlan, tokenizer: MegatronTokenizerText, weights: str
 ) -> dict[str, str | int]:
-    """Of a remote teacher that somebody else started.
+    """The identity of a remote teacher that was started apart from the run.
 
     Args:
         weights: The hash of all weights.
@@ -87,15 +87,15 @@ def server_identity(
 
 
 def check_same_identity(identity: Mapping[str, str | int]) -> None:
-    """Check that all ranks of a teacher are about to be the same one. One all-gather of objects.
+    """Check that all ranks of a teacher have the same identity. One all-gather of objects.
 
     Raises:
-        ConfigError: On every rank.
+        ConfigError: They differ; on every rank.
     """
-    everywhere: list[Mapping[str, str | int]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, identity)
-    for rank, other in enumerate(everywhere):
-        for key, value in everywhere[0].items():
+    identities: list[Mapping[str, str | int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(identities, identity)
+    for rank, other in enumerate(identities):
+        for key, value in identities[0].items():
             if other[key] != value:
                 raise ConfigError(
                     f"rank {rank} of the teacher was started with another {key} than rank 0",
@@ -113,18 +113,18 @@ def weights_on_all(teacher: TeacherPlan, groups: ProcessGroups) -> str:
     Raises:
         CheckpointError: A file cannot be read; on every rank.
     """
-    found: list[str] = []
-    groups.on_main(lambda: found.append(weights_identity(teacher.checkpoint)))
-    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, found)
-    (weights,) = (own[0] for own in everywhere if own)
+    hashes: list[str] = []
+    groups.on_main(lambda: hashes.append(weights_identity(teacher.checkpoint)))
+    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, hashes)
+    (weights,) = (of_rank[0] for of_rank in of_ranks if of_rank)
     return weights
 
 
 def weights_identity(checkpoint: Path) -> str:
-    """The hash of all files of a checkpoint, by name; reads them once.
+    """The hash of all files of a checkpoint and their names; reads them once.
 
-    Of a HuggingFace folder those that its weights and its configuration are in.
+    Of a HuggingFace folder, only the files with weights and the configuration count.
 
     Raises:
         CheckpointError: A file cannot be read.

@@ -1,4 +1,4 @@
-"""A teacher with its model in these processes, whichever library runs it."""
+"""A teacher whose model runs in these processes, under megatron-core or transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_ext.training.run_plan import TeacherPlan
 
 
 class LiveTeacher(NamedTuple):
-    """A loaded teacher on one rank, with its weights on the host where ``offload`` says so."""
+    """A loaded teacher on one rank, with its weights on the host between batches if offloaded."""
 
     teacher: Teacher
 
@@ -36,7 +36,7 @@ class LiveTeacher(NamedTuple):
     """This rank's columns of its vocabulary."""
 
     head: torch.Tensor | None
-    """[Vp, D] on the last stage; None elsewhere, and of a model whose targets are logits."""
+    """[Vp, D] on the last stage; None on the others, and for a model whose targets are logits."""
 
 
 def live_teacher(
@@ -61,7 +61,7 @@ def live_teacher(
 def live_megatron_teacher(
     chunks: Sequence[GPTModel], shard: VocabShard, groups: ProcessGroups, *, offload: bool
 ) -> LiveTeacher:
-    """Of a model of megatron-core that is there."""
+    """The teacher of a loaded megatron-core model."""
     head = head_weight(chunks[-1]) if groups.is_last_stage else None
     teacher: Teacher = MegatronTeacher(chunks, shard=shard)
     if offload:
@@ -75,11 +75,11 @@ def live_megatron_teacher(
 def check_gives_hidden(
     teacher: LiveTeacher, groups: ProcessGroups, *, where: str, why: str
 ) -> None:
-    """Check that targets are hidden states, where somebody needs these.
+    """Check that a teacher's targets are hidden states.
 
     Args:
-        where: In the configuration.
-        why: Who needs them.
+        where: Configuration key that needs them, for the error.
+        why: Beginning of the error message: the subject and verb that need hidden states.
 
     Raises:
         ConfigError: They are logits; on the last stage.

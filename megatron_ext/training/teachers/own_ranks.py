@@ -1,7 +1,4 @@
-"""The processes of a launch that are a teacher's own, from their start to the end of the run.
-
-What the student's and the teachers' ranks of one launch tell one another, through its store.
-"""
+"""A teacher on ranks of its own in the student's launch, and the store through which both meet."""
 
 from __future__ import annotations
 
@@ -32,21 +29,21 @@ from megatron_ext.training.watchdog import GRACE, Watchdog, first_line, is_commu
 
 _POLL_S: Final = 0.2
 _LAST_WORDS_S: Final = 3.0
-"""How long what became of a process may take to be known behind the end of its connection."""
+"""Longest wait for the reason of a failure after a connection has ended."""
 
 
 class Address(NamedTuple):
-    """Where one replica of a teacher listens."""
+    """Address and token of one replica of a teacher."""
 
     address: str
     token: str
 
 
 class RoleStore:
-    """The launch's store, for what concerns one teacher; call it behind joining a default group.
+    """The entries of one teacher in the launch's store; needs the default process group.
 
     Args:
-        teacher: By name.
+        teacher: Name of the teacher.
     """
 
     def __init__(self, teacher: str) -> None:
@@ -55,44 +52,44 @@ class RoleStore:
         self._store = PrefixStore(f"megatron_ext/teachers/{teacher}", store)
 
     def token(self) -> str:
-        """That of all replicas of the teacher: the first one's."""
-        found: bytes = self._store.compare_set("token", "", secrets.token_hex(32))
-        return found.decode()
+        """The token of all replicas of the teacher, made by the first to ask for it."""
+        token: bytes = self._store.compare_set("token", "", secrets.token_hex(32))
+        return token.decode()
 
     def announce(self, replica: int, address: Address) -> None:
-        """Say where a replica listens."""
+        """Publish the address of a replica."""
         self._store.set(f"address/{replica}", json.dumps(address))
 
     def addresses(self, replicas: int, *, timeout: timedelta) -> list[Address]:
-        """Where all replicas listen; waits until they do.
+        """The addresses of all replicas; waits until they are published.
 
         Raises:
-            DistributedError: One has failed, or does not say so in time.
+            DistributedError: A rank has failed, or an address is not published in time.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         return [self._address(replica, deadline) for replica in range(replicas)]
 
     def note_failure(self, error: BaseException) -> None:
-        """Say why a rank of the teacher ends; the first to do so is heard."""
+        """Publish why a rank of the teacher ends; the first reason stays."""
         with suppress(DistError, RuntimeError, OSError):
             self._store.compare_set("failed", "", first_line(error))
 
     def why_gone(self) -> str | None:
-        """What a rank of the teacher said of its end, which may follow the connection's."""
+        """Why a rank of the teacher has ended; waits, since the connection may end before."""
         deadline = time.monotonic() + _LAST_WORDS_S
-        while (found := self._get("failed")) is None and time.monotonic() < deadline:
+        while (reason := self._get("failed")) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return found
+        return reason
 
     def finish(self) -> None:
-        """Say that the student needs the teacher no more."""
+        """Publish that the student's run is finished."""
         self._store.set("finished", "1")
 
     def check_finished(self) -> None:
-        """Check that the student has not left for another reason.
+        """Check that the student left because its run is finished.
 
         Raises:
-            DistributedError: It has.
+            DistributedError: It left for another reason.
         """
         deadline = time.monotonic() + _LAST_WORDS_S
         while self._get("finished") is None:
@@ -104,7 +101,7 @@ class RoleStore:
             time.sleep(_POLL_S)
 
     def _address(self, replica: int, deadline: float) -> Address:
-        while (found := self._get(f"address/{replica}")) is None:
+        while (entry := self._get(f"address/{replica}")) is None:
             failed = self._get("failed")
             if failed is not None or time.monotonic() > deadline:
                 raise DistributedError(
@@ -114,11 +111,11 @@ class RoleStore:
                     fix="look at the logs of its ranks",
                 )
             time.sleep(_POLL_S)
-        values: Sequence[Any] = json.loads(found)
+        values: Sequence[Any] = json.loads(entry)
         return Address(*values)
 
     def _get(self, key: str) -> str | None:
-        # A ``get`` of what is not there would wait for it.
+        # A ``get`` of a missing key would wait for it.
         if not self._store.check([key]):
             return None
         value: bytes = self._store.get(key)
@@ -126,14 +123,14 @@ class RoleStore:
 
 
 def serve_on_own_ranks(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> None:
-    """Be the teacher until the student's run is finished; on each of its ranks.
+    """Serve a teacher until the student's run is finished; call it on each of its ranks.
 
     Args:
         tokenizer: The teacher's.
 
     Raises:
-        MegatronExtError: Anything a user can mend; or the student's end before its run was
-            finished, so that no rank of the launch ends well where one does not.
+        MegatronExtError: Anything a user can mend. Also the student's end before its run was
+            finished, so that no rank of a failed launch reports success.
     """
     if not torch.cuda.is_available():
         cpu_megatron.install()
@@ -144,7 +141,7 @@ def serve_on_own_ranks(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -
         try:
             _serve(teacher, tokenizer, store, timeout)
         except BaseException as error:
-            # What a library says of a lost connection is what became of another rank.
+            # A lost connection is the consequence of another rank's failure.
             if not is_communication(error):
                 store.note_failure(error)
             raise
@@ -174,12 +171,11 @@ def _serve(
 
 
 def own_host() -> str:
-    """The address of this machine that the others of the launch can reach."""
+    """The address of this machine that other machines of the launch can reach."""
     main = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
-        found = socket.getaddrinfo(main, 9, type=socket.SOCK_DGRAM)
-        family, _, _, _, target = found[0]
-        # No packet is sent: it is only looked up which interface would send it.
+        family, _, _, _, target = socket.getaddrinfo(main, 9, type=socket.SOCK_DGRAM)[0]
+        # Connecting a datagram socket sends no packet; it only selects the interface.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             host = str(probe.getsockname()[0])

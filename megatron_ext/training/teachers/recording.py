@@ -1,7 +1,7 @@
-"""``megatron-ext cache-teacher``: a run's teacher over the run's texts, into files; on every rank.
+"""``megatron-ext cache-teacher``: a teacher's targets for a run's texts, recorded into files.
 
-Texts are recorded in blocks, a file each. Files that are there are not made again, so a recording
-that was killed goes on, over any number of ranks.
+Texts are recorded in blocks, one file each, on every rank. Existing files are not made again, so a
+recording that was killed continues, over any number of ranks.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ from megatron_ext.training.watchdog import GRACE, Watchdog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What is to be made."""
+    """A cache to be recorded."""
 
     teacher: str
-    """By name."""
+    """Name of the teacher."""
 
     form: TargetForm
 
     folder: Path
 
     file_bytes: int
-    """About how large a file may be."""
+    """Approximate size of a file."""
 
 
 def record_teacher(config: DistillConfig, inputs: Inputs, recording: Recording) -> Manifest:
     """Make or finish a cache; call it on every rank, under torchrun or alone.
 
     Args:
-        config: What ``recording_config`` returned.
-        inputs: What ``read_inputs`` read for it.
+        config: The result of ``recording_config``.
+        inputs: The result of ``read_inputs`` for it.
 
     Raises:
         MegatronExtError: Anything a user can mend.
@@ -88,14 +88,14 @@ def record_teacher(config: DistillConfig, inputs: Inputs, recording: Recording) 
 
 
 def recording_config(config: DistillConfig, folder: Path, *, world_size: int) -> DistillConfig:
-    """``config`` for the teacher alone: its caches, what is held out and the run's folder are of
-    no interest, and a global batch is of as many replicas as there are."""
+    """``config`` for recording: without caches, held-out text and the run's folder, and with one
+    pass of the teacher's schedule over all replicas as the global batch."""
     parallel, training = config.parallel, config.training
     replicas = parallel.layout.replicas(world_size)
     stages = parallel.pipeline_model_parallel_size
     rows = training.micro_batch_size * replicas * stages
     teacher = config.teacher and _live(config.teacher)
-    teachers = {name: _live(its) for name, its in config.teachers.items()}
+    teachers = {name: _live(section) for name, section in config.teachers.items()}
     return dataclasses.replace(
         config,
         run_dir=str(folder),
@@ -114,7 +114,7 @@ def recording_config(config: DistillConfig, folder: Path, *, world_size: int) ->
 
 
 def _live(teacher: TeacherConfig) -> TeacherConfig:
-    """With its model on the ranks that record, wherever a run has it."""
+    """``teacher`` with its model on the ranks that record, wherever a run has it."""
     return dataclasses.replace(
         teacher, cache=None, placement="student_ranks", serving=ServingConfig()
     )
@@ -123,7 +123,7 @@ def _live(teacher: TeacherConfig) -> TeacherConfig:
 def record(
     config: DistillConfig, groups: ProcessGroups, inputs: Inputs, recording: Recording
 ) -> Manifest:
-    """``record_teacher`` in a layout that is there.
+    """``record_teacher`` in initialised process groups.
 
     Collectives: those of ``ProcessGroups.on_main`` three times, one all-gather of names, those that
     load the teacher, those of ``BlockRecorder.record`` for each block, and one barrier.
@@ -179,17 +179,17 @@ def _record_blocks(
     )
     with bar as shown:
         for start in range(0, len(missing), groups.dp_size):
-            own = missing[start : start + groups.dp_size]
-            if groups.dp_rank < len(own):
-                recorder.record(own[groups.dp_rank])
+            blocks = missing[start : start + groups.dp_size]
+            if groups.dp_rank < len(blocks):
+                recorder.record(blocks[groups.dp_rank])
             if shown is not None:
-                shown.update(len(own))
+                shown.update(len(blocks))
 
 
 def _start(folder: Path, manifest: Manifest) -> None:
-    """Write down what is about to be made, or check that it is what was begun."""
-    for part in folder.glob(".targets-*"):
-        part.unlink(missing_ok=True)
+    """Save the manifest, or check that it is that of the recording that was begun."""
+    for partial in folder.glob(".targets-*"):
+        partial.unlink(missing_ok=True)
     if not (folder / MANIFEST_FILE).exists():
         manifest.save(folder)
         return
@@ -209,22 +209,25 @@ def _missing(
     folder: Path, manifest: Manifest, blocks: list[Block], groups: ProcessGroups
 ) -> list[Block]:
     """Blocks without a whole file, as the main rank sees them. One all-gather of objects."""
-    own = {block.name for block in blocks if _head(folder, manifest, block.name) is None}
-    everywhere: list[set[str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own if groups.is_main else None)
-    (seen,) = (names for names in everywhere if names is not None)
-    return [block for block in blocks if block.name in seen]
+    local = {block.name for block in blocks if not _is_whole(folder, manifest, block.name)}
+    of_ranks: list[set[str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, local if groups.is_main else None)
+    (missing,) = (names for names in of_ranks if names is not None)
+    return [block for block in blocks if block.name in missing]
 
 
-def _head(folder: Path, manifest: Manifest, name: str) -> ShardHead | None:
+def _is_whole(folder: Path, manifest: Manifest, name: str) -> bool:
     try:
-        return read_head(
-            folder / name,
-            bytes_per_token=manifest.form.bytes_per_token,
-            digest=manifest.digest,
-        )
+        _head(folder, manifest, name)
     except CheckpointError:
-        return None
+        return False
+    return True
+
+
+def _head(folder: Path, manifest: Manifest, name: str) -> ShardHead:
+    return read_head(
+        folder / name, bytes_per_token=manifest.form.bytes_per_token, digest=manifest.digest
+    )
 
 
 def _has_head(folder: Path, manifest: Manifest) -> bool:
@@ -232,12 +235,7 @@ def _has_head(folder: Path, manifest: Manifest) -> bool:
 
 
 def _finish(folder: Path, manifest: Manifest) -> None:
-    heads = [
-        read_head(
-            folder / name, bytes_per_token=manifest.form.bytes_per_token, digest=manifest.digest
-        )
-        for name in manifest.shards
-    ]
+    heads = [_head(folder, manifest, name) for name in manifest.shards]
     manifest.completed(
         windows=sum(len(head.windows) for head in heads),
         tokens=sum(head.tokens for head in heads),
@@ -253,9 +251,9 @@ def _formed(
 ) -> FormedTargets:
     boundary = None
     if recording.form.kind == "label":
-        its = TokenBytes.of(inputs.teachers[recording.teacher].tokenizer)
+        tokens = TokenBytes.of(inputs.teachers[recording.teacher].tokenizer)
         boundary = BoundaryColumns.at_word_starts(
-            its, its, student_shard=shard, teacher_shard=shard, device=groups.device
+            tokens, tokens, student_shard=shard, teacher_shard=shard, device=groups.device
         ).teacher
     return FormedTargets(
         form=recording.form,

@@ -1,4 +1,4 @@
-"""A remote teacher of a run: starting or finding its processes, and connecting to them."""
+"""A remote teacher of a run: start or find its processes, and connect to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_ext.teachers.remote_server import RemoteServer
 from megatron_ext.teachers.remote_teacher import RemoteTeacher
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.first_weights import teacher_vocab_shard
-from megatron_ext.training.learning_step import TaughtBy, run_projection
+from megatron_ext.training.learning_step import LoadedTeacher, run_projection
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.teachers.identity import (
     launch_identity,
@@ -31,8 +31,8 @@ from megatron_ext.training.teachers.teacher_process import TeacherProcess, serve
 from megatron_ext.training.watchdog import first_line
 
 
-class _Found(NamedTuple):
-    """Where a teacher is, on a rank that asks it."""
+class _Processes(NamedTuple):
+    """Processes of a teacher, on a rank that connects to them."""
 
     addresses: Sequence[str]
     token: str
@@ -42,32 +42,32 @@ class _Found(NamedTuple):
     end: Callable[[], None] = lambda: None
 
 
-def teacher_elsewhere(name: str, run: StudentParts) -> TeacherParts:
-    """Connect to it, from the main rank of each replica.
+def teacher_from_remote(name: str, run: StudentParts) -> TeacherParts:
+    """Connect to a teacher in other processes, from the main rank of each replica.
 
     Collectives: those of ``teacher_vocab_shard``, ``RemoteTeacher`` and ``run_projection``, and two
     all-gathers of objects.
 
     Raises:
-        MegatronExtError: It is not there, or not the one that is meant; on every rank.
+        MegatronExtError: It cannot be reached, or is not the configured one; on every rank.
     """
     teacher_plan, groups = run.teacher(name), run.groups
     form = served_form(teacher_plan, run.tokenizer(name))
     shard = teacher_vocab_shard(teacher_plan, run.tokenizer(name), groups)
     identity = _identity(name, run)
-    found: _Found | None = None
+    processes: _Processes | None = None
     replicas: list[Connection] = []
     error: Exception | None = None
     if groups.is_replica_main:
         try:
-            found = _FINDERS[run.teacher(name).config.placement](name, run)
-            replicas = _connect(found, name, run, form, identity)
+            processes = _FINDERS[run.teacher(name).config.placement](name, run)
+            replicas = _connect(processes, name, run, form, identity)
         except Exception as failure:
-            if found is not None:
-                found.end()
+            if processes is not None:
+                processes.end()
             error = _named(failure, name)
-    _raise_everywhere(error)
-    processes = found or _Found((), "")
+    _raise_on_all_ranks(error)
+    processes = processes or _Processes((), "")
     remote = RemoteTeacher(
         replicas,
         form=form,
@@ -83,11 +83,11 @@ def teacher_elsewhere(name: str, run: StudentParts) -> TeacherParts:
         sys.stdout.write(described(name, run.teacher(name).config.placement, form) + "\n")
         sys.stdout.flush()
     projection = run_projection(teacher_plan, run.inputs, run.plan.run_dir, groups)
-    return TeacherParts(TaughtBy(teacher_plan, None, shard, projection, None), teacher=remote)
+    return TeacherParts(LoadedTeacher(teacher_plan, None, shard, projection, None), teacher=remote)
 
 
 def _connect(
-    found: _Found,
+    processes: _Processes,
     name: str,
     run: StudentParts,
     form: TargetForm,
@@ -98,67 +98,69 @@ def _connect(
         RemoteServer(
             name=name,
             address=address,
-            token=found.token,
-            root_certificate=found.root_certificate,
-            timeout_s=_patience(run).total_seconds(),
-            why_gone=found.why_gone,
+            token=processes.token,
+            root_certificate=processes.root_certificate,
+            timeout_s=_timeout(run).total_seconds(),
+            why_gone=processes.why_gone,
         )
-        for address in own_addresses(found.addresses, client=groups.dp_rank, clients=groups.dp_size)
+        for address in own_addresses(
+            processes.addresses, client=groups.dp_rank, clients=groups.dp_size
+        )
     ]
     return connect(servers, form=form, identity=identity, device=groups.device)
 
 
-def _on_own_ranks(name: str, run: StudentParts) -> _Found:
+def _on_own_ranks(name: str, run: StudentParts) -> _Processes:
     serving, store = run.teacher(name).config.serving, RoleStore(name)
     assert serving.ranks is not None, "checked with the configuration"
     replicas = serving.ranks // serving.replica_size
-    addresses = store.addresses(replicas, timeout=_patience(run))
-    return _Found(
-        [its.address for its in addresses],
+    addresses = store.addresses(replicas, timeout=_timeout(run))
+    return _Processes(
+        [replica.address for replica in addresses],
         addresses[0].token,
         why_gone=store.why_gone,
         finish=store.finish if run.groups.is_main else lambda: None,
     )
 
 
-def _in_process(name: str, run: StudentParts) -> _Found:
+def _in_process(name: str, run: StudentParts) -> _Processes:
     process = TeacherProcess(
         name, run_dir=run.plan.run_dir, values=run.plan.values, rank=dist.get_rank()
     )
     try:
-        address = process.address(_patience(run).total_seconds())
+        address = process.address(_timeout(run).total_seconds())
     except BaseException:
         process.close()
         raise
     # Every replica has started one for itself.
     addresses = [address.address] * run.groups.dp_size
-    return _Found(addresses, address.token, why_gone=process.why_gone, end=process.close)
+    return _Processes(addresses, address.token, why_gone=process.why_gone, end=process.close)
 
 
-def _on_server(name: str, run: StudentParts) -> _Found:
+def _on_server(name: str, run: StudentParts) -> _Processes:
     serving = run.teacher(name).config.serving
     root = serving.root_certificate
-    return _Found(
+    return _Processes(
         serving.address,
         server_token(serving, serving.address),
         None if root is None else Path(root),
     )
 
 
-_FINDERS: Final[Mapping[str, Callable[[str, StudentParts], _Found]]] = {
+_FINDERS: Final[Mapping[str, Callable[[str, StudentParts], _Processes]]] = {
     "own_ranks": _on_own_ranks,
     "process": _in_process,
     "server": _on_server,
 }
 
 
-def _patience(run: StudentParts) -> timedelta:
-    """How long a teacher may not answer: less than the watchdog waits, which knows less of it."""
+def _timeout(run: StudentParts) -> timedelta:
+    """Longest wait for an answer: shorter than the watchdog's, whose report says less about it."""
     return 0.9 * timedelta(minutes=run.plan.parallel.distributed_timeout_minutes)
 
 
 def _identity(name: str, run: StudentParts) -> Mapping[str, str | int]:
-    """What a teacher must say of itself.
+    """The identity that a teacher must report.
 
     Collectives: those of ``weights_on_all`` for a server.
     """
@@ -169,16 +171,16 @@ def _identity(name: str, run: StudentParts) -> Mapping[str, str | int]:
 
 
 def _named(error: Exception, name: str) -> MegatronExtError:
-    """An error that can be sent to the other ranks."""
+    """``error`` as one that can be sent to the other ranks."""
     if isinstance(error, MegatronExtError):
         return error
     return DistributedError(f"the teacher {name} cannot be reached", got=first_line(error))
 
 
-def _raise_everywhere(error: Exception | None) -> None:
-    """Raise what went wrong on any rank on all of them. One all-gather of objects."""
-    everywhere: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, error)
-    for other in everywhere:
-        if other is not None:
-            raise other
+def _raise_on_all_ranks(error: Exception | None) -> None:
+    """Raise the error of any rank on all of them. One all-gather of objects."""
+    errors: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for of_rank in errors:
+        if of_rank is not None:
+            raise of_rank

@@ -1,4 +1,4 @@
-"""All teachers of a run on this rank, each made as its kind is."""
+"""Construction of all teachers of a run on this rank, by their kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from megatron_ext.teachers import Teacher
 from megatron_ext.training.config import TeacherConfig
 from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
-from megatron_ext.training.learning_step import TaughtBy, run_projection
+from megatron_ext.training.learning_step import LoadedTeacher, run_projection
 from megatron_ext.training.objective import teacher_objective
 from megatron_ext.training.teachers.cached_teacher import CachedTeacher, open_cached_teacher
 from megatron_ext.training.teachers.live_teacher import (
@@ -17,13 +17,13 @@ from megatron_ext.training.teachers.live_teacher import (
     live_megatron_teacher,
     live_teacher,
 )
-from megatron_ext.training.teachers.remote import teacher_elsewhere
+from megatron_ext.training.teachers.remote import teacher_from_remote
 from megatron_ext.training.teachers.teacher_parts import StudentParts, TeacherParts
 from megatron_ext.training.vocabulary_layout import RunLayout, lay_out
 
 
 def teacher_from_cache(name: str, run: StudentParts) -> TeacherParts:
-    """Open its cache.
+    """Open the cache of a teacher.
 
     Collectives: those of ``teacher_vocab_shard``, ``open_cached_teacher`` and ``run_projection``.
     """
@@ -31,16 +31,17 @@ def teacher_from_cache(name: str, run: StudentParts) -> TeacherParts:
     shard = teacher_vocab_shard(teacher, run.tokenizer(name), run.groups)
     cached = open_cached_teacher(teacher, shard=shard, groups=run.groups)
     projection = run_projection(teacher, run.inputs, run.plan.run_dir, run.groups)
-    return TeacherParts(TaughtBy(teacher, None, shard, projection, None), cached=cached)
+    return TeacherParts(LoadedTeacher(teacher, None, shard, projection, None), cached=cached)
 
 
 def teacher_from_huggingface(name: str, run: StudentParts) -> TeacherParts:
-    """Load it.
+    """Load a model that transformers runs.
 
     Collectives: those of ``live_teacher`` and ``run_projection``.
 
     Raises:
-        ConfigError: The objective reads hidden states, of which this model's logits are no product.
+        ConfigError: The objective reads hidden states, and the model's logits are not their product
+            with the head.
     """
     teacher, groups = run.teacher(name), run.groups
     live = live_teacher(teacher, run.tokenizer(name), groups)
@@ -48,21 +49,21 @@ def teacher_from_huggingface(name: str, run: StudentParts) -> TeacherParts:
         where = f"{teacher.section}.checkpoint"
         why = f"the objective {teacher.loss.objective} reads"
         check_gives_hidden(live, groups, where=where, why=why)
-    # After the model, which may not load: a projection of the run's own is its first file.
+    # After the model, which may fail to load: a built projection is the run's first file.
     projection = run_projection(teacher, run.inputs, run.plan.run_dir, groups)
     return TeacherParts(
-        TaughtBy(teacher, live.head, live.shard, projection, None), teacher=live.teacher
+        LoadedTeacher(teacher, live.head, live.shard, projection, None), teacher=live.teacher
     )
 
 
 def teacher_on_student_ranks(name: str, run: StudentParts) -> TeacherParts:
-    """Build and load it, and permute the heads of both models where the run lays them out.
+    """Build and load a model of megatron-core; permute both heads where the run asks for that.
 
     Collectives: those that build and load a model, of ``run_projection`` and of ``lay_out``.
     """
     plan, teacher, groups = run.plan, run.teacher(name), run.groups
     chunks, shard = frozen_teacher(teacher, run.tokenizer(name), groups)
-    # After the model, which may not load: a projection of the run's own is its first file.
+    # After the model, which may fail to load: a built projection is the run's first file.
     projection = run_projection(teacher, run.inputs, plan.run_dir, groups)
     laid_out = None
     if plan.training.vocabulary_layout == "co_sharded":
@@ -79,7 +80,7 @@ def teacher_on_student_ranks(name: str, run: StudentParts) -> TeacherParts:
     live = live_megatron_teacher(chunks, shard, groups, offload=teacher.config.offload)
     layout = laid_out and laid_out.layout
     return TeacherParts(
-        TaughtBy(teacher, live.head, shard, projection, layout),
+        LoadedTeacher(teacher, live.head, shard, projection, layout),
         teacher=live.teacher,
         laid_out=laid_out,
     )
@@ -87,28 +88,29 @@ def teacher_on_student_ranks(name: str, run: StudentParts) -> TeacherParts:
 
 _MAKERS: Final[Mapping[str, Callable[[str, StudentParts], TeacherParts]]] = {
     "cache": teacher_from_cache,
-    "elsewhere": teacher_elsewhere,
+    "remote": teacher_from_remote,
     "huggingface": teacher_from_huggingface,
     "megatron": teacher_on_student_ranks,
 }
-"""By kind: ``cache`` where targets are read from files, ``elsewhere`` where other processes send
-them, otherwise the library that runs it on the student's ranks."""
+"""By kind: ``cache`` where targets are read from files, ``remote`` where other processes send them,
+otherwise the library that runs the model on the student's ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTeachers:
-    """By name, and in the order of the configuration."""
+    """The teachers of a run on this rank, in the order of the configuration."""
 
     teachers: Mapping[str, Teacher]
-    """Those that predict microbatches."""
+    """By name, those that predict microbatches."""
 
     cached: Mapping[str, CachedTeacher]
-    """Those whose targets are recorded."""
+    """By name, those whose targets are read from a cache."""
 
-    taught_by: list[TaughtBy]
+    loaded: list[LoadedTeacher]
+    """All of them, as the objectives read them."""
 
     laid_out: RunLayout | None
-    """The order of the heads, which is one of a pair."""
+    """Order of the heads of student and teacher, in a run with a vocabulary layout."""
 
 
 def make_run_teachers(run: StudentParts) -> RunTeachers:
@@ -120,17 +122,17 @@ def make_run_teachers(run: StudentParts) -> RunTeachers:
         name: _MAKERS[kind_of(teacher.config)](name, run)
         for name, teacher in run.plan.teachers.items()
     }
-    layouts = [its.laid_out for its in parts.values() if its.laid_out is not None]
+    layouts = [made.laid_out for made in parts.values() if made.laid_out is not None]
     return RunTeachers(
-        teachers={n: its.teacher for n, its in parts.items() if its.teacher is not None},
-        cached={n: its.cached for n, its in parts.items() if its.cached is not None},
-        taught_by=[its.taught_by for its in parts.values()],
+        teachers={name: made.teacher for name, made in parts.items() if made.teacher is not None},
+        cached={name: made.cached for name, made in parts.items() if made.cached is not None},
+        loaded=[made.loaded for made in parts.values()],
         laid_out=layouts[0] if layouts else None,
     )
 
 
 def kind_of(teacher: TeacherConfig) -> str:
-    """A key of the table of kinds."""
+    """The kind of a teacher, a key of the table of makers."""
     if teacher.cache is not None:
         return "cache"
-    return "elsewhere" if teacher.is_elsewhere else teacher.library
+    return "remote" if teacher.is_remote else teacher.library

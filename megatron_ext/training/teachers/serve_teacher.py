@@ -1,4 +1,4 @@
-"""``megatron-ext serve-teacher``: a teacher for students that come, on every rank of its own."""
+"""``megatron-ext serve-teacher``: the server of a teacher, for other launches or one parent."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def serve_at(
 
     Args:
         tokenizer: The teacher's.
-        address: HOST:PORT of the first replica; the next ones listen at the ports behind it.
-        tls: Of the server; None for connections that are not encrypted.
+        address: HOST:PORT of the first replica; the others listen at the following ports.
+        tls: Certificate and key of the server; None for connections that are not encrypted.
 
     Raises:
-        ConfigError: Other machines can reach it without a token, or without TLS unless
-            ``serving.plain_connection`` says that they may.
+        ConfigError: Other machines can reach the server and there is no token, or no TLS without
+            ``serving.plain_connection``.
     """
     host, port = split_address(address)
     serving = teacher.config.serving
@@ -76,7 +76,7 @@ def serve_parent(teacher: TeacherPlan, tokenizer: MegatronTokenizerText, descrip
 
     Args:
         tokenizer: The teacher's.
-        descriptor: Of this process's end of the pair.
+        descriptor: File descriptor of this process's end of the socket pair.
     """
     parent = ParentSocket(descriptor)
 

@@ -1,4 +1,4 @@
-"""One teacher with ranks of its own, built, loaded and served; on each of them."""
+"""A teacher built, loaded and served on each of its own ranks."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from megatron_ext.training.teachers.target_checks import served_form
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTeacher:
-    """What one process of a teacher's own serves."""
+    """A teacher that one process serves."""
 
     teacher: TeacherPlan
-    """On the ranks that serve it."""
+    """Its plan, in the layout of the ranks that serve it."""
 
     tokenizer: MegatronTokenizerText
     """The teacher's."""
 
     identity: Callable[[], Mapping[str, str | int]]
-    """What the targets depend on, which may take reading the weights; on main ranks."""
+    """Identity of the targets, which may take reading the weights; called on main ranks."""
 
     timeout: timedelta
-    """How long a student may leave an answer unread, or not come."""
+    """Longest wait for a student to connect or to read an answer."""
 
     def serve(
         self,
@@ -53,11 +53,11 @@ class ServedTeacher:
         until_client_leaves: bool,
         collective_timeout: timedelta,
     ) -> None:
-        """Build the teacher and answer; call it on every process of its world.
+        """Build the teacher and answer students; call it on every process of its world.
 
         Args:
-            listen: Makes the listener on the main rank of a replica, given its number.
-            collective_timeout: How long a collective may wait.
+            listen: Makes the listener on the main rank of a replica, given the replica's number.
+            collective_timeout: Longest wait in a collective.
 
         Collectives: those that build and load a model, and of ``TeacherServer.serve``.
 
@@ -98,16 +98,16 @@ class ServedTeacher:
     def _formed(self, form: TargetForm, shard: VocabShard, device: torch.device) -> FormedTargets:
         boundary = None
         if form.kind == "label":
-            its = TokenBytes.of(self.tokenizer)
+            tokens = TokenBytes.of(self.tokenizer)
             boundary = BoundaryColumns.at_word_starts(
-                its, its, student_shard=shard, teacher_shard=shard, device=device
+                tokens, tokens, student_shard=shard, teacher_shard=shard, device=device
             ).teacher
         tile_rows = self.teacher.loss.linear_tile_rows
         return FormedTargets(form=form, boundary=boundary, tile_rows=tile_rows)
 
 
 def _replica_ranks(groups: ProcessGroups) -> ReplicaRanks:
-    """Of this rank; the main one is the first of the last stage."""
+    """The ranks of this rank's replica; the main one is the first of the last stage."""
     if dist.get_world_size() == groups.dp_size:
         return ReplicaRanks(device=groups.device)
     group = parallel_state.get_model_parallel_group()

@@ -1,4 +1,4 @@
-"""One file of a cache: windows by their keys, and a record for each token. W windows, N tokens.
+"""One file of a cache, and the windows of a microbatch that it is looked up by.
 
 All numbers are little-endian::
 
@@ -8,13 +8,11 @@ All numbers are little-endian::
 
 so that a file has ``64 + 24 W + R N`` bytes. It is written whole or not at all.
 
-The windows of a microbatch as a teacher reads them, and where they stand in its rows.
+A window is a sequence that a model reads at once: a text, a piece of one, or a conversation.
+Windows that share a row do not attend to one another, so a teacher's targets of one depend on its
+tokens alone, and its key is their hash: the row, microbatch, rank or epoch does not matter.
 
-A window is what a model reads at once: a text, a piece of one, or a conversation. Windows that
-share a row do not see one another, so a teacher's targets of one depend on its tokens alone, and
-its key is their hash: which row, microbatch, rank or epoch it comes in does not matter.
-
-L labels of a window, B rows, T positions.
+W windows, N tokens, L labels of a window, B rows, T positions, R bytes of a record.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ Windows = NDArray[np.void]
 
 
 class Window(NamedTuple):
-    """What a shard is written of."""
+    """Key and records of a window to be written."""
 
     key: bytes
     records: Records
@@ -57,14 +55,14 @@ class Window(NamedTuple):
 
 
 class ShardHead(NamedTuple):
-    """What stands before the records."""
+    """The part of a file before its records."""
 
     windows: Windows
     tokens: int
 
     @property
     def first_record(self) -> int:
-        """Where the records begin, in bytes."""
+        """Offset of the records, in bytes."""
         return HEADER_BYTES + WINDOW_BYTES * len(self.windows)
 
 
@@ -79,7 +77,7 @@ def write_shard(
     """Write a file in one step.
 
     Args:
-        digest: 32 bytes of what the cache is of.
+        digest: 32 bytes, of the cache's manifest.
     """
     tokens = sum(len(window.records) for window in windows)
     table = np.zeros(len(windows), WINDOW)
@@ -94,7 +92,7 @@ def write_shard(
 
 
 def read_head(path: Path, *, bytes_per_token: int, digest: bytes) -> ShardHead:
-    """What a file holds, once it is known to be whole and of this cache.
+    """Read the head of a file, and check that the file is whole and of this cache.
 
     Raises:
         CheckpointError: It is missing, cut off, or of another cache.
@@ -136,7 +134,7 @@ class PlacedWindow(NamedTuple):
     key: bytes
 
     start: int
-    """Its first position where rows follow one another."""
+    """First position, in rows laid one after the other."""
 
     length: int
     """L"""
@@ -159,13 +157,13 @@ class PlacedWindows(NamedTuple):
         sides: Sequence[Side],
         teacher: str,
     ) -> PlacedWindows:
-        """As the collator lays them out.
+        """The windows where the collator places them.
 
         Args:
-            samples: The rows.
-            batch: What the collator made of them.
-            sides: The collator's.
-            teacher: By name.
+            samples: Rows of the microbatch.
+            batch: The rows as the collator returned them.
+            sides: Sides of the collator.
+            teacher: Name of the teacher.
         """
         index = side_index(batch, teacher)
         rows = [
@@ -177,13 +175,13 @@ class PlacedWindows(NamedTuple):
 
 
 def side_index(batch: CrossTokenizerBatch, teacher: str) -> int:
-    """Which of the collator's sides a teacher reads: the student's where it has its tokenizer."""
+    """Index of the collator's side that a teacher reads: 0, the student's, with its tokenizer."""
     others = [name for name, side in batch.teachers.items() if side is not batch.student]
     return 1 + others.index(teacher) if teacher in others else 0
 
 
 def window_key(segment: Segment) -> bytes:
-    """16 bytes of what is read and what is asked for."""
+    """16 bytes, the hash of a window's input ids and labels."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for parts in (segment.inputs(), segment.labels()):
         digest.update(_joined(parts))

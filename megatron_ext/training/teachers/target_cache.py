@@ -1,4 +1,7 @@
-"""Reading a cache by the keys of windows. W windows, L tokens of one, R bytes of a record."""
+"""A cache of a teacher's targets, read by the keys of windows.
+
+W windows, L tokens of one, R bytes of a record.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,16 @@ from megatron_ext.training.teachers.shard_file import KEY_BYTES, read_head
 
 
 class TargetCache:
-    """A complete cache, of which only what is asked for is read: its files are mapped.
-
-    Which row, microbatch or rank asks does not matter.
+    """A complete cache, whose files are mapped and read window by window.
 
     Attributes:
-        folder: Where it is.
-        manifest: What it is of.
+        folder: Folder of the cache.
+        manifest: Its description: form, identity and files.
+        form: Form of the targets.
 
     Raises:
         CheckpointError: A file is missing, cut off or of another cache.
-        ConfigError: There is no cache.
+        ConfigError: There is no cache in the folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -52,7 +54,7 @@ class TargetCache:
                 expected=f"{self.manifest.windows} of {self.manifest.tokens}",
                 fix="make it again with megatron-ext cache-teacher, in another folder",
             )
-        # By key: 16 bytes as two numbers, the first of which is looked up by bisection.
+        # In the order of keys: 16 bytes as two numbers, the first of which is found by bisection.
         windows = np.concatenate([head.windows for head in heads])
         keys = np.ascontiguousarray(windows["key"]).view(np.uint64).reshape(-1, 2)
         order = np.lexsort((keys[:, 1], keys[:, 0]))
@@ -67,7 +69,7 @@ class TargetCache:
         self._start = np.concatenate(starts)[order]
 
     def records(self, key: bytes, length: int) -> Records:
-        """[L, R] of a window.
+        """The records of a window, [L, R].
 
         Args:
             key: 16 bytes.
@@ -75,7 +77,7 @@ class TargetCache:
 
         Raises:
             DataError: The cache does not have the window.
-            CheckpointError: Its records are not those that were written.
+            CheckpointError: The records are not those that were written.
         """
         assert len(key) == KEY_BYTES
         entry = self._entry(key)
@@ -99,7 +101,9 @@ class TargetCache:
         return content.reshape(length, width)
 
     def head(self, shard: VocabShard) -> torch.Tensor:
-        """[Vp, D] this rank's rows of the teacher's head, zeros for padding; of ``hidden`` alone.
+        """[Vp, D] this rank's rows of the teacher's head, zeros for padding.
+
+        Only a cache of hidden states has it.
 
         Raises:
             CheckpointError: It is missing or of another shape.
@@ -107,12 +111,12 @@ class TargetCache:
         path = self.folder / HEAD_FILE
         try:
             with safe_open(path, framework="pt") as file:
-                part: Any = file.get_slice("head")
-                rows, width = part.get_shape()
+                head: Any = file.get_slice("head")
+                rows, width = head.get_shape()
                 if (rows, width) != (self.form.vocab_size, self.form.count):
                     raise ValueError(f"shape {rows} x {width}")
                 first = min(shard.start, rows)
-                own: torch.Tensor = part[first : first + shard.valid_width]
+                local: torch.Tensor = head[first : first + shard.valid_width]
         except Exception as error:
             raise CheckpointError(
                 "the teacher's head cannot be read from its cache",
@@ -121,7 +125,7 @@ class TargetCache:
                 expected=f"{self.form.vocab_size} x {self.form.count}",
                 fix="remove the file and run megatron-ext cache-teacher again",
             ) from error
-        return torch.nn.functional.pad(own, (0, 0, 0, shard.width - len(own)))
+        return torch.nn.functional.pad(local, (0, 0, 0, shard.width - len(local)))
 
     def _entry(self, key: bytes) -> int | None:
         first, second = np.frombuffer(key, np.uint64)
@@ -139,6 +143,6 @@ class TargetCache:
 
 
 def _exclusive_sum(counts: NDArray[Any]) -> NDArray[np.int64]:
-    """Where each of consecutive parts begins."""
+    """Starts of consecutive parts of these sizes."""
     sums: NDArray[np.int64] = np.cumsum(counts, dtype=np.int64)
     return sums - counts.astype(np.int64)

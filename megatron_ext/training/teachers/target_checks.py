@@ -1,7 +1,4 @@
-"""Checks of targets, cached or remote, before any model is built.
-
-The form of what a remote teacher sends; the same on each side.
-"""
+"""The form of a remote teacher's targets, and checks of cached and remote targets before a run."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def served_form(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> TargetForm:
-    """The form of a teacher's targets.
+    """The form of a remote teacher's targets, the same for the run and the server.
 
     Raises:
-        ConfigError: There are not so many tokens to send.
+        ConfigError: ``top_k`` exceeds the vocabulary.
     """
     serving = teacher.config.serving
     precision: Precision | None = serving.target_precision
@@ -43,7 +40,7 @@ def served_form(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> Targe
 
 
 def described(name: str, placement: str, form: TargetForm) -> str:
-    """One line for a person: ``teacher big on its own ranks: hidden 64 in fp32, 256 bytes ...``."""
+    """A line for the user: ``teacher big (server): hidden 64 in fp32, 256 bytes a token ...``."""
     parts = " + ".join(f"{width:,} {part}" for part, width in form.parts.items())
     return f"teacher {name} ({placement}): {form}, {form.bytes_per_token:,} bytes a token = {parts}"
 
@@ -56,23 +53,23 @@ def check_targets(
     *,
     key: Literal["cache", "serving.targets"],
 ) -> None:
-    """Check that what a cache keeps of a teacher, or one elsewhere sends, is what the run reads.
+    """Check that the run can use targets of this form, cached or from a remote teacher.
 
     Args:
-        key: Of the teacher's section that the form is of.
+        key: Key of the teacher's section that sets the form.
 
     Raises:
-        ConfigError: The objective, or how teachers are combined, needs more.
+        ConfigError: The objective, or the combination of teachers, needs more.
     """
-    kind, own = form.kind, config.loss.of_teacher(config.named_teachers[name])
+    kind, loss = form.kind, config.loss.of_teacher(config.named_teachers[name])
     where = f"{config.section_of(name)}.{key}"
     forms = objective.target_forms
     is_cache = key == "cache"
-    cached = "cached targets" if is_cache else "targets from elsewhere"
+    targets = "cached targets" if is_cache else "targets of a remote teacher"
     if kind not in forms:
         at = " at its temperature" if kind in _at_temperature_1(objective) else ""
         raise ConfigError(
-            f"the objective {own.objective} cannot use {cached} of this form{at}",
+            f"the objective {loss.objective} cannot use {targets} of this form{at}",
             where=where,
             got=str(form),
             expected=" or ".join(forms),
@@ -90,13 +87,13 @@ def _at_temperature_1(objective: Objective) -> tuple[FormKind, ...]:
 
 
 def check_served(config: DistillConfig, inputs: Inputs) -> None:
-    """Check the form of each teacher elsewhere.
+    """Check the form of each remote teacher's targets.
 
     Raises:
-        ConfigError: An objective, or how teachers are combined, needs more than it sends.
+        ConfigError: An objective, or the combination of teachers, needs more than is sent.
     """
     for name, teacher in config.named_teachers.items():
-        if teacher.is_elsewhere:
+        if teacher.is_remote:
             plan = TeacherPlan.of(config, name)
             form = served_form(plan, inputs.teachers[name].tokenizer)
             objective = teacher_objective(plan)
@@ -104,11 +101,12 @@ def check_served(config: DistillConfig, inputs: Inputs) -> None:
 
 
 def check_caches(config: DistillConfig, inputs: Inputs) -> None:
-    """Check every cache that a run names but for the weights that it was made with.
+    """Check every cache of a run, except for the weights that it was made with.
 
     Raises:
-        ConfigError: One is missing, of something else, or of a form that an objective cannot use.
-        CheckpointError: One is unfinished, cut off or damaged.
+        ConfigError: A cache is missing, of another identity, or of a form that an objective cannot
+            use.
+        CheckpointError: A cache is unfinished, cut off or damaged.
     """
     for name, teacher in config.named_teachers.items():
         if teacher.cache is None:

@@ -1,4 +1,4 @@
-"""What a run gives each of its teachers, and what the teacher brings to the run."""
+"""Parts of a run that its teachers are built from, and the parts of a built teacher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.teachers import Teacher
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.inputs import Inputs
-from megatron_ext.training.learning_step import TaughtBy
+from megatron_ext.training.learning_step import LoadedTeacher
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import CachedTeacher
 from megatron_ext.training.vocabulary_layout import RunLayout
@@ -20,7 +20,7 @@ from megatron_ext.training.vocabulary_layout import RunLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentParts:
-    """A run on this rank before it has teachers."""
+    """A run on this rank before its teachers are built."""
 
     plan: RunPlan
     inputs: Inputs
@@ -33,25 +33,25 @@ class StudentParts:
     """This rank's columns of the student's vocabulary."""
 
     def teacher(self, name: str) -> TeacherPlan:
-        """What is said of a teacher."""
+        """The plan of a teacher."""
         return self.plan.teachers[name]
 
     def tokenizer(self, name: str) -> MegatronTokenizerText:
-        """A teacher's."""
+        """The tokenizer of a teacher."""
         return self.inputs.teachers[name].tokenizer
 
 
 class TeacherParts(NamedTuple):
     """One teacher on this rank."""
 
-    taught_by: TaughtBy
-    """What the objectives need to know of it."""
+    loaded: LoadedTeacher
+    """The teacher as the objectives read it."""
 
     teacher: Teacher | None = None
-    """Predicts microbatches; None where its targets are recorded."""
+    """Predicts microbatches; None where targets are read from a cache."""
 
     cached: CachedTeacher | None = None
-    """Has recorded them; None where it predicts."""
+    """Reads targets from a cache; None where the teacher predicts."""
 
     laid_out: RunLayout | None = None
-    """The order of both heads, where that is not the ids'."""
+    """Order of both heads' rows; None for the order of ids."""

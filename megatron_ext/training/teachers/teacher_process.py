@@ -1,9 +1,8 @@
-"""A teacher in a process of its own beside a student's rank, which starts and ends it.
+"""A teacher in a process of its own beside a student's rank, and the token of a teacher's server.
 
-The two hold the ends of a socket pair: the child reads the token from it and says where it listens.
-Whichever way one of them ends, the other reads the end of the pair and ends too.
-
-The token that a teacher's server and its students share.
+Parent and child hold the ends of a socket pair: the child reads the token from it and reports the
+address that it listens at. When either of them ends, in whatever way, the other reads the end of
+the pair and ends too.
 """
 
 from __future__ import annotations
@@ -31,22 +30,29 @@ from megatron_ext.training.teachers.own_ranks import Address
 FOLDER: Final = "teachers"
 """In the run's folder: configuration and log of each process."""
 
-_NOT_ITS = ("RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Of the environment, what would make the child a rank of the launch. Its device is that of
-``LOCAL_RANK``, the student's."""
+_LAUNCH_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "GROUP_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Environment variables that would make the child a rank of the launch. ``LOCAL_RANK`` stays: the
+child's device is the student's."""
 
 _END_S: Final = 10.0
 _LAST_WORDS_S: Final = 3.0
 
 
 class TeacherProcess:
-    """The parent's side.
+    """The parent's end: a started teacher process.
 
     Args:
-        name: Of the teacher.
-        run_dir: Of the run.
+        name: Name of the teacher.
+        run_dir: Folder of the run.
         values: The run's configuration.
-        rank: Of the student's rank that starts it.
+        rank: The student's rank that starts it.
     """
 
     def __init__(self, name: str, *, run_dir: Path, values: Mapping[str, Any], rank: int) -> None:
@@ -56,30 +62,30 @@ class TeacherProcess:
         settings, self.log = folder / f"{name}-{rank}.yaml", folder / f"{name}-{rank}.log"
         write_text(settings, yaml.safe_dump(dict(values), sort_keys=False))
         self._token = secrets.token_hex(32)
-        self._socket, its = socket.socketpair()
-        command = [sys.executable, "-m", "megatron_ext", "serve-teacher"]
-        command += ["--config", str(settings), "--teacher", name, "--parent-fd", str(its.fileno())]
-        with its, self.log.open("wb") as log:
+        self._socket, child = socket.socketpair()
+        command = [sys.executable, "-m", "megatron_ext", "serve-teacher", "--config", str(settings)]
+        command += ["--teacher", name, "--parent-fd", str(child.fileno())]
+        with child, self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=[its.fileno()],
+                pass_fds=[child.fileno()],
                 env=_environment(),
             )
         self._socket.sendall(f"{self._token}\n".encode())
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """Process id of the child."""
         return self._process.pid
 
     def address(self, timeout_s: float) -> Address:
-        """Where it listens; waits until it does.
+        """Address at which it listens; waits until it does.
 
         Raises:
-            DistributedError: It has ended, or does not say so in time.
+            DistributedError: It has ended, or does not report an address in time.
         """
         self._socket.settimeout(timeout_s)
         try:
@@ -96,7 +102,7 @@ class TeacherProcess:
         return Address(str(json.loads(line)), self._token)
 
     def why_gone(self) -> str | None:
-        """How it ended, with the last line of its log; None while it runs."""
+        """Exit code or signal, and the last line of its log; None while it runs."""
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(_LAST_WORDS_S)
             ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -104,7 +110,7 @@ class TeacherProcess:
         return None
 
     def close(self) -> None:
-        """End it, if it does not end by itself."""
+        """Wait for it to end, and kill it if it does not."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self._socket.close()
@@ -113,10 +119,10 @@ class TeacherProcess:
 
 
 class ParentSocket:
-    """The child's side; the process ends when the parent does.
+    """The child's end of the socket pair; the process ends when the parent does.
 
     Args:
-        descriptor: Of its end of the pair.
+        descriptor: File descriptor of this end.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -126,7 +132,7 @@ class ParentSocket:
         threading.Thread(target=self._end_with_parent, name="parent", daemon=True).start()
 
     def announce(self, address: str) -> None:
-        """Say where the child listens."""
+        """Report the address that the child listens at."""
         self._socket.sendall(f"{json.dumps(address)}\n".encode())
 
     def _end_with_parent(self) -> None:
@@ -142,7 +148,7 @@ def _environment() -> dict[str, str]:
     return {
         key: value
         for key, value in os.environ.items()
-        if key not in _NOT_ITS and not key.startswith("TORCHELASTIC")
+        if key not in _LAUNCH_VARIABLES and not key.startswith("TORCHELASTIC")
     }
 
 
@@ -152,17 +158,17 @@ def _last_line(log: Path) -> str:
 
 
 TOKEN_VARIABLE: Final = "MEGATRON_EXT_TEACHER_KEY"
-"""Of the environment of a server and of its students."""
+"""Environment variable with the token, for a server and its students."""
 
 _LOCAL: Final = "megatron-ext"
-"""Where nobody else can listen, none is needed."""
+"""Token of servers that no other machine can reach, which need no secret."""
 
 
 def server_token(serving: ServingConfig, addresses: Sequence[str]) -> str:
-    """Read it from ``serving.token_file``, or else from the environment.
+    """Read a server's token from ``serving.token_file``, or else from the environment.
 
     Args:
-        addresses: Where the server listens, HOST:PORT.
+        addresses: Addresses of the server, HOST:PORT.
 
     Raises:
         ConfigError: It cannot be read or sent, or there is none, and other machines can reach the

@@ -89,7 +89,7 @@ def test_the_loss_of_a_forward_step_is_timed_and_passed_on() -> None:
     device = Device()
     clock = StepClock(device.mark)
 
-    def step(lessons: Any, model: Any) -> Any:
+    def step(microbatches: Any, model: Any) -> Any:
         return "output", lambda output, non_loss_data=False: (output, non_loss_data)
 
     with clock.phase("student"):
