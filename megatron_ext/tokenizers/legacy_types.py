@@ -147,7 +147,7 @@ def prompt_format(args: Any, legacy: LegacyType | None) -> str | None:
 def old_prompt_format(args: Any) -> str | None:
     """What the old flag was given; None where it was not.
 
-    Megatron's parser puts a default in. Where it parsed without ``parse_noting_explicit_flags``, nothing
+    Megatron's parser puts a default in. Where explicit flags were not noted, nothing
     tells that from the same words of a user.
     """
     value: str | None = getattr(args, OLD_FORMAT, None)

@@ -1,9 +1,6 @@
-"""Checkpoints through ``megatron.core.dist_checkpointing``: complete or absent, never in between.
+"""Checkpoints through ``megatron.core.dist_checkpointing``, readable under any layout.
 
-A checkpoint is readable under any layout. How it is written is ``training.checkpoint_writer``'s,
-where it lies ``training.checkpoint_folder``'s.
-
-The model that one of our checkpoints says it is of.
+``checkpoint_writer`` writes them, ``checkpoint_folder`` has their places and names.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _LOADING_ERRORS = (
     UnpicklingError,
     KeyError,
     RuntimeError,
-    # megatron-core 0.16 stumbles over its own message when the file of common state is missing.
+    # megatron-core 0.16 fails in its own error message when the file of common state is missing.
     AttributeError,
 )
 
@@ -52,7 +49,7 @@ def save_checkpoint(
     """Save a sharded state from all ranks, move ``latest``, drop all but the ``keep`` newest.
 
     Args:
-        files: Files and folders that a copy of goes into the checkpoint, where they exist.
+        files: Files and folders that are copied into the checkpoint, where they exist.
 
     Collectives: those of ``CheckpointWriter.save``.
 
@@ -64,7 +61,7 @@ def save_checkpoint(
 
 
 def load_common(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors and objects of single ranks; plain values.
+    """State of a checkpoint that all ranks share, as plain values: all but tensors and rank state.
 
     Raises:
         CheckpointError: It cannot be read.
@@ -118,7 +115,7 @@ def load_weights(checkpoint: Path, chunks: ModelChunks) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what went wrong, on whichever rank it did."""
+    """First line of an error, on whichever rank it occurred."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
@@ -128,7 +125,7 @@ def checkpoint_model(checkpoint: Path) -> ModelConfig:
     """The configuration of the student that a checkpoint was saved with.
 
     Raises:
-        CheckpointError: It cannot be read, or does not say.
+        CheckpointError: The checkpoint cannot be read, or does not contain it.
     """
     run = load_common(checkpoint).get("run")
     student = run.get("config", {}).get("student") if isinstance(run, Mapping) else None
@@ -138,5 +135,5 @@ def checkpoint_model(checkpoint: Path) -> ModelConfig:
             where=checkpoint,
             fix="name checkpoints of megatron-ext distill or import-hf",
         )
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    return ModelConfig(**{name: value for name, value in student.items() if name in known})
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    return ModelConfig(**{name: value for name, value in student.items() if name in fields})

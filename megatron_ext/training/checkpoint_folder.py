@@ -1,6 +1,6 @@
-"""Where a run's checkpoints lie, and which of them is the newest complete one.
+"""Places and names of a run's checkpoints, and the newest complete one.
 
-``checkpoints/iter_0000040`` holds one iteration; ``checkpoints/latest`` names the one to go on
+``checkpoints/iter_0000040`` holds one iteration; ``checkpoints/latest`` names the one to resume
 from. Nothing here opens a checkpoint, so that a wrong path is found before torch is loaded.
 """
 
@@ -17,13 +17,13 @@ from megatron_ext.files import flush, write_text
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 
 CHECKPOINTS: Final = "checkpoints"
-"""Name of the folder in a run's."""
+"""Name of the folder of checkpoints in a run's folder."""
 
 _LATEST = "latest"
 _PREFIX = "iter_"
 _WRITTEN_SUFFIX = ".distcp"
 _METADATA_FILE = "metadata.json"
-"""What megatron-core writes last into a checkpoint, and knows one by."""
+"""File that megatron-core writes last into a checkpoint, and recognises one by."""
 
 
 def checkpoint_path(folder: Path, iteration: int) -> Path:
@@ -57,12 +57,12 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def publish_checkpoint(
     partial: Path, final: Path, *, keep: int, files: Sequence[Path] = ()
 ) -> None:
-    """Give a checkpoint that is complete its name, and call it the latest.
+    """Rename a complete checkpoint to its final name, and make it the latest.
 
     Args:
-        partial: Where it was written, in the folder of ``final``.
+        partial: Folder that it was written to, beside ``final``.
         keep: As in ``set_latest_checkpoint``.
-        files: Files and folders that belong to it; those that do not exist are left out.
+        files: Files and folders that are copied into it; those that do not exist are left out.
     """
     for source in files:
         if source.is_dir():
@@ -71,8 +71,7 @@ def publish_checkpoint(
             shutil.copyfile(source, partial / source.name)
     _sync_all(partial)
     if final.exists():
-        # Of a run that went back to an earlier checkpoint. Renamed, because removing it takes time
-        # in which it would look complete.
+        # Left by a run that went back to an earlier checkpoint.
         _remove(final)
     os.replace(partial, final)
     flush(final.parent)
@@ -80,15 +79,15 @@ def publish_checkpoint(
 
 
 def remove_partial_checkpoints(folder: Path) -> None:
-    """Remove what saves and removals that were cut short have left."""
+    """Remove the remains of saves and removals that were cut short."""
     for leftover in [*folder.glob(f".{_PREFIX}*.partial"), *folder.glob(f".{_PREFIX}*.removed")]:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def set_latest_checkpoint(checkpoint: Path, *, keep: int) -> None:
-    """Name ``checkpoint`` the latest and remove all but the ``keep`` newest up to it.
+    """Make ``checkpoint`` the latest and remove all but the ``keep`` newest up to it.
 
-    Checkpoints of later iterations stay: a user who goes back to an earlier one has them.
+    Checkpoints of later iterations stay, for a user who goes back to an earlier one.
     """
     folder = checkpoint.parent
     write_text(folder / _LATEST, checkpoint.name)
@@ -98,11 +97,12 @@ def set_latest_checkpoint(checkpoint: Path, *, keep: int) -> None:
 
 
 def find_checkpoint(path: str, *, where: str) -> Path:
-    """A checkpoint folder, the latest one of a run or of its ``checkpoints``, or HuggingFace's.
+    """The checkpoint that a path stands for.
 
     Args:
-        path: Any of them.
-        where: Configuration key that names it, for the error.
+        path: A checkpoint, a HuggingFace folder, or a run's folder or its ``checkpoints``, of which
+            the latest is taken.
+        where: Configuration key with the path, for the error.
 
     Raises:
         CheckpointError: There is none.
@@ -115,7 +115,7 @@ def find_checkpoint(path: str, *, where: str) -> Path:
         raise CheckpointError(
             "no checkpoint found",
             where=where,
-            got=f"{path}, {_what_is_at(folder)}",
+            got=f"{path}, {_described(folder)}",
             expected="a HuggingFace folder, a run, its checkpoints or one iteration in them; "
             "models are not fetched by name",
             fix="correct the path, or train or download the model first: "
@@ -133,8 +133,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return latest_checkpoint(folder) or latest_checkpoint(folder / CHECKPOINTS)
 
 
-def _what_is_at(path: Path) -> str:
-    """What is there in place of a checkpoint."""
+def _described(path: Path) -> str:
+    """Description of a path that is no checkpoint, for an error."""
     if path.is_dir():
         return "a folder without a model's config.json and without checkpoints"
     return "which is no folder" if path.exists() else "which does not exist"
@@ -145,15 +145,12 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove one; a removal that is cut short leaves nothing that looks complete."""
+    """Remove a checkpoint, renamed first so that it does not look complete meanwhile."""
     hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)
     shutil.rmtree(checkpoint.replace(hidden))
 
 
 def _sync_all(folder: Path) -> None:
-    """Have the disk know everything in a checkpoint before ``latest`` names it.
-
-    Writers have done so for their own files.
-    """
+    """Flush a checkpoint to the disk before ``latest`` names it; writers flush their own files."""
     flush(*(path for path in folder.rglob("*") if path.suffix != _WRITTEN_SUFFIX), folder)

@@ -1,11 +1,7 @@
-"""Whether a checkpoint's model was trained on the ids of the tokenizer that it is given.
+"""The tokenizer that a checkpoint was trained with, and checks of the one it is used with.
 
-A checkpoint of ours keeps the fingerprint of its tokenizer, and the tokenizer; a HuggingFace folder
-has a number of rows, and the files of its own tokenizer or none.
-
-The tokenizer of a checkpoint, as files that transformers reads.
-
-What a run of this project saved beside a checkpoint's weights, without loading these.
+A checkpoint of ours contains its tokenizer and its fingerprint; a HuggingFace folder has a number
+of rows, and the files of its tokenizer or none.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ _TEMPLATE: Final = "chat_template.jinja"
 
 
 class KeptTokenizer:
-    """What a checkpoint keeps of its tokenizer, twice where it came from HuggingFace.
+    """The tokenizer of one of our checkpoints, which may hold HuggingFace's files of it too.
 
     Args:
         checkpoint: One iteration's folder.
@@ -51,22 +47,22 @@ class KeptTokenizer:
 
     @cached_property
     def tokenizer(self) -> MegatronTokenizerText | None:
-        """It; None where the checkpoint keeps none.
+        """The tokenizer; None where the checkpoint has none.
 
         Raises:
-            TokenizerError: What is kept is not whole.
+            TokenizerError: Its files are not whole.
         """
         folder = self._checkpoint / TOKENIZER_FOLDER
         return MegatronTokenizer.from_pretrained(folder) if folder.is_dir() else None
 
     @property
     def vocab_size(self) -> int | None:
-        """Its ids."""
+        """Number of its ids."""
         return None if self.tokenizer is None else self.tokenizer.vocab_size
 
     @cached_property
     def is_of_huggingface(self) -> bool:
-        """Whether the files of the HuggingFace folder that is kept are of this tokenizer."""
+        """Whether the checkpoint's HuggingFace files are of this tokenizer."""
         kept = kept_folder(self._checkpoint)
         if kept is None or not any((kept / name).is_file() for name in TOKENIZER_FILES):
             return False
@@ -75,7 +71,7 @@ class KeptTokenizer:
         try:
             theirs = build_tokenizer(TokenizerConfig(model=str(kept)))
         except TokenizerError:
-            # Of a library that this folder does not name, as files of tiktoken.
+            # The library cannot be told from the folder alone, as for files of tiktoken.
             return self._has_files_in(kept)
         is_same_template = theirs.chat_template == self.tokenizer.chat_template
         return is_same_template and theirs.fingerprint() == self.tokenizer.fingerprint()
@@ -83,14 +79,14 @@ class KeptTokenizer:
     def _has_files_in(self, folder: Path) -> bool:
         """Whether every file of the tokenizer is in a folder, by whatever name."""
         assert self.tokenizer is not None
-        own = list(file_names(self.tokenizer))
+        files = list(file_names(self.tokenizer))
         others = [other for other in folder.iterdir() if other.is_file()]
-        return bool(own) and all(
-            any(filecmp.cmp(file, other, shallow=False) for other in others) for file in own
+        return bool(files) and all(
+            any(filecmp.cmp(file, other, shallow=False) for other in others) for file in files
         )
 
     def files(self) -> dict[str, bytes]:
-        """Its own files by the names that transformers knows, with its chat template."""
+        """Its files and chat template, by the names that transformers reads."""
         if self.tokenizer is None:
             return {}
         names = file_names(self.tokenizer)
@@ -116,7 +112,7 @@ def checkpoint_record(checkpoint: Path) -> Mapping[str, Any]:
     import torch
 
     try:
-        # Plain values alone: nothing that a checkpoint holds is run.
+        # Plain values alone: no code from a checkpoint is run.
         common = torch.load(checkpoint / _COMMON_FILE, weights_only=True, map_location="cpu")
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -132,14 +128,14 @@ def checkpoint_record(checkpoint: Path) -> Mapping[str, Any]:
 
 
 _ADDED: Final = 64
-"""Ids without a row that tokens added to a tokenizer explain: Gemma 3 has one."""
+"""Most ids without a row that added tokens explain; Gemma 3 has one."""
 
 _PADDING: Final = 1024
-"""Rows without an id that padding explains: Qwen 2.5 has 399."""
+"""Most rows without an id that padding explains; Qwen 2.5 has 399."""
 
 
 def check_same_tokenizer(checkpoint: Path, tokenizer: MegatronTokenizerText) -> None:
-    """Check that a checkpoint of ours was saved with this very vocabulary, if it says with which.
+    """Check that a checkpoint of ours was saved with this vocabulary, if it has a fingerprint.
 
     Raises:
         CheckpointError: It was saved with another one.
@@ -161,17 +157,16 @@ def teacher_doubts(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> li
 def tokenizer_doubts(
     checkpoint: Path, tokenizer: MegatronTokenizerText, *, allow_other: bool, switch: str
 ) -> list[str]:
-    """What speaks against a tokenizer for a model, short of an error; nothing where it fits.
+    """Warnings about a tokenizer that may not be the model's; none where it is.
 
-    Ids of both tokenizers must be the same text, or both control tokens. Either may have more ids
-    than the other, and control tokens by another name: that, and what cannot be compared, are
-    doubts.
+    Equal ids of both tokenizers must be the same text, or both control tokens. More ids in either,
+    other names of control tokens, and anything that cannot be compared are warnings.
 
     Args:
         checkpoint: One iteration's folder, or one of HuggingFace.
-        tokenizer: That the model is given.
-        allow_other: Doubt only where it would be an error.
-        switch: What a user does to allow it, as an imperative clause.
+        tokenizer: The tokenizer that the model is used with.
+        allow_other: Warn in place of an error.
+        switch: What a user does to allow another tokenizer, as an imperative clause.
 
     Raises:
         CheckpointError: The model was trained with another tokenizer, or has too few rows.
@@ -194,7 +189,7 @@ def tokenizer_doubts(
 def _compared_with_own(
     checkpoint: Path, tokenizer: MegatronTokenizerText
 ) -> tuple[str | None, list[str]]:
-    """Why it is another tokenizer than the checkpoint's, if it is; and what is doubtful."""
+    """The reason why the tokenizer is not the checkpoint's, None where it is; and warnings."""
     saved_with = None if is_checkpoint_folder(checkpoint) else _saved_with(checkpoint)
     if saved_with == tokenizer.fingerprint():
         return None, []
@@ -219,7 +214,7 @@ def _compared_with_own(
 def _own_tokenizer(
     checkpoint: Path, configured: MegatronTokenizerText
 ) -> MegatronTokenizerText | None:
-    """The one that comes with a checkpoint; None where there is none.
+    """The tokenizer that comes with a checkpoint; None where there is none.
 
     Raises:
         MegatronExtError: It cannot be read.
@@ -267,19 +262,19 @@ def _compared(
 
 
 def _rows(folder: Path) -> int:
-    """Rows of embeddings that a HuggingFace folder says."""
+    """Rows of embeddings by the ``config.json`` of a HuggingFace folder."""
     return int(any_model_settings(CheckpointFiles(folder))["vocab_size"])
 
 
 def _saved_with(checkpoint: Path) -> str | None:
-    """The fingerprint that a checkpoint of ours says."""
+    """The fingerprint of the tokenizer that a checkpoint of ours was saved with, if recorded."""
     fingerprint = checkpoint_record(checkpoint).get("tokenizer_fingerprint")
     return None if fingerprint is None else str(fingerprint)
 
 
 def _of_other_hash(checkpoint: Path, tokenizer: MegatronTokenizerText) -> str:
-    own = str(_saved_with(checkpoint))
-    return f"vocabulary {tokenizer.fingerprint()[:12]}, in the model {own[:12]}"
+    given, saved = tokenizer.fingerprint(), str(_saved_with(checkpoint))
+    return f"vocabulary {given[:12]}, in the model {saved[:12]}"
 
 
 def _error(
@@ -289,6 +284,6 @@ def _error(
         "the model was trained with another tokenizer",
         where=checkpoint,
         got=f"{tokenizer.path or tokenizer.library}: {reason}",
-        expected="the one that it was trained with, in this or another file",
+        expected="the tokenizer that it was trained with",
         fix="configure that one" + (f", or {switch} if another one is meant" if switch else ""),
     )

@@ -1,15 +1,11 @@
-"""Writes a run's checkpoints, at once or in the background; what is not whole is never seen.
+"""Writing of a run's checkpoints, at once or in the background; an incomplete one is never visible.
 
 A save goes through four stages. The main rank makes a folder with a name of its own; every rank
-plans and hands its tensors to a writer process (``megatron.core.dist_checkpointing``); when the
+plans and passes its tensors to a writer process (``megatron.core.dist_checkpointing``); when the
 writers of all ranks have ended, rank 0 writes the index of what they wrote; then the main rank adds
-what belongs to the checkpoint, renames the folder and moves ``latest``. An error in any stage, on
-any rank, is an error on every rank, and the folder is removed. A process that dies leaves a folder
-with a hidden name, which the next save removes.
-
-Errors of one rank inside a collective operation, kept until all ranks are at its end.
-
-What a writer of megatron-core's checkpoints hands back from the process it was forked into.
+the other files, renames the folder and moves ``latest``. An error in any stage, on any rank, is an
+error on every rank, and the folder is removed. A process that dies leaves a folder with a hidden
+name, which the next save removes.
 """
 
 from __future__ import annotations
@@ -50,19 +46,19 @@ from megatron_ext.training.checkpoint_folder import (
     remove_partial_checkpoints,
 )
 
-_ALONE: tuple[tuple[Any, str], ...] = (
+_RANK_0_WRITES: tuple[tuple[Any, str], ...] = (
     (TorchCommonSaveStrategy, "save_common"),
     (FileSystemWriterAsync, "finish"),
     (serialization, "save_config"),
 )
-"""What rank 0 alone writes while the others go on to the next collective."""
+"""Functions in which rank 0 alone writes while the others go on to the next collective."""
 
 
 class NotedErrors:
-    """While entered, an error of what rank 0 writes alone in a save is kept instead of raised.
+    """Errors of rank 0's own writes in a save: kept while entered, instead of raised.
 
-    megatron-core 0.16 raises it on rank 0, where the disk is full, say, and leaves the others
-    waiting for that rank in their next collective.
+    megatron-core 0.16 raises such an error (a full disk, for example) on rank 0 alone, and leaves
+    the others waiting for that rank in their next collective.
     """
 
     def __init__(self) -> None:
@@ -70,7 +66,7 @@ class NotedErrors:
         self._replaced = ExitStack()
 
     def __enter__(self) -> NotedErrors:
-        for owner, name in _ALONE:
+        for owner, name in _RANK_0_WRITES:
             self._replaced.enter_context(_replaced(owner, name, self._noting))
         return self
 
@@ -83,7 +79,7 @@ class NotedErrors:
         self._replaced.close()
 
     def first(self) -> str | None:
-        """What went wrong first."""
+        """First line of the first error, if any."""
         if not self._errors:
             return None
         error = self._errors[0]
@@ -119,7 +115,7 @@ def _replaced(
 
 
 class WriteResults:
-    """A queue of one result, in memory that a forked process shares with its parent.
+    """A queue of one result of a writer, in memory that a forked process shares with its parent.
 
     megatron-core would start a manager process on every rank for this, which takes seconds and
     outlives a killed run; a pipe would block a writer whose result is larger than the pipe, because
@@ -130,7 +126,7 @@ class WriteResults:
         self._file = _shared_file()
 
     def put(self, result: Any) -> None:
-        """Keep a result; a writer has one."""
+        """Store the writer's one result."""
         pickle.dump(result, self._file)
         self._file.flush()
 
@@ -147,12 +143,12 @@ class WriteResults:
             raise queue.Empty from error
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._file.close()
 
 
 def _shared_file() -> BinaryIO:
-    """A file without a name, in memory where the system has that: a disk may be full."""
+    """A file without a name, in memory where the system allows it, since a disk may be full."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("checkpoint-results"), "w+b")
     return tempfile.TemporaryFile()
@@ -175,14 +171,14 @@ class _Save:
 
 
 class CheckpointWriter:
-    """Saves under ``folder``, one at a time.
+    """Writer of checkpoints under ``folder``, one at a time.
 
     Args:
         folder: The run's checkpoints.
-        keep: How many of the newest stay.
+        keep: Number of newest checkpoints that are kept.
         is_async: Return from ``save`` when the tensors are copied; ``poll`` ends the save.
-        timeout_s: How long writers may take in the background.
-        files: Files and folders that a copy of goes into every checkpoint, where they exist.
+        timeout_s: Longest time that writers may take in the background.
+        files: Files and folders that are copied into every checkpoint, where they exist.
     """
 
     def __init__(
@@ -210,7 +206,7 @@ class CheckpointWriter:
         ``is_async`` those of ``finish``; the same on every rank, also when one of them fails.
 
         Returns:
-            Whether it is done, and not only begun.
+            True when the save is complete, False when it goes on in the background.
 
         Raises:
             CheckpointError: This save, or the one before, could not be written; on every rank.
@@ -233,7 +229,7 @@ class CheckpointWriter:
         return not self._is_async and self.finish()
 
     def poll(self) -> bool:
-        """End a save whose writers have all ended; whether there was one.
+        """End a save whose writers have all ended; True if there was one.
 
         Collectives: one all-reduce of two flags while a save is under way, and those of its end.
 
@@ -248,12 +244,12 @@ class CheckpointWriter:
         is_late = time.monotonic() - save.started > self._timeout_s
         flags = torch.tensor([is_alive, is_late], dtype=torch.int32, device=self._groups.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        is_alive_somewhere, is_late_somewhere = flags.tolist()
-        if is_alive_somewhere and not is_late_somewhere:
+        any_alive, any_late = flags.tolist()
+        if any_alive and not any_late:
             return False
-        # A writer that is late everywhere is killed everywhere: it has left no result, which is
-        # what the end of the save reports.
-        save.writer.close(abort=bool(is_alive_somewhere))
+        # Late writers are killed on every rank; the end of the save reports that a result is
+        # missing.
+        save.writer.close(abort=bool(any_alive))
         self._under_way = None
         self._end(save)
         return True
@@ -263,19 +259,19 @@ class CheckpointWriter:
         if self._under_way is None:
             return False
         while not self.poll():
-            # Writers have a time-out of their own.
+            # Not for the watchdog to judge: writers have a time-out of their own.
             rank_phase.tick()
             time.sleep(_POLL_S)
         return True
 
     def abandon(self) -> None:
-        """Give up a save that is under way, on this rank alone: something else has failed."""
+        """Give up a save that is under way, on this rank alone, after another failure."""
         if self._under_way is not None:
             self._under_way.writer.close(abort=True)
             self._under_way = None
 
     def _make_partial(self, iteration: int) -> Path:
-        """A folder to write to, which no writer of an earlier start can know."""
+        """Make a folder to write to, with a name that no writer of an earlier start has."""
         name = [f".{checkpoint_path(self._folder, iteration).name}.{secrets.token_hex(4)}.partial"]
         dist.broadcast_object_list(name, src=0)
         partial = self._folder / name[0]
@@ -300,11 +296,11 @@ class CheckpointWriter:
         except (CheckpointException, CheckpointingException) as error:
             reason = _reason(error)
         save.results.close()
-        # Only one rank knows what it noted, and only the coordinator which writers failed.
-        reasons: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, save.noted.first() or reason)
-        known = sorted((found for found in reasons if found), key=_is_vague)
-        if not known:
+        # Noted errors are on one rank alone, and failures of writers on the coordinator alone.
+        of_ranks: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, save.noted.first() or reason)
+        reasons = sorted((text for text in of_ranks if text), key=_is_vague)
+        if not reasons:
             final = checkpoint_path(self._folder, save.iteration)
             try:
                 self._groups.on_main(
@@ -313,12 +309,12 @@ class CheckpointWriter:
                     )
                 )
             except OSError as error:
-                known = [str(error)]
+                reasons = [str(error)]
             else:
                 return
-        # Before any rank goes on, or ends and has the others ended.
+        # Before any rank goes on, or ends and makes the launcher end the others.
         self._groups.on_main(lambda: remove_partial_checkpoints(self._folder))
-        raise self._error(save.iteration, known[0])
+        raise self._error(save.iteration, reasons[0])
 
     def _error(self, iteration: int, reason: str) -> CheckpointError:
         return CheckpointError(
@@ -330,7 +326,7 @@ class CheckpointWriter:
 
 
 def _write(request: AsyncRequest) -> None:
-    """What a writer process does, in this one."""
+    """Do the work of a writer process in this process."""
     if request.async_fn is None:
         return
     rank, _, results = request.async_fn_args
@@ -347,7 +343,7 @@ def _is_vague(reason: str) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of why writers failed; on all ranks but one that is not known."""
+    """First line of a writers' failure, which only the coordinator has."""
     failures = getattr(error, "failures", None)
     if not failures:
         return "a writer of another rank failed"

@@ -1,10 +1,6 @@
-"""The weights that a model starts with: of a checkpoint of ours, or of a HuggingFace folder.
+"""The models of a run on one rank, built and loaded with the weights that they start with.
 
-Weights of a HuggingFace checkpoint into a model under any layout.
-
-What a rank has of a model, rectangle by rectangle, by the keys of megatron-core checkpoints.
-
-The models of a run on one rank: built, cut, and for teachers loaded and frozen.
+Weights come from a checkpoint of ours or from a HuggingFace folder, under any layout.
 """
 
 from __future__ import annotations
@@ -47,13 +43,13 @@ def sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 
 def tensor_of(shard: ShardedTensor, tensors: TensorMap) -> MegatronTensor:
-    """The tensor, of one layer where it is in layers, that a shard is a rectangle of."""
+    """The tensor that a shard is a rectangle of; of one layer where layers are stacked."""
     layer = shard.global_offset[0] if shard.prepend_axis_num else None
     return tensors.tensor(shard.key, layer)
 
 
 def corner_of(shard: ShardedTensor) -> tuple[int, int]:
-    """Row and column of that tensor at which the shard begins."""
+    """Row and column at which a shard begins in its tensor."""
     row, *column = shard.global_offset[shard.prepend_axis_num :]
     return row, column[0] if column else 0
 
@@ -61,14 +57,13 @@ def corner_of(shard: ShardedTensor) -> tuple[int, int]:
 def load_huggingface(folder: Path, chunks: ModelChunks, model: ModelConfig) -> None:
     """Fill this rank's part of a model; no collectives.
 
-    Of every file the rows and columns that this rank has are read, and no others. What is on the
-    host at a time is one tensor's share of a rank. Rows of a vocabulary beyond the checkpoint's are
-    zero.
+    Only the rows and columns of this rank are read, one tensor at a time. Rows of a vocabulary
+    beyond the checkpoint's are zero.
 
     Args:
         folder: The checkpoint.
-        chunks: Under any layout, in any precision, to which weights are converted.
-        model: What the chunks were built from.
+        chunks: Chunks under any layout, in any precision, to which weights are converted.
+        model: The configuration that they were built from.
 
     Raises:
         CheckpointError: It is of another model, or not whole.
@@ -89,14 +84,14 @@ def _fill(chunk: GPTModel, tensors: TensorMap, reader: TensorReader) -> None:
 
 
 def load_first_weights(checkpoint: Path, chunks: ModelChunks, model: ModelConfig) -> None:
-    """Load a model's weights alone; that they are of its tokenizer was checked before.
+    """Load a model's weights alone, without a check of its tokenizer.
 
     Args:
         checkpoint: One iteration's folder, or one of HuggingFace.
         chunks: This rank's part of the model, under any layout.
-        model: What it was built from.
+        model: The configuration that it was built from.
 
-    Collectives: of a checkpoint of ours those of ``load_checkpoint``, of HuggingFace none.
+    Collectives: those of ``load_checkpoint`` for a checkpoint of ours, none for HuggingFace's.
 
     Raises:
         CheckpointError: Unreadable, or of another shape.
@@ -145,7 +140,7 @@ def model_part(
     parallel: ParallelConfig,
     training: TrainingConfig,
 ) -> tuple[list[GPTModel], VocabShard]:
-    """This rank's part with its first weights, and its columns of the vocabulary."""
+    """This rank's part of a model, initialised at random, and its columns of the vocabulary."""
     shard = model_shard(side, model, tokenizer, groups, layout=parallel.layout)
     chunks = build_model_chunks(
         model,

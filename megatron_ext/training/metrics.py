@@ -1,9 +1,7 @@
-"""What a run leaves to look at: ``metrics.jsonl``, a progress line, a loss-curve PNG.
+"""A run's metrics: ``metrics.jsonl``, writers for TensorBoard and Weights & Biases, progress, plot.
 
-Writers of a run's rows besides ``metrics.jsonl``, each by a package that is optional.
-
-A package is imported by the writer that is opened. ``WANDB_MODE=offline`` keeps a run of Weights &
-Biases on this machine.
+The package of a writer is optional, and imported when the writer is opened. ``WANDB_MODE=offline``
+keeps a run of Weights & Biases on this machine.
 """
 
 from __future__ import annotations
@@ -28,34 +26,34 @@ from megatron_ext.training.run_plan import RunPlan
 
 
 class MetricsWriter(Protocol):
-    """Takes the rows of a run, one after the other."""
+    """A receiver of the rows of a run, one after the other."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """One row, with its ``iteration``."""
+        """Write one row, with its ``iteration``."""
 
     def close(self) -> None:
-        """No row comes any more."""
+        """End the writing after the last row."""
 
 
 class _Writer(NamedTuple):
     package: str
 
     key: str
-    """Of the section ``training``."""
+    """Key of the section ``training`` that switches it on."""
 
     open: Callable[[RunPlan, str, int], MetricsWriter]
 
     def where(self, training: TrainingConfig) -> str | None:
-        """What the run says of it: a folder or a project; None where it is not wanted."""
-        found: str | None = getattr(training, self.key)
-        return found
+        """The configured folder or project; None where the writer is off."""
+        target: str | None = getattr(training, self.key)
+        return target
 
 
 def check_writers(training: TrainingConfig) -> None:
-    """Check that what a run is to write with is installed; nothing is imported.
+    """Check that the packages of the configured writers are installed; nothing is imported.
 
     Raises:
-        MissingDependencyError: A package is not.
+        MissingDependencyError: A package is not installed.
     """
     for writer in _WRITERS:
         if writer.where(training) is not None and find_spec(writer.package) is None:
@@ -63,19 +61,19 @@ def check_writers(training: TrainingConfig) -> None:
 
 
 def open_writers(run: RunPlan, *, last_iteration: int) -> list[MetricsWriter]:
-    """The writers of a run; the main rank's.
+    """The configured writers of a run, opened; the main rank calls it.
 
     Args:
-        last_iteration: Rows after it come again.
+        last_iteration: Rows after it will be written again.
     """
-    wanted = [(writer, writer.where(run.training)) for writer in _WRITERS]
+    targets = [(writer, writer.where(run.training)) for writer in _WRITERS]
     return [
-        writer.open(run, where, last_iteration) for writer, where in wanted if where is not None
+        writer.open(run, where, last_iteration) for writer, where in targets if where is not None
     ]
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """What of a row can be drawn."""
+    """The numbers of a row, which can be drawn."""
     return {
         name: value
         for name, value in row.items()
@@ -98,11 +96,11 @@ _WRITERS: Final = (
 
 
 class TensorBoardWriter:
-    """A ``MetricsWriter``.
+    """A ``MetricsWriter`` for TensorBoard.
 
     Args:
-        folder: Of the event files; made when it is missing.
-        last_iteration: TensorBoard hides what it was told of later ones before.
+        folder: Folder of the event files; made when it is missing.
+        last_iteration: TensorBoard hides earlier events of later iterations.
     """
 
     def __init__(self, folder: Path, *, last_iteration: int) -> None:
@@ -112,21 +110,21 @@ class TensorBoardWriter:
         self._writer = SummaryWriter(log_dir=str(folder), purge_step=purged)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Each number of a row under its name."""
+        """Write each number of a row under its name."""
         for name, value in numbers(row).items():
             self._writer.add_scalar(name, value, row["iteration"])
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the event file."""
         self._writer.close()
 
 
 class WandbWriter:
-    """A ``MetricsWriter``; a run that goes on is the same one there.
+    """A ``MetricsWriter`` for Weights & Biases; a resumed run continues the same run there.
 
     Args:
-        project: That it is in.
-        folder: Of the run; it gives the name and the id.
+        project: Project of the run.
+        folder: Folder of the run, which gives the name and the id.
         values: The run's configuration.
     """
 
@@ -143,11 +141,11 @@ class WandbWriter:
             dir=str(folder),
             config=dict(values),
         )
-        # Its own steps only go up: a run that was taken back logs some iterations again.
+        # wandb's own steps only increase, but a resumed run logs some iterations again.
         self._run.define_metric("*", step_metric="iteration")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """The numbers of a row."""
+        """Log the numbers of a row."""
         self._run.log({"iteration": row["iteration"], **numbers(row)})
 
     def close(self) -> None:
@@ -158,17 +156,17 @@ class WandbWriter:
 PLOT_FILE = "loss_curve.png"
 _OF_STUDENT = "student_bits_per_byte"
 _OF_TEACHER = "teacher_bits_per_byte"
-"""Of the one ``teacher``; one of several has its name behind a stroke."""
+"""Metric of the one ``teacher``; with several, a slash and the teacher's name follow."""
 _MEASURED = ("seconds", "tokens_per_second", "memory_bytes")
 
 
 class MetricsLog:
-    """One JSON object a line in the order of the iterations, never one twice.
+    """The log of a run: one JSON object a line, each iteration once and in order.
 
     Args:
         run_dir: Folder of the run.
         last_iteration: Rows after it are dropped: a resumed run computes them again.
-        writers: Get every row as well, and are closed with the log.
+        writers: Writers that get every row as well, and are closed with the log.
     """
 
     def __init__(
@@ -207,7 +205,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def result_lines(run_dir: Path, *, done: int) -> list[str]:
-    """Where a finished run is, what it came to on held-out text, and what shows the rest."""
+    """Lines on a finished run: its folder, its held-out bits per byte, and the next command."""
     lines = [f"the run in {run_dir} is finished: {done} iterations are done"]
     measured = [row for row in read_metrics(run_dir) if row.get(_OF_STUDENT) is not None]
     if measured:
@@ -222,7 +220,7 @@ def result_lines(run_dir: Path, *, done: int) -> list[str]:
 
 
 def without_measurements(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a row is the same whenever and wherever a run is made."""
+    """The row without times and memory: the part that a repeated run reproduces."""
     return {name: value for name, value in row.items() if not name.startswith(_MEASURED)}
 
 

@@ -1,4 +1,4 @@
-"""The folder of one run: its configuration, and whether a resumed run is still the same run."""
+"""The folder of a run: its files, its configuration, and checks that a resumed run is the same."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _MAY_CHANGE = (
     "run_dir",
     "student.hf",
     "teacher.model.hf",
-    # Paths may move: what they hold is compared instead, by fingerprint and by hash.
+    # Paths may change: their contents are compared instead, by fingerprint and by hash.
     "tokenizer.model",
     "teacher.tokenizer.model",
     "teacher.projection",
-    # Where a teacher runs changes no target but by rounding; what it sends does.
+    # The place of a teacher changes its targets by rounding alone; the form of the targets counts.
     "teacher.library",
     "teacher.offload",
     "teacher.placement",
@@ -91,7 +91,7 @@ _MAY_CHANGE = (
 
 
 def projection_file(teacher: str) -> str:
-    """Name of the file of a run's own projection to a teacher's vocabulary."""
+    """File name of a projection that the run builds to a teacher's vocabulary."""
     if teacher == TEACHER:
         return PROJECTION_FILE
     return f"projection-{teacher}.safetensors"
@@ -100,9 +100,9 @@ def projection_file(teacher: str) -> str:
 def check_run_folder(config: DistillConfig) -> None:
     """Check that ``config`` continues the run that is in its folder; nothing is written.
 
-    Layout, intervals and the number of iterations may change between starts; anything that would
-    make another experiment of it may not. A folder without a checkpoint holds nothing to continue
-    and takes any configuration, so that a start that failed does not stand in the way of the next.
+    Layout, intervals and the number of iterations may change between starts; anything that changes
+    the experiment may not. A folder without a checkpoint takes any configuration, so that a failed
+    start does not block the next.
 
     Raises:
         ConfigError: The folder cannot be used, or holds a run with another configuration.
@@ -116,10 +116,10 @@ def check_run_folder(config: DistillConfig) -> None:
 
 
 def check_same_text(folder: Path, data_summary: Mapping[str, Any]) -> None:
-    """Check that the run in ``folder``, if it goes on, reads the text that it was started with.
+    """Check that a resumed run in ``folder`` reads the text that it was started with.
 
     Raises:
-        ConfigError: The training or the held-out text is another.
+        ConfigError: The training or the held-out text has changed.
     """
     stored = folder / DATA_FILE
     if latest_checkpoint(folder / CHECKPOINTS) is None or not stored.exists():
@@ -138,7 +138,7 @@ def check_same_text(folder: Path, data_summary: Mapping[str, Any]) -> None:
 
 
 def record_run(config: DistillConfig, data_summary: Mapping[str, Any]) -> None:
-    """Write down what is about to run; one rank calls it, when nothing else can be wrong."""
+    """Write configuration and data summary; one rank calls it, after all checks and loading."""
     folder = Path(config.run_dir)
     write_text(
         folder / CONFIG_FILE,
@@ -154,7 +154,7 @@ def config_values(config: DistillConfig) -> dict[str, Any]:
 
 
 def _record(config: DistillConfig) -> dict[str, Any]:
-    """The configuration with the one checkpoint that each teacher's folder stands for now."""
+    """The configuration, with each teacher's path replaced by the checkpoint it stands for now."""
     values = config_values(config)
     if config.distils:
         for name, teacher in config.named_teachers.items():
@@ -188,12 +188,12 @@ def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: 
     before, now = dict(config_leaves(stored)), dict(config_leaves(values))
     for leaves in (before, now):
         for key, value in leaves.items():
-            # A teacher may move, but not be another iteration of its training; so may its cache.
+            # Teachers and caches may move, but a teacher's iteration may not change.
             if _of_any_teacher(key) in _TEACHER_FOLDERS and isinstance(value, str):
                 leaves[key] = Path(value).name
     for key in sorted(before.keys() | now.keys()):
         may_change = _of_any_teacher(key).startswith(_MAY_CHANGE)
-        # A run of a version that had no teachers elsewhere.
+        # Runs of versions before remote teachers have no such keys.
         may_change |= _of_any_teacher(key).startswith("teacher.serving.") and key not in before
         if may_change or before.get(key) == now.get(key):
             continue
@@ -207,12 +207,12 @@ def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: 
 
 
 def _of_any_teacher(key: str) -> str:
-    """A key of one of several teachers as that of the one of a ``teacher`` section."""
+    """A key of one of several teachers, written as that of a ``teacher`` section."""
     return re.sub(r"^teachers\.[^.]+\.", "teacher.", key)
 
 
 def config_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys of nested values as ``section.key``, with what they hold."""
+    """Leaves of nested values as pairs of ``section.key`` and value."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from config_leaves(value, f"{prefix}{key}.")

@@ -1,10 +1,8 @@
-"""The state of a run besides what it learns: when it is saved, and going on from it.
+"""Saving and resuming of a run: weights, optimizer, data, counts and random-number generators.
 
-The state of every random-number generator of a rank, as an object of a checkpoint.
-
-A run that goes on under the layout it was saved under draws the numbers that it would have drawn.
-Under another layout no rank of it has a predecessor: the generators are then seeded from the run's
-seed, the iteration, the stage and the replica, so that this start, too, can be repeated.
+A run that resumes under the layout that it was saved under draws the same random numbers as without
+the interruption. Under another layout ranks do not correspond: the generators are then seeded from
+the run's seed, the iteration, the stage and the replica, so that this start can be repeated too.
 """
 
 from __future__ import annotations
@@ -40,13 +38,13 @@ LAYOUT: Final = "rng_layout"
 
 
 def layout_of(groups: ProcessGroups) -> dict[str, int]:
-    """Sizes on which it depends whose generators are whose."""
+    """Sizes of the layout, which must be equal for generators to be loaded."""
     names = ("pp", "tp", "dp", "cp")
     return {name: dist.get_world_size(getattr(groups, name)) for name in names}
 
 
 def sharded_random_state(groups: ProcessGroups) -> dict[str, Any]:
-    """This rank's generators for ``dist_checkpointing``, with the layout that they belong to."""
+    """This rank's generators for ``dist_checkpointing``, with their layout."""
     axes = (groups.pp, groups.tp, groups.dp_cp)
     shape, place = tuple(map(dist.get_world_size, axes)), tuple(map(dist.get_rank, axes))
     state = ShardedObject(KEY, _random_state(), shape, place, replica_id=0)
@@ -55,12 +53,12 @@ def sharded_random_state(groups: ProcessGroups) -> dict[str, Any]:
 
 def can_load(common: Mapping[str, Any], groups: ProcessGroups) -> bool:
     """Whether a checkpoint with this common state has the generators of these ranks."""
-    # Before there was context parallelism nothing was said of it.
+    # Older checkpoints, from before context parallelism, have no entry for it.
     return {"cp": 1, **common.get(LAYOUT, {})} == layout_of(groups)
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:
-    """Take over what ``sharded_random_state`` saved."""
+    """Restore the generators from a loaded ``sharded_random_state``."""
     version, words, position = state["python"]
     random.setstate((version, tuple(words), position))
     numpy_state = dict(state["numpy"])
@@ -86,7 +84,7 @@ def seed_random_state(seed: int, *, iteration: int, groups: ProcessGroups) -> No
 
 
 def _random_state() -> dict[str, Any]:
-    """Tensors, numbers and lists alone, which torch loads without running code."""
+    """State of all generators as tensors, numbers and lists, which torch loads without code."""
     numpy_state = dict(np.random.get_state(legacy=False))
     generator = numpy_state["state"]
     version, words, position = random.getstate()
@@ -104,24 +102,24 @@ _FAILED_SAVES: Final = 3
 
 
 class Part(Protocol):
-    """Something of a run that a checkpoint keeps; the same on every rank."""
+    """A part of a run with a state in its checkpoints; the same on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """The state as plain values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from them."""
+        """Restore a ``state_dict``."""
 
 
 class SavedRun:
     """The checkpoints of a run: weights, optimizer, scheduler, data, random numbers, counts.
 
     Args:
-        plan: What is saved, and how.
-        record: Saved with every checkpoint: what one needs to know to use it.
-        counts: Of faults; they are part of the state.
-        parts: What else has a state, by its name in the checkpoint.
-        learned: Projections that are trained, which each save writes as files too.
+        plan: Settings of the checkpoints.
+        record: Description of the run, saved with every checkpoint.
+        counts: Counts of faults, which are part of the state.
+        parts: Other parts with a state, by their names in the checkpoint.
+        learned: Learned projections, which each save writes as files too.
     """
 
     def __init__(
@@ -156,10 +154,13 @@ class SavedRun:
         )
 
     def load(self) -> int:
-        """Load the newest checkpoint of the run, if any; iterations done.
+        """Load the newest checkpoint of the run, if any.
+
+        Returns:
+            Iterations done.
 
         Raises:
-            CheckpointError: It is not whole, or of another model.
+            CheckpointError: The checkpoint is not whole, or of another model.
             ConfigError: It is of other data.
         """
         checkpoint = latest_checkpoint(self._folder)
@@ -169,10 +170,10 @@ class SavedRun:
             return 0
         common = load_common(checkpoint)
         iteration = int(common["iteration"])
-        wanted = self._student.sharded_state(is_loading=True)
+        state = self._student.sharded_state(is_loading=True)
         if can_load(common, self._groups):
-            wanted |= sharded_random_state(self._groups)
-        state = load_checkpoint(checkpoint, wanted)
+            state |= sharded_random_state(self._groups)
+        state = load_checkpoint(checkpoint, state)
         self._student.load_state(state)
         self._batches.load_state(common["data"])
         for name, part in self._parts.items():
@@ -186,7 +187,7 @@ class SavedRun:
         return iteration
 
     def save(self, iteration: int, *, is_last: bool) -> None:
-        """Save; a save that fails is tried again when the next one is due, unless it is the last.
+        """Save a checkpoint; a failure is a warning, unless it is the last save.
 
         Raises:
             CheckpointError: The last one, or the third in a row, could not be written.
@@ -206,7 +207,7 @@ class SavedRun:
             self._attempt(self._writer.finish, is_last=True)
 
     def _write(self, iteration: int, state: dict[str, Any]) -> bool:
-        """The learned projections, of which the checkpoint gets a copy, and the checkpoint."""
+        """Write the learned projections, which the checkpoint copies, and the checkpoint."""
         if self._learned is not None:
             try:
                 self._groups.on_main(self._learned.write)
@@ -215,14 +216,11 @@ class SavedRun:
         return self._writer.save(iteration, state)
 
     def poll(self) -> None:
-        """End a save in the background once all ranks have written it; as ``save``."""
+        """End a save in the background once all ranks have written it; raises as ``save``."""
         self._attempt(self._writer.poll)
 
     def finish(self) -> None:
-        """Wait for a save in the background; as ``save``.
-
-        For errors that all ranks have alike: what was saved before is good.
-        """
+        """Wait for a save in the background; raises as ``save``. Call it on every rank."""
         self._attempt(self._writer.finish)
 
     def abandon(self) -> None:
@@ -230,7 +228,7 @@ class SavedRun:
         self._writer.abandon()
 
     def _attempt(self, action: Callable[[], bool], *, is_last: bool = False) -> None:
-        """Do something that ends a save, or none; a failure that may be made good is a warning."""
+        """Run an action that may end a save; a failure that a later save repairs is a warning."""
         try:
             if action():
                 self._failed_in_a_row = 0
@@ -243,15 +241,15 @@ class SavedRun:
                 sys.stderr.write(f"\nwarning: {error}; the run goes on and saves again later\n")
 
     def _data_state(self) -> dict[str, Any]:
-        """Where the data goes on, under any layout; one all-gather of objects over ``dp``."""
-        everywhere: list[Any] = [None] * self._groups.dp_size
-        dist.all_gather_object(everywhere, self._batches.positions(), group=self._groups.dp)
-        return self._batches.state(everywhere)
+        """Position in the data, for any layout; one all-gather of objects over ``dp``."""
+        positions: list[Any] = [None] * self._groups.dp_size
+        dist.all_gather_object(positions, self._batches.positions(), group=self._groups.dp)
+        return self._batches.state(positions)
 
 
 def _files(plan: CheckpointPlan) -> Sequence[Path]:
-    """What belongs to every checkpoint besides its state: tokenizer, projections, HuggingFace's."""
+    """Files of every checkpoint besides its state: tokenizer, projections, HuggingFace's files."""
     run_dir = plan.run_dir
-    own = sorted(run_dir.glob(f"{Path(PROJECTION_FILE).stem}*.safetensors"))
+    built = sorted(run_dir.glob(f"{Path(PROJECTION_FILE).stem}*.safetensors"))
     learned = [run_dir / learned_projection_file(name) for name in plan.learners]
-    return (run_dir / TOKENIZER_FOLDER, run_dir / SIDE_FOLDER, *own, *plan.projections, *learned)
+    return (run_dir / TOKENIZER_FOLDER, run_dir / SIDE_FOLDER, *built, *plan.projections, *learned)

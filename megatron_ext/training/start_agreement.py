@@ -1,4 +1,4 @@
-"""Whether all ranks were started as the same run: configuration, code, text and checkpoint."""
+"""A check that all ranks start the same run: configuration, code, text and checkpoint."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _MAY_DIFFER = ("data.index_cache", "data.alignment_cache")
 
 
 def check_same_start(config: DistillConfig, inputs: Inputs) -> None:
-    """Check, on the default group, that all ranks are about to do the same.
+    """Check, on the default group, that all ranks start the same run.
 
-    Ranks that differ would wait for one another in different collectives, or train on different
-    things without a word.
+    Ranks that differ would wait for one another in different collectives, or silently train on
+    different things.
 
     Collectives: one all-gather of objects; a second one where ranks differ.
 
@@ -40,13 +40,13 @@ def check_same_start(config: DistillConfig, inputs: Inputs) -> None:
         ConfigError: On every rank, with the keys in which the first rank that differs from rank 0
             does.
     """
-    own = start_of(config, inputs)
+    start = start_of(config, inputs)
     digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(json.dumps(own).encode()).hexdigest())
+    dist.all_gather_object(digests, hashlib.sha256(json.dumps(start).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
     starts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(starts, own)
+    dist.all_gather_object(starts, start)
     rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     first, other = starts[0], starts[rank]
     keys = [key for key in {**first, **other} if first.get(key) != other.get(key)]
@@ -60,7 +60,7 @@ def check_same_start(config: DistillConfig, inputs: Inputs) -> None:
 
 
 def start_of(config: DistillConfig, inputs: Inputs) -> dict[str, str]:
-    """What must be the same on every rank, as text by key."""
+    """Everything that must be the same on every rank, as text by key."""
     latest = latest_checkpoint(Path(config.run_dir) / CHECKPOINTS)
     start = {
         key: repr(value)
@@ -84,7 +84,7 @@ def start_of(config: DistillConfig, inputs: Inputs) -> dict[str, str]:
 
 
 def _tokenizer(section: str, tokenizer: MegatronTokenizerText) -> dict[str, str]:
-    """Its vocabulary, and all else that ids depend on: a path may hold something else elsewhere."""
+    """Hashes of a tokenizer's content: one path may hold different files on different nodes."""
     identity = json.dumps(tokenizer_identity(tokenizer), sort_keys=True)
     return {
         f"vocabulary of {section}": tokenizer.fingerprint(),
@@ -101,7 +101,7 @@ def _projection_digest(projection: SparseProjection) -> str:
 
 @cache
 def _source_digest() -> str:
-    """Of this package's own files: installations of one version may differ."""
+    """Hash of this package's source files: installations of one version may differ."""
     root = Path(str(megatron_ext.__file__)).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

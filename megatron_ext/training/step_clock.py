@@ -1,10 +1,6 @@
-"""Seconds that phases of a step take, on the device that does the work, without waiting for it.
+"""Time and memory of a step, for the rows of the log: phases, peak memory, waiting for teachers.
 
-What a row of the log says about time and memory.
-
-How much memory this process uses.
-
-The part of a row of the log that is about remote teachers.
+Phases are timed on the device that does the work, without waiting for it.
 """
 
 from __future__ import annotations
@@ -28,14 +24,14 @@ class Mark(Protocol):
     """A moment on a device."""
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Whether the device has reached it."""
 
     def elapsed_time(self, later: Any) -> float:
-        """Milliseconds to a later one."""
+        """Milliseconds to a later mark."""
 
 
 class HostMark:
-    """A moment on the CPU, which has come when it is made."""
+    """A moment on the CPU, reached when it is made."""
 
     def __init__(self) -> None:
         self.seconds = time.perf_counter()
@@ -55,7 +51,7 @@ class _Span:
     inner: list[_Span] = field(default_factory=list)
 
     def add_to(self, seconds: dict[str, float]) -> float:
-        """Add what is this phase's alone; seconds of all of it."""
+        """Add the seconds of this phase without inner ones; return those with inner ones."""
         assert self.end is not None
         whole = self.start.elapsed_time(self.end) / 1e3
         alone = whole - sum(span.add_to(seconds) for span in self.inner)
@@ -64,13 +60,14 @@ class _Span:
 
 
 class StepClock:
-    """Adds up phases; the time of a phase within another is the inner one's alone.
+    """Sums of seconds by phase; time in an inner phase counts for the inner one alone.
 
-    On a GPU a phase lies between two events of its stream. A phase whose second event has not come
-    when the clock is read counts in the next reading, so that nothing ever waits.
+    On a GPU a phase lies between two events of its stream. A phase whose second event has not been
+    reached when the clock is read counts in the next reading, so that nothing ever waits.
 
     Args:
-        mark: Makes a mark of now; an event of the current stream, or the host's time without a GPU.
+        mark: Makes a mark of the present; the default is an event of the current stream, or the
+            host's time without a GPU.
     """
 
     def __init__(self, mark: Callable[[], Mark] | None = None) -> None:
@@ -127,24 +124,24 @@ def _device_mark() -> Mark:
 
 
 def peak_memory_bytes() -> int:
-    """Most that torch has had allocated on the GPU since the last call; without one, most that the
-    process has had in memory since it began.
+    """Peak of torch's allocations on the GPU since the last call; without a GPU, the process's peak
+    resident memory since it began.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # In KiB everywhere but on macOS.
+    # In KiB everywhere except on macOS.
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 class StepWatch:
-    """Reads a clock once a step.
+    """Speed, memory and phases of a step, read once a step.
 
     Args:
-        clock: What the trainer's phases are counted by.
-        batches: Whose waiting is told.
+        clock: The clock of the trainer's phases.
+        batches: The batches that the trainer waits for.
     """
 
     def __init__(self, clock: StepClock, batches: GlobalBatches) -> None:
@@ -158,8 +155,8 @@ class StepWatch:
         ``seconds/waiting`` is the part of ``seconds/data`` in which no sample was at hand.
 
         Args:
-            metrics: The row's others, with the ``tokens`` of the step over all replicas.
-            seconds: The step's.
+            metrics: The row's other metrics, with the ``tokens`` of the step over all replicas.
+            seconds: Duration of the step.
         """
         # A stream that was opened again counts from 0.
         waited = self._batches.waited
@@ -177,48 +174,48 @@ SHARE = "teacher_waiting_share"
 
 
 class TeacherWatch:
-    """Reads how long remote teachers were waited for in a step, and what they sent.
+    """Waiting time for remote teachers in a step, and bytes received from them.
 
     Waiting between steps, for an evaluation, is not counted.
 
     Args:
-        teachers: By name; none is fine.
+        teachers: Remote teachers by name; may be empty.
     """
 
     def __init__(self, teachers: Mapping[str, RemoteTeacher]) -> None:
         self._teachers = dict(teachers)
         self._waited_s = 0.0
-        # The head, which comes once at the start, is not counted.
-        self._at_start = {name: its.received_bytes for name, its in teachers.items()}
+        # The head, which is sent once at the start, is not counted.
+        self._at_start = {name: teacher.received_bytes for name, teacher in teachers.items()}
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note the begin of a step."""
         self._waited_s = self._all_waited_s()
 
     def row(self, *, seconds: float) -> dict[str, Any]:
-        """``seconds/teacher_waiting`` and its share of the step, and what targets took so far.
+        """``seconds/teacher_waiting``, its share of the step, and ``teacher_bytes_per_token/NAME``.
 
-        ``teacher_bytes_per_token/NAME`` is of all that has arrived, for all positions that were
-        asked for, padding included.
+        The latter is over all bytes received so far and all positions that were asked for, padding
+        included.
 
         Args:
-            seconds: The step's.
+            seconds: Duration of the step.
         """
         if not self._teachers:
             return {}
         waited = self._all_waited_s() - self._waited_s
         values = {
             f"teacher_bytes_per_token/{name}": (
-                (its.received_bytes - self._at_start[name]) / its.received_tokens
+                (teacher.received_bytes - self._at_start[name]) / teacher.received_tokens
             )
-            for name, its in self._teachers.items()
-            if its.received_tokens
+            for name, teacher in self._teachers.items()
+            if teacher.received_tokens
         }
         return {"seconds/teacher_waiting": waited, SHARE: waited / seconds, **values}
 
     def shown(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """What of a row the progress line has."""
+        """The part of a row that the progress line shows."""
         return {"waiting": f"{row[SHARE]:.0%}"} if SHARE in row else {}
 
     def _all_waited_s(self) -> float:
-        return sum(its.waited_s for its in self._teachers.values())
+        return sum(teacher.waited_s for teacher in self._teachers.values())

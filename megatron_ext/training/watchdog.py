@@ -1,13 +1,10 @@
-"""Ends a rank on which nothing happens any more, and says which rank waits where.
+"""A watchdog that ends a rank without progress, and reports where every rank waits.
 
 A collective that one rank never reaches keeps all others waiting, in C++, where Python can do
-nothing; and what NCCL or gloo say when their own time-out comes is the name of an operation. So
-each rank has a thread that looks where the main thread is. Where that is the same line of the same
-phase for the whole time-out, the rank ends with one line on where every rank is. While the main
-thread moves, however slowly, nothing is ended; loops that wait at one line say so with
-``rank_phase.tick``.
-
-Where all ranks of a run are, as one line for a person; R ranks.
+nothing, and the time-out errors of NCCL and gloo name only an operation. So each rank has a thread
+that observes the main thread. When the main thread has been at the same line of the same phase for
+the whole time-out, the rank ends with one line on where every rank is. While the main thread moves,
+however slowly, nothing is ended; loops that wait at one line call ``rank_phase.tick``.
 """
 
 from __future__ import annotations
@@ -34,15 +31,15 @@ from megatron_ext.training import rank_phase
 
 HEARTBEAT_S: Final = 2.0
 _SHOWN: Final = 12
-"""Groups of ranks that one line has room for."""
+"""Most groups of ranks in one report."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank says of itself."""
+    """State of one rank, as it reports it."""
 
     beat: int
-    """Grows while the rank lives."""
+    """Heartbeat, which grows while the rank lives."""
 
     phase: str
     iteration: int
@@ -50,14 +47,14 @@ class RankState:
     """Innermost line of Python that its main thread is at."""
 
     error: str | None = None
-    """Why it ends."""
+    """Reason of its end, if it has ended."""
 
 
 class RankBoard:
-    """What each rank says, in the store that the ranks met at.
+    """States of all ranks, in the launch's store.
 
     Args:
-        store: A connection of its own: one that another thread waits on would have to wait too.
+        store: A connection of its own, since a connection that another thread waits on is blocked.
     """
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
@@ -66,13 +63,13 @@ class RankBoard:
         self.world_size = world_size
 
     def write(self, state: RankState) -> None:
-        """Say how this rank is."""
+        """Publish the state of this rank."""
         self._store.set(str(self.rank), json.dumps(asdict(state)))
 
     def report(self) -> str:
-        """Where the ranks are; takes as long as a living rank needs to show that it lives.
+        """One line on all ranks; takes 2.5 heartbeats, in which a living rank shows that it lives.
 
-        ``ranks 0-6: in updating, iteration 12, at ...; rank 7: no sign of life since ...``
+        ``ranks 0-6: updating, iteration 12, at ...; rank 7: no sign of life since ...``
         """
         before = self._read()
         time.sleep(2.5 * HEARTBEAT_S)
@@ -80,7 +77,7 @@ class RankBoard:
         lines: dict[str, list[int]] = {}
         for rank, (old, new) in enumerate(zip(before, after, strict=True)):
             lines.setdefault(_line(old, new), []).append(rank)
-        # Who waits for whom: the smallest groups are the likeliest to be the cause.
+        # The smallest groups first: they are the likeliest cause.
         grouped = sorted(lines.items(), key=lambda item: (len(item[1]), item[1]))
         shown = [f"{_ranks(ranks)}: {line}" for line, ranks in grouped[:_SHOWN]]
         left_out = len(grouped) - len(shown)
@@ -91,7 +88,7 @@ class RankBoard:
         return [self._read_one(key) for key in keys]
 
     def _read_one(self, key: str) -> RankState | None:
-        # A ``get`` of what is not there would wait for it.
+        # A ``get`` of a missing key would wait for it.
         if not self._store.check([key]):
             return None
         values: dict[str, Any] = json.loads(self._store.get(key))
@@ -99,7 +96,7 @@ class RankBoard:
 
 
 def first_line(error: BaseException) -> str:
-    """What kind of error, and the first line of what it says."""
+    """Type of an error, and the first line of its message."""
     text = (str(error).splitlines() or [""])[0][:300]
     return f"{type(error).__name__}: {text}"
 
@@ -128,7 +125,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 GRACE: Final = timedelta(minutes=1)
-"""How much longer collectives wait than the watchdog, so that it speaks first."""
+"""Time by which collectives outwait the watchdog, so that it reports first."""
 
 _POLL_S: Final = 0.5
 _COMMUNICATION = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out")
@@ -140,8 +137,8 @@ class Watchdog:
     """Watches the main thread while entered; call it on every rank, in the default group.
 
     Args:
-        timeout: How long nothing may happen.
-        end: What becomes of the process; it gets the error.
+        timeout: Longest time without progress.
+        end: Ends the process, given the error; the default writes it and exits at once.
     """
 
     def __init__(
@@ -149,7 +146,7 @@ class Watchdog:
     ) -> None:
         self._timeout_s = timeout.total_seconds()
         self._end = end or _end_process
-        # All ranks of the launch: who waits for a teacher's ranks wants to see them, too.
+        # All ranks of the launch, a teacher's own included, since a student may wait for them.
         place = process_groups.launch_place()
         self._board = RankBoard(place.store, rank=place.rank, world_size=place.world_size)
         self._main = threading.main_thread().ident
@@ -167,10 +164,10 @@ class Watchdog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop; an error that came from a peer is raised as one that names the peer.
+        """Stop; an error of the communication library is raised as one with a report on all ranks.
 
         Raises:
-            DistributedError: Instead of what the communication library raised.
+            DistributedError: In place of the communication library's error.
         """
         if error is None:
             self._stop()
@@ -180,7 +177,7 @@ class Watchdog:
             with suppress(*_STORE_ERRORS):
                 self._board.write(self._state(error=first_line(error)))
             return
-        # The thread goes on for the report: this rank, too, must be seen to live.
+        # The thread goes on during the report, so that this rank too is seen to live.
         report = self._report()
         self._stop()
         raise DistributedError(
@@ -209,19 +206,18 @@ class Watchdog:
                 return
 
     def _stuck(self, seconds: float) -> DistributedError:
-        own = self._state()
-        board = threading.Thread(target=self._beat_on, daemon=True)
-        board.start()
+        phase = self._state().phase
+        threading.Thread(target=self._beat_on, daemon=True).start()
         report = self._report()
         return DistributedError(
-            f"rank {self._board.rank} has waited for {seconds:.0f} s in {own.phase}",
+            f"rank {self._board.rank} has waited for {seconds:.0f} s in {phase}",
             got=report,
             expected="progress within parallel.distributed_timeout_minutes",
             fix=_FIX,
         )
 
     def _beat_on(self) -> None:
-        """Show the others, who may be reporting as well, that this rank lives."""
+        """Go on with heartbeats, for the reports of other ranks."""
         while not self._stopped.wait(HEARTBEAT_S):
             self._beat += 1
             with suppress(*_STORE_ERRORS):
@@ -251,7 +247,7 @@ def is_communication(error: BaseException) -> bool:
 
 
 def _stack(thread: int | None) -> tuple[tuple[int, int], ...]:
-    """Where a thread is: code and line of every frame."""
+    """Position of a thread: code and line of every frame."""
     frame = sys._current_frames().get(thread or 0)
     places = []
     while frame is not None:
@@ -261,7 +257,7 @@ def _stack(thread: int | None) -> tuple[tuple[int, int], ...]:
 
 
 def _place(thread: int | None) -> str:
-    """Its innermost frame, ``file.py:12 function``, and that of ours which called it."""
+    """A thread's innermost frame, ``file.py:12 function``, and the innermost of this package."""
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return "no Python"
@@ -279,7 +275,7 @@ def _name(frame: FrameType) -> str:
 
 
 def _end_process(error: DistributedError) -> None:
-    """At once: the main thread cannot be woken, and leaving properly would wait for it."""
+    """Exit at once: the main thread cannot be woken, and an orderly exit would wait for it."""
     sys.stderr.write(f"error: {error}\n")
     sys.stderr.flush()
     os._exit(1)

@@ -40,7 +40,7 @@ ON: Final[dict[str, Any]] = {
     "teacher.placement: own_ranks or teacher.placement: server": {"teacher": OWN_RANKS},
     "teacher.placement other than student_ranks": {"teacher": OWN_RANKS},
     "the option projectors: heads of dskd": {"loss": HEADS},
-    "targets of a cache or from elsewhere that are not hidden": {},
+    "cached or remote targets that are not hidden": {},
     "loss.teacher_mode other than sum": {"loss": {"teacher_mode": "select_teacher"}},
     "loss.teacher_weights other than static": {"loss": {"teacher_weights": "entropy"}},
     "loss.linear": {"loss": {"linear": True}},

@@ -105,7 +105,5 @@ def test_a_run_that_does_not_distil_gives_its_teacher_no_ranks() -> None:
 def test_an_objective_that_needs_more_than_is_sent() -> None:
     config = distill_config(teacher=teacher(placement="process"))
     form = TargetForm.of("topk", precision=None, top_k=4, hidden_size=8, vocab_size=100)
-    with pytest.raises(
-        ConfigError, match=r"teacher\.serving\.targets: .*targets of a remote teacher"
-    ):
+    with pytest.raises(ConfigError, match=r"teacher\.serving\.targets: .*of a remote teacher"):
         check_targets(config, "teacher", make_objective(config.loss), form, key="serving.targets")
