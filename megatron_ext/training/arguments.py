@@ -2,11 +2,7 @@
 
 A field's flag is its name in kebab case behind the prefixes of the sections around it:
 ``teacher.model.num_layers`` is ``--teacher-num-layers``, ``tokenizer.library`` is
-``--tokenizer-library``.
-
-A field of a configuration dataclass as a command-line flag.
-
-The string under the field is the help text.
+``--tokenizer-library``. The string under the field is its help text.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ def flags_of(config_type: Any, prefix: str = "") -> Iterator[Flag]:
 
 
 def argparse_type(hint: Any) -> dict[str, Any]:
-    """How argparse parses a field of type ``hint``."""
+    """Arguments for argparse to parse a field of type ``hint``."""
     origin = typing.get_origin(hint)
     if origin is Literal:
         return {"choices": typing.get_args(hint)}
@@ -168,6 +164,6 @@ def _with(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> dict[str
         return {**values, keys[0]: value}
     inner = {} if values.get(keys[0]) is None else values[keys[0]]
     if not isinstance(inner, dict):
-        # Left as it is, for the complaint that this section is no mapping.
+        # Left as it is, for the later error that this section is no mapping.
         return values
     return {**values, keys[0]: _with(inner, keys[1:], value)}

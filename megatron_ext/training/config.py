@@ -1,4 +1,4 @@
-"""Everything a distillation run is told, as frozen dataclasses.
+"""The configuration of a distillation run, as frozen dataclasses.
 
 Names are megatron-core's wherever it has one. The YAML file nests as the dataclasses do; every leaf
 also has a flag (``training.arguments``). The string under a field is its help text.
@@ -25,7 +25,7 @@ from megatron_ext.training.teacher_config import (
 )
 
 TEACHER: Final = "teacher"
-"""What the one teacher of a ``teacher`` section is called."""
+"""Name of the one teacher of a ``teacher`` section."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -242,7 +242,7 @@ class TeacherConfig:
 
     @property
     def is_remote(self) -> bool:
-        """Whether its model runs in other processes than the student's."""
+        """Whether the model runs in other processes than the student's."""
         return self.placement != STUDENT_RANKS
 
     def __post_init__(self) -> None:
@@ -296,7 +296,7 @@ class ParallelConfig:
 
     @property
     def layout(self) -> Layout:
-        """The sizes that say which process holds what."""
+        """The sizes by which processes divide the model."""
         return Layout(
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
@@ -673,16 +673,16 @@ class DistillConfig:
         return self.teachers if self.teacher is None else {TEACHER: self.teacher}
 
     def section_of(self, teacher: str) -> str:
-        """Where the configuration has a teacher, for errors."""
+        """The section of a teacher, for errors."""
         return TEACHER if self.teacher is not None else f"teachers.{teacher}"
 
     def projection_of(self, teacher: str) -> str | None:
-        """Projection file of a teacher, if one is named."""
+        """Projection file of a teacher; None where none is configured."""
         return self.named_teachers[teacher].projection or self.projection
 
     @property
     def teacher_ranks(self) -> Mapping[str, int]:
-        """Processes of the launch that are a teacher's own, by its name, of those that have any."""
+        """Number of a teacher's own processes in the launch, by name, for those that have any."""
         if not self.distils:
             return {}
         return {
@@ -692,7 +692,7 @@ class DistillConfig:
         }
 
     def _models(self) -> list[tuple[str, ModelConfig]]:
-        """Those that are cut over the student's ranks, which transformers does not."""
+        """Models that are divided over the student's ranks, by what errors call them."""
         return [
             ("student", self.student),
             *(
@@ -703,7 +703,7 @@ class DistillConfig:
         ]
 
     def _check_served(self) -> None:
-        """Check the teachers that have a layout of their own."""
+        """Check the remote teachers, which have layouts of their own."""
         for name, teacher in self.named_teachers.items():
             if not teacher.is_remote:
                 continue
@@ -718,7 +718,7 @@ class DistillConfig:
 
 def _check_teachers(config: DistillConfig) -> None:
     if config.distils and not config.named_teachers:
-        # An error may wait for torch. A name that is none has a nearer one.
+        # An unknown objective raises its own error here; importing torch for it does no harm.
         from megatron_ext.losses import LOSS_REGISTRY
 
         _ = LOSS_REGISTRY[config.loss.objective]

@@ -1,4 +1,4 @@
-"""Attention over sequences that are cut over context-parallel ranks.
+"""Core attention over sequences that are divided over context-parallel ranks.
 
 S positions of this rank, T of whole sequences, B rows, H heads, G key-value heads, D head width.
 """
@@ -36,12 +36,12 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         layer_number: Unused; nothing depends on the layer.
         attn_mask_type: Causal.
         attention_type: ``self``.
-        softmax_scale: What scores are multiplied by; ``1 / sqrt(D)`` with None.
-        pg_collection: Has the context-parallel group.
-        unused: What releases of megatron-core pass besides.
+        softmax_scale: Factor of the scores; None for ``1 / sqrt(D)``.
+        pg_collection: Process groups with the context-parallel one.
+        unused: Other arguments, which depend on the release of megatron-core.
 
     Raises:
-        ConfigError: A configuration with something that it does not do.
+        ConfigError: The configuration asks for something that it does not support.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
             query: [S, B, H, D]
             key: [S, B, G, D]
             value: [S, B, G, D]
-            attention_mask: [B or 1, 1, S, T] bool, True where a position does not see another; it
-                must hide all that is ahead. None: that alone is hidden.
-            attn_mask_type: Causal, whatever is said here.
+            attention_mask: [B or 1, 1, S, T] bool, True where a position may not attend to another;
+                it must be causal at least. None for the causal mask.
+            attn_mask_type: Ignored; attention is causal.
             attention_bias: None.
-            packed_seq_params: None: several texts in a row are told apart by the mask.
+            packed_seq_params: None; the mask separates several texts in a row.
 
         Returns:
             [S, B, H D]

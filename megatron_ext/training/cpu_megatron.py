@@ -1,15 +1,13 @@
-"""megatron-core on a CPU with gloo, as a supported mode.
+"""megatron-core on a CPU with gloo, as a supported mode, and the announcement of the device in use.
 
 megatron-core 0.16 asks for CUDA by name in its schedules, gradient buffers, optimizers and
 checkpoints, but nothing it does there needs a GPU. ``install`` redirects those requests for this
-process: a torch function mode turns ``device="cuda"`` into the CPU, and the handful of
-``torch.cuda`` calls and random-state helpers that megatron-core makes get CPU stand-ins. Nothing
-installed on disk changes. Schedules, layers, collectives and optimizers run as they are, so every
-parallel layout can be tested on any machine.
+process: a torch function mode turns ``device="cuda"`` into the CPU, and the ``torch.cuda`` calls
+and random-state helpers that megatron-core makes get CPU stand-ins. Nothing installed on disk
+changes. Schedules, layers, collectives and optimizers run as they are, so every parallel layout can
+be tested on any machine.
 
 Not available in this mode: CUDA graphs, stream overlap, Transformer Engine, fused kernels.
-
-What a launch runs on, said before it starts.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class _CudaToCpu(TorchFunctionMode):
             args = (args[0], "cpu", *args[2:])
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
-        # There is nothing to pin memory for, and torch refuses.
+        # torch refuses to pin memory without a GPU.
         kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
 
@@ -88,7 +86,7 @@ def _is_cuda(device: object) -> bool:
 
 
 def _redirect_in_backward(mode: _CudaToCpu) -> None:
-    """Let the backward pass ask for CUDA too, which layers that are computed again do.
+    """Apply the mode to the backward pass too, where recomputed layers ask for CUDA.
 
     ``torch.autograd.backward`` is a torch function itself, so it calls its engine without the mode.
     """
@@ -117,14 +115,14 @@ def _replace_cuda_calls() -> None:
 def _keep_freed_memory() -> None:
     """Have glibc reuse the pages of freed tensors instead of returning them to the kernel.
 
-    A step allocates and frees buffers of the size of the logits; handing them back and faulting
-    them in again, zeroed, took a quarter of it. Other C libraries are left as they are.
+    A step allocates and frees buffers of the size of the logits; returning them and faulting them
+    in again, zeroed, took a quarter of its time. Other C libraries are left as they are.
     """
     if platform.libc_ver()[0] != "glibc":
         return
     m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8
     libc = ctypes.CDLL(None)
-    # Else threads of gloo and of autograd keep freed pages apart: gigabytes after hours.
+    # With several arenas, threads of gloo and autograd accumulate freed pages: gigabytes in hours.
     libc.mallopt(m_arena_max, 1)
     libc.mallopt(m_mmap_max, 0)
     libc.mallopt(m_trim_threshold, -1)
@@ -145,10 +143,10 @@ def _replace_random_state_helpers() -> None:
 
 
 def announce_device(*, require_gpu: bool) -> None:
-    """Print what this launch runs on; one process does.
+    """Print the device and the number of ranks of this launch, on rank 0.
 
     Raises:
-        ConfigError: There is no GPU, and one is required.
+        ConfigError: A GPU is required and there is none.
     """
     reason = _why_no_gpu()
     if require_gpu and reason is not None:
@@ -170,7 +168,7 @@ def announce_device(*, require_gpu: bool) -> None:
 
 
 def _why_no_gpu() -> str | None:
-    """Why a launch would run on the CPU; None where there is a GPU."""
+    """The reason why a launch runs on the CPU; None where there is a GPU."""
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None:

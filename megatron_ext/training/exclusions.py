@@ -1,6 +1,6 @@
-"""The table of what does not go together in a run, which docs/configuration.md prints.
+"""The table of features that a run cannot combine, which docs/configuration.md prints.
 
-A row is checked as soon as what it reads is known: most with the configuration, some with the
+A row is checked as soon as its features are known: most with the configuration, some with the
 objectives, with the form of a teacher's targets, or where Megatron-LM's loop takes the run.
 """
 
@@ -28,12 +28,12 @@ def check_exclusions(
     """Refuse a run that asks for features which do not go together.
 
     Args:
-        stage: Which rows are checked.
-        objectives: By teacher, at the stages ``objectives`` and ``targets``.
-        forms: Of targets by teacher, at the stage ``targets``.
+        stage: Stage whose rows are checked.
+        objectives: Objectives by teacher, at the stages ``objectives`` and ``targets``.
+        forms: Forms of targets by teacher, at the stage ``targets``.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The run asks for two features of a row.
     """
     for row in EXCLUSIONS:
         for name in (*config.named_teachers,) or (None,):

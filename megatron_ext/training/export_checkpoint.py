@@ -1,9 +1,8 @@
-"""One of our checkpoints as a HuggingFace folder, one file of tensors at a time.
+"""Export of one of our checkpoints as a HuggingFace folder, one file of tensors at a time.
 
-Parts of a checkpoint's tensors, read in any one process: no process group, no model.
-
-``dist_checkpointing`` loads what a whole layout asks for. Here one process asks torch's distributed
-checkpointing, which the files are written by, for some layers of some tensors.
+It runs in one process without process groups or a model. ``dist_checkpointing`` loads the state of
+a whole layout, so single layers of tensors are read with torch's distributed checkpointing, in
+whose format the files are.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _ERRORS: Final = (OSError, EOFError, UnpicklingError, RuntimeError, KeyError, Ch
 
 
 class CheckpointSlices:
-    """Reads a checkpoint's tensors.
+    """Tensors of a checkpoint, read by name and layer.
 
     Args:
         checkpoint: One iteration's folder.
@@ -70,7 +69,9 @@ class CheckpointSlices:
         }
 
     def read(self, wanted: Sequence[tuple[str, int | None]]) -> list[torch.Tensor]:
-        """Tensors by name, each whole, or one layer of it where layers are stacked; none twice.
+        """Read tensors by name, each whole, or one layer of it where layers are stacked.
+
+        Names must be distinct.
 
         Raises:
             CheckpointError: A file is missing, or cut short.
@@ -103,11 +104,11 @@ class CheckpointSlices:
 
 
 class _Targets(LoadPlanner):
-    """Says where what is read goes."""
+    """A load planner that maps what is read to its target tensors."""
 
     def __init__(self) -> None:
         self.of_chunk: dict[tuple[str, torch.Size], torch.Tensor] = {}
-        """By name, and where in the whole tensor it begins; in order."""
+        """Target by name and offset in the whole tensor, in order."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The rectangle of a target that an item is read to."""
@@ -158,7 +159,7 @@ _NAMES: Final = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.va
 _EMBEDDING: Final = "embedding.word_embeddings.weight"
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
-"""What transformers used for years, and what fits in the memory of any machine."""
+"""Size of a file that transformers used for years, and that fits in any machine's memory."""
 
 
 def export_huggingface(
@@ -173,14 +174,14 @@ def export_huggingface(
     The process needs memory for the tensors of one file, twice.
 
     Args:
-        source: A run's folder, its ``checkpoints``, or one of these.
-        output: New, or empty; appears when it is complete.
-        dtype: Of the tensors; as they are in the checkpoint when not given.
-        max_shard_bytes: Size of a safetensors file at most; a tensor is never cut.
+        source: A run's folder, its ``checkpoints``, or one checkpoint.
+        output: New or empty folder; it appears when it is complete.
+        dtype: Dtype of the tensors; None for that of the checkpoint.
+        max_shard_bytes: Largest size of a safetensors file; a tensor is never divided.
 
     Raises:
-        CheckpointError: The checkpoint cannot be read, is of a model that no architecture of
-            transformers is, or the output cannot be written.
+        CheckpointError: The checkpoint cannot be read, its model has no architecture of
+            transformers, or the output cannot be written.
     """
     check_target(output)
     checkpoint = find_checkpoint(str(source), where="the checkpoint to export")
@@ -201,12 +202,12 @@ def export_huggingface(
 
 
 class _ExportedTensors:
-    """HuggingFace tensors out of one of our checkpoints.
+    """HuggingFace tensors made from one of our checkpoints.
 
     Args:
-        slices: It.
-        tensors: The tensors of its model on both sides.
-        where: It, for errors.
+        slices: Tensors of the checkpoint.
+        tensors: Map between the model's tensors in both formats.
+        where: The checkpoint, for errors.
     """
 
     def __init__(self, slices: CheckpointSlices, tensors: TensorMap, *, where: Path) -> None:
@@ -218,13 +219,13 @@ class _ExportedTensors:
         missing = [key for key in tensors.keys_of_checkpoint if key not in slices.tensors]
         if missing:
             raise CheckpointError(
-                "the checkpoint has not all tensors of its model",
+                "the checkpoint lacks tensors of its model",
                 where=where,
                 got=f"no {missing[0]}",
             )
 
     def plans(self, dtype: torch.dtype | None) -> list[TensorPlan]:
-        """Every tensor that is going to be written, in order."""
+        """All tensors to be written, in order."""
         stored = self._slices.tensors
         return [
             TensorPlan(
@@ -236,10 +237,10 @@ class _ExportedTensors:
         ]
 
     def tensors(self, plans: list[TensorPlan]) -> dict[str, torch.Tensor]:
-        """Those of one file."""
+        """The tensors of one file."""
         homes = {plan.name: self._homes[plan.name] for plan in plans}
-        wanted = list({(home.key, home.layer): None for home in homes.values()})
-        loaded = dict(zip(wanted, self._slices.read(wanted), strict=True))
+        keys = list({(home.key, home.layer): None for home in homes.values()})
+        loaded = dict(zip(keys, self._slices.read(keys), strict=True))
         return {
             plan.name: _part(plan, home, loaded[home.key, home.layer])
             for plan in plans
@@ -248,7 +249,7 @@ class _ExportedTensors:
 
 
 def _part(plan: TensorPlan, home: MegatronTensor, loaded: torch.Tensor) -> torch.Tensor:
-    """A HuggingFace tensor out of the one that it is rows of, which a vocabulary pads."""
+    """A HuggingFace tensor, from the megatron-core tensor that contains its rows."""
     tensor = torch.empty(plan.shape, dtype=plan.dtype)
     for block, row in home.rows_of(plan.name):
         tensor[block.start : block.stop] = loaded[row : row + block.stop - block.start]
@@ -256,7 +257,7 @@ def _part(plan: TensorPlan, home: MegatronTensor, loaded: torch.Tensor) -> torch
 
 
 def _rows(slices: CheckpointSlices, model: ModelConfig, tokenizer: KeptTokenizer) -> int:
-    """Rows of the vocabulary without what fills it up for a layout."""
+    """Rows of the vocabulary without the padding for a layout."""
     embedding = slices.tensors.get(_EMBEDDING)
     stored = embedding.size[0] if embedding else 0
     ids = model.padded_ids(tokenizer.vocab_size or 0)
@@ -266,7 +267,7 @@ def _rows(slices: CheckpointSlices, model: ModelConfig, tokenizer: KeptTokenizer
 def _config(
     checkpoint: Path, model: ModelConfig, settings: dict[str, Any]
 ) -> tuple[dict[str, Any], Family]:
-    """``config.json``, as it was where the model came from HuggingFace, and its family."""
+    """``config.json``, the original one where the model came from HuggingFace, and its family."""
     kept = kept_folder(checkpoint)
     if kept is None:
         config = model_config(settings, max_position_embeddings=model.seq_length)
@@ -280,10 +281,10 @@ def _config(
 
 
 def _copy_files(checkpoint: Path, tokenizer: KeptTokenizer, folder: Path) -> None:
-    """Generation config, tokenizer and template, as they were."""
+    """Copy generation config, tokenizer and template."""
     kept = kept_folder(checkpoint)
     for file in side_files(kept) if kept else ():
-        # Of another tokenizer than the run's, whatever its files are called.
+        # Files of another tokenizer than the run's are left out.
         is_wanted = tokenizer.is_of_huggingface or file.name == GENERATION_FILE
         if is_wanted and file.name != CONFIG_FILE:
             shutil.copyfile(file, folder / file.name)

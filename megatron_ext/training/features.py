@@ -1,7 +1,4 @@
-"""Features of a run that the table of exclusions names, and how each is looked for.
-
-Two features of a run that do not go together, and how each is looked for in a run.
-"""
+"""Features of a run that the table of exclusions names, and their detection in a configuration."""
 
 from __future__ import annotations
 
@@ -18,23 +15,24 @@ if TYPE_CHECKING:
     from megatron_ext.training.config import DistillConfig, TeacherConfig
 
 Stage = Literal["configuration", "objectives", "targets", "megatron_lm"]
-"""What has been read when a row is checked."""
+"""Stage of a start at which a row is checked: the latest part of the run that it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A run, and one teacher of it, as features are looked for in them."""
+    """A run and one teacher of it, in which features are looked for."""
 
     config: DistillConfig
 
     teacher_name: str | None = None
-    """None of a run without teachers."""
+    """None in a run without teachers."""
 
     objectives: Mapping[str, Objective] = field(default_factory=dict)
-    """By teacher; none before they are made."""
+    """By teacher; empty before they are made."""
 
     forms: Mapping[str, TargetForm] = field(default_factory=dict)
-    """By teacher, of those whose model is not on the student's ranks; likewise."""
+    """Forms of targets by teacher, of those not on the student's ranks; empty before they are
+    known."""
 
     @property
     def teacher(self) -> TeacherConfig | None:
@@ -42,17 +40,17 @@ class Setting:
         return None if self.teacher_name is None else self.config.named_teachers[self.teacher_name]
 
     def place(self, key: str) -> str:
-        """A key with the section that the teacher has in the configuration."""
+        """A key with its placeholders replaced by the teacher's sections."""
         if self.teacher is None or self.teacher_name is None:
             return key
         section = self.config.section_of(self.teacher_name)
         targets = "cache" if self.teacher.cache is not None else "serving.targets"
-        for placeholder, found in (
+        for placeholder, replacement in (
             ("{options}", f"{section if self.teacher.options else 'loss'}.options"),
             ("{targets}", f"{section}.{targets}"),
             ("{teacher}", section),
         ):
-            key = key.replace(placeholder, found)
+            key = key.replace(placeholder, replacement)
         return key
 
 
@@ -61,19 +59,19 @@ class Feature:
     """Something that a run may ask for."""
 
     name: str
-    """As the documentation calls it."""
+    """Name in the documentation."""
 
     value: Callable[[Setting], object]
-    """What the run asks for; None where it does not."""
+    """Value with which a run asks for it; None where the run does not."""
 
     key: str | None = None
-    """Key of the configuration that asks; ``{teacher}`` is the section of a teacher."""
+    """Key of the configuration; ``{teacher}`` stands for the section of a teacher."""
 
     off: object = None
-    """Value of the key with which the run does not ask."""
+    """Value of the key without the feature."""
 
-    def found(self, setting: Setting) -> str | None:
-        """What the run asks for, for an error; None where it does not."""
+    def requested(self, setting: Setting) -> str | None:
+        """The run's request for the feature, for an error; None where there is none."""
         value = self.value(setting)
         if value in (None, ()):
             return None
@@ -82,10 +80,10 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Two features that no run has together."""
+    """Two features that a run cannot combine, and why."""
 
     feature: Feature
-    """The one that the error is about."""
+    """The feature that the error begins with."""
 
     other: Feature
     why: str
@@ -93,27 +91,27 @@ class Exclusion:
     stage: Stage = "configuration"
 
     def check(self, setting: Setting) -> None:
-        """Refuse a run that has both.
+        """Refuse a run that asks for both.
 
         Raises:
-            ConfigError: It has.
+            ConfigError: It does.
         """
-        found = self.feature.found(setting)
-        other = None if found is None else self.other.found(setting)
-        if found is None or other is None:
+        feature = self.feature.requested(setting)
+        other = None if feature is None else self.other.requested(setting)
+        if feature is None or other is None:
             return
-        keys = [(its.key, its.off) for its in (self.feature, self.other) if its.key is not None]
+        keys = [(one.key, one.off) for one in (self.feature, self.other) if one.key is not None]
         raise ConfigError(
             self.why,
             where=setting.place(keys[0][0]),
-            got=f"{found} with {other}",
+            got=f"{feature} with {other}",
             expected=" or ".join(f"{setting.place(key)} {_shown(off)}" for key, off in keys),
             fix=self.remedy,
         )
 
 
 def key_feature(key: str, *, off: object = False, only: tuple[str, ...] = ()) -> Feature:
-    """A key with another value than ``off``, or with one of ``only``."""
+    """The feature that a key has another value than ``off``, or one of ``only``."""
     shown = key.replace("{teacher}", "teacher")
     name = f"`{shown}`"
     if only:
@@ -126,11 +124,11 @@ def key_feature(key: str, *, off: object = False, only: tuple[str, ...] = ()) ->
         path = key
         if key.startswith("{teacher}."):
             section, path = setting.teacher, key.removeprefix("{teacher}.")
-        found = None if section is None else attrgetter(path)(section)
+        configured = None if section is None else attrgetter(path)(section)
         if only:
-            return found if found in only else None
-        is_off = not found if off in (None, False) else found == off
-        return None if is_off else found
+            return configured if configured in only else None
+        is_off = not configured if off in (None, False) else configured == off
+        return None if is_off else configured
 
     return Feature(name=name, key=key, off=off, value=value)
 
@@ -154,7 +152,7 @@ def _no_linear_form(setting: Setting) -> str | None:
 
 
 def _of_objective(setting: Setting, reason: str) -> str | None:
-    """What keeps the teacher's objective from something, with its name."""
+    """The objective of the teacher and its reason, an attribute of the objective."""
     objective, teacher = setting.objectives.get(setting.teacher_name or ""), setting.teacher
     why = None if objective is None else getattr(objective, reason)
     if teacher is None or why is None:
@@ -163,13 +161,13 @@ def _of_objective(setting: Setting, reason: str) -> str | None:
 
 
 def _nothing_to_lay_out_by(setting: Setting) -> str | None:
-    if any(its.needs.projection for its in setting.objectives.values()):
+    if any(objective.needs.projection for objective in setting.objectives.values()):
         return None
     return f"the objective {setting.config.loss.objective}"
 
 
 def _nothing_that_learns(setting: Setting) -> str | None:
-    if any(its.learns_projection for its in setting.objectives.values()):
+    if any(objective.learns_projection for objective in setting.objectives.values()):
         return None
     names = [type(objective).__name__ for objective in setting.objectives.values()]
     return ", ".join(names) or "no objective with a teacher"
@@ -193,9 +191,9 @@ def _starts_from_heads(setting: Setting) -> str | None:
     teacher = setting.teacher
     if teacher is None or not setting.config.distils:
         return None
-    own = setting.config.loss.of_teacher(teacher)
-    is_dskd = own.objective == "dskd"
-    return "projectors heads" if is_dskd and own.options.get("projectors") == "heads" else None
+    loss = setting.config.loss.of_teacher(teacher)
+    is_dskd = loss.objective == "dskd"
+    return "projectors heads" if is_dskd and loss.options.get("projectors") == "heads" else None
 
 
 def _fraction(setting: Setting) -> float | None:
@@ -204,15 +202,15 @@ def _fraction(setting: Setting) -> float | None:
 
 
 def _own_rotation(setting: Setting) -> str | None:
-    """Which model on the student's ranks has layers with rotary embeddings of their own."""
+    """Key of a model on the student's ranks with layers of their own rotary embeddings."""
     teacher = setting.teacher
     if setting.config.student.local_rotary_base is not None:
         return "student.local_rotary_base"
     if teacher is None or not setting.config.distils or teacher.cache is not None:
         return None
     is_cut = teacher.library == "megatron" and not teacher.is_remote
-    has_own = is_cut and teacher.model.local_rotary_base is not None
-    return setting.place("{teacher}.model.local_rotary_base") if has_own else None
+    rotates = is_cut and teacher.model.local_rotary_base is not None
+    return setting.place("{teacher}.model.local_rotary_base") if rotates else None
 
 
 LAYOUT: Final = key_feature("training.vocabulary_layout", off="original")

@@ -1,6 +1,6 @@
-"""A HuggingFace checkpoint as one of ours: the same numbers, in the same dtypes, bit for bit.
+"""Import of a HuggingFace checkpoint as one of ours: the same numbers, in the same dtypes.
 
-megatron-core's checkpoints in one process on the CPU, whether there is a GPU or not.
+It runs megatron-core in one process on the CPU, whether there is a GPU or not.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from megatron_ext.training.run_folder import TOKENIZER_FOLDER
 
 @contextmanager
 def lone_process() -> Iterator[ProcessGroups]:
-    """Process groups of this process alone, over gloo, left again at the end.
+    """Process groups of this process alone, over gloo, destroyed at the end.
 
-    A group of one process that is there already is used.
+    An existing default group of one process is used.
 
     Raises:
         DistributedError: The process is one of several.
-        RuntimeError: It uses CUDA.
+        RuntimeError: The process uses CUDA.
     """
     if launched_processes() > 1:
         raise DistributedError(
@@ -76,20 +76,20 @@ _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bflo
 
 
 def import_huggingface(folder: Path, output: Path) -> Path:
-    """Write a HuggingFace folder as what runs start from, and teachers and exports are read from.
+    """Write a HuggingFace folder as a checkpoint for runs, teachers and exports.
 
-    Tensors go through files that are mapped into memory, beside ``output`` and as large as the
-    checkpoint, so that the process needs no more memory than a few of them.
+    Tensors are mapped from files beside ``output``, as large as the checkpoint, so that the process
+    needs memory for a few tensors only.
 
     Args:
         folder: ``config.json``, safetensors files, and a tokenizer where there is one.
-        output: New, or empty: becomes a folder of checkpoints with one in it.
+        output: New or empty folder, which becomes a folder of checkpoints with one in it.
 
     Returns:
         The checkpoint, ``output/iter_0000000``.
 
     Raises:
-        CheckpointError: The folder cannot be read, or the output not be written.
+        CheckpointError: The folder cannot be read, or the output cannot be written.
     """
     _check_folders(folder, output)
     files = CheckpointFiles(folder)
@@ -118,7 +118,7 @@ def _check_folders(folder: Path, output: Path) -> None:
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(
-            "something is there already", where=output, fix="name another folder, or remove it"
+            "the output is not empty", where=output, fix="name another folder, or remove it"
         )
 
 
@@ -130,7 +130,7 @@ def _tokenizer(folder: Path) -> MegatronTokenizerText | None:
 
 @contextmanager
 def _scratch(output: Path) -> Iterator[Path]:
-    """A folder on the disk that the checkpoint goes to, gone at the end."""
+    """A temporary folder on the disk of the output."""
     output.parent.mkdir(parents=True, exist_ok=True)
     folder = tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent)
     try:
@@ -142,17 +142,17 @@ def _scratch(output: Path) -> Iterator[Path]:
 def _assets(
     folder: Path, tokenizer: MegatronTokenizerText | None, scratch: Path
 ) -> tuple[Path, Path]:
-    """What a checkpoint keeps beside its tensors."""
-    kept = scratch / TOKENIZER_FOLDER, scratch / SIDE_FOLDER
+    """Write the folders that a checkpoint includes beside its tensors."""
+    folders = scratch / TOKENIZER_FOLDER, scratch / SIDE_FOLDER
     if tokenizer is not None:
-        tokenizer.save_pretrained(kept[0])
-    copy_side_files(folder, kept[1])
-    return kept
+        tokenizer.save_pretrained(folders[0])
+    copy_side_files(folder, folders[1])
+    return folders
 
 
 def _outline(model: ModelConfig, groups: ProcessGroups) -> GPTModel:
-    """The model without memory for its weights, and with no row more than the checkpoint has."""
-    assert model.vocab_size is not None, "every config.json says it"
+    """The model on the meta device, with as many vocabulary rows as the checkpoint."""
+    assert model.vocab_size is not None, "every config.json has it"
     nowhere = torch.device("meta")
     with nowhere:
         return build_gpt_model(
@@ -171,7 +171,7 @@ def _state(
     reader: TensorReader,
     scratch: Path,
 ) -> dict[str, Any]:
-    """A sharded state to save: the outline's, with the checkpoint's numbers."""
+    """The sharded state to save: the outline's, filled with the checkpoint's numbers."""
     state: dict[str, Any] = outline.sharded_state_dict()
     apply_factories(state)
     dtypes = _dtypes(tensors, files)
@@ -194,8 +194,8 @@ def _state(
 
 
 def _dtypes(tensors: TensorMap, files: CheckpointFiles) -> dict[str, torch.dtype]:
-    """Of each megatron-core tensor, in all layers: one that holds those of all its parts."""
-    found: dict[str, torch.dtype] = {}
+    """Dtype of each megatron-core tensor over all layers: one that holds all its parts' dtypes."""
+    dtypes: dict[str, torch.dtype] = {}
     for tensor in tensors.megatron_tensors():
         for block in tensor.blocks:
             stored = files.tensors[block.name]
@@ -207,12 +207,12 @@ def _dtypes(tensors: TensorMap, files: CheckpointFiles) -> dict[str, torch.dtype
                     expected=f"one of {', '.join(_DTYPES)}",
                 )
             dtype = _DTYPES[stored.dtype]
-            found[tensor.key] = torch.promote_types(found.get(tensor.key, dtype), dtype)
-    return found
+            dtypes[tensor.key] = torch.promote_types(dtypes.get(tensor.key, dtype), dtype)
+    return dtypes
 
 
 def _mapped(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that lives in a file: the system writes it out where memory runs short."""
+    """A tensor mapped from a file, so that the system can write it out where memory runs short."""
     size = prod(shape)
     tensor: torch.Tensor = torch.from_file(
         str(file), shared=True, size=size, dtype=dtype, device="cpu"

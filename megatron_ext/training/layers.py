@@ -1,11 +1,4 @@
-"""torch's norms in megatron-core's layers, sequence-parallel ones included.
-
-Attention of Gemma 3's layers: those that see a window rotate by a base of their own.
-
-The matrix that ends attention or feed-forward, with a norm behind it, as Gemma 3 has them.
-
-Embeddings times the square root of their width, as Gemma has them.
-"""
+"""Layers for megatron-core's models: torch's norms, and those of Gemma and Gemma 3."""
 
 from __future__ import annotations
 
@@ -20,11 +13,11 @@ from torch.nn import functional
 
 
 class TorchNorm:
-    """Builds ``torch.nn.RMSNorm`` or ``LayerNorm`` of a width, as a layer spec asks for it.
+    """A ``torch.nn.RMSNorm`` or ``LayerNorm``, built with the arguments of a layer spec.
 
     megatron-core 0.16 refuses its own wrapper of these under sequence parallelism. A norm treats
-    every position alone, so all that is missing is the mark by which ``finalize_model_grads`` finds
-    the parameters whose gradients are of a part of the sequence on each rank.
+    every position separately, so it only needs the mark by which ``finalize_model_grads`` finds
+    parameters whose gradients cover a part of the sequence on each rank.
     """
 
     def __new__(  # type: ignore[misc]
@@ -44,7 +37,7 @@ class ZeroCenteredNorm(torch.nn.RMSNorm):
     """``x / rms(x) * (1 + weight)``, in fp32 whatever the dtypes are; Gemma's."""
 
     def reset_parameters(self) -> None:
-        """Weights of zero leave what is normalised as it is."""
+        """Set the weights to zero, which is the identity after normalisation."""
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,17 +47,17 @@ class ZeroCenteredNorm(torch.nn.RMSNorm):
 
 
 class WindowAttention(SelfAttention):  # type: ignore[misc]
-    """megatron-core's attention; in all layers but every n-th with rotary embeddings of its own.
+    """Attention of Gemma 3, with rotary embeddings of its own in all layers but every n-th.
 
-    The window itself is not cut: sequences are no longer than it, which the configuration checks.
+    The window itself is not applied: sequences are no longer, which the configuration checks.
 
     Args:
-        config: Of the model.
-        submodules: Of the spec.
+        config: Configuration of the model.
+        submodules: Submodules of the spec.
         layer_number: From 1, over all stages.
         local_rotary_base: Base of the layers with a window.
         full_attention_interval: n
-        options: What the spec and megatron-core give besides.
+        options: Other arguments of ``SelfAttention``.
     """
 
     def __init__(
@@ -106,8 +99,8 @@ class WindowAttention(SelfAttention):  # type: ignore[misc]
 class PostNormLinear(RowParallelLinear):  # type: ignore[misc]
     """``norm(x W^T)``, in a layer spec's place for ``linear_proj`` or ``linear_fc2``.
 
-    The norm is of the residual's width and sees what all tensor-parallel ranks have summed, so
-    every rank has all its weights, and the gradient of all of them.
+    Gemma 3 has such norms behind attention and feed-forward. The norm is applied after the sum over
+    tensor-parallel ranks, so every rank has all its weights and their whole gradient.
     """
 
     def __init__(
@@ -124,15 +117,15 @@ class PostNormLinear(RowParallelLinear):  # type: ignore[misc]
 
 
 def scale_embeddings(embedding: torch.nn.Module) -> None:
-    """Have what a ``LanguageModelEmbedding`` returns, [T, B, D], be multiplied by ``sqrt(D)``.
+    """Multiply a ``LanguageModelEmbedding``'s output, [T, B, D], by ``sqrt(D)``, as Gemma does.
 
-    The factor is rounded to the dtype of the embeddings first, which is how such models were
-    trained. A tied head is not scaled.
+    The factor is rounded to the dtype of the embeddings, as in the training of these models. A tied
+    head is not scaled.
     """
 
     def scaled(_: torch.nn.Module, inputs: object, embeddings: torch.Tensor) -> torch.Tensor:
         factor = torch.tensor(embeddings.shape[-1] ** 0.5, dtype=embeddings.dtype)
-        # A number on the host: nothing waits for the device.
+        # A number on the host, so that nothing waits for the device.
         return embeddings * factor.item()
 
     embedding.register_forward_hook(scaled)

@@ -1,7 +1,4 @@
-"""Whether a HuggingFace checkpoint is of the model that a run builds; no tensor is read.
-
-Whether a HuggingFace folder can be the teacher that a run asks for; no tensor is read.
-"""
+"""Checks of HuggingFace checkpoints against the models of a run; no tensor is read."""
 
 from __future__ import annotations
 
@@ -31,14 +28,14 @@ from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.run_plan import TeacherPlan
 
 _FREE: Final = ("window_size", "vocab_size", "init_method_std")
-"""Settings that do not change what the model computes on the sequences of a run."""
+"""Settings that do not change the model's predictions on the sequences of a run."""
 
 
 def check_if_huggingface(checkpoint: Path, model: ModelConfig) -> bool:
-    """Check a checkpoint that is of HuggingFace against the model that it is to fill.
+    """Check a HuggingFace folder against the model that it is to fill.
 
     Returns:
-        Whether it is of HuggingFace; nothing is checked otherwise.
+        Whether the checkpoint is a HuggingFace folder; nothing is checked otherwise.
 
     Raises:
         CheckpointError: It is of another model, or not whole.
@@ -50,10 +47,10 @@ def check_if_huggingface(checkpoint: Path, model: ModelConfig) -> bool:
 
 
 def checked(files: CheckpointFiles, model: ModelConfig) -> tuple[Family, TensorMap]:
-    """The family and the tensors of a checkpoint that was found to be of a model.
+    """Check that a checkpoint is of a model, and return its family and tensors.
 
     Raises:
-        CheckpointError: It is not, or it is not whole.
+        CheckpointError: It is of another model, or not whole.
     """
     family, settings = family_of(files), model_settings(files)
     check_same_model(settings, model, where=files.folder / CONFIG_FILE)
@@ -63,7 +60,7 @@ def checked(files: CheckpointFiles, model: ModelConfig) -> tuple[Family, TensorM
 
 
 def check_same_model(settings: Mapping[str, Any], model: ModelConfig, *, where: Path) -> None:
-    """Compare what a ``config.json`` says with a model.
+    """Compare the settings of a ``config.json`` with a model.
 
     Raises:
         CheckpointError: They differ.
@@ -81,7 +78,7 @@ def check_same_model(settings: Mapping[str, Any], model: ModelConfig, *, where: 
 
 
 def full_settings(model: ModelConfig) -> dict[str, Any]:
-    """The fields of a model, with what follows from others where they are not given."""
+    """The fields of a model, with the defaults that follow from other fields filled in."""
     return dataclasses.asdict(model) | {
         "num_query_groups": model.num_query_groups or model.num_attention_heads,
         "kv_channels": model.head_width,
@@ -90,7 +87,7 @@ def full_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_huggingface_teacher(teacher: TeacherPlan) -> None:
-    """Check the files of a teacher with ``library`` huggingface, and what a run wants of it.
+    """Check the files of a teacher with ``library`` huggingface, and its sequence length.
 
     Raises:
         ConfigError: transformers is missing, or the sequences are longer than the model's.
@@ -126,7 +123,7 @@ def check_huggingface_teacher(teacher: TeacherPlan) -> None:
     longest = longest_sequence(files)
     if longest is not None and model.seq_length > longest:
         raise ConfigError(
-            "the teacher was not made for sequences as long",
+            "the teacher's sequences are longer than the model supports",
             where=f"{section}.model.seq_length",
             got=model.seq_length,
             expected=f"at most {longest}, as {folder / CONFIG_FILE} says",

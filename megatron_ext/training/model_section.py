@@ -1,7 +1,4 @@
-"""What a configuration leaves out of a model whose weights come from HuggingFace.
-
-A YAML configuration file as nested values, with the line of every key.
-"""
+"""The YAML file of a configuration, and models in it that are taken from HuggingFace folders."""
 
 from __future__ import annotations
 
@@ -25,22 +22,22 @@ from megatron_ext.training.checkpoint_folder import find_checkpoint, newest_chec
 from megatron_ext.typed_mapping import Where
 
 _SHAPE: Final = "num_layers"
-"""A setting that a model cannot be without, so that the rest is taken to be given with it."""
+"""A required setting of a model; where it is given, the model is taken to be given whole."""
 
 
 def with_huggingface_models(values: Mapping[str, Any], where: Where = ".".join) -> dict[str, Any]:
-    """The values of a ``DistillConfig``, with models and tokenizers that follow from folders.
+    """The values of a ``DistillConfig``, completed with models and tokenizers of their folders.
 
-    A model is taken from the folder that ``hf`` names, or that its weights come from: of
-    HuggingFace, or a checkpoint of ours that was. What is given stays. So does what is no mapping,
-    for those who check it. Of a teacher that transformers runs only sizes are taken.
+    A model is taken from the folder of ``hf`` or of its weights: a HuggingFace folder, or a
+    checkpoint of ours that came from one. Given values stay, and so do values of a wrong type, for
+    later checks. For a teacher that transformers runs, only sizes are taken.
 
     Args:
         where: Names the place of a key path, for errors.
 
     Raises:
-        CheckpointError: There is no such folder, or none that says its model, and the shape is not
-            given; or the folder is of a model that megatron-core has not, where that runs it.
+        CheckpointError: The shape is not given, and there is no such folder or it does not say its
+            model; or megatron-core is to run a model that it does not support.
     """
     filled = _with_model(values, "student", ("initial_checkpoint",), where)
     teacher = values.get("teacher")
@@ -49,10 +46,11 @@ def with_huggingface_models(values: Mapping[str, Any], where: Where = ".".join) 
     teachers = values.get("teachers")
     if isinstance(teachers, Mapping):
         filled["teachers"] = {
-            name: _teacher(its, ("teachers", str(name)), where) for name, its in teachers.items()
+            name: _teacher(section, ("teachers", str(name)), where)
+            for name, section in teachers.items()
         }
     elif isinstance(teachers, list):
-        filled["teachers"] = [_teacher(its, ("teachers",), where) for its in teachers]
+        filled["teachers"] = [_teacher(section, ("teachers",), where) for section in teachers]
     return filled
 
 
@@ -95,13 +93,13 @@ def _with_model(
 
 
 def _refuse_without_shape(checkpoint: Path, where: str, key: str) -> NoReturn:
-    """Say what a checkpoint of ours lacks, where the shape of its model is not given.
+    """Raise the error for a checkpoint of ours whose model is not known.
 
     Raises:
         CheckpointError: Always.
     """
     raise CheckpointError(
-        "the checkpoint does not say here which model it is of, and the configuration does not",
+        "neither the checkpoint nor the configuration says which model it is of",
         where=where,
         got=f"no {checkpoint / SIDE_FOLDER / CONFIG_FILE}",
         expected=f"that file, which runs from a HuggingFace folder keep, or the keys of {key}",
@@ -110,7 +108,7 @@ def _refuse_without_shape(checkpoint: Path, where: str, key: str) -> NoReturn:
 
 
 def _is_open(tokenizer: object) -> bool:
-    """Whether a tokenizer's section leaves to the model's folder which one it is."""
+    """Whether a tokenizer's section names no tokenizer, so that the model's folder decides."""
     if tokenizer is None:
         return True
     if not isinstance(tokenizer, Mapping) or "model" in tokenizer:

@@ -1,12 +1,9 @@
 """megatron-core models for student and teacher.
 
-Both are ``GPTModel`` on the same tensor- and pipeline-parallel groups; they may differ in
-everything else: width, depth, vocabulary, sequence length.
-
-A rank's part of one model: one chunk, or several under an interleaved pipeline.
-
-Chunk ``v`` of pipeline rank ``p`` is stage ``v * P + p`` of the model, of ``P * V`` stages. So the
-first chunk of the first rank embeds tokens, and the last chunk of the last rank has the head.
+Both are ``GPTModel`` on the same tensor- and pipeline-parallel groups; width, depth, vocabulary and
+sequence length may differ. A rank has one chunk of a model, or several under an interleaved
+pipeline: chunk ``v`` of pipeline rank ``p`` is stage ``v * P + p`` of ``P * V``. So the first chunk
+of the first rank embeds tokens, and the last chunk of the last rank has the head.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from megatron_ext.training.layers import (
 )
 
 ModelChunks = Sequence[GPTModel]
-"""In the order in which a microbatch passes them."""
+"""Chunks of a model on this rank, in the order in which a microbatch passes them."""
 
 
 def has_head(model: Any) -> bool:
@@ -51,9 +48,9 @@ def has_head(model: Any) -> bool:
 
 
 def sharded_weights(chunks: ModelChunks) -> dict[str, Any]:
-    """What ``dist_checkpointing`` saves and loads of a model, by megatron-core's names of chunks.
+    """Weights of a model for ``dist_checkpointing``, by megatron-core's names of chunks.
 
-    Files know of layers, not of chunks: weights saved in one layout load in any other.
+    Files contain layers, not chunks: weights saved in one layout load in any other.
     """
     return {
         name: chunk.sharded_state_dict()
@@ -62,7 +59,7 @@ def sharded_weights(chunks: ModelChunks) -> dict[str, Any]:
 
 
 def load_weights_of(chunks: ModelChunks, state: Mapping[str, Any]) -> None:
-    """Take over a loaded ``sharded_weights``."""
+    """Load the result of ``dist_checkpointing`` for ``sharded_weights`` into the model."""
     for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
         chunk.load_state_dict(state[name])
 
@@ -95,7 +92,7 @@ def build_gpt_model(
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size,
     )
-    # Each stage draws numbers of its own; tensor-parallel ranks of a stage must draw the same.
+    # Stages draw different numbers; tensor-parallel ranks of a stage must draw the same.
     stage_seed = training.seed + 100 * (vp_stage * stages + groups.pp_rank)
     torch.manual_seed(stage_seed)
     model_parallel_cuda_manual_seed(stage_seed)
@@ -179,11 +176,11 @@ def transformer_config(
         # megatron-core takes one for the other where a pipeline has two stages.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
-        # What a stage sends is as long as its microbatch: each message says how long first.
+        # Stages announce the length of each message, which is that of its microbatch.
         variable_seq_lengths=(
             training.variable_seq_lengths and parallel.pipeline_model_parallel_size > 1
         ),
-        # The only one that variable_seq_lengths takes, of models without experts too.
+        # The only value that variable_seq_lengths accepts, also for models without experts.
         moe_token_dispatcher_type="alltoall",
         sequence_parallel=parallel.sequence_parallel,
         recompute_granularity=training.recompute_granularity,
@@ -205,7 +202,7 @@ def transformer_config(
 
 
 def wrap_in_ddp(chunks: ModelChunks, *, parallel: ParallelConfig) -> list[DistributedDataParallel]:
-    """The student behind megatron-core's gradient buffers, fp32, summed over replicas."""
+    """The student in megatron-core's DDP, with fp32 gradient buffers summed over replicas."""
     return [
         DistributedDataParallel(
             config=chunk.config,
@@ -216,7 +213,7 @@ def wrap_in_ddp(chunks: ModelChunks, *, parallel: ParallelConfig) -> list[Distri
                 overlap_param_gather=parallel.overlap_param_gather,
             ),
             module=chunk,
-            # Reducing a later chunk overlaps with computing an earlier one, whole as it is.
+            # Later chunks are reduced whole, overlapping with the computation of earlier ones.
             disable_bucketing=index > 0,
         )
         for index, chunk in enumerate(chunks)
@@ -231,12 +228,12 @@ def freeze(chunks: ModelChunks) -> list[GPTModel]:
 def _layer_spec(
     model: ModelConfig, parallel: ParallelConfig
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Transformer Engine's layers where it is installed and has such, torch's everywhere else.
+    """Transformer Engine's layers where it is installed and supports the model, else torch's.
 
-    The local spec names the final norm too: left to itself, megatron-core takes it from whichever
-    of Transformer Engine and Apex imports, and neither fits these layers. Every norm is ours, which
-    sequence parallelism can have. megatron-core's own attention refuses context parallelism, which
-    ours does.
+    The local spec names the final norm too: otherwise megatron-core takes it from whichever of
+    Transformer Engine and Apex imports, and neither fits these layers. ``TorchNorm`` supports
+    sequence parallelism, and ``ContextAttention`` context parallelism, which megatron-core's own
+    norms and attention refuse.
     """
     if HAVE_TE and not cpu_megatron.is_installed() and not model.post_layernorms:
         from megatron_ext.training.te_attention import RowAttention
@@ -263,7 +260,7 @@ def _layer_spec(
 
 
 def _rotate_by_kind(layer: ModuleSpec, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Give layers with a window rotary embeddings of their own, in the spec of all."""
+    """Give layers with a window rotary embeddings of their own, in the spec of all layers."""
     assert parallel.context_parallel_size == 1, "refused with the configuration"
     attention = layer.submodules.self_attention
     attention.module = WindowAttention

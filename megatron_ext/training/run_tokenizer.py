@@ -1,7 +1,4 @@
-"""The tokenizer of a model of a run.
-
-What a user should know of a run before it starts, on standard error.
-"""
+"""The tokenizers of a run's models, and warnings before it starts, on standard error."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ def read_tokenizer(
     """The tokenizer that a section of the configuration describes.
 
     Args:
-        section: Where it stands, for errors.
-        conversations: Whether it has to render them.
+        section: Name of the section, for errors.
+        conversations: Whether it has to render conversations.
 
     Raises:
-        ConfigError: None is named, or it is for images or for numbers, or lacks a prompt format.
+        ConfigError: No tokenizer is named, it is for images or numbers, or lacks a prompt format.
         TokenizerError: It cannot be read.
     """
     if not names_tokenizer(config):
@@ -60,14 +57,14 @@ def read_tokenizer(
 
 
 def _flag(section: str, flag: str) -> str:
-    """How a command line says it; one of several teachers has no flags."""
+    """The end of a hint with the flag; empty for one of several teachers, which have no flags."""
     if section.startswith("teachers."):
         return ""
     return f", or pass --{section.replace('.', '-')}-{flag}"
 
 
 def write_warnings(warnings: Iterable[str]) -> None:
-    """A line for each, by one process of a launch."""
+    """Write a line for each warning, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.writelines(f"warning: {warning}\n" for warning in warnings)
         sys.stderr.flush()

@@ -11,13 +11,13 @@ from megatron_ext.training.context_attention import ContextAttention
 
 
 class RowAttention(TEDotProductAttention):  # type: ignore[misc]
-    """Transformer Engine's where a microbatch has no mask, ``ContextAttention`` where it has one.
+    """Transformer Engine's attention without a mask, ``ContextAttention`` with one.
 
     Rows of several texts come with a mask that keeps them apart. Transformer Engine's causal
     attention reads none, and takes no other over context-parallel ranks.
 
     Args:
-        options: As a layer spec's core attention is built.
+        options: Arguments of a layer spec's core attention.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -1,7 +1,4 @@
-"""How a teacher that is not on the student's ranks is reached, as a frozen dataclass.
-
-What a run is measured by between steps, beside its held-out text.
-"""
+"""Configuration sections of a run: the serving of remote teachers, and tasks between steps."""
 
 from __future__ import annotations
 
@@ -111,27 +108,27 @@ def is_local(address: str) -> bool:
 
 
 def check_placement(placement: Placement, serving: ServingConfig, *, library: str) -> None:
-    """Check that what is said of where a teacher is goes together.
+    """Check that a teacher's placement and the keys of ``serving`` go together.
 
     Args:
-        library: That runs it.
+        library: The library that runs the model.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: They do not.
     """
-    for name, given, its_placement, is_needed in (
+    for name, given, needed_placement, is_needed in (
         ("ranks", serving.ranks is not None, "own_ranks", True),
         ("address", bool(serving.address), "server", True),
         ("root_certificate", serving.root_certificate is not None, "server", False),
         ("token_file", serving.token_file is not None, "server", False),
         ("plain_connection", serving.plain_connection, "server", False),
     ):
-        is_there = placement == its_placement
-        if (given and not is_there) or (is_there and is_needed and not given):
+        applies = placement == needed_placement
+        if (given and not applies) or (applies and is_needed and not given):
             raise ConfigError(
                 f"serving.{name} and placement do not go together",
                 got=f"placement {placement} {'with' if given else 'without'} serving.{name}",
-                expected=f"serving.{name} with placement {its_placement}, and with no other",
+                expected=f"serving.{name} with placement {needed_placement}, and with no other",
                 fix="change one of them",
             )
     for address in serving.address:

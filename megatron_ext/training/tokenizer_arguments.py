@@ -1,9 +1,7 @@
 """The tokenizer's command-line flags: ours, and those of every Megatron release.
 
-A flag that is not given leaves no attribute, so what a namespace holds was said by the user or is a
-default of a parser that had the flag before, which ``tokenizer_unspoken`` then names.
-
-What a user said in tokenizer flags of several Megatron releases at once.
+A flag that is not given leaves no attribute, so every attribute of a namespace was given explicitly
+or is a default of a parser that had the flag before, which ``tokenizer_unspoken`` then names.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ _OPPOSITES: Final = {
 NOTED_DESTINATIONS: Final[frozenset[str]] = frozenset(
     {*_OPPOSITES, *_OPPOSITES.values(), OLD_FORMAT}
 )
-"""Attributes for which it matters whether the user said them: a release has its own defaults."""
+"""Attributes for which explicit flags are noted, since releases differ in their defaults."""
 
 Parse = Callable[[Sequence[str] | None, Any], tuple[Any, list[str]]]
 """A parser's ``parse_known_args``."""
 
 
 def note_explicit_flags(parser: argparse.ArgumentParser) -> None:
-    """Let ``parser`` note which of ``NOTED_DESTINATIONS`` its user said, if it has defaults."""
+    """Let ``parser`` note which of ``NOTED_DESTINATIONS`` were given, if it has defaults."""
     parse = parser.parse_known_args
     if not _with_defaults(parser):
         return
@@ -50,29 +48,29 @@ def note_explicit_flags(parser: argparse.ArgumentParser) -> None:
 def parse_noting_explicit_flags(
     parser: argparse.ArgumentParser, parse: Parse, args: Sequence[str] | None, namespace: Any
 ) -> tuple[Any, list[str]]:
-    """What ``parse`` gives, which is a ``parse_known_args`` of ``parser``'s.
+    """The result of ``parse``, a ``parse_known_args`` of ``parser``, with explicit flags noted.
 
-    Those of ``NOTED_DESTINATIONS`` that hold a default of the parser's are named by the
-    namespace's ``tokenizer_unspoken``, where the parser has any such default.
+    The namespace's ``tokenizer_unspoken`` names those of ``NOTED_DESTINATIONS`` that hold a default
+    of the parser, where it has any such default.
     """
     with _without_defaults(parser) as defaults:
         namespace, rest = parse(args, namespace)
-    unspoken = [name for name in defaults if not hasattr(namespace, name)]
-    for name in unspoken:
+    implicit = [name for name in defaults if not hasattr(namespace, name)]
+    for name in implicit:
         setattr(namespace, name, defaults[name])
     if defaults:
-        setattr(namespace, UNSPOKEN, unspoken)
+        setattr(namespace, UNSPOKEN, implicit)
     return namespace, rest
 
 
 def explicit_flags(namespace: Any) -> set[str]:
-    """Those of ``NOTED_DESTINATIONS`` that the user said."""
+    """The ones of ``NOTED_DESTINATIONS`` that were given explicitly."""
     present = {name for name in NOTED_DESTINATIONS if hasattr(namespace, name)}
     return present - set(getattr(namespace, UNSPOKEN, ()))
 
 
 def check_explicit_flags(namespace: Any, *, has_legacy_tokenizers: bool = False) -> None:
-    """Check that what the user said in flags of several releases goes together.
+    """Check that explicit flags of several releases do not contradict each other.
 
     Args:
         namespace: Parsed flags.
@@ -110,7 +108,7 @@ def _check_legacy_tokenizer(namespace: Any, available: bool) -> None:
 
 
 def _with_defaults(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Actions of ``NOTED_DESTINATIONS`` that leave an attribute where nobody says anything."""
+    """Actions of ``NOTED_DESTINATIONS`` that set a default where the flag is not given."""
     return [
         action
         for action in parser._actions
@@ -120,17 +118,17 @@ def _with_defaults(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 @contextmanager
 def _without_defaults(parser: argparse.ArgumentParser) -> Iterator[dict[str, Any]]:
-    """Take these defaults away, so that it shows which flags were given; the defaults."""
+    """Remove these defaults while entered, so that only given flags leave attributes."""
     actions = _with_defaults(parser)
     defaults = {action.dest: action.default for action in actions}
-    # What set_defaults was told stands here as well.
-    told = {name: parser._defaults.pop(name) for name in defaults if name in parser._defaults}
+    # Values of ``set_defaults`` are stored here as well.
+    set_before = {name: parser._defaults.pop(name) for name in defaults if name in parser._defaults}
     try:
         for action in actions:
             action.default = argparse.SUPPRESS
         yield defaults
     finally:
-        parser._defaults.update(told)
+        parser._defaults.update(set_before)
         for action in actions:
             action.default = defaults[action.dest]
 
@@ -229,7 +227,7 @@ def tokenizer_flags() -> list[Flag]:
 def add_tokenizer_arguments(
     parser: argparse.ArgumentParser, *, existing: Literal["skip", "error"] = "skip"
 ) -> None:
-    """Add every tokenizer flag to ``parser``, and let it note what its user said in those it had.
+    """Add every tokenizer flag to ``parser``, and let it note explicit flags.
 
     Args:
         parser: A parser, or one of Megatron's with flags of its own, which is changed.
@@ -260,7 +258,7 @@ def tokenizer_config_from_arguments(namespace: argparse.Namespace) -> TokenizerC
     """The tokenizer that parsed flags describe.
 
     Args:
-        namespace: What a parser with no tokenizer flags but ``add_tokenizer_arguments``' parsed.
+        namespace: Result of a parser with the flags of ``add_tokenizer_arguments``.
 
     Raises:
         ConfigError: Flags contradict each other, one is for another library, or a value is

@@ -1,10 +1,6 @@
-"""A microbatch by places of a vocabulary layout.
+"""The vocabulary layout of a run: the permuted heads of its models, and microbatches for them.
 
-The vocabulary layout of one run: made, kept in its folder, and applied to its models.
-
-The rows of one model's head in the order of a layout; on disk they are in that of the ids.
-
-Vp this rank's rows, D hidden, R tensor-parallel ranks.
+Checkpoints stay in the order of ids. Vp this rank's rows, D hidden, R tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -33,10 +29,9 @@ from megatron_ext.training.models import ModelChunks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlaces:
-    """Looks up what a microbatch has of ids: labels, completions, and inputs of tied models.
+    """Maps the ids of a microbatch to places of permuted heads: labels, completions, tied inputs.
 
-    The input embeddings of a model that does not share them with its head stay in the order of the
-    ids, and so do its input ids.
+    Input embeddings that are not tied to a head stay in the order of ids, and so do their inputs.
     """
 
     student: IdTable
@@ -94,26 +89,26 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True, slots=True)
 class VocabularyRows:
-    """Moves rows of a vocabulary-parallel matrix between the order of ids and that of places.
+    """Permutation of a head's rows between the order of ids and that of places.
 
-    What moves is the head, and with it the input embeddings that are tied to it; each move of a
-    matrix is one all-to-all over the tensor-parallel group, in which a rank receives at most its
-    own ``Vp x D`` elements and sends as many.
+    It applies to the head and to input embeddings that are tied to it. Each permutation of a matrix
+    is one all-to-all over the tensor-parallel group, in which a rank receives and sends at most
+    ``Vp x D`` elements.
     """
 
     order: VocabularyOrder
 
     group: ProcessGroup
-    """Tensor-parallel: the ranks that share the rows."""
+    """The tensor-parallel group, whose ranks share the rows."""
 
     device: torch.device
-    """Where its collectives run: the distributed optimizer hands its state over on the host."""
+    """Device of the collectives, since the distributed optimizer's state is on the host."""
 
     def permute_(self, gpt: GPTModel) -> None:
-        """Put a stage's rows, which are in the order of ids, into that of places; call it once.
+        """Permute a stage's rows from the order of ids to that of places; call it once.
 
-        It is for a model before DDP and the optimizer copy its parameters. A stage without a head,
-        or embeddings tied to one, is left as it is.
+        Call it before DDP and the optimizer copy the parameters. A stage without a head or
+        embeddings tied to one is left as it is.
 
         Collectives: one all-to-all on the stages that have such rows.
         """
@@ -125,13 +120,13 @@ class VocabularyRows:
     def in_order_of_ids(
         self, gpt: GPTModel, state: dict[str, Any], *, is_loading: bool = False
     ) -> dict[str, Any]:
-        """A stage's ``sharded_state_dict`` that is written, and read, in the order of ids.
+        """A stage's ``sharded_state_dict`` that is written and read in the order of ids.
 
-        megatron-core makes the state of the optimizer from it, so that this moves too.
+        megatron-core derives the optimizer's state from it, which is permuted likewise.
 
-        Collectives: none here. When the state is saved, one all-to-all for each tensor of these
-        rows, optimizer's included, which also holds a copy of each until the file is written; when
-        it has been loaded, one for each.
+        Collectives: none here. When the state is saved or has been loaded, one all-to-all for each
+        tensor of these rows, the optimizer's included. Saving keeps a copy of each until the file
+        is written.
         """
         names = (_HEAD, _EMBEDDING) if gpt.share_embeddings_and_output_weights else (_HEAD,)
         moved = {
@@ -142,7 +137,7 @@ class VocabularyRows:
         return {**state, **moved}
 
     def _factory(self, sharded: ShardedTensor, is_loading: bool) -> ShardedTensorFactory:
-        """``sharded`` by places, which becomes one by ids when it meets a file."""
+        """``sharded``, which is in the order of places, converted to that of ids in files."""
         by_id = sharded.without_data()
 
         def build(
@@ -173,7 +168,7 @@ class VocabularyRows:
 
 
 def _vocabulary_weight(gpt: GPTModel) -> torch.nn.Parameter | None:
-    """[Vp, D] of this stage, or None where it has none that is permuted."""
+    """[Vp, D] the permuted matrix of this stage; None where it has none."""
     if gpt.share_embeddings_and_output_weights:
         has_it = gpt.pre_process or gpt.post_process
         return gpt.shared_embedding_or_output_weight() if has_it else None
@@ -184,15 +179,15 @@ LAYOUT_FILE: Final = "vocabulary_layout.json"
 
 
 class RunLayout(NamedTuple):
-    """What a run with permuted heads knows of them."""
+    """The layout of a run with permuted heads."""
 
     layout: VocabularyLayout
 
     student_rows: VocabularyRows
-    """For the student's checkpoints."""
+    """Permutation of the student's head, for its checkpoints."""
 
     places: BatchPlaces
-    """For its batches."""
+    """Maps of ids to places, for batches."""
 
 
 def lay_out(
@@ -207,14 +202,14 @@ def lay_out(
 ) -> RunLayout:
     """Permute the heads of both models, which hold their weights and are not wrapped yet.
 
-    The main rank makes the layout and leaves it in the run's folder for the others, and for who
-    reads the run. Nothing is read from an earlier start: checkpoints are in the order of ids, so
-    that a run may go on over another number of ranks.
+    The main rank makes the layout and writes it to the run's folder for the others and for the
+    user. It is made anew at each start: checkpoints are in the order of ids, so that a run may
+    resume over another number of ranks.
 
     Args:
-        projection: Of the pair, by ids.
+        projection: Projection of the pair, in the order of ids.
         shards: This rank's columns of the student and of the teacher.
-        models: Both, as they are configured.
+        models: Configurations of the student and of the teacher.
 
     Collectives: that of ``ProcessGroups.on_main``, and on stages with a head one all-to-all for
     each model.

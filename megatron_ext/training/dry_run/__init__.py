@@ -1,4 +1,4 @@
-"""What a run would take, without starting it."""
+"""Resources of a run, computed without starting it."""
 
 from megatron_ext.training.dry_run.dry_run import dry_run
 

@@ -1,9 +1,7 @@
-"""A run's start as far as it can be checked without a model, and what the run would take.
+"""A run's start as far as it can be checked without a model, and an estimate of its resources.
 
 No process group is joined, megatron-core is not imported, no model is built and no file is left:
 the index of the text goes to a temporary folder.
-
-Whether a checkpoint is of the model that the configuration describes, without loading it.
 """
 
 from __future__ import annotations
@@ -46,18 +44,18 @@ _SHAPES: Final = (
     "post_layernorms",
     "untie_embeddings_and_output_weights",
 )
-"""Keys of a model without which its weights do not fit."""
+"""Keys of a model that must be equal for its weights to fit."""
 
 
 def check_checkpoint(checkpoint: Path, model: ModelConfig, *, where: str) -> bool:
-    """Compare what a checkpoint says of its run with a model.
+    """Check a checkpoint against the configuration of a model, without loading it.
 
     Args:
         checkpoint: One iteration's folder.
         where: The model's section of the configuration, for errors.
 
     Returns:
-        Whether it says anything that could be compared.
+        Whether the checkpoint says which model it is of.
 
     Raises:
         CheckpointError: It is of another model.
@@ -78,18 +76,18 @@ def check_checkpoint(checkpoint: Path, model: ModelConfig, *, where: str) -> boo
 
 
 def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = None) -> str:
-    """Check all that ``megatron-ext distill`` checks before it builds a model, and plan the run.
+    """Make all checks of ``megatron-ext distill`` before a model is built, and estimate the run.
 
     Args:
         config: The run.
-        world_size: Processes that it is planned for, with those that are a teacher's own.
-        has_flash: Whether layers will be Transformer Engine's; whether it is installed with None.
+        world_size: Number of processes, a teacher's own included.
+        has_flash: Whether layers will be Transformer Engine's; None for whether it is installed.
 
     Returns:
-        What a user should read before starting it.
+        The report for the user.
 
     Raises:
-        MegatronExtError: Anything that can be known to be wrong.
+        MegatronExtError: Anything that is wrong with the start.
     """
     if has_flash is None:
         has_flash = find_spec("transformer_engine") is not None
@@ -123,7 +121,7 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
 
 
 def _check_checkpoints(run: RunPlan, initial_checkpoint: str | None) -> dict[str, bool]:
-    """Every checkpoint that the run would load, and whether it says what model it is of."""
+    """Every checkpoint that the run would load, and whether it says which model it is of."""
     compared = {}
     latest = latest_checkpoint(run.run_dir / CHECKPOINTS)
     if latest is None and initial_checkpoint:
@@ -133,7 +131,7 @@ def _check_checkpoints(run: RunPlan, initial_checkpoint: str | None) -> dict[str
     for teacher in run.teachers.values():
         checkpoint = teacher.checkpoint
         if teacher.config.library == "huggingface":
-            # Compared where its files were checked.
+            # Compared before, with the check of its files.
             compared[str(checkpoint)] = True
             continue
         compared[str(checkpoint)] = check_checkpoint(
@@ -143,30 +141,30 @@ def _check_checkpoints(run: RunPlan, initial_checkpoint: str | None) -> dict[str
 
 
 def _forms(teachers: Mapping[str, TeacherPlan], inputs: Inputs) -> dict[str, TargetForm]:
-    """Of the teachers that are elsewhere or cached."""
+    """Forms of the targets of remote and cached teachers."""
     from megatron_ext.training.teachers.target_cache import TargetCache
     from megatron_ext.training.teachers.target_checks import served_form
 
-    found = {}
+    forms = {}
     for name, teacher in teachers.items():
         if teacher.config.cache is not None:
-            found[name] = TargetCache(teacher.config.cache).form
+            forms[name] = TargetCache(teacher.config.cache).form
         elif teacher.config.is_remote:
-            found[name] = served_form(teacher, inputs.teachers[name].tokenizer)
-    return found
+            forms[name] = served_form(teacher, inputs.teachers[name].tokenizer)
+    return forms
 
 
 def _projections(plans: Mapping[str, TeacherPlan], inputs: Inputs) -> dict[str, SparseProjection]:
-    """Those that are configured, and those that the run would build, built in memory."""
+    """Configured projections, and those that the run would build, built in memory."""
     from megatron_ext.training.objective import teacher_objective
 
-    found = {}
+    projections = {}
     for name, plan in plans.items():
         teacher, method = inputs.teachers[name], teacher_objective(plan).needs.projection
         if teacher.projection is not None:
-            found[name] = teacher.projection
+            projections[name] = teacher.projection
         elif method is not None:
-            found[name] = SparseProjection.from_tokenizers(
+            projections[name] = SparseProjection.from_tokenizers(
                 inputs.tokenizer, teacher.tokenizer, method
             )
-    return found
+    return projections

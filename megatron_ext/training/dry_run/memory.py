@@ -1,11 +1,10 @@
 """Memory of one rank at the peak of a step, part by part, in bytes.
 
-What an allocator rounds up, communication libraries' buffers and a framework's own are not in it.
+Rounding by the allocator, and buffers of communication libraries and of torch, are not included.
 
-Bytes that microbatches keep for the backward pass, on one rank.
-
-The model of a layer, with ``n = B T`` tokens, hidden size ``h``, a rank's attention width ``q``,
-its heads ``a`` of width ``d``, its feed-forward width ``f``, and ``e`` bytes an element:
+Activations of a layer, kept for the backward pass, with ``n = B T`` tokens, hidden size ``h``, a
+rank's attention width ``q``, its heads ``a`` of width ``d``, its feed-forward width ``f``, and
+``e`` bytes an element:
 
     two norms   2 (8 n h + 4 n + e n h)      fp32 input and quotient, 1 / rms; the output in e
     attention   4 e n q                      query, key and value of every head; the context
@@ -137,7 +136,7 @@ def _kept_of_layers(plan: Plan, shape: ModelShape) -> int:
 
 
 def _computed_again(plan: Plan, shape: ModelShape) -> int:
-    """What one stretch keeps while its backward pass is under way."""
+    """Bytes that one recomputed stretch keeps during its backward pass."""
     training = plan.run.training
     if training.recompute_granularity is None:
         return 0
@@ -167,35 +166,35 @@ _INPUT_BYTES: Final = 3 * 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Of a rank of one pipeline stage."""
+    """Memory of a rank of one pipeline stage, in bytes."""
 
     student_weights: int
 
     gradients: int
-    """In fp32."""
+    """Gradients in fp32."""
 
     optimizer_state: int
     """Two moments, and in bf16 fp32 weights; a rank's share with the distributed optimizer."""
 
     teacher_weights: int
-    """Of those on the student's ranks, and on the last stage the heads of others."""
+    """Weights of teachers on the student's ranks, and on the last stage the heads of others."""
 
     teacher_targets: int
-    """The teachers' last hidden states of a whole global batch, or what comes of one that is
-    elsewhere or cached; on the last stage."""
+    """Last hidden states of a whole global batch, or the targets of a remote or cached teacher; on
+    the last stage."""
 
     batch: int
     """Tokens, labels, positions, chunks and masks of a whole global batch."""
 
     activations: int
-    """Of the student's microbatches in flight; or of a teacher's layer, where that is more."""
+    """Activations of the student's microbatches in flight, or of a teacher's layer if larger."""
 
     loss: int
     """Logits or tiles of them, their gradients, temporaries, projections; on the last stage."""
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """Sum of all parts."""
         return sum(getattr(self, item.name) for item in fields(self))
 
 
@@ -203,20 +202,20 @@ def rank_memory(plan: Plan, stage: int) -> RankMemory:
     """The memory of a rank of ``stage``."""
     parameters = plan.student.parameters(stage)
     is_last = plan.student.is_last(stage)
-    teachers, own = list(plan.teachers.values()), plan.own_teachers
+    teachers, local = list(plan.teachers.values()), plan.own_teachers
     return RankMemory(
         student_weights=parameters * plan.element,
         gradients=parameters * FP32,
         optimizer_state=_optimizer_state(plan, parameters),
         teacher_weights=(
-            sum(teacher.parameters(stage) for teacher in own) + (_heads(plan) if is_last else 0)
+            sum(teacher.parameters(stage) for teacher in local) + (_heads(plan) if is_last else 0)
         )
         * plan.element,
         teacher_targets=sum(_targets(plan, name) for name in plan.teachers) if is_last else 0,
         batch=sum(_batch(plan, shape) for shape in (plan.student, *teachers)),
         activations=max(
             kept_activations(plan, stage),
-            *(layer_activations(plan, teacher) for teacher in own),
+            *(layer_activations(plan, teacher) for teacher in local),
             0,
         ),
         loss=_loss(plan) if is_last else 0,
@@ -232,7 +231,7 @@ def _optimizer_state(plan: Plan, parameters: int) -> int:
 
 
 def _targets(plan: Plan, name: str) -> int:
-    """Of one teacher; ids and numbers of other forms are taken to be as wide as they are sent."""
+    """Bytes of one teacher's targets; forms other than ``hidden`` take the bytes that are sent."""
     teacher, form = plan.teachers[name], plan.forms.get(name)
     width = teacher.model.hidden_size * plan.element
     if form is not None and form.kind != "hidden":
@@ -241,7 +240,7 @@ def _targets(plan: Plan, name: str) -> int:
 
 
 def _heads(plan: Plan) -> int:
-    """Numbers of the heads of teachers that are elsewhere and send hidden states."""
+    """Numbers of elements of the heads of remote and cached teachers with hidden states."""
     return sum(
         plan.teachers[name].head_rows * plan.teachers[name].model.hidden_size
         for name, form in plan.forms.items()

@@ -1,9 +1,4 @@
-"""The numbers that memory, wire and arithmetic of a run follow from.
-
-A model's sizes on one rank, and how many parameters a pipeline stage of it has there.
-
-What of a projection lies on each tensor-parallel rank, and what of it crosses ranks.
-"""
+"""Sizes of a run that its memory, traffic and arithmetic follow from: layout, models and pairs."""
 
 from __future__ import annotations
 
@@ -75,7 +70,7 @@ class ModelShape:
 
     @property
     def layer_products(self) -> int:
-        """Weights of a layer that tokens are multiplied by, on a rank."""
+        """Weights of a layer in matrix products, on a rank."""
         hidden, width = self.model.hidden_size, self.head_width
         attention = hidden * width * (2 * self.heads + 2 * self.query_groups)
         return attention + hidden * self.ffn * (3 if self.model.swiglu else 2)
@@ -115,13 +110,13 @@ ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairCost:
-    """What an objective keeps and sends for a pair of vocabularies; 0 without a projection."""
+    """Sizes of a pair's projection over the ranks of the heads; 0 without a projection."""
 
     entries: int = 0
     """Most entries of the projection on a rank."""
 
     crossing_columns: int = 0
-    """Teacher tokens with an entry of another tensor-parallel rank."""
+    """Teacher tokens with an entry on another tensor-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,14 +129,13 @@ class Plan:
     student: ModelShape
 
     teachers: Mapping[str, ModelShape]
-    """By name; none where the objective does without."""
+    """By name; empty for an objective without teachers."""
 
     pairs: Mapping[str, PairCost] = field(default_factory=dict)
-    """By teacher; one that is missing costs nothing."""
+    """By teacher with a projection."""
 
     forms: Mapping[str, TargetForm] = field(default_factory=dict)
-    """What comes of the teachers whose model is not on the student's ranks: by name, those that
-    are elsewhere or cached."""
+    """Forms of targets by name, of teachers that are remote or cached."""
 
     has_flash: bool = False
     """Whether layers are Transformer Engine's, which keep no attention scores."""
@@ -179,7 +173,7 @@ class Plan:
 
     @property
     def own_teachers(self) -> list[ModelShape]:
-        """Those whose models are on the student's ranks."""
+        """Teachers whose models are on the student's ranks."""
         return [shape for name, shape in self.teachers.items() if name not in self.forms]
 
     @property
@@ -189,7 +183,7 @@ class Plan:
 
     @property
     def gradient_ranks(self) -> int:
-        """Ranks that gradients are summed over: replicas, and those that share their rows."""
+        """Ranks that gradients are summed over: replicas, and context-parallel ranks of each."""
         return self.dp * self.cp
 
     @property

@@ -1,4 +1,4 @@
-"""What a dry run found, as a page of text."""
+"""The result of a dry run as a page of text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def report(
     Args:
         data: The summary of ``RunData``.
         checkpoints: Paths that the run would load, and whether they say what model they hold.
-        doubts: What speaks against the tokenizers of their models, by path.
+        doubts: Warnings about the tokenizers of their models, by path.
     """
     stages = _shown_stages(plan)
     parts = [
@@ -53,7 +53,7 @@ def report(
 
 
 def _shown_stages(plan: Plan) -> list[int]:
-    """The first, one from the middle, and the last: those between do not differ in kind."""
+    """The first, the second and the last stage: all between are like the second."""
     return sorted({0, min(1, plan.stages - 1), plan.stages - 1})
 
 
@@ -73,7 +73,7 @@ def _run(plan: Plan) -> str:
 
 
 def _teacher(plan: Plan, name: str) -> str:
-    """The model, or where it is and what comes of it."""
+    """A teacher's model, or its place and its targets where it is remote or cached."""
     form, teacher = plan.forms.get(name), plan.run.teachers[name].config
     if form is None:
         return _model(plan.teachers[name])
@@ -105,8 +105,8 @@ def _text(data: Mapping[str, Any]) -> str:
     lines = []
     for split in ("train", "validation"):
         if data.get(split):
-            found = data[split]
-            lines.append(f"{split:<11} {found['documents']:,} documents, {found['bytes']:,} bytes")
+            text = data[split]
+            lines.append(f"{split:<11} {text['documents']:,} documents, {text['bytes']:,} bytes")
     return "\n".join(lines)
 
 

@@ -1,17 +1,13 @@
-"""Seconds of a step on machines whose rates are given: computed, never measured.
+"""Time, arithmetic and traffic of a step: computed from data-sheet rates, never measured.
 
-Floating-point operations of a step on all ranks, by what they are for.
+Operations: a product with ``w`` weights takes ``2 w`` operations for each token; attention
+``4 T h`` in each layer, every position being compared with every other; a backward pass twice its
+forward, and once more where layers are recomputed. The loss is counted in bytes instead, since it
+is bound by memory: each logit is read twice, and the gradient written once (``B2`` of
+docs/performance.md).
 
-A product with ``w`` weights takes ``2 w`` operations for each token; attention ``4 T h`` in each
-layer, every position being compared with every other; a backward pass twice its forward, and once
-more where layers are recomputed. What a
-loss does to a logit is counted in bytes instead, since it waits for memory and not for arithmetic:
-each logit is read twice, and the gradient written once (``B2`` of docs/performance.md).
-
-Bytes that one rank sends in a step, by what they are for.
-
-Collectives are taken to be rings: an all-reduce of ``m`` bytes over ``r`` ranks sends
-``2 m (r - 1) / r`` from each, a reduce-scatter or an all-gather half of that.
+Traffic: collectives are taken to be rings, so that an all-reduce of ``m`` bytes over ``r`` ranks
+sends ``2 m (r - 1) / r`` from each, a reduce-scatter or an all-gather half of that.
 """
 
 from __future__ import annotations
@@ -21,23 +17,24 @@ from typing import Final
 
 from megatron_ext.training.dry_run.plan import FP32, ModelShape, Plan
 
-_THERE_AND_BACK = 3
+_FORWARD_AND_BACKWARD = 3
+"""Operations of a forward and a backward pass, in those of a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepArithmetic:
-    """Of one optimizer step."""
+    """Operations of one optimizer step, on all ranks."""
 
     student_layers: int
     student_head: int
     teacher_layers: int
     teacher_heads: int
     loss_bytes: int
-    """Moved, not operations."""
+    """Bytes of logits that the loss moves."""
 
     @property
     def operations(self) -> int:
-        """All of them."""
+        """Sum of all operations."""
         layers = self.student_layers + self.teacher_layers
         return layers + self.student_head + self.teacher_heads
 
@@ -48,14 +45,16 @@ class StepArithmetic:
 
 
 def step_arithmetic(plan: Plan) -> StepArithmetic:
-    """What a step computes, all microbatches and replicas together."""
+    """Operations of a step, over all microbatches and replicas."""
     rows = plan.run.training.global_batch_size
     student = plan.student
     teachers = plan.teachers
     return StepArithmetic(
-        student_layers=round((_THERE_AND_BACK + plan.recomputed_share) * rows * _layers(student)),
-        student_head=_THERE_AND_BACK * rows * _head(student),
-        # Those elsewhere are computed by others; a head is applied where its targets are read.
+        student_layers=round(
+            (_FORWARD_AND_BACKWARD + plan.recomputed_share) * rows * _layers(student)
+        ),
+        student_head=_FORWARD_AND_BACKWARD * rows * _head(student),
+        # Remote layers are computed by others; a head is applied where its targets are read.
         teacher_layers=rows * sum(_layers(teacher) for teacher in plan.own_teachers),
         teacher_heads=rows * sum(_head(teachers[name]) for name in _with_heads(plan)),
         loss_bytes=rows * plan.element * _logits_moved(plan),
@@ -88,12 +87,12 @@ def _logits_moved(plan: Plan) -> int:
 
 
 _STATISTICS: Final = 3
-"""fp32 numbers that a row sums over ranks for a term: its peak, its sum, its label or chunk."""
+"""fp32 numbers of a row that a term sums over ranks: its peak, its sum, its label or chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireBytes:
-    """Of a rank of one pipeline stage."""
+    """Bytes that a rank of one pipeline stage sends in a step."""
 
     data_parallel: int
     """Gradients over replicas and the ranks that share their rows, and with the distributed
@@ -113,20 +112,20 @@ class WireBytes:
     """The embedding's gradient between the first and the last stage."""
 
     served_targets: int
-    """What comes of teachers elsewhere to the first rank of the last stage, which gives it to those
-    that share its rows; on the last stage."""
+    """Targets of remote teachers, received by the first rank of the last stage and passed on to the
+    ranks that share its rows; on the last stage."""
 
     loss: int
-    """Statistics of rows, and what is summed of columns of several ranks; on the last stage."""
+    """Statistics of rows, and sums over columns of several ranks; on the last stage."""
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """Sum of all parts."""
         return sum(getattr(self, item.name) for item in fields(self))
 
 
 def wire_bytes(plan: Plan, stage: int) -> WireBytes:
-    """What a rank of ``stage`` sends."""
+    """Bytes that a rank of ``stage`` sends."""
     return WireBytes(
         data_parallel=_data_parallel(plan, stage),
         context_parallel=_context_parallel(plan),
@@ -181,7 +180,7 @@ def _tensor_parallel(plan: Plan, stage: int) -> int:
 
 
 def _hidden(plan: Plan, shape: ModelShape) -> int:
-    """Of the whole width and length, whichever rank holds them between two layers."""
+    """Bytes of hidden states at full width and length, over all ranks that share them."""
     return plan.tokens(shape) * shape.model.hidden_size * plan.element
 
 
@@ -222,23 +221,20 @@ def _loss(plan: Plan) -> int:
     for name, teacher in plan.teachers.items():
         message += _STATISTICS * FP32 * (tokens + plan.tokens(teacher))
         if name in plan.pairs:
-            # What both models say of such a column.
+            # Predictions of both models for each crossing column.
             message += 2 * FP32 * tokens * plan.pairs[name].crossing_columns
     return plan.microbatches * all_reduced(message, plan.student.tp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One accelerator and what joins it to others: data-sheet rates, and the share of them reached.
-
-    The shares are assumptions.
-    """
+    """An accelerator and its links: data-sheet rates, and the assumed shares that are reached."""
 
     name: str
     operations: float
-    """A second, of bf16 products."""
+    """Operations a second, of bf16 products."""
     memory: float
-    """Bytes a second."""
+    """Bytes a second of its memory."""
     link: float
     """Bytes a second that a rank sends within its node."""
     network: float
@@ -262,7 +258,7 @@ H100: Final = Machine(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """Of one step, nothing overlapping with anything."""
+    """Seconds of one step, without any overlap."""
 
     student: float
     teachers: float
@@ -272,12 +268,12 @@ class StepSeconds:
     context_parallel: float
     pipeline: float
     bubble: float
-    """What the fullest stage waits for the others: ``(P - 1) / (V M)`` of its work."""
+    """Waiting time of the fullest stage for the others: ``(P - 1) / (V M)`` of its work."""
     data_parallel: float
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return float(sum(getattr(self, item.name) for item in fields(self)))
 
     def shares(self) -> dict[str, float]:
@@ -286,7 +282,7 @@ class StepSeconds:
 
 
 def step_seconds(plan: Plan, machine: Machine = H100) -> StepSeconds:
-    """What a step takes on the last stage, which has the heads and the loss besides its layers."""
+    """Seconds of a step on the last stage, which has the heads and the loss besides its layers."""
     work = step_arithmetic(plan)
     products = machine.operations * machine.reached_operations
     stage_ranks = plan.gradient_ranks * plan.student.tp
