@@ -1,1 +1,1 @@
-"""What a model can do, measured: tasks over a language model that scores and generates."""
+"""Evaluation of a model by tasks, through a language model that scores and generates."""

@@ -1,16 +1,12 @@
-"""Generation with a cache of keys and values, under tensor and pipeline parallelism.
+"""Generation and scoring of tokens, under tensor and pipeline parallelism.
 
-The cache is megatron-core's ``StaticInferenceContext``, and a step is its forward-only schedule.
-All rows of a batch stand at the same position, as the context asks: the shortest prompt is read at
-once, and while others are still being read, their own tokens take the place of what would be
-generated. So no row is padded, nothing is masked, and every token has the position that it has
-without a cache.
+Generation has a cache of keys and values, megatron-core's ``StaticInferenceContext``, and a step is
+its forward-only schedule. All rows of a batch are at the same position, as the context requires:
+the part up to the end of the shortest prompt is read at once, and while longer prompts are being
+read, their own tokens replace the generated ones. So no row is padded, nothing is masked, and every
+token has the position that it has without a cache.
 
-B rows, T tokens, V columns.
-
-The next token of each row. B rows, V columns of a whole vocabulary.
-
-Log-probabilities of given tokens, under any layout. B rows, T tokens, N scored, Vp columns.
+B rows, T tokens, N scored tokens, R requests, V columns of the whole vocabulary, Vp local ones.
 """
 
 from __future__ import annotations
@@ -37,13 +33,13 @@ from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 def next_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, options: GenerationOptions
 ) -> torch.Tensor:
-    """[B] int64: the first choice, or a draw.
+    """The next token of each row, [B] int64: the likeliest one, or a sample.
 
-    A draw is the inverse of the cumulative distribution at the row's number, over the likeliest
-    tokens whose probabilities reach ``top_p``: it depends on that row alone.
+    A sample inverts the cumulative distribution at the row's uniform number, over the likeliest
+    tokens whose probabilities reach ``top_p``, so that it depends on that row alone.
 
     Args:
-        logits: [B, V], -inf where a column is no token.
+        logits: [B, V], -inf for columns that pad the vocabulary.
         uniforms: [B] fp64 in [0, 1).
         options: Temperature and top-p.
     """
@@ -53,13 +49,13 @@ def next_tokens(
     probs, columns = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
     reached = probs.cumsum(dim=-1)
     kept = probs.masked_fill(reached - probs >= options.top_p, 0.0).cumsum(dim=-1)
-    wanted = uniforms * kept[:, -1]
-    place = torch.searchsorted(kept, wanted[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
+    target = uniforms * kept[:, -1]
+    place = torch.searchsorted(kept, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
     return columns.gather(1, place)[:, 0]
 
 
 def draws(places: Sequence[int], options: GenerationOptions) -> torch.Tensor:
-    """[B, max_new_tokens] fp64 on the host: the numbers of each prompt, by its place among all."""
+    """Uniform numbers [B, max_new_tokens] fp64 on the host, seeded by each prompt's place."""
     rows = []
     for place in places:
         generator = torch.Generator()
@@ -68,19 +64,19 @@ def draws(places: Sequence[int], options: GenerationOptions) -> torch.Tensor:
     return torch.stack(rows)
 
 
-_LOOK_EVERY: Final = 16
-"""Steps between two looks at what was generated: a look waits for the device."""
+_CHECK_EVERY: Final = 16
+"""Steps between two checks for the end of all texts, each of which waits for the device."""
 
 _CACHE_STEP: Final = 64
-"""Lengths of caches are multiples of it, so that rotary embeddings are made for few lengths."""
+"""Multiple of the lengths of caches, so that rotary embeddings are made for few lengths."""
 
 IsDone = Callable[[Sequence[int]], bool]
-"""Whether what was generated so far, ids without the prompt, holds its end."""
+"""Whether the generated ids, without the prompt, contain the end of the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
-    """Generates with one replica of a model; every rank of it makes the same calls."""
+    """Generation with one replica of a model, all of whose ranks make the same calls."""
 
     chunk: GPTModel
     """This rank's part of the model, frozen."""
@@ -98,13 +94,13 @@ class Generator:
         places: Sequence[int],
         is_done: IsDone,
     ) -> list[list[int]]:
-        """New ids of each prompt, up to ``max_new_tokens``; some beyond the end that was met.
+        """New ids of each prompt, up to ``max_new_tokens``; some may follow the end of the text.
 
         Prompts that are too long lose their beginnings.
 
         Args:
-            places: Of each prompt among all that are asked for, which its draws depend on.
-            is_done: Asked now and then.
+            places: Index of each prompt among all, which its samples depend on.
+            is_done: Called every few steps.
 
         Collectives: at each step those of the schedule and of the layers, one all-gather over
         ``tp`` of the last logits, one broadcast of [B] over ``tp`` and one over ``pp``.
@@ -122,13 +118,13 @@ class Generator:
             )
         cut = [prompt[-room:] for prompt in prompts]
         order = sorted(range(len(cut)), key=lambda i: -len(cut[i]))
-        found: list[list[int]] = [[] for _ in cut]
+        completions: list[list[int]] = [[] for _ in cut]
         for start in range(0, len(order), self.micro_batch_size):
             part = order[start : start + self.micro_batch_size]
             new = self._batch([cut[i] for i in part], [places[i] for i in part], options, is_done)
             for i, ids in zip(part, new, strict=True):
-                found[i] = ids
-        return found
+                completions[i] = ids
+        return completions
 
     @torch.no_grad()
     def _batch(
@@ -155,7 +151,7 @@ class Generator:
             context.increment_sequence_len_offset(end - begin)
             context.enable_decode_mode()
             begin, end = end, end + 1
-            if (end - min(lengths)) % _LOOK_EVERY == 0 and _all_done(
+            if (end - min(lengths)) % _CHECK_EVERY == 0 and _all_done(
                 tokens[:, :end], lengths, options, is_done
             ):
                 break
@@ -172,7 +168,7 @@ class Generator:
         uniforms: torch.Tensor,
         options: GenerationOptions,
     ) -> torch.Tensor:
-        """[B]: what follows ``tokens`` [B, T], which begin at a position."""
+        """[B] the next token after ``tokens`` [B, T], which begin at the position ``begin``."""
         positions = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)
 
         def forward(_: Any, model: GPTModel) -> tuple[torch.Tensor, Any]:
@@ -200,7 +196,7 @@ class Generator:
             logits = outputs[0][:, -1].float()
             logits[:, self.shard.vocab_size :] = -torch.inf
             chosen = next_tokens(logits, uniforms, options)
-            # Ranks that share a vocabulary have the same logits; one of them decides all the same.
+            # Tensor-parallel ranks have the same logits, but one decides, so that none can differ.
             first = dist.get_process_group_ranks(self.groups.tp)[0]
             dist.broadcast(chosen, src=first, group=self.groups.tp)
         return self.groups.broadcast_from_last_stage(chosen)
@@ -209,13 +205,13 @@ class Generator:
 def _all_done(
     tokens: torch.Tensor, lengths: Sequence[int], options: GenerationOptions, is_done: IsDone
 ) -> bool:
-    """Whether every row has its end, or all its new tokens. Waits for the device."""
+    """Whether every row has ended or has all its new tokens. Waits for the device."""
     new = [ids[length:] for ids, length in zip(tokens.tolist(), lengths, strict=True)]
     return all(len(ids) >= options.max_new_tokens or is_done(ids) for ids in new)
 
 
 _TILE_ROWS: Final = 512
-"""Positions whose logits are there at a time."""
+"""Number of positions whose logits are made at a time."""
 
 
 class _Rows(NamedTuple):
@@ -229,7 +225,7 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScorer:
-    """Scores requests with megatron-core's forward-only schedule; no cache."""
+    """Scoring of requests with megatron-core's forward-only schedule, without a cache."""
 
     chunk: GPTModel
     """This rank's part of the model, frozen."""
@@ -240,25 +236,25 @@ class TokenScorer:
     max_length: int
 
     def log_likelihoods(self, requests: Sequence[TokenRequest]) -> list[LogLikelihood]:
-        """Of each request, in order; the same on every rank of a replica.
+        """Log-likelihood of each request, in order; the same on every rank of a replica.
 
         No continuation may be longer than ``max_length``.
 
         Collectives: for every global batch the schedule's, five all-reduces a tile over ``tp``
         and one broadcast over ``pp``.
         """
-        # Rows of like length together, the longest first: what does not fit shows at once.
+        # By length, the longest first, so that running out of memory shows at once.
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
         size = self.micro_batch_size * self.groups.pp.size()
         scored: list[torch.Tensor] = [
             self._scores([requests[i] for i in order[start : start + size]])
             for start in range(0, len(order), size)
         ]
-        found: list[LogLikelihood] = [LogLikelihood(0.0, True)] * len(requests)
+        results: list[LogLikelihood] = [LogLikelihood(0.0, True)] * len(requests)
         # One wait for the device, at the end.
         for i, (nats, misses) in zip(order, _rows(scored), strict=True):
-            found[i] = LogLikelihood(nats, misses == 0)
-        return found
+            results[i] = LogLikelihood(nats, misses == 0)
+        return results
 
     @torch.no_grad()
     def _scores(self, requests: Sequence[TokenRequest]) -> torch.Tensor:
@@ -270,7 +266,7 @@ class TokenScorer:
         device, size = self.groups.device, self.micro_batch_size
         teacher = MegatronTeacher([self.chunk], shard=self.shard)
         targets = teacher.targets(list(self._microbatches([row[:-1] for row in rows])))
-        found = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
+        sums = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
         for start, target in zip(range(0, len(rows), size), targets, strict=False):
             part = range(start, min(start + size, len(rows)))
             places = [
@@ -286,11 +282,11 @@ class TokenScorer:
             for tile in range(0, len(labels), _TILE_ROWS):
                 of = slice(tile, tile + _TILE_ROWS)
                 logits = hidden[of] @ target.head_weight.t()
-                found.index_add_(0, owner[of], _label_scores(logits, labels[of], self.shard))
-        return self.groups.broadcast_from_last_stage(found)
+                sums.index_add_(0, owner[of], _label_scores(logits, labels[of], self.shard))
+        return self.groups.broadcast_from_last_stage(sums)
 
     def _microbatches(self, rows: Sequence[Sequence[int]]) -> Iterator[_Rows]:
-        """[B, T] each, filled up on the right, which no earlier position sees."""
+        """Microbatches [B, T], padded on the right, to which no earlier position attends."""
         length, size = max(map(len, rows)), self.micro_batch_size
         for start in range(0, len(rows), size):
             tokens = torch.zeros(size, length, dtype=torch.int64)
@@ -301,16 +297,16 @@ class TokenScorer:
 
 
 def _label_scores(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """[N, 2] fp64: log-probability of each label, and whether another is likelier.
+    """[N, 2] fp64: log-probability of each label, and whether another token is likelier.
 
     Equivalent: ``log_softmax(logits)[labels]`` and ``argmax(logits) != labels`` of whole rows.
     Collectives: five all-reduces of [N] over the shard's group.
     """
     log_probs = log_softmax(logits, shard)
-    own = labels - shard.start
-    is_here = (own >= 0) & (own < shard.width)
-    picked = log_probs.gather(1, own.clamp(0, shard.width - 1)[:, None])[:, 0]
-    nats = all_reduce_sum(picked.masked_fill(~is_here, 0.0).double(), shard.group)
+    column = labels - shard.start
+    is_local = (column >= 0) & (column < shard.width)
+    picked = log_probs.gather(1, column.clamp(0, shard.width - 1)[:, None])[:, 0]
+    nats = all_reduce_sum(picked.masked_fill(~is_local, 0.0).double(), shard.group)
     return torch.stack((nats, (vocab_argmax(logits, shard) != labels).double()), dim=1)
 
 

@@ -20,22 +20,22 @@ _SAID_BYTES: Final = 1 << 16
 _PRINTED_BYTES: Final = 4096
 _SHOWN: Final = 300
 _START_S: Final = 60.0
-"""What starting the jail and the Python in it may take, on a busy machine."""
+"""Longest time for the start of the jail and the Python in it, on a busy machine."""
 
 
 class JailRecord(NamedTuple):
-    """What was seen of a jail."""
+    """Observations of a jail until its end."""
 
     timed_out: bool
 
     report: Mapping[str, bool]
-    """What took effect; empty where the jail failed before."""
+    """Protections that took effect; empty where the jail failed before."""
 
     has_begun: bool
-    """The Python in it came as far as the program."""
+    """Whether the Python in it reached the program."""
 
     said: bytes
-    """What the program wrote to the descriptor."""
+    """Bytes that the program wrote to the descriptor."""
 
     printed: str
     """The last lines of standard error, in one line for a terminal."""
@@ -47,10 +47,10 @@ def run_jail(
     """Run a program in a jail.
 
     Args:
-        folder: Empty, and everybody's.
-        settings: Of the jail.
-        pipe: Its second end goes to the jail.
-        seconds: What the program may take, from its first line on.
+        folder: Empty folder with access for everybody.
+        settings: Settings of the jail.
+        pipe: Pipe whose second end is passed to the jail.
+        seconds: Time limit of the program, from its first line on.
     """
     process = subprocess.Popen(
         [sys.executable, "-I", str(_JAIL), folder, str(pipe[1])],
@@ -58,7 +58,7 @@ def run_jail(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         cwd=folder,
-        # Nothing of the caller's: an environment may hold credentials.
+        # Not the caller's environment, which may hold credentials.
         env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HOME": folder},
         pass_fds=(pipe[1],),
         start_new_session=True,
@@ -67,12 +67,12 @@ def run_jail(
     assert process.stderr is not None
     try:
         with contextlib.suppress(BrokenPipeError), process.stdin:
-            # Not as an argument: those of all processes can be read, and are short.
+            # Not as an argument: arguments are readable by all users, and limited in length.
             process.stdin.write(json.dumps(settings).encode())
         with process.stderr:
             return _watch(process, pipe[0], process.stderr.fileno(), seconds)
     finally:
-        # What is left of the group, too; in a namespace nothing outlives its first process.
+        # The rest of the group too; in a namespace nothing outlives its first process.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -81,7 +81,7 @@ def run_jail(
 def _watch(
     process: subprocess.Popen[bytes], descriptor: int, errors: int, seconds: float
 ) -> JailRecord:
-    """Read until the end; what is printed is read to the last, so that no program waits for it."""
+    """Read both streams until the end, so that the program never blocks on writing."""
     said = printed = b""
     has_begun = timed_out = has_ended = False
     deadline = time.monotonic() + _START_S
@@ -112,7 +112,7 @@ def _watch(
 
 
 def _last_lines(printed: bytes) -> str:
-    """As many as fit into an error's line, without what would steer a terminal."""
+    """The last lines that fit into an error, without control characters."""
     text = ""
     for line in reversed(printed.decode(errors="replace").splitlines()):
         shown = "".join(c if c.isprintable() else "?" for c in line.strip())

@@ -1,6 +1,7 @@
-"""What a task asks of a model. No torch here: tasks read their files before a model is built.
+"""The language model that tasks use: its protocol, its requests, and texts as token requests.
 
-Texts as token requests, cut as lm-evaluation-harness cuts them, so that numbers compare.
+Texts are cut as lm-evaluation-harness cuts them, so that numbers compare. torch is not imported
+here: tasks read their files before a model is built.
 """
 
 from __future__ import annotations
@@ -16,43 +17,44 @@ Result = TypeVar("Result")
 
 
 class TokenRequest(NamedTuple):
-    """Tokens to score behind tokens that are given."""
+    """A continuation to score behind a context, in tokens."""
 
     context: list[int]
     """At least one id."""
 
     continuation: list[int]
-    """At least one id; scored whole, whatever ``context`` is cut to."""
+    """At least one id; scored whole, even where ``context`` is cut."""
 
 
 class LogLikelihood(NamedTuple):
-    """What a model makes of a continuation."""
+    """Score of a continuation by a model."""
 
     nats: float
-    """Logarithm of its probability, at most 0."""
+    """Natural logarithm of its probability, at most 0."""
 
     is_greedy: bool
-    """Whether each of its tokens is the model's first choice."""
+    """Whether each of its tokens is the model's likeliest one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
-    """How texts go on."""
+    """Settings of generation."""
 
     max_new_tokens: int
-    """Tokens of a completion at most."""
+    """Most tokens of a completion."""
 
     stop: tuple[str, ...] = ()
-    """A completion ends before the first of these; also at the end-of-text token."""
+    """Strings before which a completion ends; it also ends at the end-of-text token."""
 
     temperature: float = 0.0
-    """Divides logits; 0 takes the first choice always."""
+    """Divisor of logits; 0 always takes the likeliest token."""
 
     top_p: float = 1.0
-    """Draw among the likeliest tokens whose probabilities reach this sum."""
+    """Sample among the likeliest tokens whose probabilities reach this sum."""
 
     seed: int = 0
-    """Of the draws. A completion depends on it and on its prompt's place, on no batch or layout."""
+    """Seed of the samples. A completion depends on it and on its prompt's place among all prompts,
+    but not on batches or layout."""
 
     def __post_init__(self) -> None:
         for name, is_good, expected in (
@@ -73,11 +75,11 @@ class LanguageModel(Protocol):
 
     @property
     def tokenizer(self) -> MegatronTokenizerText:
-        """Of the model."""
+        """Tokenizer of the model."""
 
     @property
     def max_length(self) -> int:
-        """Tokens that it reads at once."""
+        """Longest sequence, in tokens."""
 
     @property
     def adds_bos(self) -> bool:
@@ -85,16 +87,16 @@ class LanguageModel(Protocol):
 
     @property
     def applies_chat_template(self) -> bool:
-        """Whether contexts and prompts are what a user says, in the tokenizer's chat template."""
+        """Whether contexts and prompts are messages of a user in the tokenizer's chat template."""
 
     def log_likelihoods(self, requests: Sequence[TokenRequest]) -> list[LogLikelihood]:
-        """Of each request, in order."""
+        """Log-likelihood of each request, in order."""
 
     def generate(self, prompts: Sequence[str], options: GenerationOptions) -> list[str]:
-        """What follows each prompt, in order, without the prompt, stop string or end of text."""
+        """Completion of each prompt, in order, without prompt, stop string and end of text."""
 
     def once(self, work: Callable[[], Result]) -> Result:
-        """What ``work`` returns on one rank, on all; its error too."""
+        """Call ``work`` on one rank; all ranks get its result or its error."""
 
 
 class _Reader(Protocol):
@@ -114,11 +116,11 @@ class _Reader(Protocol):
 def prompt_ids(text: str, reader: _Reader) -> list[int]:
     """Ids of a prompt; at least one.
 
-    With a chat template they are those of one message of a user and of what comes before an answer,
-    and control tokens, BOS among them, are the template's alone.
+    With a chat template, they are one message of a user and the header of an answer, and control
+    tokens, BOS included, come from the template alone.
 
     Raises:
-        TokenizerError: The text is empty and the tokenizer has nothing to begin a text with.
+        TokenizerError: The text is empty and the tokenizer has no token to begin a text with.
     """
     if reader.applies_chat_template:
         message = [{"role": "user", "content": text}]
@@ -133,14 +135,14 @@ def prompt_ids(text: str, reader: _Reader) -> list[int]:
 
 
 def first_id(tokenizer: MegatronTokenizerText) -> int:
-    """What stands before a text without context: BOS, or the end of the text before.
+    """The id before a text without context: BOS, or the end of a previous text.
 
     Raises:
         TokenizerError: The tokenizer has neither.
     """
-    for found in (tokenizer.bos_id, tokenizer.eod, tokenizer.eos_id):
-        if found is not None:
-            return found
+    for token in (tokenizer.bos_id, tokenizer.eod, tokenizer.eos_id):
+        if token is not None:
+            return token
     raise TokenizerError(
         "the tokenizer has neither BOS nor an end-of-text token to begin a text with",
         where=tokenizer.path,
@@ -150,9 +152,9 @@ def first_id(tokenizer: MegatronTokenizerText) -> int:
 def continuation_request(context: str, continuation: str, reader: _Reader) -> TokenRequest:
     """A continuation behind its context, tokenized as one text.
 
-    Spaces at the end of the context are the continuation's: most tokenizers put a space before a
-    word into its token. With a chat template the continuation is what an answer begins with, so
-    that it has no space in front.
+    Spaces at the end of the context count to the continuation, since most tokenizers put a space
+    before a word into its token. With a chat template the continuation is the begin of an answer,
+    so that leading spaces are removed.
 
     Raises:
         TokenizerError: The continuation has no token of its own.
@@ -174,7 +176,7 @@ def continuation_request(context: str, continuation: str, reader: _Reader) -> To
 
 
 def rolling_requests(text: str, reader: _Reader) -> Iterator[TokenRequest]:
-    """Every token of a text once, in windows as long as the model reads.
+    """Requests that score every token of a text once, in windows of the model's length.
 
     The first window begins with BOS or the end of a text, every other with the token before it.
     """
@@ -182,6 +184,6 @@ def rolling_requests(text: str, reader: _Reader) -> Iterator[TokenRequest]:
     length, before = reader.max_length, first_id(reader.tokenizer)
     for start in range(0, len(ids), length):
         window = ids[start : start + length]
-        # The last window is filled up from before, so that its tokens have context, too.
+        # The last window is filled up with earlier tokens, so that its tokens have context too.
         first = max(0, start + len(window) - length - 1)
         yield TokenRequest(ids[first:start] if start else [before], window)

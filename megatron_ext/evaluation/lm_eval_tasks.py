@@ -1,6 +1,6 @@
-"""Any task of lm-evaluation-harness, where the package ``lm_eval`` is installed.
+"""Tasks of lm-evaluation-harness, where the package ``lm_eval`` is installed.
 
-Every rank runs the harness on all requests; the model shares them out over replicas by itself.
+Every rank runs the harness on all requests; the model divides them over replicas.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megatron_ext.extras import needed_packages
 
 PREFIX: Final = "lm_eval:"
 _NEW_TOKENS: Final = 256
-"""What the harness generates at most where a task does not say."""
+"""Most new tokens of the harness where a task does not set a number."""
 
 
 class LmEvalTask:
     """One task or group by its name in the harness.
 
     Args:
-        name: Without ``PREFIX``.
-        options: ``data`` is a folder of task files of one's own, or None.
+        name: Name without ``PREFIX``.
+        options: Options, with a folder of the user's own task files or None as ``data``.
 
     Raises:
         MissingDependencyError: The package is not installed.
@@ -47,7 +47,7 @@ class LmEvalTask:
             raise DataError("lm-evaluation-harness has no such task", got=name)
 
     def run(self, model: LanguageModel) -> TaskResult:
-        """Have the harness ask the model."""
+        """Run the harness on the model."""
         options = self._options
         found = self._evaluate(
             model=harness_model(model, options),
@@ -104,7 +104,7 @@ def harness_model(model: LanguageModel, options: TaskOptions) -> Any:
 
 
 def _generation(asked: Mapping[str, Any], options: TaskOptions) -> GenerationOptions:
-    """The harness's words for how a text goes on as ours; what a task says wins."""
+    """The harness's generation settings as ours; those of the task take precedence."""
     until = asked.get("until") or ()
     length = asked.get("max_gen_toks", options.max_new_tokens or _NEW_TOKENS)
     samples = asked.get("do_sample", options.temperature > 0)

@@ -1,6 +1,6 @@
-"""A megatron-core model as a ``LanguageModel``: requests are shared out over replicas.
+"""A megatron-core model as a ``LanguageModel``, loaded from a checkpoint of ours or of HuggingFace.
 
-From a checkpoint, of ours or of HuggingFace, to a model that tasks can ask.
+Requests are divided over replicas.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from megatron_ext.training.run_tokenizer import write_warnings
 
 Result = TypeVar("Result")
 _LAST_IDS = 8
-"""Ids of a prompt that a completion is decoded behind: some decoders drop a first space."""
+"""Ids of a prompt that are decoded with its completion, since some decoders drop a first space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronLanguageModel:
-    """See ``LanguageModel``."""
+    """A ``LanguageModel`` over all ranks of a process group."""
 
     tokenizer: MegatronTokenizerText
     adds_bos: bool
@@ -64,20 +64,22 @@ class MegatronLanguageModel:
 
     @property
     def max_length(self) -> int:
-        """Tokens that it reads at once."""
+        """Longest sequence, in tokens."""
         return self.scorer.max_length
 
     @property
     def precision(self) -> str:
-        """Of its weights and of what it computes."""
-        dtype = self.scorer.chunk.config.params_dtype
-        return next(name for name, known in DTYPES.items() if known == dtype)
+        """Precision of weights and computation, ``fp32`` or ``bf16``."""
+        params_dtype = self.scorer.chunk.config.params_dtype
+        return next(name for name, dtype in DTYPES.items() if dtype == params_dtype)
 
     def log_likelihoods(self, requests: Sequence[TokenRequest]) -> list[LogLikelihood]:
-        """Of each request; the collectives of ``TokenScorer``, and one gather over ``dp``.
+        """Log-likelihood of each request, in order.
+
+        Collectives: those of ``TokenScorer``, and one all-gather of objects over ``dp``.
 
         Raises:
-            DataError: A continuation is longer than the model reads.
+            DataError: A continuation is longer than the model's sequences.
         """
         longest = max((len(request.continuation) for request in requests), default=0)
         if longest > self.max_length:
@@ -87,38 +89,45 @@ class MegatronLanguageModel:
                 expected=f"at most {self.max_length}",
                 fix="raise --seq-length, if the model allows",
             )
-        own = [requests[i] for i in self._own(len(requests))]
-        return self._gathered(self.scorer.log_likelihoods(own), len(requests))
+        local = [requests[i] for i in self._local(len(requests))]
+        return self._gathered(self.scorer.log_likelihoods(local), len(requests))
 
     def generate(self, prompts: Sequence[str], options: GenerationOptions) -> list[str]:
-        """Completions; the collectives of ``Generator``, and one gather over ``dp``."""
-        own = self._own(len(prompts))
-        ids = [prompt_ids(prompts[i], self) for i in own]
+        """Completion of each prompt, in order.
+
+        Collectives: those of ``Generator``, and one all-gather of objects over ``dp``.
+        """
+        places = self._local(len(prompts))
+        ids = [prompt_ids(prompts[i], self) for i in places]
 
         def is_done(new: Sequence[int]) -> bool:
             text = self.tokenizer.detokenize(list(new))
             return self._ends_text(new) or any(stop in text for stop in options.stop)
 
-        new = self.generator.generate(ids, options, places=list(own), is_done=is_done)
+        new = self.generator.generate(ids, options, places=list(places), is_done=is_done)
         texts = [self._text(*pair, options.stop) for pair in zip(ids, new, strict=True)]
         return self._gathered(texts, len(prompts))
 
     def once(self, work: Callable[[], Result]) -> Result:
-        """Of the main rank; one object broadcast, and those of ``ProcessGroups.on_main``."""
-        found: list[Result] = []
-        self.groups.on_main(lambda: found.append(work()))
-        every: list[list[Result]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, found)
-        return next(result for rank in every for result in rank)
+        """Result of ``work`` on the main rank.
 
-    def _own(self, count: int) -> range:
-        """What this replica does."""
+        Collectives: those of ``ProcessGroups.on_main``, and one all-gather of objects.
+        """
+        results: list[Result] = []
+        self.groups.on_main(lambda: results.append(work()))
+        of_ranks: list[list[Result]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, results)
+        return next(result for of_rank in of_ranks for result in of_rank)
+
+    def _local(self, count: int) -> range:
+        """Indices of the requests of this replica."""
         return range(self.groups.dp_rank, count, self.groups.dp_size)
 
-    def _gathered(self, own: Sequence[Result], count: int) -> list[Result]:
-        every: list[Sequence[Result]] = [()] * self.groups.dp_size
-        dist.all_gather_object(every, own, group=self.groups.dp)
-        return [every[i % len(every)][i // len(every)] for i in range(count)]
+    def _gathered(self, local: Sequence[Result], count: int) -> list[Result]:
+        of_replicas: list[Sequence[Result]] = [()] * self.groups.dp_size
+        dist.all_gather_object(of_replicas, local, group=self.groups.dp)
+        size = len(of_replicas)
+        return [of_replicas[i % size][i // size] for i in range(count)]
 
     def _ends(self) -> set[int]:
         ends = (self.tokenizer.eos_id, self.tokenizer.eod)
@@ -143,21 +152,21 @@ class MegatronLanguageModel:
 
 
 _LONGEST: Final = 4096
-"""Tokens that a model of HuggingFace reads at once when nothing is said."""
+"""Longest sequence of a HuggingFace model without ``seq_length``."""
 
 _TIMEOUT: Final = timedelta(hours=2)
-"""How long ranks wait for another, which may generate longer texts or run many programs."""
+"""Time-out of collectives: a rank may generate longer texts than others, or run many programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How a model is run."""
+    """Settings for running a model."""
 
     tokenizer: str | None = None
     """Tokenizer to read texts with; the one that comes with the checkpoint when not given."""
 
     allow_other_tokenizer: bool = False
-    """Take one that the model was not trained with."""
+    """Allow a tokenizer that the model was not trained with."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -166,23 +175,22 @@ class ModelOptions:
     """bf16 on a GPU and fp32 on a CPU when not given."""
 
     seq_length: int | None = None
-    """Tokens that are read at once; when not given, those of a run, or what a ``config.json`` says
-    up to 4,096."""
+    """Longest sequence; when not given, that of the run, or that of ``config.json`` up to 4,096."""
 
     micro_batch_size: int = 8
     """Rows in one forward pass."""
 
     adds_bos: bool = True
-    """Contexts begin with BOS, where the tokenizer has one."""
+    """Whether contexts begin with BOS, where the tokenizer has one."""
 
     applies_chat_template: bool = False
-    """Contexts and prompts are messages of a user in the tokenizer's chat template."""
+    """Whether contexts and prompts are messages of a user in the tokenizer's chat template."""
 
 
 def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLanguageModel:
     """Build and load a model on every rank that torchrun started, or on this process alone.
 
-    What is left over from tensor and pipeline parallelism are replicas.
+    Ranks beyond tensor and pipeline parallelism are replicas.
 
     Args:
         checkpoint: A run, its ``checkpoints``, one of these, or a HuggingFace folder.
@@ -190,7 +198,7 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
     Collectives: those of ``process_groups.initialize`` and ``load_first_weights``.
 
     Raises:
-        MegatronExtError: It cannot be read, or not be run so.
+        MegatronExtError: The checkpoint cannot be read, or the options do not fit the model.
     """
     checkpoint = find_checkpoint(str(checkpoint), where="--checkpoint")
     if not torch.cuda.is_available():
@@ -254,7 +262,7 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
 
 
 def _model(checkpoint: Path, options: ModelOptions) -> ModelConfig:
-    """The model of a checkpoint, at the length that is asked for."""
+    """The model of a checkpoint, with the sequence length of ``options``."""
     if not is_checkpoint_folder(checkpoint):
         model = checkpoint_model(checkpoint)
         length = options.seq_length or model.seq_length
@@ -269,8 +277,8 @@ def _model(checkpoint: Path, options: ModelOptions) -> ModelConfig:
     files = CheckpointFiles(checkpoint)
     settings = model_settings(files)
     window = settings["window_size"] or _LONGEST
-    known = min(_LONGEST, window, int(files.config.get("max_position_embeddings", _LONGEST)))
-    return ModelConfig(**settings, seq_length=options.seq_length or known, hf=str(checkpoint))
+    longest = min(_LONGEST, window, int(files.config.get("max_position_embeddings", _LONGEST)))
+    return ModelConfig(**settings, seq_length=options.seq_length or longest, hf=str(checkpoint))
 
 
 def _tokenizer(checkpoint: Path, options: ModelOptions) -> MegatronTokenizerText:
@@ -282,6 +290,6 @@ def _tokenizer(checkpoint: Path, options: ModelOptions) -> MegatronTokenizerText
     folder = kept_folder(checkpoint)
     if folder is None:
         raise CheckpointError(
-            "the checkpoint keeps no tokenizer", where=checkpoint, fix="name one with --tokenizer"
+            "the checkpoint has no tokenizer", where=checkpoint, fix="name one with --tokenizer"
         )
     return build_tokenizer(TokenizerConfig(model=str(folder)))

@@ -1,7 +1,4 @@
-"""The tasks of a run, asked of its student between steps.
-
-What an evaluation found, as a file and as a table.
-"""
+"""Tasks of a run, which measure its student between steps, and results as files and as a table."""
 
 from __future__ import annotations
 
@@ -26,31 +23,31 @@ _RUN_CODE: Final = ("humaneval_plus", "mbpp_plus")
 
 
 class RunTasks:
-    """An ``Evaluator``.
+    """An ``Evaluator`` over the tasks of a run.
 
     Args:
-        evaluation: Its tasks, whose files are read here, before a model is built.
+        evaluation: Section with the tasks, whose files are read here, before a model is built.
 
     Raises:
-        MegatronExtError: They cannot be read, or are no tasks that a run may ask.
+        MegatronExtError: Files cannot be read, or a task is not allowed in a run.
     """
 
     def __init__(self, evaluation: EvaluationConfig) -> None:
-        self._tasks = {name: _task(name, its) for name, its in evaluation.tasks.items()}
+        self._tasks = {name: _task(name, section) for name, section in evaluation.tasks.items()}
         self._micro_batch_size = evaluation.micro_batch_size
 
     def __call__(self, student: StudentToEvaluate) -> dict[str, float]:
-        """See ``Evaluator``. Collectives: those of the tasks' calls of ``LanguageModel``."""
+        """Metrics of all tasks. Collectives: those of the tasks' calls of ``LanguageModel``."""
         model = _language_model(student, self._micro_batch_size)
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         with _evaluating(student.chunk):
             for name, task in self._tasks.items():
-                found |= main_metrics(name, task.run(model).metrics)
-        return found
+                metrics |= main_metrics(name, task.run(model).metrics)
+        return metrics
 
 
 def main_metrics(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """``eval/NAME/METRIC`` without the parts of a metric: of MMLU's accuracy that of subjects."""
+    """``eval/NAME/METRIC`` without the parts of a metric, such as MMLU's accuracy by subject."""
     return {
         f"eval/{name}/{metric}": value
         for metric, value in metrics.items()
@@ -58,8 +55,8 @@ def main_metrics(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _task(name: str, its: EvaluationTaskConfig) -> Task:
-    kind, where = its.task or name, f"evaluation.tasks.{name}"
+def _task(name: str, section: EvaluationTaskConfig) -> Task:
+    kind, where = section.task or name, f"evaluation.tasks.{name}"
     if kind in _RUN_CODE:
         raise ConfigError(
             "a run does not execute code that its student writes",
@@ -69,17 +66,17 @@ def _task(name: str, its: EvaluationTaskConfig) -> Task:
         )
     return TASKS[kind](
         TaskOptions(
-            data=Path(its.data),
-            num_fewshot=its.num_fewshot,
-            few_shot_data=None if its.few_shot_data is None else Path(its.few_shot_data),
-            limit=its.limit,
-            max_new_tokens=its.max_new_tokens,
+            data=Path(section.data),
+            num_fewshot=section.num_fewshot,
+            few_shot_data=None if section.few_shot_data is None else Path(section.few_shot_data),
+            limit=section.limit,
+            max_new_tokens=section.max_new_tokens,
         )
     )
 
 
 def _language_model(student: StudentToEvaluate, micro_batch_size: int) -> MegatronLanguageModel:
-    # megatron-core takes seconds to load; a wrong path is said before.
+    # Imported late: megatron-core takes seconds to load, and wrong paths are reported before.
     from megatron_ext.evaluation.generation import Generator, TokenScorer
     from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
 
@@ -101,7 +98,7 @@ def _language_model(student: StudentToEvaluate, micro_batch_size: int) -> Megatr
 
 @contextmanager
 def _evaluating(chunk: Any) -> Iterator[None]:
-    """The chunk without dropout; each of its forward passes tells the watchdog of progress."""
+    """Evaluation mode while entered; each forward pass reports progress to the watchdog."""
     was_training = chunk.training
     hook = chunk.register_forward_pre_hook(lambda *_: rank_phase.tick())
     chunk.eval()
@@ -116,7 +113,7 @@ def write_results(path: Path, result: TaskResult, about: Mapping[str, Any]) -> N
     """Write metrics, counts and settings as JSON, whole or not at all.
 
     Args:
-        about: Task, data, checkpoint and how the model was run.
+        about: Task, data, checkpoint and settings of the model.
 
     Raises:
         DataError: It cannot be written.

@@ -1,11 +1,4 @@
-"""Megatron-LM's argument parser with our flags.
-
-The tokenizer's flags from the arguments that a checkpoint holds.
-
-The tokenizer that Megatron-LM saves inside a checkpoint.
-
-Megatron-LM's ``build_tokenizer`` with our tokenizers.
-"""
+"""Replacements for Megatron-LM's functions of tokenizer flags, building, saving and restoring."""
 
 from __future__ import annotations
 
@@ -33,7 +26,7 @@ from megatron_ext.training.tokenizer_arguments import (
 
 
 def with_our_flags(add_tokenizer_args: Callable[..., Any]) -> Callable[..., Any]:
-    """``_add_tokenizer_args`` that adds our flags besides its own, once the others are there."""
+    """``_add_tokenizer_args`` that adds our flags to its own, after all others."""
 
     @wraps(add_tokenizer_args)
     def add(parser: argparse.ArgumentParser, *args: Any, **options: Any) -> Any:
@@ -45,9 +38,9 @@ def with_our_flags(add_tokenizer_args: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _take_our_flags(parser: argparse.ArgumentParser) -> None:
-    """Let ``parser`` take our flags and settle what they say.
+    """Let ``parser`` take our flags, and set Megatron-LM's attributes from them.
 
-    They are added when it parses: a script adds flags of its own until then, some of them ours.
+    Flags are added when it parses, since a script adds its own until then, some of the same name.
     """
     parse = parser.parse_known_args
     has_legacy_tokenizers = "--legacy-tokenizer" in parser._option_string_actions
@@ -70,7 +63,7 @@ def _take_our_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _checkpoint_decides(namespace: Any) -> bool:
-    """Whether the arguments of a checkpoint will name another model, of another type."""
+    """Whether the arguments of a checkpoint will replace those of the tokenizer."""
     return bool(
         getattr(namespace, "use_checkpoint_args", False)
         and getattr(namespace, "use_tokenizer_model_from_checkpoint_args", True)
@@ -78,7 +71,7 @@ def _checkpoint_decides(namespace: Any) -> bool:
 
 
 def _keep_prompt_format(namespace: Any, config: TokenizerConfig) -> None:
-    """Say in the new flag alone, which checkpoints keep, what was said in the old one."""
+    """Move the prompt format of the old flag to the new one, which checkpoints keep."""
     if getattr(namespace, "tokenizer_type", None) is None and config.prompt_format is not None:
         namespace.tokenizer_prompt_format = config.prompt_format
         setattr(namespace, UNSPOKEN, sorted({*getattr(namespace, UNSPOKEN, ()), OLD_FORMAT}))
@@ -87,7 +80,7 @@ def _keep_prompt_format(namespace: Any, config: TokenizerConfig) -> None:
 def _imply_type(namespace: Any, config: TokenizerConfig) -> None:
     """Set ``tokenizer_type``, which Megatron-LM's scripts read, where new flags name a tokenizer.
 
-    Without it they would also put their own default in.
+    Without it scripts would set their own default.
     """
     if getattr(namespace, "tokenizer_type", None) is not None:
         return
@@ -106,9 +99,9 @@ def _imply_type(namespace: Any, config: TokenizerConfig) -> None:
 
 
 def _check_file(config: TokenizerConfig) -> None:
-    """Complain of the tokenizer's file here: a script may build it where nobody hears of it.
+    """Check the tokenizer's file early: a script may build it where an error is not seen.
 
-    ``preprocess_data.py`` of the main branch waits for ever for a process that failed.
+    ``preprocess_data.py`` of the main branch waits forever for a process that failed.
     """
     if config.model is None or config.vocab_file is not None:
         return
@@ -150,7 +143,7 @@ RESTORED: Final = (
     "tokenizer_template_variables",
     "tokenizer_type_implied",
 )
-"""Attributes that say with ``tokenizer_type`` and ``tokenizer_model`` which tokenizer it was."""
+"""Attributes that, with ``tokenizer_type`` and ``tokenizer_model``, determine the tokenizer."""
 
 
 def with_tokenizer_of_checkpoint(load_args: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,10 +171,10 @@ def _restore(args: Any, saved: Any) -> None:
 
 
 def with_whole_tokenizers(save_assets: Callable[..., Any]) -> Callable[..., Any]:
-    """``save_tokenizer_assets`` that saves all that rebuilds one of our tokenizers.
+    """``save_tokenizer_assets`` that saves one of our tokenizers whole.
 
-    The original goes by ``tokenizer_type`` and knows the files of some types. It stays for
-    checkpoints in an object store, which are no folders here.
+    The original goes by ``tokenizer_type`` and knows the files of some types. It is still used for
+    checkpoints in an object store, which have no local folder.
     """
 
     @wraps(save_assets)
@@ -193,7 +186,7 @@ def with_whole_tokenizers(save_assets: Callable[..., Any]) -> Callable[..., Any]
         try:
             tokenizer.save_pretrained(Path(checkpoint_path) / "tokenizer", overwrite=True)
         except TokenizerError as error:
-            # The checkpoint itself is complete: a run does not end for its tokenizer.
+            # The checkpoint itself is complete, so the run goes on.
             warnings.warn(f"the checkpoint has no tokenizer: {error}", stacklevel=2)
         return None
 
@@ -201,7 +194,7 @@ def with_whole_tokenizers(save_assets: Callable[..., Any]) -> Callable[..., Any]
 
 
 def with_our_tokenizers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A builder that takes the place of ``original``, which stays for ``--legacy-tokenizer``."""
+    """A builder in place of ``original``, which is still used for ``--legacy-tokenizer``."""
 
     @wraps(original)
     def build(args: Any, **overrides: Any) -> Any:
@@ -215,9 +208,9 @@ def with_our_tokenizers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set_padded_vocab_size(args: Any, vocab_size: int) -> None:
-    """Set ``args.padded_vocab_size``, which Megatron-LM's models read, unless it is settled.
+    """Set ``args.padded_vocab_size``, which Megatron-LM's models read, unless it is set.
 
-    A bare tokenizer configuration knows nothing of the model and is left as it is.
+    A bare tokenizer configuration, without the model's sizes, is left as it is.
     """
     if getattr(args, "padded_vocab_size", None) is not None:
         return

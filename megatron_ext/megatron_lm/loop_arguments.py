@@ -1,4 +1,4 @@
-"""What a configuration and Megatron-LM's arguments both say, and the flags that say it."""
+"""Settings that a configuration and Megatron-LM's arguments share, as flags and as checks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SPELLED: Final = {
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
-"""Arguments that flags of other names set."""
+"""Arguments whose flags have other names."""
 
 
 def loop_flags(config: DistillConfig, *, vocab_size: int) -> list[str]:
-    """Megatron-LM's flags for a run: all that ``check_arguments`` compares, and what it proposes.
+    """Megatron-LM's flags for a run: those that ``check_arguments`` compares, and proposals.
 
-    The optimizer's settings, the iterations and the seed are proposals: a later flag of a command
-    line takes the place of one.
+    The optimizer's settings, the iterations and the seed are proposals, which later flags of a
+    command line override.
 
     Args:
         vocab_size: The student's.
@@ -39,16 +39,16 @@ def loop_flags(config: DistillConfig, *, vocab_size: int) -> list[str]:
 
 
 def check_arguments(args: Any, config: DistillConfig) -> None:
-    """Check that Megatron-LM's arguments are of the run that is configured.
+    """Check that Megatron-LM's arguments agree with the configuration.
 
-    The model is among them: checkpoints keep the arguments, and whoever loads one builds the model
-    that they describe.
+    The model is included: checkpoints contain the arguments, and programs that load one build the
+    model that they describe.
 
     Args:
         args: Megatron-LM's namespace.
 
     Raises:
-        ConfigError: One of them is another, or asks for what this run cannot be.
+        ConfigError: An argument differs, or asks for something that distillation does not support.
     """
     for name, expected in _shared(config).items():
         given = getattr(args, name, expected)
@@ -95,7 +95,7 @@ def check_padded_vocab_size(args: Any, expected: int) -> None:
             where="--padded-vocab-size",
             got=given,
             expected=expected,
-            fix="set it so, or leave out the flags of a tokenizer",
+            fix="set it to that, or leave out the flags of a tokenizer",
         )
 
 
@@ -111,13 +111,13 @@ _ABSENT: Final[Mapping[str, Any]] = {
     "init_model_with_meta_device": False,
     "sft": False,
 }
-"""What Megatron-LM has and a run of ours does not, with the value that means its absence."""
+"""Arguments of features that our runs do not support, with the value that turns each off."""
 
 
 def _shared(config: DistillConfig) -> dict[str, Any]:
-    """By the names of Megatron-LM's arguments."""
+    """Settings that must be equal, by the names of Megatron-LM's arguments."""
     parallel, training, student = config.parallel, config.training, config.student
-    # Megatron-LM takes whole numbers alone: others are refused with the configuration.
+    # Megatron-LM accepts integers only; ``exclusions`` refuses other numbers.
     stretch = student.rotary_seq_len_interpolation_factor
     chunks = parallel.virtual_pipeline_model_parallel_size
     return {
@@ -155,7 +155,7 @@ def _shared(config: DistillConfig) -> dict[str, Any]:
 
 
 def _proposed(config: DistillConfig) -> dict[str, Any]:
-    """Likewise."""
+    """Settings that are proposed, by the names of Megatron-LM's arguments."""
     optimizer, training, student = config.optimizer, config.training, config.student
     return {
         "max_position_embeddings": student.seq_length,
@@ -182,7 +182,7 @@ def _proposed(config: DistillConfig) -> dict[str, Any]:
 
 
 def _vocabulary(config: DistillConfig, vocab_size: int) -> dict[str, Any]:
-    """It builds a tokenizer, which nothing of ours reads; the size of the head is the model's."""
+    """Flags of a tokenizer, which Megatron-LM builds and nothing reads, and the head's size."""
     return {
         "tokenizer_type": "NullTokenizer",
         "vocab_size": vocab_size,

@@ -1,7 +1,4 @@
-"""megatron-core's GPT dataset, trained where the loss mask beside the tokens says so.
-
-S sequence length.
-"""
+"""megatron-core's GPT dataset with a loss mask per token, from files. S sequence length."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from megatron_ext.errors import DataError
 
 
 class MaskedGPTDataset(GPTDataset):  # type: ignore[misc]
-    """A ``GPTDataset`` over what ``megatron-ext tokenize --tokenizer-mode sft`` wrote.
+    """A ``GPTDataset`` over the files of ``megatron-ext tokenize --tokenizer-mode sft``.
 
     Beside the tokens under ``PREFIX_document`` lies a dataset of the same shape under
     ``PREFIX_loss_mask`` that holds 1 for each trained token. It is read through the same document,
@@ -49,7 +46,7 @@ class MaskedGPTDataset(GPTDataset):  # type: ignore[misc]
         super().__init__(
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
-        # The same dataset, indices included, with masks for tokens; what pads a sample is 0.
+        # The same dataset and indices, with masks in place of tokens, and padding of 0.
         self._trained = copy.copy(self)
         self._trained.dataset = mask
         self._trained._pad_token_id = 0
@@ -58,12 +55,12 @@ class MaskedGPTDataset(GPTDataset):  # type: ignore[misc]
         """One sample: ``tokens``, ``labels``, ``loss_mask``, ``position_ids``, all [S].
 
         Args:
-            idx: Which; None for a sample that trains nothing, to fill a batch.
+            idx: Index of the sample; None for one that trains nothing, to fill a batch.
         """
         sample: dict[str, torch.Tensor] = super().__getitem__(idx)
         trained, _ = self._trained._query_document_sample_shuffle_indices(0 if idx is None else idx)
         if not self.config.add_extra_token_to_sequence:
-            # What the last position would predict is not in the sample.
+            # The token that the last position predicts is not in the sample.
             trained = np.append(trained, 0)
         predicted = torch.from_numpy(trained[1:]).to(sample["loss_mask"].dtype)
         return {**sample, "loss_mask": sample["loss_mask"] * predicted}

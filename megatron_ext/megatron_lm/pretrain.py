@@ -1,8 +1,8 @@
-"""Distillation under Megatron-LM's own loop: what its ``pretrain`` is given.
+"""Distillation under Megatron-LM's own loop: the functions that its ``pretrain`` takes.
 
-The configuration says what is learned: the student, its teachers, their tokenizers, the data and
-the loss. Megatron-LM's flags say how: its optimizer, schedule, logging and checkpoints. The layout
-and the batch sizes are in both, and must be the same.
+The configuration sets what is learned: the student, its teachers, their tokenizers, the data and
+the loss. Megatron-LM's flags set the rest: its optimizer, schedule, logging and checkpoints. The
+layout and the batch sizes are in both, and must be equal.
 
     distillation = PretrainDistillation.from_file("run.yaml", get_args)
     distillation.take_schedule(megatron.training.training)
@@ -14,10 +14,6 @@ and the batch sizes are in both, and must be the same.
         distillation.forward_step,
         extra_args_provider=distillation.add_arguments,
     )
-
-A model's output in the precision that it was computed in.
-
-A run's microbatches one after the other, as Megatron-LM's external data loaders give them.
 """
 
 from __future__ import annotations
@@ -62,9 +58,9 @@ from megatron_ext.typed_mapping import build_config
 
 
 class InItsPrecision:
-    """A model whose output is not made fp32, which ``Float16Module`` does with all logits.
+    """A model whose output keeps its precision, where ``Float16Module`` makes all logits fp32.
 
-    Our losses add up in fp32 whatever they read.
+    Our losses accumulate in fp32 in any case.
 
     Args:
         model: A chunk as Megatron-LM has wrapped it.
@@ -82,7 +78,7 @@ class InItsPrecision:
 
 
 _FILES = "*/train_dataloader_dprank*.pt"
-"""What Megatron-LM writes under ``--dataloader-save``, in the folder of an iteration."""
+"""Files that Megatron-LM writes under ``--dataloader-save``, in the folder of an iteration."""
 
 _STATE = "dataloader_state_dict"
 _POSITIONS = "positions"
@@ -90,12 +86,12 @@ _REPLICAS = "replicas"
 
 
 class TrainingStream:
-    """This replica's microbatches, without end.
+    """This replica's training microbatches, without end, for Megatron-LM's external data loader.
 
     Args:
-        done: Global batches that the run is through.
-        folder: ``--dataloader-save``, where checkpoints say what comes next; any layout can go on
-            from them. Without a state there, what the run is through is read again and left out.
+        done: Global batches that the run has trained on.
+        folder: ``--dataloader-save``, with the positions of checkpoints, from which any layout can
+            resume. Without it, the first ``done`` global batches are read again and skipped.
     """
 
     def __init__(self, trainer: Trainer, *, done: int, folder: str | None = None) -> None:
@@ -108,18 +104,18 @@ class TrainingStream:
         return self
 
     def __next__(self) -> Microbatch:
-        # Not before: of the streams of an interleaved pipeline's chunks only one is read.
+        # Opened late: of the streams of an interleaved pipeline's chunks only one is read.
         if self._microbatches is None:
             self._go_on()
             self._microbatches = self._endless()
         return next(self._microbatches)
 
     def save_state(self) -> dict[str, Any]:
-        """What Megatron-LM keeps of this replica beside a checkpoint; plain values."""
+        """State of this replica that Megatron-LM saves beside a checkpoint; plain values."""
         batches = self._trainer.batches
-        own = batches.positions()
+        positions = batches.positions()
         replicas = self._trainer.groups.dp_size
-        return {**batches.state([own]), _POSITIONS: own, _REPLICAS: replicas}
+        return {**batches.state([positions]), _POSITIONS: positions, _REPLICAS: replicas}
 
     def _endless(self) -> Iterator[Microbatch]:
         while True:
@@ -129,8 +125,8 @@ class TrainingStream:
         batches = self._trainer.batches
         saved = self._saved()
         if saved:
-            everywhere = [state.pop(_POSITIONS) for state in saved]
-            batches.load_state(batches.state(everywhere) | saved[0])
+            positions = [state.pop(_POSITIONS) for state in saved]
+            batches.load_state(batches.state(positions) | saved[0])
             return
         if self._done and self._trainer.groups.is_main:
             print(f"reading {self._done} global batches again, to go on behind them", flush=True)
@@ -138,7 +134,7 @@ class TrainingStream:
             batches.take()
 
     def _saved(self) -> list[dict[str, Any]]:
-        """Of every replica that saved; none where one is missing."""
+        """States of all replicas that saved; empty where one is missing."""
         if self._folder is None or not self._done:
             return []
         files = sorted(self._folder.glob(f"iter_{self._done:07d}/{_FILES}"))
@@ -147,7 +143,7 @@ class TrainingStream:
 
 
 class HeldOutStream:
-    """This replica's held-out microbatches, from the first again behind the last."""
+    """This replica's held-out microbatches, over and over."""
 
     def __init__(self, trainer: Trainer, held_out: HeldOut) -> None:
         self._trainer = trainer
@@ -161,7 +157,7 @@ class HeldOutStream:
         return next(self._microbatches)
 
     def __len__(self) -> int:
-        """Global batches, which Megatron-LM asks for under ``--full-validation``."""
+        """Number of global batches, which Megatron-LM asks for under ``--full-validation``."""
         return sum(1 for _ in self._held_out.global_batches(self._trainer.replica))
 
     def _endless(self) -> Iterator[Microbatch]:
@@ -176,15 +172,14 @@ _REPORTED: Final = ("loss", "ce", "kd")
 
 
 class PretrainDistillation:
-    """What Megatron-LM's ``pretrain`` calls, for one run.
+    """The providers and the forward step that Megatron-LM's ``pretrain`` calls, for one run.
 
     Args:
-        config: What is learned.
-        arguments: Returns Megatron-LM's arguments once there are any; ``megatron.training``'s
-            ``get_args``.
+        config: Configuration of the run.
+        arguments: Returns Megatron-LM's parsed arguments; ``megatron.training``'s ``get_args``.
 
     Raises:
-        ConfigError: A setting that only our own loop has.
+        ConfigError: A setting is supported by our own loop only.
     """
 
     def __init__(self, config: DistillConfig, arguments: Callable[[], Any]) -> None:
@@ -201,10 +196,10 @@ class PretrainDistillation:
 
     @classmethod
     def from_file(cls, path: str | Path, arguments: Callable[[], Any]) -> PretrainDistillation:
-        """From the YAML file of ``megatron-ext distill``.
+        """The run of a YAML file of ``megatron-ext distill``.
 
         Raises:
-            ConfigError: The file is no such configuration.
+            ConfigError: The file is not such a configuration.
         """
         values, where = read_config_file(path)
         return cls(build_config(DistillConfig, values, where), arguments)
@@ -212,35 +207,35 @@ class PretrainDistillation:
     def flags(self) -> list[str]:
         """Megatron-LM's flags for the run; those of a command line may follow them.
 
-        The layout, the batch sizes and the student's sizes are checked again later: another value
-        of one of these is an error.
+        The layout, the batch sizes and the student's sizes are checked later: another value is an
+        error.
         """
         tokenizer = build_tokenizer(self.config.tokenizer)
         return loop_flags(self.config, vocab_size=tokenizer.vocab_size)
 
     @staticmethod
     def add_arguments(parser: Any) -> Any:
-        """``--dataloader-save``, which Megatron-LM heeds but leaves to scripts to define.
+        """Add ``--dataloader-save``, which Megatron-LM reads but leaves to scripts to define.
 
-        For its ``extra_args_provider``.
+        For ``extra_args_provider``.
         """
         if "--dataloader-save" not in parser._option_string_actions:
             parser.add_argument_group("distillation").add_argument(
                 "--dataloader-save",
                 metavar="FOLDER",
-                help="where checkpoints say what text comes next",
+                help="folder for the position in the data of each checkpoint",
             )
         return parser
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, **options: Any
     ) -> GPTModel:
-        """The student's next chunk; with the last one everything that teaches it.
+        """The student's next chunk; the last one also builds teachers, data and loss.
 
         Args:
-            pre_process: Whether it embeds tokens; ours knows from the layout.
-            post_process: Whether it has the head.
-            options: ``vp_stage`` and what releases pass besides.
+            pre_process: Unused; the layout decides whether the chunk embeds tokens.
+            post_process: Unused; the layout decides whether it has the head.
+            options: ``vp_stage``, and others that depend on the release.
 
         Collectives: those of ``training.distill.build_trainer_around``, with the last chunk.
         """
@@ -277,11 +272,11 @@ class PretrainDistillation:
     def datasets_provider(
         self, train_val_test_num_samples: Sequence[int], vp_stage: int | None = None
     ) -> tuple[TrainingStream, HeldOutStream | None, None]:
-        """Microbatches without end, of the training text and of what is held out.
+        """Streams of microbatches of the training and the held-out text, without end.
 
-        For ``--dataloader-type external``, which passes them through. Every rank reads its own.
-        With ``--dataloader-save`` a run goes on where its checkpoint was; else it reads again what
-        it is through.
+        For ``--dataloader-type external``, which passes them through. Every rank reads its own
+        part. With ``--dataloader-save`` a run resumes at the position of its checkpoint; otherwise
+        it reads the earlier text again and skips it.
         """
         trainer = self._built()
         args = self._arguments()
@@ -293,7 +288,7 @@ class PretrainDistillation:
             None,
         )
 
-    # Every tensor- and pipeline-parallel rank has microbatches, not the first alone.
+    # Every tensor- and pipeline-parallel rank reads microbatches, not only the first.
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
     def forward_step(
@@ -306,15 +301,15 @@ class PretrainDistillation:
     def _scaled(
         self, loss: Callable[..., Any], output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Of every microbatch one token, by whose number Megatron-LM divides the gradient.
+        """The loss scaled for Megatron-LM, which divides gradients by a number of tokens.
 
-        What it logs it divides by a sum of counts: a term that is divided already counts as this
-        microbatch's part of one.
+        Each microbatch reports one token. Logged terms are divided by their summed counts, so a
+        term that is divided already reports this microbatch's share of one.
         """
         total, no_tokens, report = loss(output)
-        part = torch.full_like(total, 1 / self._scale, dtype=torch.float32)
+        share = torch.full_like(total, 1 / self._scale, dtype=torch.float32)
         terms = {
-            name: torch.stack([value.float(), part if name in self._divided else count.float()])
+            name: torch.stack([value.float(), share if name in self._divided else count.float()])
             for name, (value, count) in report.metrics.items()
             if name in _REPORTED
         }
@@ -329,20 +324,20 @@ class PretrainDistillation:
     def take_schedule(self, module: ModuleType) -> None:
         """Let the teachers' schedules run before the student's in ``megatron.training.training``.
 
-        A forward step cannot: by then a stage of a pipeline waits for another.
+        A forward step cannot run them: by then a stage of a pipeline waits for another.
         """
         original = module.get_forward_backward_func
 
         def get_forward_backward_func(*arguments: Any, **options: Any) -> Callable[..., Any]:
-            return self._with_lessons(original(*arguments, **options))
+            return self._with_targets(original(*arguments, **options))
 
         module.get_forward_backward_func = get_forward_backward_func  # type: ignore[attr-defined]
 
-    def _with_lessons(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_targets(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
         def run(**options: Any) -> Any:
             trainer = self._built()
             streams, model = options["data_iterator"], options["model"]
-            # Of an interleaved pipeline's streams, one for each chunk, which all are alike.
+            # An interleaved pipeline has a stream for each chunk; all are alike.
             stream = streams[0] if isinstance(streams, list) else streams
             count = options["num_microbatches"]
             microbatches = trainer.with_targets([next(stream) for _ in range(count)])
@@ -356,7 +351,7 @@ class PretrainDistillation:
         return run
 
     def _start(self) -> None:
-        """Read everything once Megatron-LM has made its process groups."""
+        """Check arguments and read the inputs, after Megatron-LM has made its process groups."""
         announce_device(require_gpu=self.config.training.require_gpu)
         check_arguments(self._arguments(), self.config)
         self._inputs = read_inputs(self.config, world_size=launched_processes())

@@ -1,8 +1,7 @@
-"""A script of Megatron-LM's, run in this process as Python would run it.
+"""Megatron-LM's scripts, run in this process with some of its functions replaced.
 
-What of Megatron-LM is replaced for it is a table, in the layouts of its releases.
-
-Functions of modules replaced as the modules are imported, whichever of them there are.
+Functions are replaced as their modules are imported. The table of patches names those of several
+releases; modules that a release does not have are never imported.
 """
 
 from __future__ import annotations
@@ -31,23 +30,21 @@ from megatron_ext.megatron_lm.arguments import (
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A function of a module and what takes its place."""
+    """A function of a module and its replacement."""
 
     module: str
     function: str
     replace: Callable[[Any], Any]
-    """The original -> what takes its place."""
+    """Makes the replacement from the original."""
     optional: bool = False
-    """Whether the module does without the function in some releases."""
+    """Whether some releases lack the function."""
 
 
 class PatchedModules(MetaPathFinder):
-    """Finds the modules of ``patches`` where the other finders do, and patches them once executed.
-
-    A module that is never imported costs nothing, so the patches may name modules of many releases.
+    """A finder of modules that patches those of ``patches`` after their execution.
 
     Args:
-        patches: What to replace.
+        patches: Functions to replace, by module.
     """
 
     def __init__(self, patches: Iterable[Patch]) -> None:
@@ -81,7 +78,7 @@ class PatchedModules(MetaPathFinder):
                 _rebind(original, replacement)
 
     def _patch(self, module: ModuleType) -> list[tuple[Any, Any]]:
-        """Patch one module; the originals and what took their place."""
+        """Patch one module; return the originals and their replacements."""
         replaced = []
         for patch in self._patches[module.__name__]:
             original = getattr(module, patch.function, None)
@@ -101,7 +98,7 @@ class PatchedModules(MetaPathFinder):
 
 
 class _PatchingLoader(Loader):
-    """A loader that patches the module it has executed."""
+    """A loader that patches the module after executing it."""
 
     def __init__(self, loader: Loader, patch: Callable[[ModuleType], object]) -> None:
         self._loader = loader
@@ -115,7 +112,7 @@ class _PatchingLoader(Loader):
         self._patch(module)
 
     def __getattr__(self, name: str) -> Any:
-        # Sources and resources of the module are the real loader's.
+        # Sources and resources of the module come from the real loader.
         return getattr(self._loader, name)
 
 
@@ -155,10 +152,10 @@ PATCHES: Final = (
 
 
 def install() -> None:
-    """Put our flags and tokenizers under Megatron-LM, in this process and those it forks.
+    """Give Megatron-LM our flags and tokenizers, in this process and those it forks.
 
-    It may be called before or after Megatron-LM is imported, and more than once. Nothing is
-    imported by it, and no file is touched.
+    It may be called before or after Megatron-LM is imported, and more than once. It imports nothing
+    and changes no file.
     """
     if any(isinstance(finder, PatchedModules) for finder in sys.meta_path):
         return
@@ -168,7 +165,7 @@ def install() -> None:
 
 
 SCRIPT_VARIABLE: Final = "MEGATRON_EXT_SCRIPT"
-"""Environment variable that tells the processes a script starts which script that is."""
+"""Environment variable with the path of the script, for the processes that it starts."""
 
 _SPAWNED: Final = f"{__package__}.spawned_script"
 
@@ -213,7 +210,7 @@ def _search_path(file: Path, path: Sequence[str]) -> list[str]:
 
 
 def _prepare_processes(file: Path) -> None:
-    """Let processes that are spawned, not forked, install the patches before the script."""
+    """Make spawned processes install the patches before they run the script."""
     os.environ[SCRIPT_VARIABLE] = str(file)
     prepare = multiprocessing.spawn.get_preparation_data
 

@@ -1,7 +1,7 @@
-"""The main module of a process that a script spawned: the script's, under the patches.
+"""The main module of a process that a script spawned: the script, with patches installed.
 
 ``multiprocessing`` runs it under the name ``__mp_main__`` and takes its names for the script's, so
-it has none of its own but those that start with an underscore.
+all of its own names start with an underscore.
 """
 
 import os as _os

@@ -86,7 +86,7 @@ class KeptTokenizer:
         )
 
     def files(self) -> dict[str, bytes]:
-        """Its files and chat template, by the names that transformers reads."""
+        """Files and chat template of the tokenizer, by the names that transformers reads."""
         if self.tokenizer is None:
             return {}
         names = file_names(self.tokenizer)

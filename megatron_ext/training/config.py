@@ -32,13 +32,13 @@ TEACHER: Final = "teacher"
 class ModelConfig:
     """A dense decoder-only transformer (megatron-core ``GPTModel``).
 
-    Of a model whose weights come from HuggingFace, what is not given is taken from its
+    For a model whose weights come from HuggingFace, keys that are left out are taken from its
     ``config.json``.
     """
 
     hf: str | None = None
-    """HuggingFace folder whose config.json says what is not given here; that of the model's
-    checkpoint when not given."""
+    """HuggingFace folder whose config.json gives the keys that are left out here; that of the
+    model's checkpoint when not given."""
 
     num_layers: int
     """Transformer layers, over all pipeline stages."""
@@ -62,7 +62,7 @@ class ModelConfig:
     """Longest sequence in this model's own tokens."""
 
     position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
-    """How positions enter the model."""
+    """Encoding of positions."""
 
     rotary_base: int = 10000
     """Base period of rotary embeddings."""
@@ -80,18 +80,18 @@ class ModelConfig:
     """Base period of rotary embeddings in the layers with a window (Gemma 3)."""
 
     full_attention_interval: int | None = None
-    """Every how many layers one sees all, where the others have a window and
+    """Interval of layers with full attention; the others have a window and
     ``local_rotary_base``."""
 
     window_size: int | None = None
-    """Tokens that attention sees in the layers that do not see all. megatron-core has no such
-    layers beside masks, so ``seq_length`` must not be longer: up to there they see all."""
+    """Tokens of the window, in layers without full attention. megatron-core cannot combine such
+    layers with masks, so ``seq_length`` must not be longer: up to that length all attend to all."""
 
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Normalisation of every layer."""
 
     layernorm_epsilon: float = 1e-5
-    """What normalisations add to the variance."""
+    """Constant that normalisations add to the variance."""
 
     layernorm_zero_centered_gamma: bool = False
     """Weights of normalisations are added to one (Gemma)."""
@@ -100,7 +100,7 @@ class ModelConfig:
     """Normalise each head's query and key (Qwen3)."""
 
     post_layernorms: bool = False
-    """Normalise what attention and feed-forward layers return, too (Gemma 3)."""
+    """Normalise the outputs of attention and feed-forward layers too (Gemma 3)."""
 
     softmax_scale: float | None = None
     """Factor of attention scores; 1 / sqrt(kv_channels) when not given."""
@@ -112,7 +112,7 @@ class ModelConfig:
     """Gated SiLU feed-forward layers; GELU otherwise."""
 
     gate_activation: Literal["silu", "gelu_tanh"] = "silu"
-    """What the gate of ``swiglu`` layers goes through: SiLU, or GELU in its tanh form (Gemma)."""
+    """Activation of the gate in ``swiglu`` layers: SiLU, or GELU in its tanh form (Gemma)."""
 
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of hidden_size (Gemma)."""
@@ -124,8 +124,8 @@ class ModelConfig:
     """Standard deviation of the initial weights."""
 
     vocab_size: int | None = None
-    """Rows that the embedding has at least, as in checkpoints with more rows than their tokenizer
-    has ids; as many as ids when not given."""
+    """Least number of rows of the embedding, for checkpoints with more rows than their tokenizer
+    has ids; the number of ids when not given."""
 
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
@@ -204,15 +204,15 @@ class TeacherConfig:
     HuggingFace folder."""
 
     allow_other_tokenizer: bool = False
-    """Take the checkpoint though it was trained with another tokenizer, or has too few rows for
-    this one; an error otherwise."""
+    """Accept a checkpoint that was trained with another tokenizer, or has too few rows for this
+    one; an error otherwise."""
 
     objective: str | None = None
     """Objective for this teacher; ``loss.objective`` when not given."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of this teacher's objective: beside those of ``loss.options``, or in their place
-    where it has an objective of its own."""
+    """Options of this teacher's objective, added to ``loss.options``, or in their place where the
+    teacher has an objective of its own."""
 
     temperature: float | None = None
     """Temperature for this teacher; ``loss.temperature`` when not given."""
@@ -228,15 +228,15 @@ class TeacherConfig:
     there and its model is not built."""
 
     library: Literal["megatron", "huggingface"] = "megatron"
-    """What runs the model: megatron-core, in the layout of its ranks, or transformers, whole on
-    each device, for any causal language model of a HuggingFace folder."""
+    """Library that runs the model: megatron-core, in the layout of its ranks, or transformers,
+    whole on each device, for any causal language model of a HuggingFace folder."""
 
     offload: bool = False
     """Keep the weights in the host's memory between one global batch and the next."""
 
     placement: Placement = "student_ranks"
-    """Where the model runs: on the student's ranks, on ranks of its own of the same launch, in a
-    process beside each replica of the student, or on a server that was started before."""
+    """Place of the model: the student's ranks, ranks of its own in the same launch, a process
+    beside each replica of the student, or a server that was started before."""
 
     serving: ServingConfig = field(default_factory=ServingConfig, metadata={"prefix": "serving-"})
 
@@ -262,7 +262,7 @@ class TeacherConfig:
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class ParallelConfig:
-    """How one model is spread over processes; what is left over is data parallelism."""
+    """Parallelism of one model; the remaining factor of the processes is data parallelism."""
 
     tensor_model_parallel_size: int = 1
     """Processes that share each layer and the vocabulary."""
@@ -271,8 +271,8 @@ class ParallelConfig:
     """Pipeline stages."""
 
     virtual_pipeline_model_parallel_size: int = 1
-    """Model chunks of a pipeline rank, which megatron-core's interleaved schedule takes turns with;
-    1 for the plain schedule."""
+    """Model chunks of a pipeline rank, for megatron-core's interleaved schedule; 1 for the plain
+    schedule."""
 
     context_parallel_size: int = 1
     """Processes that share every sequence, of the student and of the teachers."""
@@ -287,12 +287,12 @@ class ParallelConfig:
     """Sum gradients over replicas while the backward pass still runs."""
 
     overlap_param_gather: bool = False
-    """Gather what replicas updated while the next forward pass runs; needs
+    """Gather updated weights from replicas while the next forward pass runs; needs
     ``use_distributed_optimizer`` and ``overlap_grad_reduce``."""
 
     distributed_timeout_minutes: int = 30
-    """How long nothing may happen on a rank before the run ends with an error that says which rank
-    waits where."""
+    """Longest time without progress on a rank, in minutes, before the run ends with an error that
+    says which rank waits where."""
 
     @property
     def layout(self) -> Layout:
@@ -400,30 +400,30 @@ class DataConfig:
     needs a ``prompt_format`` (``auto``: its own chat template), or the mode ``sft``."""
 
     messages_key: str | None = None
-    """Field of a record that holds the turns of a conversation; told of each record when not
+    """Field of a record that holds the turns of a conversation; detected for each record when not
     given."""
 
     indexed_tokenizer: str | None = None
-    """What made the ids of a ``.bin`` that has no report of ``megatron-ext tokenize`` beside it:
+    """Tokenizer of the ids of a ``.bin`` that has no report of ``megatron-ext tokenize`` beside it:
     ``student``, the name of a teacher, or a tokenizer file or folder."""
 
     append_eod: bool = True
     """End every document with the end-of-document token."""
 
     packing: bool = False
-    """Fill rows with several documents, apart in attention."""
+    """Fill rows with several documents, which do not attend to one another."""
 
     num_workers: int = 0
     """Processes on each rank that read, tokenize and align ahead; 0 for none."""
 
     index_cache: str | None = None
-    """Folder for where the documents of the files are; beside the first file when not given."""
+    """Folder for indices of the files' documents; beside the first file when not given."""
 
     alignment_cache: str | None = None
     """Folder for tokens and alignments by content, for all ranks and runs; none when not given."""
 
     bad_documents: Literal["stop", "skip"] = "stop"
-    """What becomes of a document that cannot be read: an error with its place, or a line in
+    """Treatment of a document that cannot be read: an error with its place, or a line in
     ``quarantine.jsonl`` of the run."""
 
     def __post_init__(self) -> None:
@@ -434,45 +434,45 @@ class DataConfig:
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class LossConfig:
-    """What is minimised: ``kd_weight * KD / count + ce_weight * CE / tokens``, counts global."""
+    """The loss, ``kd_weight * KD / count + ce_weight * CE / tokens``, with global counts."""
 
     objective: str = "projected_kl"
     """Distillation objective, a name of docs/losses.md, or ``next_token`` to train without a
     teacher."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the objective, see docs/losses.md; as a flag ``'{"top_k": 32}'``, which takes the
-    place of all that the file has here."""
+    """Options of the objective, see docs/losses.md; as a flag ``'{"top_k": 32}'``, which replaces
+    all options of the file."""
 
     temperature: float | None = None
     """Temperature of both models in the distillation term; the objective's own when not given."""
 
     kd_weight: float = 1.0
-    """Weight of the distillation term, a mean over what the objective counts."""
+    """Weight of the distillation term, a mean over the chunks or labels of the objective."""
 
     ce_weight: float = 1.0
     """Weight of the next-token cross-entropy, per token."""
 
     weighting: Literal["fixed", "scheduled", "matched", "gradient_magnitude"] = "fixed"
-    """How the two weights go on from step to step: as they are, by a schedule, with distillation
-    matched to the size of cross-entropy, or both by the size of their gradients."""
+    """Course of the two weights over the steps: fixed, by a schedule, with distillation matched to
+    the size of cross-entropy, or both by the size of their gradients."""
 
     weighting_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the weighting, see docs/losses.md; as a flag ``'{"kd_schedule": "cosine"}'``."""
 
     teacher_mode: Literal["sum", "averaged_logits", "select_teacher"] = "sum"
-    """What several teachers are together: a weighted sum of their terms, one teacher with the mean
-    of their logits, or for each row the teacher that knows its text best."""
+    """Combination of several teachers: a weighted sum of their terms, one teacher with the mean of
+    their logits, or for each row the teacher that predicts its text best."""
 
     teacher_weights: Literal["static", "bits_per_byte", "entropy", "max_prob"] = "static"
-    """Weights of several teachers in a sum: their own, or by how well each knows the text of a
-    global batch."""
+    """Weights of several teachers in a sum: the configured ones, or by how well each predicts the
+    text of a global batch."""
 
     teacher_weights_alpha: float = 1.0
-    """How strongly teacher_weights follow the texts; 0 for equal weights."""
+    """Strength with which teacher_weights follow the texts; 0 for equal weights."""
 
     vocab_normalisation: Literal["none", "log_vocab", "nemo"] = "none"
-    """What the sizes of the teachers' vocabularies do to their weights in a sum."""
+    """Normalisation of the teachers' weights in a sum by the sizes of their vocabularies."""
 
     learned_projection: bool = False
     """Train the shares of the projection's inexact rows with the student (projected_kl)."""
@@ -504,7 +504,7 @@ class LossConfig:
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class TrainingConfig:
-    """The loop."""
+    """The training loop."""
 
     train_iters: int
     """Optimizer steps."""
@@ -519,30 +519,30 @@ class TrainingConfig:
     """Parameter and activation dtype; gradients are accumulated in fp32."""
 
     vocabulary_layout: Literal["original", "co_sharded"] = "original"
-    """Order of the heads' rows while the run trains: that of the token ids, or one in which the
-    tokens that both models have lie side by side on each rank. Losses and checkpoints are the same,
-    see docs/projection.md. Needs an objective with a projection."""
+    """Order of the heads' rows during training: that of the token ids, or one in which tokens that
+    both models have are on the same rank. Losses and checkpoints are the same, see
+    docs/projection.md. Needs an objective with a projection."""
 
     variable_seq_lengths: bool = False
     """Make the rows of a microbatch only as long as its longest, instead of ``seq_length``. Losses
     are the same."""
 
     seq_length_multiple: int = 64
-    """What rows of variable length are filled up to a multiple of, at most to ``seq_length``."""
+    """Multiple to which rows of variable length are padded, at most to ``seq_length``."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activations of the student that the backward pass computes again instead of keeping: those of
     whole layers, or those of the attention alone; none when not given."""
 
     recompute_method: Literal["uniform", "block"] | None = None
-    """Which layers ``full`` is for: all, ``recompute_num_layers`` at a time, or the first
+    """Layers that ``full`` recomputes: all, ``recompute_num_layers`` at a time, or the first
     ``recompute_num_layers`` of every chunk of a stage."""
 
     recompute_num_layers: int | None = None
     """Layers of ``recompute_method``."""
 
     require_gpu: bool = False
-    """Refuse to start where no CUDA device is visible; such a run goes on the CPU otherwise."""
+    """Refuse to start where no CUDA device is visible; otherwise the run uses the CPU."""
 
     seed: int = 1234
     """Seed of the initial weights and of the order of the data."""
@@ -567,7 +567,7 @@ class TrainingConfig:
     """Write checkpoints in the background while training goes on."""
 
     nan_policy: Literal["stop", "skip"] = "stop"
-    """What becomes of an iteration whose loss or gradient is not finite: the end of the run, or no
+    """Treatment of an iteration whose loss or gradient is not finite: the end of the run, or no
     update, counted as ``skipped_iterations``."""
 
     max_consecutive_skips: int = 10
@@ -597,7 +597,7 @@ class DistillConfig:
     """One run of ``megatron-ext distill``."""
 
     run_dir: str
-    """Folder for checkpoints, metrics, plot and projection; a run that is there is resumed."""
+    """Folder for checkpoints, metrics, plot and projection; a run in the folder is resumed."""
 
     tokenizer: TokenizerConfig = field(metadata={"prefix": "tokenizer-"})
 
@@ -624,8 +624,8 @@ class DistillConfig:
     when not given."""
 
     allow_other_tokenizer: bool = False
-    """Take first weights though they were trained with another tokenizer, or have too few rows for
-    this one; an error otherwise."""
+    """Accept first weights that were trained with another tokenizer, or have too few rows for this
+    one; an error otherwise."""
 
     projection: str | None = None
     """Projection file (safetensors, or .pt of NeMo RL's tools); built once into ``run_dir`` when

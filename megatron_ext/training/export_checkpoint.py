@@ -122,12 +122,12 @@ class _Targets(LoadPlanner):
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing more: it was read in place."""
+        """Do nothing: the tensor was read in place."""
 
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing: plans are made beforehand."""
+        """Do nothing: plans are made beforehand."""
 
     def create_local_plan(self) -> LoadPlan:
         """Never asked for."""
@@ -147,7 +147,7 @@ class _Targets(LoadPlanner):
 
 
 def _chunk(stored: TensorStorageMetadata, layer: int | None) -> ChunkStorageMetadata:
-    """All of a tensor, or one layer of it."""
+    """The rectangle of a whole tensor, or of one layer of it."""
     offsets, sizes = [0] * len(stored.size), list(stored.size)
     if layer is not None:
         offsets[0], sizes[0] = layer, 1

@@ -41,7 +41,7 @@ class ZeroCenteredNorm(torch.nn.RMSNorm):
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the shape and dtype of ``x``."""
+        """Normalise ``x``; the result has its shape and dtype."""
         weight = 1.0 + self.weight.float()
         return functional.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
 
@@ -88,7 +88,7 @@ class WindowAttention(SelfAttention):  # type: ignore[misc]
         rotary_pos_emb: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """As ``SelfAttention``, whose rotary embeddings [T, 1, 1, width] are the other layers'."""
+        """Attend as ``SelfAttention``, with ``rotary_pos_emb`` [T, 1, 1, width] of full layers."""
         if self.local_rotary is not None and rotary_pos_emb is not None:
             rotary_pos_emb = self.local_rotary(rotary_pos_emb.shape[0])
         return super().forward(

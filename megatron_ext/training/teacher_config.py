@@ -15,38 +15,37 @@ STUDENT_RANKS: Final = "student_ranks"
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class ServingConfig:
-    """A teacher with a ``placement`` other than ``student_ranks``: its ranks and what it sends."""
+    """Ranks and targets of a teacher with a ``placement`` other than ``student_ranks``."""
 
     ranks: int | None = None
-    """Processes of the launch that ``own_ranks`` are, the last ones; several teachers' follow one
-    another in the order of the configuration."""
+    """Number of processes of ``own_ranks``, the last ones of the launch; those of several teachers
+    follow one another in the order of the configuration."""
 
     tensor_model_parallel_size: int = 1
-    """Processes that share each layer of the teacher, of its own ranks or of a server."""
+    """Processes that share each layer of the teacher, on its own ranks or a server."""
 
     pipeline_model_parallel_size: int = 1
     """Pipeline stages of the teacher, likewise."""
 
     targets: Literal["hidden", "topk", "label"] = "hidden"
-    """What is sent of each token: the last hidden state, the most probable tokens with the
-    log-normaliser, or the log-probability of the label."""
+    """Targets that are sent for each token: the last hidden state, the most probable tokens with
+    the log-normaliser, or the log-probability of the label."""
 
     top_k: int = 64
-    """How many tokens ``topk`` sends for each position."""
+    """Number of tokens that ``topk`` sends for each position."""
 
     target_precision: Literal["fp32", "fp16", "bf16"] | None = None
     """Precision of the hidden states or logits that are sent; when not given, the run's own for
     ``hidden`` and fp16 for ``topk``."""
 
     prefetch: int = 1
-    """Global batches that the teacher is asked for ahead of the one that the student learns from;
-    0 for none."""
+    """Global batches that are requested ahead of the one that the student trains on; 0 for none."""
 
     address: tuple[str, ...] = ()
-    """Where ``server`` listens, HOST:PORT; of a server with several replicas, each one's."""
+    """Address of ``server``, HOST:PORT; one for each replica of it."""
 
     root_certificate: str | None = None
-    """PEM file that the certificate of ``server`` is checked by: itself, or that of who signed it.
+    """PEM file that verifies the certificate of ``server``: that certificate, or its signer's.
     Without it connections are not encrypted."""
 
     token_file: str | None = None
@@ -54,8 +53,7 @@ class ServingConfig:
     environment variable MEGATRON_EXT_TEACHER_KEY."""
 
     plain_connection: bool = False
-    """Let ``server`` and its students talk without TLS beyond one machine, over a network that is
-    trusted."""
+    """Allow connections between ``server`` and its students without TLS, over a trusted network."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -170,13 +168,13 @@ class EvaluationTaskConfig:
     """Solved examples before each item; the task's own number when not given."""
 
     few_shot_data: str | None = None
-    """Where these are taken from."""
+    """File or folder of the solved examples."""
 
     limit: int | None = None
-    """Items at most, the first ones; all when not given."""
+    """Most items, the first ones; all when not given."""
 
     max_new_tokens: int | None = None
-    """Of completions; the task's own number when not given."""
+    """Most tokens of a completion; the task's own number when not given."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_fewshot", 0), ("limit", 1), ("max_new_tokens", 1)):
@@ -187,11 +185,11 @@ class EvaluationTaskConfig:
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class EvaluationConfig:
-    """Tasks between steps; none unless given."""
+    """Tasks that measure the student between steps; none by default."""
 
     tasks: Mapping[str, EvaluationTaskConfig] = field(default_factory=dict)
     """Tasks by name: ``bits_per_byte``, ``mmlu`` or ``gsm8k``, each a section with ``data``; a
-    section of any other name says which with ``task``."""
+    section with another name gives the task with ``task``."""
 
     interval: int = 1000
     """Iterations between measurements by the tasks; one is always made at the end."""

@@ -1,4 +1,4 @@
-"""Tasks by name; a file for each."""
+"""Tasks by name, in a file each."""
 
 from megatron_ext.evaluation.tasks.registry import TASKS
 from megatron_ext.evaluation.tasks.task import Task, TaskOptions, TaskResult

@@ -33,17 +33,19 @@ _FLEXIBLE: Final = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 
 
 class Problem(NamedTuple):
-    """One item."""
+    """One item of GSM8K."""
 
     question: str
     answer: str
 
 
 class Gsm8k:
-    """A file of problems; examples come from ``few_shot_data``, or from ``train`` beside ``test``.
+    """GSM8K over a file of problems.
+
+    Examples come from ``few_shot_data``, or from ``train`` beside ``test``.
 
     Raises:
-        DataError: They cannot be read, or are too few.
+        DataError: Files cannot be read, or there are too few examples.
     """
 
     def __init__(self, options: TaskOptions) -> None:
@@ -63,12 +65,12 @@ class Gsm8k:
             )
 
     def prompt(self, problem: Problem) -> str:
-        """What is to be solved, behind what is."""
+        """The prompt of a problem, behind the solved examples."""
         solved = [f"{_question(example)} {example.answer}" for example in self._examples]
         return "\n\n".join([*solved, _question(problem)])
 
     def run(self, model: LanguageModel) -> TaskResult:
-        """Generate and compare numbers."""
+        """Generate solutions and compare their numbers."""
         options = self._options
         completions = model.generate(
             [self.prompt(problem) for problem in self._problems],
@@ -111,14 +113,14 @@ class Gsm8k:
 
 def strict_number(completion: str) -> str:
     """The first number behind ``####``; ``[invalid]`` where there is none."""
-    found = _STRICT.search(completion)
-    return found[1] if found else "[invalid]"
+    match = _STRICT.search(completion)
+    return match[1] if match else "[invalid]"
 
 
 def flexible_number(completion: str) -> str:
-    """The last thing that looks like a number."""
-    found = _FLEXIBLE.findall(completion)
-    return str(found[-1]) if found else "[invalid]"
+    """The last number-like string; ``[invalid]`` where there is none."""
+    matches = _FLEXIBLE.findall(completion)
+    return str(matches[-1]) if matches else "[invalid]"
 
 
 def normalised(answer: str) -> str:

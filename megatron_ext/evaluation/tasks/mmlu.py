@@ -38,17 +38,17 @@ _SHOTS: Final = 5
 
 
 class Question(NamedTuple):
-    """One item."""
+    """One item of MMLU."""
 
     subject: str
-    """With spaces."""
+    """Name with spaces in place of underscores."""
 
     text: str
     choices: tuple[str, ...]
     answer: int
 
     def block(self) -> str:
-        """Without its answer."""
+        """The block of the prompt, without its answer."""
         lines = [
             f"{letter}. {choice}" for letter, choice in zip(_LETTERS, self.choices, strict=True)
         ]
@@ -56,13 +56,13 @@ class Question(NamedTuple):
 
 
 class Mmlu:
-    """A file of one subject or several, or a folder of such files.
+    """MMLU over a file of one subject or several, or a folder of such files.
 
     Examples come from files named for ``dev`` beside those named for ``test``, or from
     ``few_shot_data``.
 
     Raises:
-        DataError: They cannot be read, or a subject has too few examples.
+        DataError: Files cannot be read, or a subject has too few examples.
     """
 
     def __init__(self, options: TaskOptions) -> None:
@@ -87,7 +87,7 @@ class Mmlu:
                 )
 
     def prompt(self, question: Question) -> str:
-        """What a letter is put behind."""
+        """The prompt of a question, which ends before the letter of the answer."""
         examples = self._examples[question.subject][: self.num_fewshot]
         subject = question.subject
         return "\n\n".join(
@@ -121,10 +121,10 @@ class Mmlu:
                     "nats": nats,
                 }
             )
-        by_subject = {subject: mean(found) for subject, found in sorted(right.items())}
+        by_subject = {subject: mean(values) for subject, values in sorted(right.items())}
         return TaskResult(
             metrics={
-                "accuracy": mean([value for found in right.values() for value in found]),
+                "accuracy": mean([value for values in right.values() for value in values]),
                 "accuracy_over_subjects": mean(list(by_subject.values())),
                 **{f"accuracy/{subject}": value for subject, value in by_subject.items()},
             },
@@ -135,14 +135,14 @@ class Mmlu:
 
 
 def _files(folder: Path, split: str) -> list[Path]:
-    """Those of a split, by how they or their folders are named in either publication."""
+    """Files of a split, by the names in either publication."""
     kinds = {".csv", ".parquet", ".json", ".jsonl"}
-    found = [path for path in folder.rglob("*") if path.is_file() and path.suffix in kinds]
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix in kinds]
     # The HuggingFace form repeats every subject in a folder of all.
-    found = [path for path in found if "all" not in path.relative_to(folder).parts[:-1]] or found
+    files = [path for path in files if "all" not in path.relative_to(folder).parts[:-1]] or files
     return [
         path
-        for path in found
+        for path in files
         if path.stem.endswith(f"_{split}") or path.stem.split("-")[0] == split
     ]
 
@@ -184,7 +184,7 @@ def _question(
     is_good = isinstance(text, str) and isinstance(choices, list) and len(choices) == 4
     if not is_good or not isinstance(answer, int) or not 0 <= answer < 4:
         raise DataError(
-            "this is no question of MMLU",
+            "the record is not a question of MMLU",
             where=where,
             expected="a question, four choices, and the letter or number of one",
         )

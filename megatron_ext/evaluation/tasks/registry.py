@@ -1,9 +1,4 @@
-"""The tasks by the names that a user gives.
-
-Bits per byte of texts: how well a model knows them, whatever its tokenizer is.
-
-``sum(-log2 p(token)) / bytes``, over every token of every text and the bytes of its UTF-8.
-"""
+"""The registry of tasks by name, and the task of bits per byte."""
 
 from __future__ import annotations
 
@@ -29,10 +24,13 @@ from megatron_ext.registry import Registry
 
 
 class BitsPerByte:
-    """Texts of a ``.txt`` file, which is one, or of the records of another.
+    """Bits per byte of texts: ``sum(-log2 p(token)) / bytes``, over all tokens and UTF-8 bytes.
+
+    A ``.txt`` file is one text; other files have one in each record. The number does not depend on
+    the tokenizer, so that models compare.
 
     Raises:
-        DataError: They cannot be read.
+        DataError: The texts cannot be read.
     """
 
     def __init__(self, options: TaskOptions) -> None:

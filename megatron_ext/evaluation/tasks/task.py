@@ -1,7 +1,4 @@
-"""What a task is: it reads its files, asks a model, and says what it found.
-
-Rows of a local data file of a task, whatever format it was published in.
-"""
+"""The protocol of a task, its options and its result, and reading of its data files."""
 
 from __future__ import annotations
 
@@ -21,22 +18,22 @@ from megatron_ext.evaluation.language_model import LanguageModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
-    """What the user says of a task."""
+    """Options of a task that the user sets."""
 
     data: Path | None
-    """File or folder with the items; None only for tasks that have their own."""
+    """File or folder with the items; None only for tasks with data of their own."""
 
     num_fewshot: int | None = None
     """Solved examples before each item; the task's own number when not given."""
 
     few_shot_data: Path | None = None
-    """Where these are taken from, the first ones."""
+    """File or folder of the solved examples, of which the first are taken."""
 
     limit: int | None = None
-    """Items at most, the first ones; all when not given."""
+    """Most items, the first ones; all when not given."""
 
     max_new_tokens: int | None = None
-    """Of completions; the task's own number when not given."""
+    """Most tokens of a completion; the task's own number when not given."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -46,52 +43,52 @@ class TaskOptions:
     """Field with the text of a record, for bits per byte."""
 
     run_generated_code: bool = False
-    """Whether code that the model wrote may run."""
+    """Whether code that the model writes may run."""
 
     without_namespaces: bool = False
-    """Run it where the kernel gives no namespaces, too."""
+    """Whether it may run without kernel namespaces."""
 
     @property
     def path(self) -> Path:
-        """``data`` of a task that needs it, which is checked where it is made."""
+        """``data`` of a task that needs it; its presence is checked with the flags."""
         assert self.data is not None
         return self.data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """What was measured."""
+    """Result of a task."""
 
     metrics: Mapping[str, float]
     count: int
-    """Items."""
+    """Number of items."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the numbers depend on besides model and data."""
+    """Settings that the metrics depend on, besides model and data."""
 
     samples: Sequence[Mapping[str, Any]] = ()
-    """Each item: what was asked, what came, whether it was right."""
+    """Question, answer and score of each item."""
 
 
 class Task(Protocol):
-    """Its files are read when it is made, before a model is."""
+    """A task, whose files are read when it is made, before a model is built."""
 
     def run(self, model: LanguageModel) -> TaskResult:
-        """Ask the model; every rank does the same."""
+        """Measure the model; every rank makes the same calls."""
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of at least one."""
+    """Mean of at least one value."""
     return sum(values) / len(values)
 
 
-def first_of(found: Sequence[Any], limit: int | None, *, where: object) -> list[Any]:
-    """The first items.
+def first_of(items: Sequence[Any], limit: int | None, *, where: object) -> list[Any]:
+    """The first ``limit`` items.
 
     Raises:
         DataError: There are none.
     """
-    items = list(found[:limit])
+    items = list(items[:limit])
     if not items:
         raise DataError("there is nothing to evaluate on", where=where)
     return items
@@ -117,7 +114,7 @@ def read_records(path: Path) -> list[Row]:
         )
     if kind in ("text", "text-gzip"):
         raise DataError(
-            "this is no data file by its suffix",
+            "the suffix is not that of a data file",
             where=path,
             got=path.suffix or "no suffix",
             expected="one of .jsonl, .json, .parquet, .arrow, .csv where a task says so",
@@ -137,11 +134,11 @@ def read_csv(path: Path) -> list[list[str]]:
     try:
         return [row for row in csv.reader(io.StringIO(read_text(path), newline="")) if row]
     except csv.Error as error:
-        raise DataError("the file is no CSV", where=path, got=error) from error
+        raise DataError("the file is not valid CSV", where=path, got=error) from error
 
 
 def read_text(path: Path) -> str:
-    """Text of a file that may be gzipped.
+    """Text of a file, which may be gzipped.
 
     Raises:
         DataError: It cannot be read, or is not UTF-8.
@@ -152,17 +149,17 @@ def read_text(path: Path) -> str:
 
 
 def text_of(record: Row, field: str, *, where: object) -> str:
-    """A field that must be text.
+    """The text in a field of a record.
 
     Raises:
-        DataError: It is missing, or something else.
+        DataError: The field is missing, or is not text.
     """
-    found = record.get(field)
-    if not isinstance(found, str):
+    text = record.get(field)
+    if not isinstance(text, str):
         raise DataError(
             f"a record has no text in {field}",
             where=where,
             got=f"the fields {', '.join(map(str, record))}",
             fix="give the file in its published format",
         )
-    return found
+    return text

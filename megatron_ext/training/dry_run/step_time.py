@@ -38,11 +38,6 @@ class StepArithmetic:
         layers = self.student_layers + self.teacher_layers
         return layers + self.student_head + self.teacher_heads
 
-    @property
-    def plain_share(self) -> float:
-        """Operations of the student alone, over all."""
-        return (self.student_layers + self.student_head) / self.operations
-
 
 def step_arithmetic(plan: Plan) -> StepArithmetic:
     """Operations of a step, over all microbatches and replicas."""

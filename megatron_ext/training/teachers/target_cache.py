@@ -45,12 +45,13 @@ class TargetCache:
             read_head(path, bytes_per_token=self.form.bytes_per_token, digest=self.manifest.digest)
             for path in self._paths
         ]
-        found = sum(len(head.windows) for head in heads), sum(head.tokens for head in heads)
-        if found != (self.manifest.windows, self.manifest.tokens):
+        window_count = sum(len(head.windows) for head in heads)
+        token_count = sum(head.tokens for head in heads)
+        if (window_count, token_count) != (self.manifest.windows, self.manifest.tokens):
             raise CheckpointError(
                 "the files of the teacher's cache are not those that it was finished with",
                 where=self.folder / MANIFEST_FILE,
-                got=f"{found[0]} windows of {found[1]} tokens",
+                got=f"{window_count} windows of {token_count} tokens",
                 expected=f"{self.manifest.windows} of {self.manifest.tokens}",
                 fix="make it again with megatron-ext cache-teacher, in another folder",
             )
