@@ -1,4 +1,4 @@
-"""The process of a jail, watched from outside until it ends or its time is over."""
+"""The process of a jail, observed from outside until it ends or its time is over."""
 
 from __future__ import annotations
 

@@ -16,50 +16,50 @@ from megatron_ext.evaluation.jail_process import JailRecord, run_jail
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one program with all processes that it starts, but where said otherwise."""
+    """Limits of a program, for all processes that it starts together unless noted."""
 
     seconds: float = 10.0
-    """By the clock, from the program's first line on; of processor time a process has as much."""
+    """Wall time from the program's first line on, and processor time of each process."""
 
     memory_bytes: int = 1 << 30
-    """Address space of a process."""
+    """Address space of each process."""
 
     disk_bytes: int = 64 << 20
-    """All files together, which are in memory; without namespaces, of a file."""
+    """Size of all files, which are in memory; without namespaces, size of each file."""
 
     processes: int = 8
-    """Processes and threads."""
+    """Number of processes and threads."""
 
     needs_namespaces: bool = True
-    """Refuse to run anything where the kernel gives no namespaces: there the network and files of
-    the user are open to the program."""
+    """Refuse to run a program without kernel namespaces, where it could reach the network and the
+    user's files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a program ended."""
+    """Outcome of a program."""
 
     passed: bool
-    """It ran to its end."""
+    """Whether it reached its last line."""
 
     reason: str
     """``passed``, ``failed``, or ``timed out``."""
 
     printed: str
-    """The end of its standard error, in one line."""
+    """End of its standard error, in one line."""
 
     namespaces: bool
     read_only: bool
 
 
 def run_program(source: str, limits: Limits | None = None) -> Outcome:
-    """Run Python source to its end, or until it hits a limit; nothing of it is left.
+    """Run Python source to its end or until it hits a limit; no process or file of it remains.
 
-    It passes when its last line is reached: leaving early, with whatever exit code, does not.
+    It passes when its last line is reached; an early exit fails, with any exit code.
 
     Raises:
-        ConfigError: The machine cannot hold it as ``limits`` want, or its first line was never
-            reached, whatever it is.
+        ConfigError: The machine cannot enforce ``limits``, or the sandbox did not reach the
+            program's first line.
     """
     limits = limits or Limits()
     nonce = secrets.token_hex(16)
@@ -67,7 +67,7 @@ def run_program(source: str, limits: Limits | None = None) -> Outcome:
     try:
         ending = f"\n__import__('os').write({theirs}, b'{nonce}')\n"
         with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as folder:
-            # Nobody owns what a program of root's has, who becomes nobody.
+            # Open to all, because a program started by root runs as the user nobody.
             os.chmod(folder, 0o777)
             record = run_jail(
                 folder,

@@ -85,7 +85,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     ),
     Exclusion(
         features.CACHE,
-        features.PLACED,
+        features.REMOTE,
         "a teacher whose targets are cached is nowhere",
         "remove one of them",
     ),
@@ -96,16 +96,16 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             "there is nothing to make room for where the teacher is",
             "remove offload",
         )
-        for other in (features.CACHE, features.FAR)
+        for other in (features.CACHE, features.ON_OTHER_DEVICES)
     ),
     *(
         Exclusion(
-            features.HEADS,
+            features.STARTS_FROM_HEADS,
             other,
             "projectors that start from the heads need the teacher's model",
             "set the option projectors to random, or have the teacher on the student's ranks",
         )
-        for other in (features.CACHE, features.PLACED)
+        for other in (features.CACHE, features.REMOTE)
     ),
     *(
         Exclusion(
@@ -120,7 +120,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     # Heads in another order than the ids.
     Exclusion(features.LAYOUT, features.SEVERAL, "vocabularies are laid out for a pair", _BY_IDS),
     Exclusion(
-        features.PLACED,
+        features.REMOTE,
         features.LAYOUT,
         "remote targets are in the order of the ids",
         _BY_IDS,
@@ -221,7 +221,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "set one of them back",
     ),
     Exclusion(
-        features.WHOLE,
+        features.WHOLE_SEQUENCES,
         features.CONTEXT,
         "the objective needs whole sequences so, which context-parallel ranks have not",
         "leave the option out, or set parallel.context_parallel_size to 1",
@@ -252,7 +252,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             key_feature("loss.weighting", off="fixed"),
             features.CONTEXT,
             features.TASKS,
-            features.PLACED,
+            features.REMOTE,
         )
     ),
     *(

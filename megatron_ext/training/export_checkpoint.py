@@ -130,19 +130,19 @@ class _Targets(LoadPlanner):
         """Do nothing: plans are made beforehand."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Never asked for."""
+        """Never called."""
         raise AssertionError("the plan is made beforehand")
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Never asked for."""
+        """Never called."""
         raise AssertionError("the plan is made beforehand")
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Never asked for."""
+        """Never called."""
         raise AssertionError("the plan is made beforehand")
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Never asked for."""
+        """Never called."""
         raise AssertionError("only tensors are read")
 
 

@@ -228,8 +228,10 @@ SEQUENCE: Final = key_feature("parallel.sequence_parallel")
 INTERLEAVED: Final = key_feature("parallel.virtual_pipeline_model_parallel_size", off=1)
 LATE_GATHER: Final = key_feature("parallel.overlap_param_gather")
 TASKS: Final = key_feature("evaluation.tasks", off=None)
-PLACED: Final = key_feature("{teacher}.placement", off="student_ranks")
-FAR: Final = key_feature("{teacher}.placement", off="student_ranks", only=("own_ranks", "server"))
+REMOTE: Final = key_feature("{teacher}.placement", off="student_ranks")
+ON_OTHER_DEVICES: Final = key_feature(
+    "{teacher}.placement", off="student_ranks", only=("own_ranks", "server")
+)
 CACHE: Final = key_feature("{teacher}.cache", off=None)
 OFFLOAD: Final = key_feature("{teacher}.offload")
 TRANSFORMERS: Final = key_feature("{teacher}.library", off="megatron", only=("huggingface",))
@@ -250,14 +252,14 @@ NO_LEARNER: Final = Feature(
     name="an objective that learns no projection", value=_nothing_that_learns
 )
 NO_LINEAR_FORM: Final = Feature(name="an objective without a linear form", value=_no_linear_form)
-WHOLE: Final = Feature(
+WHOLE_SEQUENCES: Final = Feature(
     name="an objective or an option that needs whole sequences",
     key="{options}",
     off="without it",
     value=_whole_sequences,
 )
 OWN_ROTATION: Final = Feature(name="`local_rotary_base` of a model", value=_own_rotation)
-HEADS: Final = Feature(
+STARTS_FROM_HEADS: Final = Feature(
     name="the option `projectors: heads` of `dskd`",
     key="{options}",
     off="without it",

@@ -202,7 +202,7 @@ def rank_memory(plan: Plan, stage: int) -> RankMemory:
     """The memory of a rank of ``stage``."""
     parameters = plan.student.parameters(stage)
     is_last = plan.student.is_last(stage)
-    teachers, local = list(plan.teachers.values()), plan.own_teachers
+    teachers, local = list(plan.teachers.values()), plan.local_teachers
     return RankMemory(
         student_weights=parameters * plan.element,
         gradients=parameters * FP32,

@@ -172,7 +172,7 @@ class Plan:
         )
 
     @property
-    def own_teachers(self) -> list[ModelShape]:
+    def local_teachers(self) -> list[ModelShape]:
         """Teachers whose models are on the student's ranks."""
         return [shape for name, shape in self.teachers.items() if name not in self.forms]
 

@@ -50,7 +50,7 @@ def step_arithmetic(plan: Plan) -> StepArithmetic:
         ),
         student_head=_FORWARD_AND_BACKWARD * rows * _head(student),
         # Remote layers are computed by others; a head is applied where its targets are read.
-        teacher_layers=rows * sum(_layers(teacher) for teacher in plan.own_teachers),
+        teacher_layers=rows * sum(_layers(teacher) for teacher in plan.local_teachers),
         teacher_heads=rows * sum(_head(teachers[name]) for name in _with_heads(plan)),
         loss_bytes=rows * plan.element * _logits_moved(plan),
     )
@@ -150,7 +150,7 @@ def _context_parallel(plan: Plan) -> int:
     recomputes = plan.run.training.recompute_granularity == "selective"
     again = plan.student.layers if recomputes else plan.student.layers * plan.recomputed_share
     halves = round((2 * plan.student.layers + again) * _keys_and_values(plan, plan.student))
-    for teacher in plan.own_teachers:
+    for teacher in plan.local_teachers:
         halves += teacher.layers * _keys_and_values(plan, teacher)
     return plan.microbatches * halves * (plan.cp - 1) // plan.cp
 
@@ -169,7 +169,7 @@ def _tensor_parallel(plan: Plan, stage: int) -> int:
     recomputed = round(2 * plan.student.layers * plan.recomputed_share)
     student = 4 * plan.student.layers + recomputed + (stage == 0) + plan.student.is_last(stage)
     total = student * _hidden(plan, plan.student)
-    for teacher in plan.own_teachers:
+    for teacher in plan.local_teachers:
         total += (2 * teacher.layers + (stage == 0)) * _hidden(plan, teacher)
     return plan.microbatches * all_reduced(total, plan.student.tp)
 
@@ -186,7 +186,7 @@ def _pipeline(plan: Plan, stage: int) -> int:
     if plan.stages == 1:
         return 0
     total = (forward + backward) * plan.hidden_bytes(plan.student)
-    total += forward * sum(plan.hidden_bytes(teacher) for teacher in plan.own_teachers)
+    total += forward * sum(plan.hidden_bytes(teacher) for teacher in plan.local_teachers)
     return plan.microbatches * total
 
 
