@@ -1,1 +1,1 @@
-"""Records and documents of files: reading them in order, and by number."""
+"""Readers of data files: records in order, and documents by number."""

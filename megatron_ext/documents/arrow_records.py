@@ -1,4 +1,4 @@
-"""Records of Arrow and Parquet files."""
+"""Readers of Arrow and Parquet files, a block of records at a time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_ext.errors import DataError, MegatronExtError
 from megatron_ext.extras import needed_packages
 
 _FILE_MAGIC: Final = b"ARROW1"
-"""How an IPC file begins; a stream does not."""
+"""First bytes of an IPC file; a stream has none."""
 _MOST_ROWS: Final = 1 << 13
-"""Rows read at once, however small a dictionary makes them."""
+"""Most rows of a block; dictionary encoding can make rows arbitrarily small in the file."""
 
 
 def arrow_block(batch: Any, fields: RecordFields, first_line: int) -> RecordBlock:
-    """The rows of a record batch, of which the first is row ``first_line`` of its slice."""
+    """The records of an Arrow record batch whose first row is row ``first_line`` of its slice."""
     block = RecordBlock.empty(fields)
     block.line_count = batch.num_rows
     try:
@@ -28,14 +28,14 @@ def arrow_block(batch: Any, fields: RecordFields, first_line: int) -> RecordBloc
         rows = [None] * batch.num_rows
     for offset, row in enumerate(rows):
         try:
-            values = _one_row(batch, offset) if row is None else row
+            values = _decode_row(batch, offset) if row is None else row
             block.add(first_line + offset, fields.values_of(values))
         except DataError as error:
             block.bad.append(BadRecord.of(first_line + offset, error))
     return block
 
 
-def _one_row(batch: Any, offset: int) -> Any:
+def _decode_row(batch: Any, offset: int) -> Any:
     try:
         return batch.slice(offset, 1).to_pylist()[0]
     except UnicodeDecodeError as error:
@@ -46,7 +46,7 @@ def _one_row(batch: Any, offset: int) -> Any:
 
 @contextmanager
 def arrow_batches(path: str) -> Iterator[Iterator[Any]]:
-    """The record batches of a file, in order; those that are not compressed are not copied.
+    """The record batches of a file in order; uncompressed ones are memory-mapped, not copied.
 
     Raises:
         DataError: The file is neither an IPC file nor a stream, or is damaged.
@@ -65,9 +65,9 @@ def arrow_batches(path: str) -> Iterator[Iterator[Any]]:
 
 
 def read_arrow(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBlock]:
-    """The records of a file; columns that are no field are not read.
+    """The records of an Arrow file; only the columns of ``fields`` are read.
 
-    From where the file is damaged on, and where it lacks a field, it gives one bad record.
+    Damage, or a missing field, ends the file with one bad record.
 
     Raises:
         DataError: The file is no Arrow file.
@@ -84,7 +84,7 @@ def read_arrow(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBlock]
             except (OSError, ValueError) as error:
                 if line == 1 and not isinstance(error, DataError):
                     raise
-                yield _broken(fields, line, error, of="file")
+                yield _bad_block(fields, line, error, of="file")
                 break
             for start in range(0, batch.num_rows, _MOST_ROWS):
                 rows = batch.slice(start, _MOST_ROWS)
@@ -104,10 +104,10 @@ def _batches(source: Any, ipc: Any) -> Iterator[Any]:
     return (reader.get_batch(index) for index in range(reader.num_record_batches))
 
 
-def _broken(
+def _bad_block(
     fields: RecordFields, line: int, error: Exception, *, of: str, rows: int = 1
 ) -> RecordBlock:
-    """One bad record, which stands for all rows from ``line`` on."""
+    """A block of one bad record that stands for ``rows`` rows from ``line`` on."""
     block = RecordBlock.empty(fields)
     is_ours = isinstance(error, DataError)
     problem = error if is_ours else DataError(f"the {of} is damaged from this row on", got=error)
@@ -117,7 +117,7 @@ def _broken(
 
 
 def row_group_sizes(path: str) -> list[int]:
-    """Bytes of each row group before compression.
+    """Uncompressed bytes of each row group of a Parquet file.
 
     Raises:
         DataError: The file is damaged or no Parquet file.
@@ -129,10 +129,10 @@ def row_group_sizes(path: str) -> list[int]:
 
 
 def read_parquet(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBlock]:
-    """The records of some row groups; columns that are no field are not read.
+    """The records of the row groups of a slice; only the columns of ``fields`` are read.
 
-    A row group that is damaged, and every one of a file that lacks a field, is one bad record that
-    counts for all of its rows.
+    A damaged row group, or one that lacks a field, becomes one bad record that counts for all of
+    its remaining rows.
 
     Raises:
         DataError: The file is no Parquet file.
@@ -150,7 +150,7 @@ def read_parquet(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBloc
 
 
 def rows_before(piece: InputSlice) -> int:
-    """Rows of the file before the slice.
+    """Rows of a Parquet file before the slice.
 
     Raises:
         DataError: The file is no Parquet file.
@@ -175,11 +175,11 @@ def _row_group(
             line += batch.num_rows
     except (DataError, OSError, ValueError) as error:
         # pyarrow's own errors are ValueErrors and OSErrors.
-        yield _broken(fields, line, error, of="row group", rows=stop - line)
+        yield _bad_block(fields, line, error, of="row group", rows=stop - line)
 
 
 def _batch_rows(group: Any) -> int:
-    """Rows of a row group that make a block."""
+    """Rows of a block of about ``BLOCK_BYTES``, at the row group's mean row size."""
     rows = group.num_rows * BLOCK_BYTES // max(group.total_byte_size, 1)
     return int(min(max(rows, 1), _MOST_ROWS))
 

@@ -1,4 +1,4 @@
-"""Documents of Arrow, Parquet, JSON and plain files, read one at a time by number. D documents."""
+"""``ArrowTextDataset``: documents of Arrow, Parquet, JSON and text files by number. D documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_ext.errors import DataError
 
 
 class CorpusNames(NamedTuple):
-    """What a user calls the arguments of a corpus: a configuration has keys of its own."""
+    """Names of the arguments of a corpus in error messages, such as configuration keys."""
 
     data_files: str = "data_files"
     text_key: str = "text_key"
@@ -33,28 +33,27 @@ _ARGUMENTS: Final = CorpusNames()
 
 
 class ArrowTextDataset(Dataset[dict[str, Any] | ConversationRecord]):
-    """The documents of a corpus: a map-style data set that holds none of them in memory.
+    """Map-style data set of the documents of a corpus; none of them is held in memory.
 
     It reads Arrow (IPC files and streams), Parquet, JSON lines and lists, compressed or not, each
-    row a document, and plain text, each file a document. The first use reads all of it once and
-    keeps where each document is; files of which a row cannot be read alone (compressed ones, JSON
-    lists, plain text) are copied into the cache then. Rows that hold no text are left out and
-    counted in ``report``.
+    row a document, and plain text, each file a document. The first use reads all files once and
+    indexes the place of each document; the text of files without random access to rows (compressed
+    ones, JSON lists, plain text) is copied into the cache then. Rows that hold no text are left out
+    and counted in ``report``.
 
-    An item is ``{"text": str, "index": int}``, as ``CrossTokenizerCollator`` takes it; of
-    conversations, a ``ConversationRecord``. A ``PackedTextDataset`` over it packs documents into
-    full rows.
+    An item is ``{"text": str, "index": int}``, as ``CrossTokenizerCollator`` takes it, or a
+    ``ConversationRecord``. A ``PackedTextDataset`` packs the documents into full rows.
 
     Args:
         data_files: A file, a folder, a glob pattern, or several.
         text_key: Field that holds the text.
-        conversations: Each row is a conversation, in any schema of ``conversation.records``; of
-            JSON lines, Parquet and Arrow.
-        messages_key: Field that holds its turns; told of each record with None.
-        cache_dir: Where the index is kept; a hidden folder beside the first file with None.
-        strict: Let the first row that is empty or holds no text end the run.
-        refuse_bad: Let the first that holds no text do so, and leave empty ones out.
-        called: What a user calls the arguments, for errors.
+        conversations: Read each row as a conversation, in any schema of ``conversation.records``;
+            for JSON lines, Parquet and Arrow.
+        messages_key: Field that holds the turns; None to detect it in each record.
+        cache_dir: Folder of the index; None for a hidden folder beside the first file.
+        strict: Raise at the first row that is empty or bad (holds no text).
+        refuse_bad: Raise at the first bad row, and leave empty ones out.
+        called: Names of the arguments in error messages.
 
     Raises:
         DataError: There is no such file, it is damaged, or no row holds a text; with ``strict``,
@@ -121,7 +120,7 @@ class ArrowTextDataset(Dataset[dict[str, Any] | ConversationRecord]):
         return document
 
     def place(self, index: int) -> str:
-        """``file:row`` of a document."""
+        """``file:row`` of a document, counted from 1."""
         return self._records.place(*self._place(index))
 
     def student_ids(self, index: int) -> None:
@@ -134,22 +133,22 @@ class ArrowTextDataset(Dataset[dict[str, Any] | ConversationRecord]):
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """[D] UTF-8 bytes of each document; of a conversation, of what its messages say."""
+        """[D] UTF-8 bytes of each document; of a conversation, of the text of its messages."""
         return self._index["size"]
 
     @property
     def report(self) -> CorpusReport:
-        """What became of the rows."""
+        """Counts of the rows read and left out."""
         return CorpusReport(**self._index.notes["report"])
 
     @property
     def sha256(self) -> str:
-        """Hash of the documents in their order, wherever their files are."""
+        """Hash of the documents in order, independent of the paths of their files."""
         return str(self._index.notes["sha256"])
 
     @property
     def identity(self) -> str:
-        """Hash of what the documents depend on: the files with size and time, and the field."""
+        """Hash of the files (path, size, time of change) and of the field that is read."""
         return self._index.folder.name
 
     def _place(self, index: int) -> tuple[int, int]:

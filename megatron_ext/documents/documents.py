@@ -1,7 +1,4 @@
-"""A corpus as packing reads it, and several as one. D documents.
-
-Reports of what was read of files, and of what was left out and where.
-"""
+"""The ``Documents`` protocol that packing reads, its reports, and concatenation. D documents."""
 
 from __future__ import annotations
 
@@ -25,17 +22,17 @@ Report = TypeVar("Report", bound="ReadReport")
 
 @dataclass(kw_only=True, slots=True)
 class ReadReport:
-    """Counts, which add up over files, and the first places of each list."""
+    """Counts that add up over files, with lists of the first few places."""
 
     def __add__(self: Report, other: Report) -> Report:
-        """Both together, the places of ``other`` behind those of this one."""
+        """The sum of the counts, with the places of ``other`` behind these."""
         names = (one.name for one in fields(self))
         return replace(self, **{n: _together(getattr(self, n), getattr(other, n)) for n in names})
 
 
 @dataclass(kw_only=True, slots=True)
 class CorpusReport(ReadReport):
-    """Counts of a corpus, and where the first rows that give no document are."""
+    """Counts of the rows of a corpus, and the places of the first rows left out."""
 
     rows: int = 0
     """Rows, lines or files that were read."""
@@ -44,9 +41,9 @@ class CorpusReport(ReadReport):
     bytes: int = 0
     """UTF-8 bytes of all documents."""
     empty_rows: int = 0
-    """Rows whose text is empty."""
+    """Rows whose text is empty; left out."""
     bad_rows: int = 0
-    """Rows that hold no text, or cannot be read."""
+    """Rows that hold no text or cannot be read; left out."""
     places: list[str] = field(default_factory=list)
     """``file:row: reason`` of the first few empty and bad rows."""
 
@@ -58,7 +55,7 @@ class CorpusReport(ReadReport):
 
 
 def add_place(places: list[str], place: str) -> None:
-    """Remember where something was lost, unless there are enough."""
+    """Append ``place`` in place, up to the number of places that a report shows."""
     if len(places) < _PLACES_SHOWN:
         places.append(place)
 
@@ -71,7 +68,7 @@ def _together(ours: Any, theirs: Any) -> Any:
 
 
 class Documents(Protocol):
-    """Documents by number. They can be sent to another process."""
+    """Documents by number; picklable."""
 
     def __len__(self) -> int: ...
 
@@ -81,19 +78,19 @@ class Documents(Protocol):
         Raises:
             IndexError: There is no such document.
             DataError: Its file has changed since.
-            ConversationError: It is a conversation that cannot be read.
-            TokenizerError: It is kept as ids that spell no text.
+            ConversationError: The document is a conversation that cannot be read.
+            TokenizerError: The document is stored as ids that spell no text.
         """
 
     def place(self, index: int) -> str:
         """``file:row`` of a document."""
 
     def student_ids(self, index: int) -> IdArray | None:
-        """What the student is to read, where the document is kept as ids of its tokenizer."""
+        """The student's ids of a document that is stored as such; None for text."""
 
     @property
     def has_student_ids(self) -> bool:
-        """Whether any document is kept so."""
+        """Whether any document is stored as ids of the student's tokenizer."""
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -109,7 +106,7 @@ class Documents(Protocol):
 
 
 class JoinedDocuments:
-    """The documents of all ``parts`` in order, each as its part has it; see ``Documents``.
+    """The concatenation of several ``Documents``.
 
     Args:
         parts: At least one.
@@ -125,22 +122,22 @@ class JoinedDocuments:
 
     def content(self, index: int) -> str | ConversationRecord:
         """``Documents.content``."""
-        part, own = self._find(index)
-        return part.content(own)
+        documents, number = self._find(index)
+        return documents.content(number)
 
     def place(self, index: int) -> str:
         """``file:row`` of a document."""
-        part, own = self._find(index)
-        return part.place(own)
+        documents, number = self._find(index)
+        return documents.place(number)
 
     def student_ids(self, index: int) -> IdArray | None:
         """``Documents.student_ids``."""
-        part, own = self._find(index)
-        return part.student_ids(own)
+        documents, number = self._find(index)
+        return documents.student_ids(number)
 
     @property
     def has_student_ids(self) -> bool:
-        """Whether any document is kept as ids of the student's tokenizer."""
+        """Whether any document is stored as ids of the student's tokenizer."""
         return any(part.has_student_ids for part in self._parts)
 
     @property
@@ -150,15 +147,16 @@ class JoinedDocuments:
 
     @property
     def report(self) -> CorpusReport:
-        """What became of the rows of all."""
+        """Counts over all parts."""
         return sum((part.report for part in self._parts), CorpusReport())
 
     @property
     def sha256(self) -> str:
-        """Hash of the hashes of all."""
+        """Hash of the parts' hashes in order."""
         return hashlib.sha256("".join(part.sha256 for part in self._parts).encode()).hexdigest()
 
     def _find(self, index: int) -> tuple[Documents, int]:
+        """The part that holds document ``index``, and its number there."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         number = bisect_right(self._stops, index)

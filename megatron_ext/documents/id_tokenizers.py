@@ -1,4 +1,4 @@
-"""The names of an indexed dataset's files, and the tokenizer that made its ids."""
+"""File names of an indexed dataset, and the lookup of the tokenizer that made its ids."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STUDENT: Final = "student"
 
 
 def loss_mask_prefix(document_prefix: str) -> str:
-    """Prefix of the loss mask that belongs to the tokens under ``document_prefix``.
+    """Prefix of the loss mask of the tokens under ``document_prefix``.
 
     Raises:
-        ConfigError: The prefix is not one that we give to tokens.
+        ConfigError: The prefix does not end in ``_document``.
     """
     stem = document_prefix.removesuffix(f"_{DOCUMENT}")
     if stem == document_prefix:
@@ -37,7 +37,7 @@ def loss_mask_prefix(document_prefix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OutputNames:
-    """Names below one prefix.
+    """File names of the datasets, the report and the work folder of one output prefix.
 
     Attributes:
         prefix: Folder and first part of the names.
@@ -51,16 +51,16 @@ class OutputNames:
 
     @property
     def report(self) -> Path:
-        """What was read, written and left out."""
+        """JSON report of what was read, written and left out."""
         return self.prefix.with_name(f"{self.prefix.name}_report.json")
 
     @property
     def work_folder(self) -> Path:
-        """Where the parts lie until they are put together."""
+        """Folder of the shards until they are joined."""
         return self.prefix.with_name(f"{self.prefix.name}.parts")
 
     def datasets(self) -> Iterator[tuple[str, Path]]:
-        """Name of each dataset among the parts, and its prefix in the output."""
+        """Name of each dataset, and its prefix in the output."""
         for name in self.dataset_names():
             yield name, self.prefix.with_name(f"{self.prefix.name}_{name}")
 
@@ -72,28 +72,28 @@ class OutputNames:
                 yield f"{key}_{LOSS_MASK}"
 
     def existing(self) -> list[Path]:
-        """Files of the output that are there already."""
+        """Output files that exist already."""
         ends = (".bin", ".idx")
         files = [Path(f"{prefix}{end}") for _, prefix in self.datasets() for end in ends]
         return [file for file in (*files, self.report) if file.exists()]
 
     def is_own(self, file: Path) -> bool:
-        """Whether ``file`` is a report or lies among the parts."""
-        own, resolved = self.work_folder.resolve(), file.resolve()
-        return resolved == self.report.resolve() or own in resolved.parents
+        """Whether ``file`` is the report or lies in the work folder."""
+        resolved = file.resolve()
+        return resolved == self.report.resolve() or self.work_folder.resolve() in resolved.parents
 
 
 @dataclass(slots=True)
 class IdTokenizers:
-    """The tokenizers that a run knows, asked for by what they made.
+    """The tokenizers of a run, looked up by the dataset whose ids they made.
 
-    ``megatron-ext tokenize`` leaves a report that has the fingerprint of its vocabulary: what ids
-    stand for follows from it. Where there is none, the configuration says it.
+    The report of ``megatron-ext tokenize`` beside a dataset records the fingerprint of the
+    vocabulary. Without a report, the configuration names the tokenizer.
 
     Attributes:
         student: The student's.
         teachers: By name.
-        named: ``student``, the name of a teacher, or a tokenizer file or folder; None for nothing.
+        named: ``data.indexed_tokenizer``: ``student``, a teacher's name, or a file or folder.
     """
 
     student: MegatronTokenizerText
@@ -105,9 +105,9 @@ class IdTokenizers:
         """The tokenizer of the dataset at ``prefix``.
 
         Raises:
-            ConfigError: It is none of these, nothing says which it is, or the dataset holds no
-                texts.
-            TokenizerError: The file in the configuration is no tokenizer.
+            ConfigError: No tokenizer of the run has the fingerprint, there is neither a report nor
+                a configured tokenizer, or the dataset holds conversations.
+            TokenizerError: The configured file is no tokenizer.
         """
         settings = settings_of(prefix)
         if prefix.endswith(f"_{LOSS_MASK}") or settings.get("mode") == "sft":
@@ -119,7 +119,7 @@ class IdTokenizers:
             )
         made_with = settings.get("tokenizer_fingerprint")
         if made_with is not None:
-            return self._with(str(made_with), prefix)
+            return self._by_fingerprint(str(made_with), prefix)
         if self.named is None:
             raise ConfigError(
                 "nothing says which tokenizer made the ids",
@@ -129,8 +129,8 @@ class IdTokenizers:
             )
         return self._named(self.named)
 
-    def _with(self, fingerprint: str, prefix: str) -> MegatronTokenizerText:
-        for tokenizer in self._known():
+    def _by_fingerprint(self, fingerprint: str, prefix: str) -> MegatronTokenizerText:
+        for tokenizer in self._candidates():
             if tokenizer.fingerprint() == fingerprint:
                 return tokenizer
         names = ["the student's", *(f"{name}'s" for name in self.teachers)]
@@ -142,7 +142,7 @@ class IdTokenizers:
             fix=f"set {KEY} to its file",
         )
 
-    def _known(self) -> Iterator[MegatronTokenizerText]:
+    def _candidates(self) -> Iterator[MegatronTokenizerText]:
         yield self.student
         yield from self.teachers.values()
         if self.named is not None:
@@ -166,7 +166,7 @@ class IdTokenizers:
 
 
 def settings_of(prefix: str) -> Mapping[str, Any]:
-    """With what ``megatron-ext tokenize`` made a dataset, by its report; empty without one.
+    """Settings of the ``megatron-ext tokenize`` run that made a dataset; empty without a report.
 
     A dataset is ``PREFIX_KEY_document``, and the report of all keys ``PREFIX_report.json``.
     """
@@ -176,14 +176,14 @@ def settings_of(prefix: str) -> Mapping[str, Any]:
         if character != "_":
             continue
         key = stem[at + 1 :]
-        report = _read(OutputNames(path.with_name(stem[:at]), (key,)).report) if at else {}
+        report = _read_report(OutputNames(path.with_name(stem[:at]), (key,)).report) if at else {}
         settings = report.get("settings", {})
         if key in settings.get("json_keys", ()):
             return dict(settings)
     return {}
 
 
-def _read(report: Path) -> Mapping[str, Any]:
+def _read_report(report: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(report.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""The index of a corpus: where its documents are, from one pass over its files. D documents.
+"""The cached index of a corpus: the place of every document, found in one pass. D documents.
 
-Arrays that one process computes and all others of the machine read.
+Indexes are memory-mapped arrays that one process of a machine computes and the others wait for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Notes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class CachedArrays:
-    """A folder of arrays, mapped into memory when they are read; pickles as its path."""
+    """A folder of arrays, memory-mapped on first use; pickles as its path."""
 
     folder: Path
 
@@ -49,7 +49,7 @@ class CachedArrays:
 
     @cached_property
     def notes(self) -> dict[str, Any]:
-        """Plain values that were kept with the arrays."""
+        """Plain values stored with the arrays."""
         notes: dict[str, Any] = json.loads((self.folder / _NOTES).read_text(encoding="utf-8"))
         return notes
 
@@ -64,15 +64,15 @@ class CachedArrays:
 def cached_arrays(
     folder: Path, key: Mapping[str, Any], build: Callable[[], tuple[Arrays, Notes]]
 ) -> CachedArrays:
-    """What ``build`` returns, computed once for each ``key``.
+    """Arrays and notes of ``build``, computed once for each ``key``.
 
-    Processes that ask at the same time wait for the first. No collective is called, so each rank
-    may ask or not. A folder appears whole or not at all.
+    Processes that ask at the same time wait for the first, by a file lock; no collective is called,
+    so any subset of ranks may ask. The folder appears atomically.
 
     Args:
-        folder: Where the folders of all keys are; made if it is missing.
+        folder: Parent of the folders of all keys; made if it is missing.
         key: Plain values on which the arrays depend.
-        build: Computes the arrays, and plain values to keep with them.
+        build: Computes the arrays, and plain values to store with them.
 
     Raises:
         DataError: The folder cannot be written.
@@ -98,7 +98,7 @@ def _write(place: Path, arrays: Arrays, notes: Notes) -> None:
         for name, array in arrays.items():
             np.save(part / f"{name}.npy", array)
         (part / _NOTES).write_text(json.dumps(notes, indent=1) + "\n", encoding="utf-8")
-        # Where there are no locks, another process may have been faster.
+        # On a file system without locks another process may have been faster.
         with suppress(OSError):
             part.rename(place)
 
@@ -119,20 +119,20 @@ def corpus_index(
     strict: bool,
     refuse_bad: bool = False,
 ) -> CachedArrays:
-    """The documents of ``files`` in order.
+    """The index of the documents of ``files``, in order.
 
     Args:
         files: The files.
-        fields: Which field holds the text.
-        cache_folder: Where the index is kept.
-        strict: Let the first row that is empty or bad end the run.
-        refuse_bad: Let the first bad one do so.
+        fields: The field that holds the text or the conversation.
+        cache_folder: Folder of the index.
+        strict: Raise at the first row that is empty or bad.
+        refuse_bad: Raise at the first bad row.
 
     Returns:
         ``file`` [D], the number of the file; ``row`` [D], counted from 1 in it; ``start`` [D], the
-        byte where the line begins, or the text in ``texts``; ``size`` [D], UTF-8 bytes of the text;
-        ``texts`` [N] uint8, the text of files that are not read in place. Noted are the ``report``
-        and the ``sha256`` of all documents.
+        byte offset of the line in its file, or of the text in ``texts``; ``size`` [D], UTF-8 bytes;
+        ``texts`` [N] uint8, the text of files that are not read in place. The notes hold the
+        ``report`` and the ``sha256`` of all documents.
 
     Raises:
         DataError: A file cannot be read, a row is refused (with file and row), or no row holds a
@@ -150,25 +150,25 @@ def corpus_index(
 
     def build() -> tuple[Arrays, Notes]:
         with tempfile.TemporaryFile(dir=cache_folder) as copy:
-            survey = _Survey(fields, copy, strict=strict, refuse_bad=refuse_bad)
+            survey = _IndexBuilder(fields, copy, strict=strict, refuse_bad=refuse_bad)
             for number, file in enumerate(files):
                 survey.add(number, file)
             notes = {"report": asdict(survey.report), "sha256": survey.hash.hexdigest()}
             return survey.arrays(), notes
 
     index = cached_arrays(cache_folder, key, build)
-    _judge(
+    _check_report(
         CorpusReport(**index.notes["report"]), files, fields, strict=strict, refuse_bad=refuse_bad
     )
     return index
 
 
 def line_index(files: Sequence[SourceFile], *, cache_folder: Path) -> CachedArrays:
-    """Where the R lines of JSON lines files are; blank ones are none.
+    """The index of the R lines of JSON lines files; blank lines do not count.
 
     Returns:
-        ``start`` [R], the byte where a line begins; ``line`` [R], its number, from 1 in its file.
-        Noted is the ``first_record`` of each file.
+        ``start`` [R], the byte offset of a line; ``line`` [R], its number in its file, from 1. The
+        notes hold ``first_record``, the number of the first record of each file.
 
     Raises:
         DataError: A file cannot be read.
@@ -192,7 +192,7 @@ def line_index(files: Sequence[SourceFile], *, cache_folder: Path) -> CachedArra
     return cached_arrays(cache_folder, key, build)
 
 
-def _judge(
+def _check_report(
     report: CorpusReport,
     files: Sequence[SourceFile],
     fields: RecordFields,
@@ -200,7 +200,7 @@ def _judge(
     strict: bool,
     refuse_bad: bool,
 ) -> None:
-    """Hold an index that was built before to what is asked now."""
+    """Apply ``strict`` and ``refuse_bad`` to an index that may have been built without them."""
     if strict and report.places:
         raise DataError(report.places[0], fix="mend the row, or leave strict unset")
     if refuse_bad and report.bad_rows:
@@ -218,7 +218,7 @@ def _judge(
 
 
 def _check_kinds(files: Sequence[SourceFile], fields: RecordFields) -> None:
-    """Conversations are read again where they are: they are not copied."""
+    """Refuse conversations in files that are not read in place: texts alone are copied."""
     for file in files:
         if fields.content == "conversation" and file.kind not in READ_IN_PLACE:
             raise DataError(
@@ -229,8 +229,8 @@ def _check_kinds(files: Sequence[SourceFile], fields: RecordFields) -> None:
             )
 
 
-class _Survey:
-    """Reads files and notes where their documents are."""
+class _IndexBuilder:
+    """Builder of a corpus index."""
 
     def __init__(
         self, fields: RecordFields, copy: IO[bytes], *, strict: bool, refuse_bad: bool
@@ -244,7 +244,7 @@ class _Survey:
         self._start, self._size = array("q"), array("q")
 
     def add(self, number: int, file: SourceFile) -> None:
-        """Note the documents of a file."""
+        """Add the documents of a file."""
         first = 1
         for block in file_records(file, self._fields):
             self._add_block(number, file, block, first=first)
@@ -252,7 +252,7 @@ class _Survey:
         self.report.rows += first - 1
 
     def arrays(self) -> Arrays:
-        """What was noted; the copied text is not read into memory."""
+        """The arrays of the index; copied text is memory-mapped."""
         self._copy.flush()
         is_empty = not self._copy.tell()
         texts = np.zeros(0, np.uint8) if is_empty else np.memmap(self._copy, np.uint8, "r")
@@ -265,7 +265,7 @@ class _Survey:
         }
 
     def _add_block(self, number: int, file: SourceFile, block: RecordBlock, *, first: int) -> None:
-        """Note a block that begins at row ``first`` of a file."""
+        """Add a block that begins at row ``first`` of a file."""
         rows = [*zip(block.lines, block.columns[0], strict=True)]
         bad_rows = [(bad.line or first, bad) for bad in block.bad]
         for line, row in sorted([*rows, *bad_rows], key=itemgetter(0)):
@@ -309,7 +309,7 @@ class _Survey:
 
 
 def _content_bytes(document: str | ConversationRecord) -> bytes:
-    """UTF-8 of a text, or of what the messages of a conversation say."""
+    """UTF-8 of a text, or of the text of a conversation's messages."""
     if isinstance(document, str):
         return document.encode()
     contents = (message.get("content") for message in document.messages)

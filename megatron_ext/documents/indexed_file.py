@@ -1,4 +1,4 @@
-"""One ``.bin`` with its ``.idx``: documents as ids. D documents, S sequences, N ids."""
+"""``IndexedFile``: the ids of one ``.bin`` with its ``.idx``. D documents, S sequences, N ids."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _ENDS: Final = (".bin", ".idx")
 _HEADER: Final = struct.Struct("<9sQBQQ")
 _MAGIC: Final = b"MMIDIDX\x00\x00"
 _BLOCK_IDS: Final = 1 << 20
-"""Least ids that are looked at together, whole documents."""
+"""Least ids of a ``DocumentBlock``, rounded up to whole documents."""
 
 RawIds = NDArray[np.integer[Any]]
 
 
 def indexed_prefixes(name: str) -> list[str]:
-    """The indexed datasets that a name of the configuration stands for; none for another file.
+    """Prefixes of the indexed datasets that ``name`` stands for; empty for any other file.
 
     Args:
-        name: A prefix, the ``.bin``, the ``.idx``, or a pattern of one of the latter.
+        name: A prefix, a ``.bin``, an ``.idx``, or a glob pattern of either file.
 
     Raises:
         DataError: A pattern that matches nothing.
@@ -48,12 +48,12 @@ def indexed_prefixes(name: str) -> list[str]:
 
 
 class Stamp(NamedTuple):
-    """What tells that a file is as it was."""
+    """Size and time of change of a file, to detect that it was replaced."""
 
     size: int
 
     modified: int
-    """Time of its last change, in nanoseconds."""
+    """Time of the last change, in nanoseconds."""
 
 
 class DocumentBlock(NamedTuple):
@@ -63,24 +63,24 @@ class DocumentBlock(NamedTuple):
     """Number of the first document, from 0."""
 
     ids: RawIds
-    """[N] of all of them, as they are stored."""
+    """[N] ids of all documents of the block, in the stored type."""
 
     bounds: NDArray[np.int64]
-    """[D + 1] where the ids of each begin and end."""
+    """[D + 1] offsets of the documents in ``ids``."""
 
 
 class IndexedFile:
     """Reads documents by number, mapped into memory by megatron-core's ``IndexedDataset``.
 
-    A document is all of its sequences, one behind the other. It can be sent to another process,
-    which maps the files itself.
+    A document is the concatenation of its sequences. Picklable: another process maps the files
+    again.
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``.
 
     Attributes:
-        prefix: It, as an absolute path.
-        stamps: Of both files when this was made.
+        prefix: The prefix as an absolute path.
+        stamps: Size and time of the ``.bin`` and the ``.idx`` when this was made.
 
     Raises:
         DataError: A file is missing, damaged, of another format, or does not fit the other.
@@ -107,10 +107,10 @@ class IndexedFile:
         return self._ids[first:stop].astype(np.int32)
 
     def blocks(self) -> Iterator[DocumentBlock]:
-        """All documents in order, some megabytes at a time.
+        """Blocks of all documents in order, some megabytes each.
 
         Raises:
-            DataError: The index is not in the order of the ids.
+            DataError: The sequences of the index are not in the order of the ids.
         """
         index, first = self._dataset.index, 0
         while first < len(self):
@@ -138,7 +138,7 @@ class IndexedFile:
 
     @cached_property
     def _ids(self) -> RawIds:
-        """All ids, mapped."""
+        """[N] all ids, memory-mapped."""
         count = self.stamps[0].size // self._dataset.index.dtype_size
         ids: RawIds = self._dataset.bin_reader.read(
             dtype=self._dataset.index.dtype, count=count, offset=0
@@ -146,7 +146,7 @@ class IndexedFile:
         return ids
 
     def _bounds(self, first: int, last: int) -> NDArray[np.int64]:
-        """Where in the ids the documents from ``first`` to ``last`` begin, both included."""
+        """Offsets in the ids at which the documents ``first`` to ``last`` (inclusive) begin."""
         index = self._dataset.index
         sequences = index.document_indices[first : last + 1]
         is_inside = sequences < len(index.sequence_pointers)
@@ -155,17 +155,17 @@ class IndexedFile:
         return bounds
 
     def _check_ends(self) -> None:
-        """Whether the files fit one another, by where the last sequence ends."""
-        index, found = self._dataset.index, self.stamps[0].size
+        """Refuse a ``.bin`` whose size is not where the last sequence of the ``.idx`` ends."""
+        index, size = self._dataset.index, self.stamps[0].size
         if not np.issubdtype(index.dtype, np.integer):
             raise self._error("the dataset holds no ids", got=index.dtype.__name__)
         lengths, pointers = index.sequence_lengths, index.sequence_pointers
         expected = int(pointers[-1]) + int(lengths[-1]) * index.dtype_size if len(lengths) else 0
-        if found != expected:
+        if size != expected:
             raise DataError(
                 "the .bin does not fit its index",
                 where=f"{self.prefix}.bin",
-                got=f"{found} bytes",
+                got=f"{size} bytes",
                 expected=expected,
                 fix="copy both files again, or make them again",
             )
@@ -173,7 +173,7 @@ class IndexedFile:
             raise self._error("the documents of the index are not its sequences")
 
     def _check_order(self, first: int, last: int) -> None:
-        """Whether the sequences of some documents lie one behind the other."""
+        """Refuse documents whose sequences are not contiguous in the ids."""
         index = self._dataset.index
         documents = index.document_indices[first : last + 1]
         begin, end = int(documents[0]), int(documents[-1])
@@ -192,7 +192,7 @@ class IndexedFile:
         )
 
     def _stamps_now(self) -> tuple[Stamp, Stamp]:
-        """Of the ``.bin`` and the ``.idx``."""
+        """Stamps of the ``.bin`` and the ``.idx``."""
         paths = [Path(self.prefix + end) for end in _ENDS]
         try:
             status = [path.stat() for path in paths]
@@ -204,39 +204,38 @@ class IndexedFile:
                 where=error.filename,
                 got=error.strerror,
             ) from error
-        first, second = (Stamp(its.st_size, its.st_mtime_ns) for its in status)
-        return first, second
+        data, index = (Stamp(one.st_size, one.st_mtime_ns) for one in status)
+        return data, index
 
     def __getstate__(self) -> dict[str, Any]:
         return {"prefix": self.prefix, "stamps": self.stamps}
 
 
 def _library() -> ModuleType:
-    """megatron-core's module of the format; here, since it takes seconds to load and few runs need
-    it before they start."""
+    """megatron-core's module of the format; imported late because that takes seconds."""
     with warnings.catch_warnings():
-        # It warns its own developers, in every process.
+        # The import warns about megatron-core's own internals, in every process.
         warnings.simplefilter("ignore")
         from megatron.core.datasets import indexed_dataset
     library: ModuleType = indexed_dataset
     return library
 
 
-def _codes() -> set[int]:
-    """Of the types of numbers that it can hold."""
+def _dtype_codes() -> set[int]:
+    """Codes of the number types that the format has."""
     return {kind.value for kind in _library().DType}
 
 
 def _check_header(path: Path, size: int) -> None:
-    """Refuse an index that megatron-core would stumble over."""
+    """Refuse an index that megatron-core would fail on obscurely."""
     with path.open("rb") as stream:
         header = stream.read(_HEADER.size)
     if len(header) == _HEADER.size:
         magic, version, code, sequences, documents = _HEADER.unpack(header)
-        # A length, a place, and for each document where it begins.
+        # int32 length and int64 offset of each sequence; int64 first sequence of each document.
         expected = _HEADER.size + 12 * sequences + 8 * documents
-        is_known = magic == _MAGIC and version == 1 and code in _codes()
-        if is_known and documents and size == expected:
+        is_supported = magic == _MAGIC and version == 1 and code in _dtype_codes()
+        if is_supported and documents and size == expected:
             return
     raise DataError(
         "the file is no index of an indexed dataset, or is cut short",

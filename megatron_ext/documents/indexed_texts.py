@@ -1,4 +1,4 @@
-"""The documents of an indexed dataset as texts by number. D documents, N ids."""
+"""``IndexedTexts``: the documents of an indexed dataset, decoded. D documents, N ids."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from megatron_ext.tokenizers.token_ids import IdArray
 
 RawIds = NDArray[np.integer[Any]]
 _FORMAT: Final = 1
-"""Of the arrays; another one makes every index anew."""
+"""Version of the arrays; raising it rebuilds every index."""
 _log = logging.getLogger(__name__)
 
 
 class Measured(NamedTuple):
-    """What documents hold without what begins and ends them."""
+    """Content of documents without the BOS and EOD around them."""
 
     sizes: NDArray[np.int64]
-    """[D] bytes."""
+    """[D] bytes of the text."""
 
     has_content: NDArray[np.bool_]
-    """[D] whether there is a byte or a control token in it."""
+    """[D] whether a document holds a byte or a control token."""
 
 
 class IdDecoder:
-    """Decodes documents, by the bytes of each id.
+    """Decodes documents by the bytes of each id; picklable.
 
-    A BOS that begins a document and an EOD that ends it are no part of it: a run puts its own. The
-    space that a SentencePiece vocabulary puts before every text is left out, as decoding does.
+    A leading BOS and a trailing EOD are removed, because a run adds its own, and so is the space
+    that a SentencePiece vocabulary puts before every text.
 
     Args:
-        tokenizer: What made the ids. It can be sent to another process with this.
+        tokenizer: Tokenizer that made the ids.
     """
 
     def __init__(self, tokenizer: MegatronTokenizerText) -> None:
         self.tokenizer = tokenizer
 
     def content(self, ids: IdArray) -> IdArray:
-        """``ids`` [N] of a document without the BOS that begins it and the EOD that ends it."""
+        """``ids`` [N] of a document without a leading BOS and a trailing EOD."""
         bos, eod = self.tokenizer.bos_id, self.tokenizer.eod
         if bos is not None and len(ids) and ids[0] == bos:
             ids = ids[1:]
@@ -63,7 +63,7 @@ class IdDecoder:
         """The text that a document's ``content`` [N] spells.
 
         Raises:
-            TokenizerError: A control token is among it, or its bytes are no UTF-8; said is which.
+            TokenizerError: The content holds a control token, or its bytes are not UTF-8.
         """
         controls = np.flatnonzero(self._is_control[content])
         if len(controls):
@@ -75,7 +75,7 @@ class IdDecoder:
                 expected="ids of text, and at most an EOD behind them",
             )
         spelled = self._table.join(content).tobytes()
-        if len(content) and self._begins_with_own_space(content[:1])[0]:
+        if len(content) and self._begins_with_added_space(content[:1])[0]:
             spelled = spelled[1:]
         try:
             return spelled.decode()
@@ -86,12 +86,12 @@ class IdDecoder:
             ) from None
 
     def first_unknown(self, ids: RawIds) -> int | None:
-        """Where in ``ids`` the first one is that the vocabulary does not have, if any is."""
+        """Position in ``ids`` of the first id outside the vocabulary; None if there is none."""
         is_unknown = (ids < 0) | (ids >= len(self._table))
         return int(is_unknown.argmax()) if is_unknown.any() else None
 
     def measure(self, ids: RawIds, bounds: NDArray[np.int64]) -> Measured:
-        """The documents between ``bounds`` [D + 1] of ``ids`` [N], which are all known."""
+        """Measures of the documents between ``bounds`` [D + 1] of valid ``ids`` [N]."""
         begins, ends = bounds[:-1].copy(), bounds[1:].copy()
         for token_id, edges, shift in (
             (self.tokenizer.bos_id, begins, 1),
@@ -103,16 +103,16 @@ class IdDecoder:
                 edges[filled[ids[at] == token_id]] += shift
         sizes = _sums(self._table.lengths[ids], begins, ends)
         filled = np.flatnonzero(begins < ends)
-        sizes[filled] -= self._begins_with_own_space(ids[begins[filled]])
+        sizes[filled] -= self._begins_with_added_space(ids[begins[filled]])
         has_control = _sums(self._is_control[ids], begins, ends) > 0
         return Measured(sizes, (sizes > 0) | has_control)
 
-    def _begins_with_own_space(self, first: RawIds) -> NDArray[np.bool_]:
-        """Whether texts that begin with these ids begin with a space that is not theirs."""
-        return self._table.starts_with_space[first] & self._puts_space
+    def _begins_with_added_space(self, first: RawIds) -> NDArray[np.bool_]:
+        """Whether texts that begin with these ids begin with the space SentencePiece adds."""
+        return self._table.starts_with_space[first] & self._adds_space
 
     @cached_property
-    def _puts_space(self) -> bool:
+    def _adds_space(self) -> bool:
         spaced = np.flatnonzero(self._table.starts_with_space)
         if not len(spaced):
             return False
@@ -130,14 +130,14 @@ class IdDecoder:
         return np.fromiter(map(self.tokenizer.is_control, ids), np.bool_, len(ids))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Quicker to make again than to send.
+        # Rebuilding the tables is quicker than sending them.
         return {"tokenizer": self.tokenizer}
 
 
 def _sums(
     values: NDArray[Any], begins: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """[D] sum of ``values`` [N] from each of ``begins`` to its end."""
+    """[D] sums of ``values`` [N] over the ranges ``[begins, ends)``."""
     totals = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
     sums: NDArray[np.int64] = totals[ends] - totals[begins]
     return sums
@@ -146,19 +146,17 @@ def _sums(
 class IndexedTexts:
     """The documents of a ``.bin`` with its ``.idx``; see ``Documents``.
 
-    The first use reads all ids once and keeps how many bytes each document has. Empty documents are
-    left out and counted. A document of ids that spell no text has a number all the same: reading it
-    raises.
+    The first use reads all ids once and caches the bytes of each document. Empty documents are left
+    out and counted. A document whose ids spell no text keeps its number; reading it raises.
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``.
-        tokenizer: What made the ids.
+        tokenizer: Tokenizer that made the ids.
         are_the_students: Whether the student has the same vocabulary.
-        cache_dir: Where the sizes are kept; a hidden folder beside the files with None.
+        cache_dir: Folder of the sizes; None for a hidden folder beside the files.
 
     Raises:
-        DataError: The files cannot be read, hold an id that the tokenizer does not have, or no
-            text.
+        DataError: The files cannot be read, hold no text, or hold an id outside the vocabulary.
     """
 
     def __init__(
@@ -197,7 +195,7 @@ class IndexedTexts:
 
         Raises:
             IndexError: There is no such document.
-            DataError: The files have changed since.
+            DataError: The files have changed.
             TokenizerError: Its ids spell no text.
         """
         return self._decoder.text(self._content(index))
@@ -207,7 +205,7 @@ class IndexedTexts:
         return f"{self._file.prefix}.bin:{self._number(index) + 1}"
 
     def student_ids(self, index: int) -> IdArray | None:
-        """The ids of a document that the student's vocabulary made, else None."""
+        """The ids of a document if the student has their vocabulary, else None."""
         return self._content(index) if self._are_the_students else None
 
     @property
@@ -222,19 +220,19 @@ class IndexedTexts:
 
     @property
     def report(self) -> CorpusReport:
-        """What became of the documents of the files."""
+        """Counts of the documents read and left out."""
         return CorpusReport(**self._index.notes["report"])
 
     @property
     def sha256(self) -> str:
-        """Hash of the vocabulary and of all ids, wherever the files are."""
+        """Hash of the vocabulary and of all ids, independent of the paths of the files."""
         return str(self._index.notes["sha256"])
 
     def _content(self, index: int) -> IdArray:
         return self._decoder.content(self._file.document(self._number(index)))
 
     def _number(self, index: int) -> int:
-        """Of a document in the files, from 0."""
+        """Number of a document in the files, from 0, empty ones included."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         return int(self._index["number"][index])

@@ -1,7 +1,4 @@
-"""Lines of a file, many at a time and as bytes; plain or compressed.
-
-Records of JSON lines and JSON lists, judged alike by all parsers.
-"""
+"""Readers of JSON lines and JSON lists, plain or gzip-compressed, a block at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from megatron_ext.documents.source_file import InputSlice, whole_text
 from megatron_ext.errors import DataError
 
 BLOCK_BYTES: Final = 8 << 20
-"""Bytes of a block, but for its last line: enough to keep the threads of a tokenizer busy."""
+"""Bytes of a block, up to its last line: enough to keep the threads of a tokenizer busy."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -29,10 +26,10 @@ class LineBlock:
     """Consecutive lines.
 
     Attributes:
-        lines: Their bytes without the newlines; a carriage return stays.
-        size: Bytes of the file that were read for them.
-        bad: That the file breaks off behind them.
-        starts: Byte at which each begins; empty where the file is compressed.
+        lines: Bytes of each without the newline; a carriage return stays.
+        size: Bytes of the file that were read for the block.
+        bad: Error of a file that breaks off behind the lines.
+        starts: Byte offset of each line; empty for a compressed file.
     """
 
     lines: list[bytes]
@@ -45,7 +42,7 @@ def read_lines(piece: InputSlice) -> Iterator[LineBlock]:
     """The lines of a slice of a JSON lines file.
 
     Raises:
-        DataError: The file cannot be read, or has become shorter.
+        DataError: The file cannot be read, or was truncated since it was listed.
     """
     read = _gzip_blocks if piece.kind == "json-lines-gzip" else _plain_blocks
     try:
@@ -58,14 +55,14 @@ def read_lines(piece: InputSlice) -> Iterator[LineBlock]:
 
 
 def read_line(stream: BinaryIO, start: int) -> bytes:
-    """The line of a JSON lines file that begins at byte ``start``."""
+    """The line that begins at byte ``start`` of ``stream``."""
     stream.seek(start)
     line = stream.readline()
     return line if start else line.removeprefix(_BYTE_ORDER_MARK)
 
 
 def newlines_before(piece: InputSlice) -> int:
-    """Lines of a file before the first that begins in the slice, which does not begin the file.
+    """Lines of a file before the first line that begins in a slice with ``start`` above 0.
 
     Raises:
         DataError: The file cannot be read.
@@ -73,7 +70,7 @@ def newlines_before(piece: InputSlice) -> int:
     count, position = 1, 0
     try:
         with open(piece.path, "rb") as stream:
-            # The newline before the slice's first line is at its start or behind it.
+            # The newline that precedes the slice's first line may be at or behind ``start``.
             while position < piece.start - 1:
                 content = stream.read(min(BLOCK_BYTES, piece.start - 1 - position))
                 count += content.count(b"\n")
@@ -89,8 +86,8 @@ def _plain_blocks(piece: InputSlice) -> Iterator[LineBlock]:
     with open(piece.path, "rb") as stream:
         position = piece.start
         if position:
-            # The line in which the slice begins belongs to the slice before it, unless it begins
-            # with it: reading on from one byte earlier tells.
+            # A line that begins before the slice belongs to the slice before; reading from one byte
+            # earlier tells whether a line begins exactly at ``start``.
             stream.seek(position - 1)
             position += len(stream.readline()) - 1
         while position < piece.stop:
@@ -124,7 +121,7 @@ def _gzip_blocks(piece: InputSlice) -> Iterator[LineBlock]:
             lines = _split(content)
             count += len(lines)
             bad = None if problem is None else BadRecord.of(count + 1, problem)
-            # What a broken stream leaves unread is done with, too.
+            # The unread rest of a broken stream counts as read.
             end = piece.stop if at_end else raw.tell()
             yield LineBlock(lines, end - position, bad)
             position = end
@@ -133,12 +130,12 @@ def _gzip_blocks(piece: InputSlice) -> Iterator[LineBlock]:
 
 
 def _read_gzip(stream: gzip.GzipFile) -> tuple[bytes, DataError | None]:
-    """Up to ``BLOCK_BYTES``, fewer at the end, and what is wrong with the stream behind them."""
+    """Up to ``BLOCK_BYTES`` decompressed bytes, and the error of the stream behind them, if any."""
     parts: list[bytes] = []
     size = 0
     while size < BLOCK_BYTES:
         try:
-            # Not read, which would throw away what it has when the stream breaks off.
+            # ``read`` would discard what it has when the stream breaks off; ``read1`` does not.
             part = stream.read1(BLOCK_BYTES - size)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             problem = DataError(
@@ -173,7 +170,7 @@ _DECODER: Final = json.JSONDecoder()
 
 
 def read_json_lines(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBlock]:
-    """The records of a slice of a JSON lines file; blank lines are none.
+    """The records of a slice of a JSON lines file; blank lines do not count.
 
     Raises:
         DataError: The file cannot be read.
@@ -191,7 +188,7 @@ def read_json_lines(piece: InputSlice, fields: RecordFields) -> Iterator[RecordB
 
 
 def parse_lines(lines: Sequence[bytes], fields: RecordFields, *, first_line: int) -> RecordBlock:
-    """The records in ``lines``, the first of which is line ``first_line`` of its slice."""
+    """The records of ``lines``; the first is line ``first_line`` of its slice."""
     block = RecordBlock.empty(fields)
     block.line_count = len(lines)
     for number, line in enumerate(lines, start=first_line):
@@ -205,21 +202,21 @@ def parse_lines(lines: Sequence[bytes], fields: RecordFields, *, first_line: int
 
 
 def parse(line: bytes, *, as_it_is: bool = False) -> Any:
-    """The JSON value in ``line``, whose strings all fit into UTF-8.
+    """The JSON value in ``line``, with strings that can be encoded as UTF-8.
 
     Args:
-        line: UTF-8.
-        as_it_is: Take strings that spell half of a surrogate pair, too.
+        line: UTF-8 bytes.
+        as_it_is: Allow strings with unpaired surrogates.
 
     Raises:
-        DataError: It is not UTF-8, not JSON, or spells half of a surrogate pair.
+        DataError: The line is not UTF-8, not JSON, or holds an unpaired surrogate.
     """
     if _fast_loads is not None:
         try:
             return _fast_loads(line)
         except ValueError:
-            # orjson is stricter than json (NaN, halves of surrogate pairs, deep nesting) and says
-            # less: what it refuses is judged below, so that results do not depend on it.
+            # orjson is stricter than json (NaN, unpaired surrogates, deep nesting): json has the
+            # last word, so that results do not depend on whether orjson is installed.
             pass
     return _parse_slowly(line, as_it_is)
 
@@ -231,7 +228,7 @@ def _parse_slowly(line: bytes, as_it_is: bool) -> Any:
         if "\\u" in text and not as_it_is:
             _refuse_surrogates(value)
     except DataError:
-        # It is a ValueError, too, and says already what is wrong.
+        # A ValueError too, with a better message than the one below.
         raise
     except UnicodeDecodeError as error:
         raise DataError(
@@ -247,7 +244,7 @@ def _parse_slowly(line: bytes, as_it_is: bool) -> Any:
 
 
 def _refuse_surrogates(value: Any) -> None:
-    """JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    """Refuse unpaired surrogates, which JSON can escape and no tokenizer takes."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -258,9 +255,9 @@ def _refuse_surrogates(value: Any) -> None:
 
 
 def read_json_document(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBlock]:
-    """The records of a list, each at the line in which it begins; the file is held in memory.
+    """The records of a JSON list, each at the line in which it begins; held in memory whole.
 
-    From where the document is broken on, it gives one bad record.
+    A syntax error ends the list with one bad record.
 
     Raises:
         DataError: The file cannot be read.
@@ -298,10 +295,10 @@ def _add(block: RecordBlock, fields: RecordFields, record: bytes, line: int) -> 
 
 
 def _elements(text: str) -> Iterator[tuple[int, int]]:
-    """Where each element of the list begins and ends.
+    """Start and stop of each element of the list in ``text``.
 
     Raises:
-        JSONDecodeError: The text is no list from some point on.
+        JSONDecodeError: The text stops being a JSON list.
     """
     at = _after_space(text, text.index("[") + 1)
     while text[at : at + 1] != "]":

@@ -1,4 +1,4 @@
-"""Records by their place in Arrow, Parquet and JSON lines files."""
+"""``RecordReader``: random access to the records of Arrow, Parquet and JSON lines files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from megatron_ext.errors import DataError
 
 _FILES_OPEN: Final = 16
 _ROW_GROUPS_KEPT: Final = 2
-"""Row groups of a Parquet file that are kept in memory; documents are read in runs of neighbours,
-so one after the other."""
+"""Row groups of a Parquet file kept in memory; documents are read in runs of neighbours."""
 
 
 class _File(Protocol):
@@ -27,11 +26,11 @@ class _File(Protocol):
 
 
 class RecordReader:
-    """Reads records by their place; it can be sent to another process.
+    """Reads records by their place; picklable.
 
     Args:
-        files: The files, of kinds of which a row can be read alone.
-        fields: Which columns are read of a file that has columns.
+        files: The files, of the kinds in ``READ_IN_PLACE``.
+        fields: Columns that are read of Arrow and Parquet files.
     """
 
     def __init__(self, files: Sequence[SourceFile], fields: RecordFields) -> None:
@@ -45,10 +44,10 @@ class RecordReader:
         Args:
             file: Number of the file.
             row: Row or line, from 1.
-            start: Byte at which the line begins, in JSON lines.
+            start: Byte offset of the line, in JSON lines.
 
         Raises:
-            DataError: The file has changed, or cannot be read any more; or the line is no JSON.
+            DataError: The file has changed or cannot be read, or the line is not JSON.
         """
         return self._file(file).record(row, start)
 
@@ -72,7 +71,7 @@ class RecordReader:
 
 
 class _Lines:
-    """A JSON lines file."""
+    """Rows of a JSON lines file."""
 
     def __init__(self, file: SourceFile, fields: RecordFields) -> None:
         self._file = file
@@ -83,12 +82,11 @@ class _Lines:
 
 
 class _ArrowRows:
-    """An Arrow file, mapped into memory."""
+    """Rows of an Arrow file, memory-mapped."""
 
     def __init__(self, file: SourceFile, fields: RecordFields) -> None:
         self._batches: list[Any] = []
-        # The map lives as long as an array that points into it. The index holds no row from where
-        # the file is damaged on.
+        # The map lives as long as an array that points into it. Rows behind damage are not indexed.
         with arrow_batches(file.path) as batches, suppress(OSError, ValueError):
             for batch in batches:
                 self._batches.append(batch.select(fields.columns_of(batch.schema.names)))
@@ -101,7 +99,7 @@ class _ArrowRows:
 
 
 class _ParquetRows:
-    """A Parquet file, a row group at a time."""
+    """Rows of a Parquet file, read a row group at a time."""
 
     def __init__(self, file: SourceFile, fields: RecordFields) -> None:
         from pyarrow.parquet import ParquetFile
@@ -136,12 +134,12 @@ READ_IN_PLACE: Final[dict[str, Callable[[SourceFile, RecordFields], _File]]] = {
     "parquet": _ParquetRows,
     "arrow": _ArrowRows,
 }
-"""Kinds of files of which a row can be read alone; the text of others is copied into the cache."""
+"""Readers of the kinds with random access to rows; the text of others is copied into the cache."""
 
 
 @contextmanager
 def _opened(file: SourceFile) -> Iterator[BinaryIO]:
-    """A file that is as it was."""
+    """Open a file, refusing one that has changed since it was indexed."""
     try:
         with open(file.path, "rb") as stream:
             status = os.fstat(stream.fileno())
@@ -153,7 +151,7 @@ def _opened(file: SourceFile) -> Iterator[BinaryIO]:
 
 
 def changed(file: SourceFile) -> DataError:
-    """The error of a file that is no longer what was indexed."""
+    """The error of a file that has changed since it was indexed."""
     return DataError(
         "the file has changed since the data set was built", fix="build it again", where=file.path
     )

@@ -1,4 +1,4 @@
-"""The records of a stretch of a file, what their fields must hold, and what cannot be used."""
+"""``RecordFields``, the values read of each record, and blocks of good and bad records."""
 
 from __future__ import annotations
 
@@ -14,57 +14,58 @@ from megatron_ext.conversation.records import (
 from megatron_ext.errors import ConversationError, DataError
 
 FieldContent = Literal["text", "sentences", "conversation", "record"]
-"""A text; a text or a list of texts; a ``ConversationRecord``; whatever the record is, unread."""
+"""A text; a text or a list of texts; a ``ConversationRecord``; the record itself, unchecked."""
 _KEYS_SHOWN = 12
 _CONVERSATION_KEYS = ("messages", "conversations")
-"""Under which names data sets have their conversations."""
+"""Usual names of the field that holds a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A line or row that gives no document."""
+    """A line or row that cannot be used."""
 
     line: int | None
-    """Counted from 1 in its slice; None where the whole file is meant."""
+    """Line counted from 1 in its slice; None for the whole file."""
 
     problem: str
-    """One line of text."""
+    """Reason, in one line of text."""
 
     rows: int = 1
-    """How many lines or rows are lost."""
+    """Number of lines or rows lost."""
 
     @classmethod
     def of(cls, line: int | None, error: Exception, *, rows: int = 1) -> BadRecord:
-        """The record that ``error`` is about."""
+        """The bad record that ``error`` describes."""
         return cls(line, str(error).replace("\n", " "), rows)
 
     def error(self, path: str, lines_before: int = 0) -> DataError:
-        """The error that stops a run which takes no bad records."""
+        """The error of a run that refuses bad records."""
         return DataError(self.problem, where=self.place(path, lines_before))
 
     def place(self, path: str, lines_before: int = 0) -> str:
         """``file:line``.
 
         Args:
-            path: The file.
-            lines_before: Its lines before the slice.
+            path: Path of the file.
+            lines_before: Lines of the file before the slice.
         """
         return path if self.line is None else f"{path}:{self.line + lines_before}"
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFields:
-    """Which fields of a record are read.
+    """Fields that are read of each record.
 
     Attributes:
-        keys: Their names.
-        content: What each holds.
+        keys: Names of the fields.
+        content: Kind of value that each holds.
         flag: The flag or configuration key that sets ``keys``, for error messages.
-        conversation_flag: The flag that has conversations read in place of texts, for error
-            messages; None where nothing has.
-        schema: How conversations are written: a row of ``RECORD_SCHEMA_REGISTRY``, or ``auto`` to
-            tell it of each record anew.
-        are_default: ``keys`` were not asked for: the record as a whole gives one conversation.
+        conversation_flag: The flag that reads conversations in place of texts, for error messages;
+            None where there is no such flag.
+        schema: Schema of conversations: a row of ``RECORD_SCHEMA_REGISTRY``, or ``auto`` to detect
+            it in each record.
+        are_default: Whether ``keys`` are the default, so that a conversation is read from the
+            record as a whole.
     """
 
     keys: tuple[str, ...]
@@ -76,14 +77,14 @@ class RecordFields:
 
     @property
     def are_unread(self) -> bool:
-        """Whether a record is taken as it is."""
+        """Whether records are passed on unchecked."""
         return self.content == "record"
 
     def values_of(self, record: object) -> list[Any]:
         """The fields of one record, in the order of ``keys``.
 
         Raises:
-            DataError: It is no mapping, lacks a field, or one holds something else.
+            DataError: The record is no mapping, lacks a field, or a field holds something else.
         """
         if self.are_unread:
             return [record]
@@ -94,10 +95,10 @@ class RecordFields:
         return [self._value_of(record, key) for key in self.keys]
 
     def columns_of(self, present: Sequence[str]) -> list[str]:
-        """The columns that are read of a file that has ``present``.
+        """The columns to read of a file with the columns ``present``.
 
         Raises:
-            DataError: It lacks a field.
+            DataError: A field is missing.
         """
         if self.are_unread:
             return list(present)
@@ -112,7 +113,7 @@ class RecordFields:
         return found
 
     def missing(self, key: str, present: Iterable[str]) -> DataError:
-        """The error of a record, or a file, that has other fields."""
+        """The error of a record or file that lacks ``key``."""
         names = list(present)
         return self._error(key, f"keys {names[:_KEYS_SHOWN]}", names)
 
@@ -145,7 +146,7 @@ class RecordFields:
         )
 
     def _fix(self, name: str, present: set[str]) -> str:
-        """What to do about a record that lacks a key, or holds something else there."""
+        """Advice for a record that lacks a key, or holds something else there."""
         fix = f"set {self.flag} to the field that holds the {name}"
         is_conversation = any(key in present for key in _CONVERSATION_KEYS)
         if name == "text" and is_conversation and self.conversation_flag is not None:
@@ -154,7 +155,7 @@ class RecordFields:
 
 
 AS_THEY_ARE: Final = RecordFields(("record",), "record")
-"""Whole records, unread."""
+"""Whole records, unchecked."""
 
 
 @dataclass(slots=True)
@@ -162,13 +163,12 @@ class RecordBlock:
     """Consecutive records, as columns. R records.
 
     Attributes:
-        columns: Value of each record [R], for each key.
-        lines: Where each record stands [R], counted from 1 in its slice.
-        bad: What gives no record.
+        columns: Values [R] of each key.
+        lines: Line or row of each record [R], counted from 1 in the slice.
+        bad: Lines and rows that cannot be used.
         line_count: Lines or rows that the block spans, blank and bad ones included.
-        size: Its share of the bytes of the file.
-        starts: Byte at which each of its lines begins, in JSON lines that are not compressed; empty
-            elsewhere.
+        size: Bytes of the file that the block stands for.
+        starts: Byte offset of each line, in uncompressed JSON lines; empty elsewhere.
     """
 
     columns: tuple[list[Any], ...]
@@ -180,11 +180,11 @@ class RecordBlock:
 
     @classmethod
     def empty(cls, fields: RecordFields) -> RecordBlock:
-        """A block to which records are added."""
+        """A block without records yet."""
         return cls(tuple([] for _ in fields.keys))
 
     def add(self, line: int, values: Sequence[Any]) -> None:
-        """Append a record."""
+        """Append a record in place."""
         for column, value in zip(self.columns, values, strict=True):
             column.append(value)
         self.lines.append(line)

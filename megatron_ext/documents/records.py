@@ -1,4 +1,4 @@
-"""The records of any kind of file, and its parts that can be read one by one."""
+"""Records of any kind of input file, and shards of about equal size."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from megatron_ext.errors import ConversationError, DataError
 def cut_into_shards(
     files: Sequence[SourceFile], shard_count: int
 ) -> tuple[tuple[InputSlice, ...], ...]:
-    """The input in ``shard_count`` parts of about the same number of bytes, in order.
+    """Divide the input, in order, into ``shard_count`` shards of about as many bytes.
 
-    JSON lines are cut at any line, Parquet between row groups, anything else between files; a part
+    JSON lines are cut at any line, Parquet between row groups, anything else between files; a shard
     may come out empty where files are few and large.
 
     Raises:
@@ -45,7 +45,7 @@ def cut_into_shards(
         offset = 0
         for piece in _pieces(file, _cuts(position, file.size, total, shard_count)):
             begin = position + offset
-            # An empty file at the very end begins where the last part stops.
+            # An empty file at the very end begins where the last shard stops.
             _add(shards[min(begin * shard_count // total, shard_count - 1)], piece)
             offset += piece.size
         position += file.size
@@ -53,23 +53,23 @@ def cut_into_shards(
 
 
 def _cuts(position: int, size: int, total: int, shard_count: int) -> list[int]:
-    """Where, in a file that begins at ``position``, a part begins: bytes of the file."""
+    """Byte offsets in a file that begins at ``position`` of the input where shards begin."""
     first = position * shard_count // total + 1
     last = (position + size) * shard_count // total
-    # Rounded up, so that the byte at a cut is the first whose share is that of the new part.
+    # Rounded up: the byte at a cut is the first of the new shard.
     return [-(-index * total // shard_count) - position for index in range(first, last + 1)]
 
 
 def _pieces(file: SourceFile, cuts: Sequence[int]) -> Iterator[InputSlice]:
-    """The slices of ``file`` that may have to lie in different parts."""
+    """The slices of ``file`` that may go to different shards."""
     if file.kind == "json-lines":
-        # A set, because cuts fall together where there are more parts than bytes.
+        # A set, because cuts coincide where there are more shards than bytes.
         bounds = {0, *(cut for cut in cuts if cut < file.size), file.size}
         for start, stop in pairwise(sorted(bounds)):
             yield InputSlice(file.path, file.kind, start, stop, stop - start)
     elif file.kind == "parquet":
         sizes = row_group_sizes(file.path)
-        # Row groups know their sizes before compression; what counts here is the file's.
+        # Row groups record uncompressed sizes; shards are balanced by bytes of the file.
         ends = [file.size * sum(sizes[: i + 1]) // max(sum(sizes), 1) for i in range(len(sizes))]
         for index, (begin, end) in enumerate(pairwise([0, *ends])):
             yield InputSlice(file.path, file.kind, index, index + 1, end - begin)
@@ -78,7 +78,7 @@ def _pieces(file: SourceFile, cuts: Sequence[int]) -> Iterator[InputSlice]:
 
 
 def _add(shard: list[InputSlice], piece: InputSlice) -> None:
-    """Append ``piece``, as one with the slice before it where that is the same file's."""
+    """Append ``piece``, merged with the slice before it if that is of the same file."""
     if shard and shard[-1].path == piece.path and shard[-1].stop == piece.start:
         before = shard.pop()
         piece = replace(piece, start=before.start, size=before.size + piece.size)
@@ -98,7 +98,7 @@ _READERS: Mapping[SourceKind, Callable[[InputSlice, RecordFields], Iterator[Reco
 
 
 def read_records(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBlock]:
-    """The records of a slice, in order and some megabytes at a time.
+    """The records of a slice, in order, in blocks of some megabytes.
 
     Raises:
         ConfigError: The file has no fields to read.
@@ -115,10 +115,10 @@ def file_records(file: SourceFile, fields: RecordFields) -> Iterator[RecordBlock
 
 
 def whole_records(file: SourceFile, fields: RecordFields) -> list[Any]:
-    """What all records of a file hold under the first key.
+    """The values of the first key in all records of a file.
 
     Raises:
-        DataError: The file cannot be read, or a record not be used (with file and line).
+        DataError: The file cannot be read, or a record cannot be used (with file and line).
         MissingDependencyError: A package that reads this kind of file is not installed.
     """
     values: list[Any] = []
@@ -130,15 +130,15 @@ def whole_records(file: SourceFile, fields: RecordFields) -> list[Any]:
 
 
 def schema_of(records: Sequence[Any], *, key: str | None = None, where: object) -> RecordSchemaName:
-    """Name of the schema that conversations have.
+    """Name of the one schema of all conversations.
 
     Args:
-        records: As they are; at least one.
-        key: Field that holds their turns, where it has an unusual name.
+        records: Unchecked records; at least one.
+        key: Field that holds the turns, where it has an unusual name.
         where: The file, for errors.
 
     Raises:
-        DataError: They have none that is known, or leave a choice.
+        DataError: No schema, or more than one, fits the records.
     """
     try:
         return sniff_record_schema(records, key=key)
@@ -147,17 +147,17 @@ def schema_of(records: Sequence[Any], *, key: str | None = None, where: object) 
 
 
 def check_first_records(pieces: Iterable[InputSlice], fields: RecordFields) -> None:
-    """Check that some file begins with a record that can be used.
+    """Check that at least one file has a usable record in its first block.
 
-    Of each file some megabytes are read, and no more files than it takes to find one.
+    Reads some megabytes of each file, up to the first usable record.
 
     Args:
-        pieces: Slices of the files; those that do not begin one are passed over.
-        fields: What is read.
+        pieces: Slices of the files; only those that begin a file are read.
+        fields: Fields that are read.
 
     Raises:
-        DataError: All records are bad, most likely for want of the right flag; it is the error of
-            the first.
+        DataError: All records are bad, most likely for want of the right flag; the error of the
+            first is raised.
     """
     first: DataError | None = None
     for piece in pieces:
@@ -173,7 +173,7 @@ def check_first_records(pieces: Iterable[InputSlice], fields: RecordFields) -> N
 
 
 def lines_before(piece: InputSlice) -> int:
-    """Lines or rows of the file before the slice, which are counted by reading up to it.
+    """Lines or rows of the file before the slice, counted by reading the file up to it.
 
     Raises:
         DataError: The file cannot be read.
@@ -184,10 +184,10 @@ def lines_before(piece: InputSlice) -> int:
 
 
 def check_fields(files: Iterable[SourceFile], fields: RecordFields) -> None:
-    """Check what can be known of ``fields`` without reading.
+    """Check that files of these kinds can have ``fields``, without reading them.
 
     Raises:
-        ConfigError: A file has no fields.
+        ConfigError: A file of plain text is asked for fields.
     """
     for file in files:
         if file.kind in ("text", "text-gzip"):

@@ -1,7 +1,4 @@
-"""The files that an input names, in order, what each of them holds, and parts of them.
-
-Plain text files, of one document each.
-"""
+"""Input files: expansion of names, detection of the kind, slices, and plain text files."""
 
 from __future__ import annotations
 
@@ -47,37 +44,37 @@ _KIND_OF_SUFFIX: dict[str, SourceKind] = {
 
 _HEAD_BYTES: Final = 1 << 12
 _LIST_OVER_LINES: Final = re.compile(rb"(\xef\xbb\xbf)?\s*\[[ \t\r]*\n")
-"""How a JSON document begins that is a list; no line of JSON lines is a bracket alone."""
+"""Start of a JSON list with its bracket on a line alone, which is never a line of JSON lines."""
 _DOCUMENT_OF: Final[Mapping[SourceKind, SourceKind]] = {
     "json-lines": "json-document",
     "json-lines-gzip": "json-document-gzip",
 }
-"""What a file of lines is if it turns out to be one list."""
+"""Kind of a JSON lines file that turns out to be one list."""
 _LIST_OF_RECORDS: Final = re.compile(rb"(\xef\xbb\xbf)?\s*\[[ \t\r]*\{")
-"""How one begins that is a list on a line of its own; so may JSON lines whose records are lists."""
+"""Start of a list on one line; also of JSON lines whose records are lists, see ``_is_list``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of the input; equal where nothing about it has changed."""
+    """One input file; compares equal while its size and time of change stay."""
 
     path: str
     kind: SourceKind
     size: int
     modified: int
-    """Time of its last change, in nanoseconds."""
+    """Time of the last change, in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """The input in order, and the files of its folders that are of no known kind."""
+    """The input files in order, and the skipped files of folders, which are of no known kind."""
 
     files: tuple[SourceFile, ...]
     skipped: tuple[str, ...]
 
 
 def source_kind(path: str | os.PathLike[str]) -> SourceKind:
-    """What a file holds by its name; one whose name does not tell is plain text."""
+    """Kind of a file by its name; plain text where the name does not tell."""
     kind = _known_kind(os.fspath(path))
     if kind is not None:
         return kind
@@ -92,17 +89,16 @@ def find_sources(
 ) -> SourceFiles:
     """The files that ``inputs`` name: files, folders (searched through) and glob patterns.
 
-    A folder and a pattern give their files in the order of their names. A file that is named itself
-    is read whatever its name; of a folder, hidden files are left out and those of no known kind are
-    reported as skipped.
+    The files of a folder or pattern are sorted by name. A file that is named directly is read
+    whatever its kind; in a folder, hidden files are left out and files of unknown kind are skipped.
 
     Args:
         inputs: Paths and patterns.
-        is_own: Whether a file of a folder is one that we write ourselves, which is no input.
-        fix: What an error says to do about a name.
+        is_own: Whether a file of a folder is an output of this run, which is left out.
+        fix: Advice in the error about a name that matches nothing.
 
     Raises:
-        DataError: A name stands for nothing, or a file cannot be read or is named twice.
+        DataError: A name matches nothing, or a file cannot be read or is named twice.
     """
     named: list[tuple[Path, SourceKind]] = []
     skipped: list[str] = []
@@ -130,7 +126,7 @@ def _known_kind(name: str) -> SourceKind | None:
 
 
 def _expand(name: str, fix: str) -> list[Path]:
-    """The paths that one name stands for; a file whose name looks like a pattern is itself."""
+    """The paths that one name stands for; an existing file is never read as a pattern."""
     if os.path.lexists(name):
         return [Path(name)]
     found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else []
@@ -141,7 +137,7 @@ def _expand(name: str, fix: str) -> list[Path]:
 
 
 def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """The files of a folder and of those in it; a link to a folder above is not followed."""
+    """The files below a folder; links to a folder above are not followed."""
     above |= {folder.resolve()}
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith("."):
@@ -153,18 +149,17 @@ def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
 
 def source_file(path: Path, kind: SourceKind) -> SourceFile:
-    """One file, which is there and can be read.
+    """Describe an existing, readable file.
 
-    JSON lines that turn out to be one document, a list of records over several lines or on a single
-    one, become that.
+    A JSON lines file that turns out to be one list of records gets the kind of a JSON document.
 
     Raises:
-        DataError: It is not, or is a pipe or the like, which cannot be read twice.
+        DataError: The file is missing, unreadable, or a pipe, which cannot be read twice.
     """
     try:
         if not path.is_dir() and not stat.S_ISREG(path.stat().st_mode):
             raise DataError("the input is no regular file", where=path, fix="write it to a file")
-        # Opened, because a file may be listed and still not be ours to read.
+        # Opened to check the permission to read.
         with path.open("rb") as stream:
             status = os.fstat(stream.fileno())
             if kind in _DOCUMENT_OF and _is_list(stream, kind):
@@ -175,7 +170,7 @@ def source_file(path: Path, kind: SourceKind) -> SourceFile:
 
 
 def _is_list(raw: IO[bytes], kind: SourceKind) -> bool:
-    """Whether a file of JSON is one list of records, and not a record a line."""
+    """Whether a file is one JSON list of records rather than one record a line."""
     is_packed = kind == "json-lines-gzip"
     stream: IO[bytes] | gzip.GzipFile = gzip.GzipFile(fileobj=raw) if is_packed else raw
     try:
@@ -185,12 +180,12 @@ def _is_list(raw: IO[bytes], kind: SourceKind) -> bool:
         if not _LIST_OF_RECORDS.match(head):
             return False
         stream.seek(len(head) - len(head.lstrip(b"\xef\xbb\xbf \t\r\n")))
-        # A line that is a record of its own, as a list, ends with a bracket.
+        # JSON lines whose records are lists close the bracket on the first line.
         goes_on = not stream.readline().rstrip().endswith(b"]")
         rest = iter(lambda: stream.readline(_HEAD_BYTES), b"")
         return goes_on or not any(line.strip() for line in rest)
     except (EOFError, gzip.BadGzipFile, zlib.error):
-        # What is damaged is for its reader to say.
+        # The reader reports damage with its line.
         return False
 
 
@@ -224,14 +219,14 @@ class InputSlice:
     start: int
     stop: int
     size: int
-    """Its share of the bytes of the file."""
+    """Bytes of the file that the slice stands for."""
 
 
 def check_text_fields(path: str, fields: RecordFields) -> None:
-    """Check that a file without fields can give what is asked for.
+    """Check that one text is all that is asked of a file without fields.
 
     Raises:
-        ConfigError: Several fields, or conversations.
+        ConfigError: Several fields, or conversations, are asked for.
     """
     if fields.content == "conversation":
         raise ConfigError(
@@ -250,7 +245,7 @@ def check_text_fields(path: str, fields: RecordFields) -> None:
 
 
 def read_text_file(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBlock]:
-    """The one document of a file, as one record.
+    """The whole text of a file as one record.
 
     Raises:
         ConfigError: ``check_text_fields`` refuses the file.
@@ -268,7 +263,7 @@ def read_text_file(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBl
 
 
 def whole_text(piece: InputSlice) -> str | BadRecord:
-    """All text of a file, or why it has none.
+    """All text of a file, or a bad record where it is not UTF-8.
 
     Raises:
         DataError: It cannot be read.

@@ -1,4 +1,4 @@
-"""Tasks done by several processes, of which one may die."""
+"""``WorkerPool``: tasks spread over processes, with the death of a process detected."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 Work = Callable[[Task, Callable[[Any], None]], Result]
-"""Does a task; what it passes to its second argument reaches the process that waits."""
+"""Function that does a task and reports progress to the parent through its second argument."""
 
 _SECONDS_TO_END: Final = 10.0
 _THREAD_VARIABLES = ("RAYON_NUM_THREADS",)
-"""How many threads the tokenizer libraries use in one process."""
+"""Variables that set the number of threads of the tokenizer libraries."""
 
 
 class _Done(NamedTuple):
@@ -35,7 +35,7 @@ class _Done(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What a worker died of."""
+    """Error that ended a worker."""
 
     error: MegatronExtError | OSError | None
     trace: str
@@ -43,13 +43,13 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPool(Generic[Task, Result]):
-    """Processes that do tasks.
+    """Processes that do tasks in order.
 
     Attributes:
-        make_work: Called once in each process; it is pickled where these are spawned.
-        worker_count: Processes; with one the tasks are done in this process.
-        method: How processes come to be. A forked copy of a process whose tokenizer has started
-            threads may hang; but not everything can be pickled.
+        make_work: Factory of the work, called once in each process; pickled for spawned ones.
+        worker_count: Number of processes; with one the tasks are done in this process.
+        method: Start method. A fork of a process whose tokenizer has started threads may hang; but
+            not every work can be pickled, which spawning requires.
     """
 
     make_work: Callable[[], Work[Task, Result]]
@@ -59,17 +59,17 @@ class WorkerPool(Generic[Task, Result]):
     def results(
         self, tasks: Sequence[Task], *, on_progress: Callable[[Any], None] = lambda progress: None
     ) -> Generator[Result, None, None]:
-        """The result of each task, in the order of the tasks, which are begun in that order.
+        """The result of each task, begun and yielded in the order of the tasks.
 
         Args:
-            tasks: What to do.
-            on_progress: Called in this process with what the work reports.
+            tasks: The tasks.
+            on_progress: Called in this process with each progress report of the work.
 
         Raises:
-            MegatronExtError: What a worker raised, as soon as it did, or that one was killed; the
-                others are ended.
+            MegatronExtError: Raised by a worker, or a worker was killed; the others are ended at
+                once.
             OSError: A worker could not read or write.
-            RuntimeError: A worker failed otherwise; the message is its traceback.
+            RuntimeError: A worker failed otherwise; the message is the traceback.
         """
         if min(self.worker_count, len(tasks)) <= 1:
             if tasks:
@@ -82,7 +82,7 @@ class WorkerPool(Generic[Task, Result]):
         with self._workers(min(self.worker_count, len(tasks))) as workers:
             busy: dict[Any, int] = {}
             for connection in workers:
-                _give_next(connection, remaining, busy)
+                _send_next(connection, remaining, busy)
             while busy:
                 for ready in wait(list(busy)):
                     assert isinstance(ready, Connection)
@@ -91,21 +91,21 @@ class WorkerPool(Generic[Task, Result]):
                         on_progress(message)
                         continue
                     results[busy.pop(ready)] = message.result
-                    _give_next(ready, remaining, busy)
+                    _send_next(ready, remaining, busy)
                 while following in results:
                     yield results.pop(following)
                     following += 1
 
     @contextmanager
     def _workers(self, count: int) -> Iterator[dict[Connection, BaseProcess]]:
-        """Processes that wait for tasks, by our ends; all have ended when the block has."""
+        """Started workers by the parent's end of the connection; ended when the block is left."""
         context = multiprocessing.get_context(self.method)
         threads = max(1, usable_cores() // count)
         workers: dict[Connection, BaseProcess] = {}
         try:
             for _ in range(count):
                 ours, theirs = context.Pipe()
-                # A copy of this process has our ends as well.
+                # A forked worker inherits the parent's ends as well.
                 copied = [ours, *workers]
                 process = context.Process(  # type: ignore[attr-defined]
                     target=_work,
@@ -113,7 +113,7 @@ class WorkerPool(Generic[Task, Result]):
                     daemon=True,
                 )
                 process.start()
-                # Only the worker holds its end now, so that its death ends the connection.
+                # With the worker alone holding its end, its death closes the connection.
                 theirs.close()
                 workers[ours] = process
             yield workers
@@ -127,14 +127,14 @@ class WorkerPool(Generic[Task, Result]):
                     process.join()
 
 
-def _give_next(
+def _send_next(
     connection: Connection, remaining: Iterator[tuple[int, Any]], busy: dict[Any, int]
 ) -> None:
-    """Have a worker do the next task, or end where there is none."""
+    """Send a worker the next task, or None when there are none left."""
     number, task = next(remaining, (None, None))
     if number is not None:
         busy[connection] = number
-    # What ended a worker that has ended shows when its next message is asked for.
+    # The cause of a dead worker is reported by the next ``_receive``.
     with suppress(BrokenPipeError, ConnectionResetError):
         connection.send(None if number is None else (task,))
 
@@ -163,14 +163,14 @@ def _work(
     threads: int,
     copied: Sequence[Connection],
 ) -> None:
-    """Do the tasks that come through ``connection`` until a None, or its end, comes."""
-    # An interrupt reaches all processes of a terminal; the first one ends the others.
+    """Do the tasks that come through ``connection`` until None or the end of the stream."""
+    # An interrupt reaches all processes of a terminal; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for other in copied:
         other.close()
     for name in _THREAD_VARIABLES:
         os.environ.setdefault(name, str(threads))
-    # The connection ends where the process that started this one does, however that died.
+    # The connection closes when the parent dies, however it died.
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             work = make_work()
@@ -179,13 +179,13 @@ def _work(
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:
-            # A full disk, for one, is the user's to mend: the caller says so in one line.
+            # A full disk, for one, is reported in one line, not as a traceback.
             own = error if isinstance(error, (MegatronExtError, OSError)) else None
             connection.send(_Failure(own, traceback.format_exc()))
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may run on."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

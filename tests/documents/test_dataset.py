@@ -99,7 +99,7 @@ def test_the_index_is_built_once_and_anew_when_a_file_changes(tmp_path, monkeypa
     path = write_lines(tmp_path / "a.jsonl")
     first = ArrowTextDataset(path, cache_dir=tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_ext.documents.index._Survey.add", None)
+        patch.setattr("megatron_ext.documents.index._IndexBuilder.add", None)
         assert texts_of(ArrowTextDataset(path, cache_dir=tmp_path / "cache")) == list(DOCUMENTS)
     fresh = pickle.loads(pickle.dumps(first))
     write_lines(path, ["other"])
