@@ -1,1 +1,1 @@
-"""From documents to the batches of a run, and of plain data loaders of torch."""
+"""Alignment, packing and batching of documents for the student and all teachers."""

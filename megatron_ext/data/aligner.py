@@ -1,8 +1,7 @@
-"""Texts and conversations to what every model reads of them. D texts, T tokens, C chunks.
+"""Tokenization and alignment of texts and conversations for all models, and cuts of long texts.
 
-One text, or conversation, as the student and every teacher read it; pieces, and rows of them.
-
-Ts student tokens, Tt teacher tokens, C chunks that all models can be cut behind.
+D texts, T tokens of any model, Ts student tokens, Tt teacher tokens, C chunks in which all models
+cover the same bytes.
 """
 
 from __future__ import annotations
@@ -29,52 +28,52 @@ from megatron_ext.tokenizers.token_bytes import utf8
 Ids = NDArray[np.integer[Any]]
 
 Trained = NDArray[np.bool_] | None
-"""[T] tokens that are trained; None for all."""
+"""[T] mask of trained tokens; None for all."""
 
 
 class TeacherTokens(NamedTuple):
-    """What a teacher with another tokenizer makes of the text."""
+    """The text as tokens of a teacher with another tokenizer."""
 
     ids: Ids
     """[Tt]"""
 
     student_marks: Marks
-    """[Ts] the chunks, on the student's side."""
+    """[Ts] chunk marks of the student's tokens."""
 
     teacher_marks: Marks
-    """[Tt] the chunks, on its own."""
+    """[Tt] chunk marks of the teacher's tokens."""
 
     trained: Trained = None
-    """[Tt] which of its tokens are its answers; None in a text."""
+    """[Tt] mask of the teacher's tokens that belong to answers; None for plain text."""
 
 
 class AlignedText(NamedTuple):
-    """A text, or a part of one that begins and ends where a token of each model does."""
+    """A text, or a part of one that begins and ends at a token boundary of every model."""
 
     student_ids: Ids
     """[Ts]"""
 
     student_widths: Ids
-    """[Ts] bytes of the text that each token covers."""
+    """[Ts] bytes of the text that each student token covers."""
 
     teachers: tuple[TeacherTokens, ...]
-    """One for each teacher that has another tokenizer than the student."""
+    """One for each teacher with another tokenizer than the student."""
 
     is_end: bool = True
-    """Whether the text ends here."""
+    """Whether this is the end of the text."""
 
     trained: Trained = None
-    """[Ts] which tokens of a conversation are trained; None in a text, of which all are. A
-    conversation brings what begins and ends it; around a text that is put when it is read."""
+    """[Ts] mask of the trained tokens of a conversation; None for plain text, which is trained
+    whole. A conversation includes its BOS and EOD; for plain text they are added in the batch."""
 
     @property
     def is_conversation(self) -> bool:
-        """Whether templates wrote it."""
+        """Whether this is a conversation written by chat templates, not plain text."""
         return self.trained is not None
 
     @property
     def byte_count(self) -> int:
-        """Bytes of the text; of a conversation, of what the student's template wrote."""
+        """Bytes of the text; for a conversation, of the student's rendering."""
         return int(self.student_widths.sum())
 
     @property
@@ -83,11 +82,11 @@ class AlignedText(NamedTuple):
         return len(self.student_ids), *(len(teacher.ids) for teacher in self.teachers)
 
     def part(self, bounds: Sequence[slice], *, is_end: bool) -> AlignedText:
-        """Some tokens of each model, which stand for the same bytes.
+        """A range of tokens of each model that covers the same bytes.
 
         Args:
-            bounds: Of the student, and of each teacher.
-            is_end: Whether the text ends with them.
+            bounds: Token ranges of the student and of each teacher.
+            is_end: Whether the range ends this text.
         """
         student, *others = bounds
         return AlignedText(
@@ -95,12 +94,12 @@ class AlignedText(NamedTuple):
             self.student_widths[student],
             tuple(
                 TeacherTokens(
-                    teacher.ids[own],
+                    teacher.ids[bound],
                     teacher.student_marks[student],
-                    teacher.teacher_marks[own],
-                    _part(teacher.trained, own),
+                    teacher.teacher_marks[bound],
+                    _part(teacher.trained, bound),
                 )
-                for teacher, own in zip(self.teachers, others, strict=True)
+                for teacher, bound in zip(self.teachers, others, strict=True)
             ),
             is_end=self.is_end and is_end,
             trained=_part(self.trained, student),
@@ -108,7 +107,7 @@ class AlignedText(NamedTuple):
 
 
 def byte_count_of(texts: Sequence[AlignedText]) -> int:
-    """Bytes of all texts; quicker than of each."""
+    """Total bytes of all texts; quicker than the sum of ``byte_count``."""
     widths = [text.student_widths for text in texts]
     return int(np.concatenate([np.zeros(0, np.int64), *widths]).sum())
 
@@ -119,7 +118,7 @@ def _part(trained: Trained, bounds: slice) -> Trained:
 
 @dataclass(frozen=True, slots=True)
 class PackedSample:
-    """Texts, or pieces of texts, one behind the other in a row and apart in attention."""
+    """Texts, or pieces of texts, packed into one row and separated in attention."""
 
     pieces: tuple[AlignedText, ...]
 
@@ -133,18 +132,16 @@ Stops = NDArray[np.int64]
 
 
 def cut(text: AlignedText, capacities: Sequence[int]) -> list[AlignedText]:
-    """The text in order, in as few pieces as possible that fit all models.
+    """Cut a text, in order, into as few pieces as possible that fit all models.
 
-    A piece ends where a chunk of every teacher does, so that all models read the same bytes in it.
-    What lies between two such places and exceeds a capacity alone is in no piece: the bytes of the
-    pieces are then fewer than those of the text.
-
-    Of a conversation there is at most its beginning: what is behind that has another sense without
-    it.
+    A piece ends at a chunk end shared by all teachers, so that all models read the same bytes. A
+    stretch without such a cut that exceeds a capacity is dropped: the pieces then have fewer bytes
+    than the text. Of a conversation only the first piece is kept, because the rest would lack its
+    context.
 
     Args:
         text: The text.
-        capacities: Most tokens of a piece, of the student and of each teacher; at least 1.
+        capacities: Most tokens of a piece for the student and for each teacher; at least 1.
     """
     counts = text.token_counts
     if all(count <= capacity for count, capacity in zip(counts, capacities, strict=True)):
@@ -165,9 +162,9 @@ def cut(text: AlignedText, capacities: Sequence[int]) -> list[AlignedText]:
 
 
 def _stops(text: AlignedText) -> list[Stops]:
-    """For the student and each teacher, one past the last token of each chunk [C].
+    """One past the last token of each common chunk [C], for the student and for each teacher.
 
-    A token that covers nothing goes with the byte behind it, and the last ones with the last byte.
+    A token that covers no byte belongs to the following byte, or to the last byte at the end.
     """
     own = np.flatnonzero(text.student_widths) + 1
     spans = []
@@ -186,10 +183,10 @@ Content = str | ConversationRecord
 
 
 class Aligner(Protocol):
-    """What makes aligned texts."""
+    """Tokenizes contents for all models and aligns the tokens."""
 
     def align(self, contents: Sequence[Content]) -> list[AlignedText]:
-        """Each of the contents, for all models.
+        """The aligned tokens of each content.
 
         Raises:
             TokenizerError: A text that a tokenizer cannot take.
@@ -200,7 +197,7 @@ class Aligner(Protocol):
 
 
 class ContentAligner:
-    """Tokenizes and aligns: texts together, conversations one at a time.
+    """Aligner of texts (as a batch) and of conversations (one at a time).
 
     Args:
         student_tokenizer: The student's.
@@ -225,7 +222,7 @@ class ContentAligner:
 
 
 class TextAligner:
-    """Tokenizes and aligns.
+    """Aligner of plain texts.
 
     Args:
         student_tokenizer: The student's.
@@ -241,7 +238,7 @@ class TextAligner:
         self._aligners = [TokenAligner(student_tokenizer, other) for other in teacher_tokenizers]
 
     def align(self, texts: Sequence[str]) -> list[AlignedText]:
-        """Each of D texts, for all models.
+        """The aligned tokens of each of D texts.
 
         Raises:
             TokenizerError: A text that a tokenizer cannot take.
@@ -277,7 +274,7 @@ class TextAligner:
 
 
 class ConversationAligner:
-    """Writes a conversation with each model's own template and aligns what messages say.
+    """Aligner of conversations: renders each model's own template and aligns the message texts.
 
     Args:
         student_tokenizer: The student's, with a prompt format.
@@ -293,7 +290,7 @@ class ConversationAligner:
         self._teachers = tuple(teacher_tokenizers)
 
     def align(self, record: ConversationRecord) -> AlignedText:
-        """A conversation, of which only what the student is trained on is in chunks.
+        """The aligned tokens of a conversation; only student-trained tokens are in chunks.
 
         Raises:
             ConfigError: A tokenizer has no prompt format.

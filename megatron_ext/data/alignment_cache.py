@@ -1,19 +1,13 @@
-"""Aligned texts that are tokenized and aligned once, and each as a record of bytes.
+"""Caches of aligned texts, in memory or in files shared by processes, and their record format.
 
 A record is a header of little-endian uint32 (1 for a conversation, Ts, the bytes of a student id,
 the bytes of a width, and for each teacher Tt and the bytes of an id), then the student's ids and
-widths, then for each teacher its ids and the marks of both sides. A conversation has, behind the
-student's widths and behind each teacher's marks, which tokens are trained. Each field is filled up
-to a multiple of four bytes, so that records one after another are read without copying. With one
-teacher and vocabularies above 65,536 that is 6 bytes a student token and 5 a teacher token.
+widths, then for each teacher its ids and the marks of both sides. A conversation also has the masks
+of trained tokens, behind the student's widths and behind each teacher's marks. Fields are padded to
+multiples of four bytes, so that joined records are read without copying. With one teacher and
+vocabularies above 65,536 that is 6 bytes a student token and 5 a teacher token.
 
-Shape letters: Ts student tokens, Tt teacher tokens, D records, H numbers of a header, F fields.
-
-Records by key in files that several processes add to and that outlive a kill at any moment.
-
-Each process that writes has a file of records of its own, and beside it a file with a fixed row for
-each (key, offset, length, checksum), which is written after the record. A row that is cut off or a
-record that does not have its checksum is as if it were not there.
+Ts student tokens, Tt teacher tokens, D records, H numbers of a header, F fields.
 """
 
 from __future__ import annotations
@@ -54,13 +48,16 @@ class _Place(NamedTuple):
 
 
 class RecordStore:
-    """Bytes by key. It can be sent to another process, or forked.
+    """Records by key in files that several processes append to; picklable and safe to fork.
 
-    A process keeps about 200 bytes in memory for each record.
+    Each writing process has its own file of records, and beside it a file of fixed-size rows (key,
+    offset, length, checksum). A row is written after its record, and a truncated row or a record
+    with another checksum is ignored, so a kill at any moment loses at most the last record. A
+    process keeps about 200 bytes in memory for each record.
 
     Args:
-        folder: Where the files are; made if it is missing.
-        max_bytes: Size of all files from which on nothing is added.
+        folder: Folder of the files; made if it is missing.
+        max_bytes: Total size of the files above which nothing is added.
 
     Raises:
         DataError: The folder cannot be made.
@@ -79,14 +76,14 @@ class RecordStore:
                 where=folder,
             ) from error
         self._process = os.getpid()
-        self._written: tuple[str, int, int] | None = None
+        self._mask_field: tuple[str, int, int] | None = None
         self._readers: dict[str, int] = {}
         self._places: dict[bytes, _Place] = {}
         self._rows_read: dict[str, int] = {}
         self._bytes = 0
 
     def get(self, key: bytes) -> bytes | None:
-        """The record of ``key``, of whichever process; None where there is none."""
+        """The record of ``key`` from any process; None if there is none."""
         place = self._places.get(key)
         if place is None:
             return None
@@ -98,8 +95,8 @@ class RecordStore:
         return record if len(record) == length and zlib.crc32(record) == checksum else None
 
     def refresh(self) -> None:
-        """Learn of the records that other processes have added."""
-        self._own_process()
+        """Read the rows that other processes have added."""
+        self._detect_fork()
         self._bytes = 0
         for rows in sorted(self._folder.glob("*.rows")):
             with suppress(OSError):
@@ -107,18 +104,18 @@ class RecordStore:
                 self._bytes += os.stat(rows.with_suffix(".records")).st_size
 
     def add(self, key: bytes, record: bytes) -> None:
-        """Keep a record, unless the files are as large as they may be.
+        """Append a record, unless the files have reached ``max_bytes``.
 
         Raises:
             DataError: It cannot be written.
         """
-        self._own_process()
+        self._detect_fork()
         if self._bytes + len(record) > self._max_bytes:
             return
         try:
-            if self._written is None:
-                self._written = self._new_files()
-            name, records, rows = self._written
+            if self._mask_field is None:
+                self._mask_field = self._new_files()
+            name, records, rows = self._mask_field
             offset = os.lseek(records, 0, os.SEEK_END)
             _write_all(records, record)
             place = _Place(name, offset, len(record), zlib.crc32(record))
@@ -134,7 +131,7 @@ class RecordStore:
         self._bytes += len(record)
 
     def _read_rows(self, rows: Path) -> None:
-        """Take over the rows of a file that were not there before."""
+        """Index the new rows of a file."""
         done = self._rows_read.get(rows.name, 0)
         with rows.open("rb") as stream:
             stream.seek(done)
@@ -153,15 +150,15 @@ class RecordStore:
     def _new_files(self) -> tuple[str, int, int]:
         stem = f"{os.getpid()}-{secrets.token_hex(4)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        # The records first: rows without them would be of no use.
+        # The file of records first, so that rows never exist without it.
         records = os.open(self._folder / f"{stem}.records", flags, 0o666)
         return f"{stem}.records", records, os.open(self._folder / f"{stem}.rows", flags, 0o666)
 
-    def _own_process(self) -> None:
-        """Begin files of our own in a process that was forked."""
+    def _detect_fork(self) -> None:
+        """Begin new files in a forked process."""
         if self._process != os.getpid():
             self._process = os.getpid()
-            self._written = None
+            self._mask_field = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(RecordStore, max_bytes=self._max_bytes), (self._folder,)
@@ -173,11 +170,11 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 _FORMAT: Final = 3
-"""Of the records; another one makes them all anew."""
+"""Version of the record format; raising it invalidates every cache."""
 
 
 class Store(Protocol):
-    """Where records are."""
+    """Storage of records by key; see ``RecordStore``."""
 
     def get(self, key: bytes) -> bytes | None: ...
     def refresh(self) -> None: ...
@@ -185,11 +182,11 @@ class Store(Protocol):
 
 
 class CachedAligner:
-    """Keeps what an aligner makes, by content, so texts may move between files and corpora.
+    """Aligner that caches the results of another by content, wherever a text comes from.
 
     Args:
-        aligner: What makes it.
-        store: Records of this combination of tokenizers alone.
+        aligner: The aligner that computes missing texts.
+        store: Records of this combination of tokenizers only.
         teacher_count: Teachers that have another tokenizer than the student.
     """
 
@@ -199,16 +196,16 @@ class CachedAligner:
         self._teacher_count = teacher_count
 
     def align(self, contents: Sequence[Content]) -> list[AlignedText]:
-        """``Aligner.align``, and from the store what is there."""
+        """``Aligner.align``, with texts from the store where present."""
         keys = [_key(content) for content in contents]
         records = {key: self._store.get(key) for key in keys}
         if None in records.values():
             self._store.refresh()
             lacking = [key for key, record in records.items() if record is None]
             records |= {key: self._store.get(key) for key in lacking}
-        found = {key: record for key, record in records.items() if record is not None}
+        cached = {key: record for key, record in records.items() if record is not None}
         aligned = dict(
-            zip(found, from_records(list(found.values()), self._teacher_count), strict=True)
+            zip(cached, from_records(list(cached.values()), self._teacher_count), strict=True)
         )
         missing = {
             key: content for key, content in zip(keys, contents, strict=True) if key not in aligned
@@ -224,7 +221,7 @@ def cache_folder(
     student_tokenizer: MegatronTokenizerText,
     teacher_tokenizers: Sequence[MegatronTokenizerText],
 ) -> Path:
-    """The folder of a combination of tokenizers: named by all that tokens depend on but text."""
+    """Folder of a combination of tokenizers, named by a hash of all that ids depend on but text."""
     tokenizers = [student_tokenizer, *teacher_tokenizers]
     content = {
         "version": f"{__version__}, {_FORMAT}",
@@ -242,10 +239,10 @@ def _key(content: Content) -> bytes:
 
 
 class MemoryStore:
-    """Bytes by key, of one process. A copy that is sent to another process is empty.
+    """Records by key in the memory of one process; a pickled copy is empty.
 
     Args:
-        max_bytes: Size of all records; a new one takes the place of those longest not asked for.
+        max_bytes: Total size, beyond which the least recently used records are evicted.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -254,17 +251,17 @@ class MemoryStore:
         self._bytes = 0
 
     def get(self, key: bytes) -> bytes | None:
-        """The record of ``key``; None where there is none."""
+        """The record of ``key``; None if there is none."""
         record = self._records.get(key)
         if record is not None:
             self._records.move_to_end(key)
         return record
 
     def refresh(self) -> None:
-        """No other process adds records."""
+        """Do nothing: no other process adds records."""
 
     def add(self, key: bytes, record: bytes) -> None:
-        """Keep a record, unless it is larger than all may be."""
+        """Add a record, unless it alone exceeds ``max_bytes``."""
         if len(record) > self._max_bytes:
             return
         self._bytes += len(record) - len(self._records.pop(key, b""))
@@ -281,15 +278,15 @@ _ALIGNMENT: Final = 4
 
 
 def to_record(text: AlignedText) -> bytes:
-    """The record of a whole text."""
+    """The record of a whole, uncut text."""
     ids, widths = _narrow(text.student_ids), _narrow(text.student_widths)
     header = [text.is_conversation, len(ids), ids.itemsize, widths.itemsize]
-    fields = [ids, widths, _written(text.trained)]
+    fields = [ids, widths, _mask_field(text.trained)]
     for teacher in text.teachers:
         teacher_ids = _narrow(teacher.ids)
         header += [len(teacher_ids), teacher_ids.itemsize]
         fields += [teacher_ids, teacher.student_marks, teacher.teacher_marks]
-        fields.append(_written(teacher.trained))
+        fields.append(_mask_field(teacher.trained))
     parts = [np.array(header, "<u4").tobytes()]
     for field in fields:
         parts += [field.tobytes(), bytes(-field.nbytes % _ALIGNMENT)]
@@ -297,7 +294,7 @@ def to_record(text: AlignedText) -> bytes:
 
 
 def from_records(records: Sequence[bytes], teacher_count: int) -> list[AlignedText]:
-    """The texts of D records; their arrays point into one copy of all of them."""
+    """The texts of D records, as views of one copy of their bytes."""
     content = b"".join(records)
     views = {kind.itemsize: np.frombuffer(content, kind) for kind in _SMALLEST}
     begins = np.cumsum([0, *map(len, records)])[:-1]
@@ -316,13 +313,13 @@ def from_records(records: Sequence[bytes], teacher_count: int) -> list[AlignedTe
 
 
 def _fields(headers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers and bytes of a number of all fields, in their order [F, D], from headers [D, H]."""
+    """Lengths and item sizes [F, D] of all fields in order, from headers [D, H]."""
     is_conversation, count, id_size, width_size, *teachers = headers.T
     one = np.ones_like(count)
     fields = [(count, id_size), (count, width_size), (count * is_conversation, one)]
-    for its_count, its_size in zip(teachers[::2], teachers[1::2], strict=True):
-        fields += [(its_count, its_size), (count, one), (its_count, one)]
-        fields.append((its_count * is_conversation, one))
+    for teacher_count, teacher_size in zip(teachers[::2], teachers[1::2], strict=True):
+        fields += [(teacher_count, teacher_size), (count, one), (teacher_count, one)]
+        fields.append((teacher_count * is_conversation, one))
     counts, sizes = zip(*fields, strict=True)
     return np.stack(counts), np.stack(sizes)
 
@@ -331,21 +328,22 @@ def _text(fields: list[NDArray[Any]], is_conversation: int) -> AlignedText:
     ids, widths, trained, *others = fields
     teachers = []
     for at in range(0, len(others), 4):
-        its_ids, marks, its_marks, its_trained = others[at : at + 4]
-        its = TeacherTokens(its_ids, marks, its_marks, _read(its_trained, is_conversation))
-        teachers.append(its)
-    return AlignedText(ids, widths, tuple(teachers), True, _read(trained, is_conversation))
+        teacher_ids, marks, teacher_marks, mask = others[at : at + 4]
+        teachers.append(
+            TeacherTokens(teacher_ids, marks, teacher_marks, _mask(mask, is_conversation))
+        )
+    return AlignedText(ids, widths, tuple(teachers), True, _mask(trained, is_conversation))
 
 
-def _written(trained: Trained) -> NDArray[Any]:
+def _mask_field(trained: Trained) -> NDArray[Any]:
     return np.zeros(0, np.bool_) if trained is None else trained
 
 
-def _read(trained: NDArray[Any], is_conversation: int) -> Trained:
+def _mask(trained: NDArray[Any], is_conversation: int) -> Trained:
     return trained.view(np.bool_) if is_conversation else None
 
 
 def _narrow(values: Ids) -> Ids:
-    """``values``, none negative, in the smallest kind of integer that holds them."""
+    """Non-negative ``values`` in the smallest unsigned integer type that holds them."""
     largest = int(values.max(initial=0))
     return values.astype(next(kind for kind in _SMALLEST if largest <= np.iinfo(kind).max))

@@ -1,8 +1,6 @@
-"""One microbatch for the student and every teacher. B rows, T label positions, G segments.
+"""Tensors of one microbatch for the student and every teacher, and the layout of rows.
 
-Rows of one side: where the labels of texts stand in them, and their tensors.
-
-B rows, T label positions, S segments, L labels of all segments.
+B rows, T label positions, S segments, L labels of all segments, G segments and paddings of rows.
 """
 
 from __future__ import annotations
@@ -26,40 +24,40 @@ from megatron_ext.data.side import Parts, Segment, Side
 
 @dataclass(frozen=True, slots=True)
 class SideBatch:
-    """One model's inputs. A segment is one text, or a piece of one, in a row."""
+    """The tensors of one model. A segment is a text, or a piece of one, in a row."""
 
     input_ids: torch.Tensor
     """[B, T] int64"""
 
     labels: torch.Tensor
-    """[B, T] int64: what each position predicts, ``IGNORE_INDEX`` where nothing. Nothing is
+    """[B, T] int64 target of each position, ``IGNORE_INDEX`` where there is none. Nothing is
     predicted across the end of a segment."""
 
     loss_mask: torch.Tensor
-    """[B, T] float32: 1 where something is predicted."""
+    """[B, T] float32, 1 where a label is trained."""
 
     position_ids: torch.Tensor
-    """[B, T] int64, from 0 in each segment and in the padding behind the last."""
+    """[B, T] int64, from 0 in each segment and in the padding of each row."""
 
     lengths: torch.Tensor
-    """[B] int64: positions of a row before its padding."""
+    """[B] int64 positions of each row before its padding."""
 
     cu_seqlens: torch.Tensor
-    """[G + 1] int32: where the segments of all rows begin and end when rows follow one another;
-    the padding of a row is a segment of its own."""
+    """[G + 1] int32 bounds of the segments of the concatenated rows; the padding of a row counts as
+    a segment."""
 
     max_seqlen: int
-    """Positions of the longest segment; on the host."""
+    """Positions of the longest segment (host integer)."""
 
     byte_count: int
-    """Bytes of the texts; on the host."""
+    """Bytes of the texts (host integer)."""
 
     def to(self, device: torch.device | str) -> SideBatch:
-        """The same on ``device``."""
+        """A copy on ``device``."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> SideBatch:
-        """The same in page-locked memory."""
+        """A copy in page-locked memory."""
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SideBatch:
@@ -70,28 +68,28 @@ class SideBatch:
 
 @dataclass(frozen=True, slots=True)
 class CrossTokenizerBatch:
-    """The same texts for all models."""
+    """One microbatch: the same texts for the student and every teacher, with alignments."""
 
     student: SideBatch
 
     teachers: Mapping[str, SideBatch]
-    """By the names of the teachers. One with the student's tokenizer has the student's tensors."""
+    """By teacher name. A teacher with the student's tokenizer shares the student's tensors."""
 
     alignments: Mapping[str, AlignmentBatch]
-    """By the names of the teachers; chunk ids in label coordinates."""
+    """By teacher name; chunk ids are in label coordinates."""
 
     token_count: int
-    """Student labels that are trained; on the host."""
+    """Trained student labels (host integer)."""
 
     dropped_bytes: int
-    """Bytes of the texts that are in no row, because they did not fit one; on the host."""
+    """Bytes of the texts that did not fit a row (host integer)."""
 
     def to(self, device: torch.device | str) -> CrossTokenizerBatch:
-        """The same on ``device``; tensors that teachers share stay shared."""
+        """A copy on ``device``; tensors that teachers share stay shared."""
         return self._each(lambda part: part.to(device))
 
     def pin_memory(self) -> CrossTokenizerBatch:
-        """The same in page-locked memory: what ``DataLoader(pin_memory=True)`` calls."""
+        """A copy in page-locked memory; called by ``DataLoader(pin_memory=True)``."""
         return self._each(lambda part: part.pin_memory())
 
     def _each(self, change: Callable[[Any], Any]) -> CrossTokenizerBatch:
@@ -107,8 +105,8 @@ class CrossTokenizerBatch:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """One level of names: the student's tensors as they are called, ``teacher_{i}_...`` and
-        ``alignment_{i}_...`` for teacher ``i`` in the order in which they were named."""
+        """A flat mapping: the student's fields by name, and ``teacher_{i}_...`` and
+        ``alignment_{i}_...`` for teacher ``i`` in the configured order."""
         named: dict[str, Any] = _fields(self.student)
         for index, name in enumerate(self.teachers):
             named |= _fields(self.teachers[name], f"teacher_{index}_")
@@ -125,7 +123,7 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Layout:
-    """Segments one after another in B rows, which follow one another too."""
+    """Places of segments in B rows; rows are seen as concatenated."""
 
     segments: list[Segment]
     """S"""
@@ -140,7 +138,7 @@ class Layout:
     """[S]"""
 
     lengths: Counts
-    """[S] positions that each takes; a segment may have fewer labels."""
+    """[S] positions of each segment, of which labels may be fewer."""
 
     row_of: Counts
     """[S]"""
@@ -158,19 +156,19 @@ class Layout:
 
     @cached_property
     def filled(self) -> Counts:
-        """[B] positions of each row before its padding."""
+        """[B] positions of each row before the padding."""
         return np.bincount(self.row_of, self.lengths, self.row_count).astype(np.int64)
 
     @cached_property
     def starts(self) -> Counts:
-        """[S] where each segment begins."""
+        """[S] first position of each segment in the concatenated rows."""
         rows_before = np.cumsum(self.filled) - self.filled
         before = np.cumsum(self.lengths) - self.lengths
         return before + (np.arange(self.row_count) * self.row_length - rows_before)[self.row_of]
 
     @cached_property
     def bounds(self) -> Counts:
-        """[G + 1] where segments begin and end; the padding of a row is one."""
+        """[G + 1] bounds of the segments; the padding of a row counts as one."""
         row_starts = np.arange(self.row_count + 1) * self.row_length
         ends = row_starts[:-1] + self.filled
         begins = self.starts[self.lengths > 0]
@@ -180,12 +178,12 @@ class Layout:
     def laid_out(
         self, parts: Iterable[Parts], fill: int, kind: type[np.generic] = np.int64
     ) -> NDArray[Any]:
-        """Values for each label, in their places [B, T], and ``fill`` elsewhere.
+        """Scatter values of the labels to their positions [B, T], with ``fill`` elsewhere.
 
         Args:
-            parts: S tuples of arrays, which together are one value for each label of a segment.
-            fill: For positions without a label.
-            kind: Of the result.
+            parts: S tuples of arrays whose concatenation has one value for each label of a segment.
+            fill: Value of positions without a label.
+            kind: dtype of the result.
         """
         fills = np.full(max(self._gaps), fill, kind)
         placed = [fills[: self._gaps[0]]]
@@ -198,7 +196,7 @@ class Layout:
 
     @cached_property
     def _gaps(self) -> list[int]:
-        """[S + 1] positions before the first segment, and behind the labels of each."""
+        """[S + 1] unlabelled positions before the first segment and behind the labels of each."""
         stops = np.append(self.starts, self.row_count * self.row_length)
         gaps: list[int] = (stops - np.append(0, self.starts + self.label_counts)).tolist()
         return gaps
@@ -207,14 +205,14 @@ class Layout:
 def side_batch(
     layout: Layout, *, pad: int, byte_count: int, position_count: int | None = None
 ) -> SideBatch:
-    """The tensors of a layout.
+    """The tensors of one model for a layout.
 
     Args:
         layout: B rows of segments.
-        pad: What fills the inputs.
+        pad: Id of the padding.
         byte_count: Bytes of the texts.
-        position_count: How many positions a model knows; padding beyond them has the last one's
-            number. None: no row is longer.
+        position_count: Number of position embeddings; padding beyond repeats the last position.
+            None: no row is longer.
     """
     segments = layout.segments
     labels = layout.laid_out((segment.labels() for segment in segments), IGNORE_INDEX)
@@ -247,12 +245,12 @@ def alignment_batch(
 ) -> AlignmentBatch:
     """The alignment of the student's rows with a teacher's.
 
-    Where both sides end a text with their end-of-document token, the two are a chunk. A chunk of
-    which a side does not predict a token, because no token leads, is dropped on both.
+    The end-of-document tokens of both sides form a chunk. Where a side has no leading token and so
+    does not predict its first token, the chunk of that token is dropped on both sides.
 
     Args:
         pieces: All segments, row after row.
-        teacher_index: Among the teachers that have another tokenizer than the student.
+        teacher_index: Index among the teachers with another tokenizer than the student.
         student: The student's layout.
         teacher: The teacher's.
     """
@@ -264,7 +262,7 @@ def alignment_batch(
 
 
 def identity_batch(labels: torch.Tensor) -> AlignmentBatch:
-    """The alignment with a teacher of the same tokenizer: each label [B, T] is a chunk."""
+    """The alignment with a teacher of the same tokenizer: each label [B, T] is its own chunk."""
     is_label = (labels != IGNORE_INDEX).flatten()
     counted = is_label.cumsum(0)
     chunk_id = torch.where(is_label, counted - 1, NO_CHUNK).view(labels.shape)
@@ -274,7 +272,7 @@ def identity_batch(labels: torch.Tensor) -> AlignmentBatch:
 def _parts(
     pieces: Iterable[AlignedText], teacher_index: int, student: Layout, teacher: Layout
 ) -> Iterator[tuple[Parts, Parts]]:
-    """The marks of each segment's labels, on both sides."""
+    """Chunk marks of each segment's labels, for the student and the teacher."""
     for piece, own, its in zip(pieces, student.segments, teacher.segments, strict=True):
         tokens = piece.teachers[teacher_index]
         own_marks, its_marks = tokens.student_marks, tokens.teacher_marks
@@ -285,7 +283,7 @@ def _parts(
 
 
 def _without_first(marks: Marks) -> Marks:
-    """The marks [T] without the first chunk."""
+    """Marks [T] with the first chunk removed."""
     second = np.flatnonzero(marks >= BEGINS)[1:2].tolist()
     kept: Marks = marks.copy()
     kept[: second[0] if second else len(marks)] = OUTSIDE

@@ -1,4 +1,4 @@
-"""The source of each row of a global batch. S sources, G rows."""
+"""Weighted blends: the source of each row of a global batch. S sources, G rows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron_ext.errors import ConfigError
 
 
 class Source(NamedTuple):
-    """Files that are read with one weight."""
+    """Files that share one weight."""
 
     weight: float
     paths: tuple[str, ...]
 
 
 def read_blend(entries: Sequence[str], *, where: str) -> list[Source]:
-    """The sources of a list of files, or of Megatron's ``weight path weight path``.
+    """Parse a list of paths, or Megatron's ``weight path weight path``, into sources.
 
     Args:
-        entries: Paths alone, which make one source, or a weight before each path.
-        where: Configuration key that holds them, for the error.
+        entries: Paths alone, which form one source, or a weight before each path.
+        where: Configuration key, for the error.
 
     Raises:
         ConfigError: Weights and paths do not alternate, or a weight is not positive.
@@ -59,11 +59,11 @@ def _is_number(entry: str) -> bool:
 
 @dataclass(frozen=True)
 class Blend:
-    """Deals rows out to sources by their weights: never off by more than a row.
+    """Assigns rows to sources by weight, at all times within one row of the exact share.
 
     Args:
-        weights: [S], of any sum.
-        seed: Of the order within a global batch, so that no row always has the same source.
+        weights: [S] positive weights of any sum.
+        seed: Seed of the order within a global batch, so that rows change sources.
     """
 
     weights: tuple[float, ...]
@@ -72,12 +72,12 @@ class Blend:
     def sources(
         self, iteration: int, counts: Sequence[int], rows: int
     ) -> tuple[NDArray[np.int64], list[int]]:
-        """The source [G] of each row of a global batch, and the counts [S] behind it.
+        """The source [G] of each row of a global batch, and the counts [S] after it.
 
         Args:
-            iteration: From 0.
-            counts: [S] rows that each source has given before.
-            rows: G
+            iteration: Number of the global batch, from 0.
+            counts: [S] rows taken of each source before.
+            rows: G.
         """
         shares = np.array(self.weights) / sum(self.weights)
         taken = np.array(counts, np.float64)

@@ -1,8 +1,8 @@
-"""In which order the documents of a corpus are read. D documents, R runs, N blocks.
+"""The shuffled order in which documents of a corpus are read. D documents, R runs, N blocks.
 
-Documents are shuffled in two steps, so that those read together lie together in their files: runs
-of neighbours are put in a random order and form blocks, and within a block documents are put in a
-random order. A block is what is packed at once.
+Shuffling has two levels so that documents read together lie together in their files: runs of
+neighbouring documents are shuffled and grouped into blocks, and documents are shuffled within a
+block. A block is packed as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_ext.errors import ConfigError
 
 @dataclass(kw_only=True, frozen=True)
 class BlockOrder:
-    """A function of the epoch and the number of a block; nothing to save.
+    """The documents of each block as a pure function of epoch and block number.
 
     Raises:
         ConfigError: A value that cannot be used.
@@ -28,16 +28,16 @@ class BlockOrder:
     """[D] bytes of each document."""
 
     seed: int
-    """Of the order of an epoch."""
+    """Seed; each epoch has an order of its own."""
 
     shuffle: bool = True
-    """Otherwise documents are read in their order."""
+    """Whether to shuffle; otherwise documents are read in file order."""
 
     run_documents: int = 64
-    """Neighbours that are read together."""
+    """Documents of a run of neighbours."""
 
     block_bytes: int = 1 << 22
-    """Least bytes of a block, but for the last of an epoch."""
+    """Least bytes of a block, except for the last of an epoch."""
 
     def __post_init__(self) -> None:
         for name, least in (("seed", 0), ("run_documents", 1), ("block_bytes", 1)):
@@ -48,7 +48,7 @@ class BlockOrder:
                 )
 
     def block_count(self, epoch: int) -> int:
-        """N"""
+        """N, the number of blocks in an epoch."""
         return len(self._blocks(epoch)[1]) - 1
 
     def documents(self, epoch: int, block: int) -> NDArray[np.int64]:
@@ -60,12 +60,12 @@ class BlockOrder:
         return self.generator(epoch, block).permutation(numbers) if self.shuffle else numbers
 
     def generator(self, epoch: int, block: int) -> np.random.Generator:
-        """Random numbers of a block."""
+        """Random generator of a block."""
         return np.random.default_rng((self.seed, epoch, 1 + block))
 
     def _blocks(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The runs [R] in the order of an epoch, and where in them each block begins [N + 1]."""
-        if epoch not in self._kept:
+        """The runs [R] in the order of an epoch, and the bounds of the blocks in them [N + 1]."""
+        if epoch not in self._epoch_cache:
             runs: NDArray[np.int64] = np.arange(len(self._run_bytes))
             if self.shuffle:
                 runs = np.random.default_rng((self.seed, epoch, 0)).permutation(runs)
@@ -76,29 +76,29 @@ class BlockOrder:
                 before = int(read[bounds[-1] - 1]) if bounds[-1] else 0
                 stop = int(read.searchsorted(before + self.block_bytes)) + 1
                 bounds.append(min(stop, len(runs)))
-            for other in [*self._kept][:-1]:
-                del self._kept[other]
-            self._kept[epoch] = runs, np.array(bounds, np.int64)
-        return self._kept[epoch]
+            for other in [*self._epoch_cache][:-1]:
+                del self._epoch_cache[other]
+            self._epoch_cache[epoch] = runs, np.array(bounds, np.int64)
+        return self._epoch_cache[epoch]
 
     @cached_property
     def _run_bytes(self) -> NDArray[np.int64]:
         return np.add.reduceat(self.sizes, np.arange(0, len(self.sizes), self.run_documents))
 
     @cached_property
-    def _kept(self) -> dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Of the last two epochs that were asked for: streams end theirs at different times."""
+    def _epoch_cache(self) -> dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Cache of the last two epochs asked for: streams end an epoch at different times."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The next sample."""
+    """Position of the next sample in a stream."""
 
     epoch: int = 0
 
     block: int = 0
-    """Among the blocks of this rank in the epoch."""
+    """Index among the blocks of the stream in the epoch."""
 
     sample: int = 0
-    """In the block."""
+    """Index in the block."""

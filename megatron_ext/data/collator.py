@@ -1,7 +1,4 @@
-"""Texts, conversations, or samples packed of texts, to the tensors of all models.
-
-One teacher, as the data needs to know it.
-"""
+"""``CrossTokenizerCollator``: texts, conversations or packed samples to the tensors of a batch."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ from megatron_ext.tokenizers.token_bytes import utf8
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class TeacherCTSpec:
-    """A teacher of a distillation across tokenizers.
+    """Specification of one teacher for the data: tokenizer, lengths, projection and weight.
 
     Raises:
         ConfigError: A value that cannot be used.
@@ -50,28 +47,27 @@ class TeacherCTSpec:
     """
 
     name: str
-    """What its tensors are called in a batch."""
+    """Name of its tensors in a batch."""
 
     tokenizer: MegatronTokenizerText | None = None
-    """Its tokenizer; None for the student's. One that gives the same ids as the student's counts as
-    the student's."""
+    """Tokenizer; None for the student's. One that gives the same ids counts as the student's."""
 
     max_length: int | None = None
-    """Most label positions of a row; the student's with None. A teacher with the student's
-    tokenizer shares the student's rows, and this bounds what is put into them."""
+    """Most label positions of a row; None for the student's. A teacher with the student's tokenizer
+    shares the student's rows, whose length this bounds too."""
 
     projection: str | os.PathLike[str] | None = None
-    """File of the projection from the student's vocabulary to its own, for objectives that take
-    one; None with the student's tokenizer, or for an objective that takes none."""
+    """File of the projection from the student's to the teacher's vocabulary; None with the
+    student's tokenizer, or for an objective without a projection."""
 
     weight: float = 1.0
-    """Weight of its loss among the teachers'."""
+    """Weight of the teacher's loss in the sum over teachers."""
 
     pad_id: int | None = None
-    """What fills its rows; its tokenizer's padding, else its end-of-document token, with None."""
+    """Id of the padding; None for the tokenizer's padding, else its end-of-document token."""
 
     make_sequence_length_divisible_by: int = 1
-    """What its rows are filled up to a multiple of."""
+    """Multiple that rows are padded to."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
@@ -105,39 +101,39 @@ Record = str | Mapping[str, Any] | ConversationRecord | PackedSample
 
 
 class CrossTokenizerCollator:
-    """What a ``DataLoader`` takes as ``collate_fn``.
+    """``collate_fn`` of a ``DataLoader``: records to a ``CrossTokenizerBatch``.
 
-    A record is a text (a string, or a mapping that has one under ``text_key``), a conversation (a
-    ``ConversationRecord``, or a mapping that has one under ``messages_key``) or a ``PackedSample``.
-    What fills more than a row is cut where all models can be cut; what is behind the cut is counted
-    in ``dropped_bytes`` of the batch. Packing loses nothing instead.
+    A record is a text (a string, or a mapping with one under ``text_key``), a conversation (a
+    ``ConversationRecord``, or a mapping with one under ``messages_key``) or a ``PackedSample``. A
+    record longer than a row is cut where all models can be cut, and the rest is counted in the
+    batch's ``dropped_bytes``; packing (``PackedTextDataset``) keeps it.
 
-    A conversation is written by each model's own template, and nothing is put around it. Labels are
-    what each template trains, and chunks what the student trains of it and a teacher reads too.
+    A conversation is rendered by each model's own template, without BOS or EOD added. Labels are
+    the tokens each template trains; chunks cover student-trained tokens that a teacher reads too.
 
     Teachers with the student's tokenizer share the student's tensors.
 
-    It can be sent to worker processes, forked or spawned; call ``prepare`` before they start.
+    Picklable and safe to fork; call ``prepare`` before starting worker processes.
 
     Args:
         student_tokenizer: The student's tokenizer.
         student_length: Most label positions of the student's rows.
-        teachers: The teachers; their names differ.
+        teachers: The teachers, with distinct names.
         text_key: Field of a record that holds its text.
         messages_key: Field of a record without a text that holds the turns of a conversation.
         append_eod: End each text with the end-of-document token of each side that has one.
-        make_sequence_length_divisible_by: What the student's rows are filled up to a multiple of.
-        segment_multiple: What each text in a packed row is filled up to a multiple of, on every
-            side: twice the context-parallel size where rows are cut for that.
-        row_multiple: What the longest row of a batch is filled up to a multiple of, at most to its
-            side's length, and the others to its length; None: every row to the side's length.
-        filled_multiple: What the rows of all sides are filled up to a multiple of besides, beyond
-            their lengths too, where no text is: so that they divide over context-parallel ranks.
-        cache_dir: Where tokens and alignments are kept in files, for all processes, so that each is
-            made once. A student token takes about 6 bytes, and one of a teacher 5.
-        cache_max_bytes: Size of the files from which on nothing is added.
-        memory_cache_bytes: What each process keeps of them in memory where there is no
-            ``cache_dir``: those that were used last.
+        make_sequence_length_divisible_by: Multiple that the student's rows are padded to.
+        segment_multiple: Multiple that each text in a packed row is padded to, on every side: twice
+            the context-parallel size under context parallelism.
+        row_multiple: Multiple that the longest row of a batch is padded to, up to the length of the
+            side; the other rows get the same length. None: every row has the length of the side.
+        filled_multiple: Multiple that rows of all sides are padded to in addition, if need be
+            beyond their length, so that they divide over context-parallel ranks.
+        cache_dir: Folder of files that cache tokens and alignments for all processes. A student
+            token takes about 6 bytes, a teacher token 5.
+        cache_max_bytes: Size of the files above which nothing is added.
+        memory_cache_bytes: Without a ``cache_dir``, size of each process's cache in memory of the
+            most recently used texts.
 
     Raises:
         ConfigError: A value that cannot be used, or two teachers of one name.
@@ -166,9 +162,9 @@ class CrossTokenizerCollator:
         self.teachers = tuple(teachers)
         self.text_key = text_key
         self.messages_key = messages_key
-        own = tokenizer_identity(student_tokenizer)
-        self._others = [spec for spec in teachers if not _shares(spec, own)]
-        shared = [spec for spec in teachers if _shares(spec, own)]
+        student = tokenizer_identity(student_tokenizer)
+        self._others = [spec for spec in teachers if not _shares(spec, student)]
+        shared = [spec for spec in teachers if _shares(spec, student)]
         lengths = [student_length, *(spec.max_length or student_length for spec in shared)]
         self.student_side = Side.of(
             student_tokenizer,
@@ -200,16 +196,16 @@ class CrossTokenizerCollator:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """The student, and the teachers that have another tokenizer."""
+        """The student, and the teachers with another tokenizer."""
         return self.student_side, *self.teacher_sides
 
     def prepare(self) -> None:
-        """Build the engines of all tokenizers now, for worker processes to inherit."""
+        """Build the engines of all tokenizers, for worker processes to inherit."""
         for tokenizer in self._tokenizers:
             tokenizer.prepare_engine()
 
     def __call__(self, records: Sequence[Record]) -> CrossTokenizerBatch:
-        """The batch of B records.
+        """Collate B records.
 
         Raises:
             DataError: A record has no text, or the batch is one text.
@@ -252,7 +248,7 @@ class CrossTokenizerCollator:
         return aligner
 
     def _rows(self, records: Sequence[Record]) -> tuple[list[Sequence[AlignedText]], int]:
-        """The pieces of each row, and the bytes of what is in none."""
+        """The pieces of each row, and the bytes that are in none."""
         contents = [self._content(r) for r in records if not isinstance(r, PackedSample)]
         capacities = [side.capacity for side in self.sides]
         aligned = zip(contents, self.aligner.align(contents), strict=True)
@@ -298,7 +294,7 @@ class CrossTokenizerCollator:
 
 
 def _shares(spec: TeacherCTSpec, student: Mapping[str, str]) -> bool:
-    """Whether a teacher reads what the student reads."""
+    """Whether a teacher reads the student's ids."""
     return spec.tokenizer is None or tokenizer_identity(spec.tokenizer) == student
 
 

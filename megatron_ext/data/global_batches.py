@@ -1,9 +1,7 @@
-"""Global batches, one after the other; each replica has its microbatches. S sources, G rows.
+"""Global batches of a run, dealt to replicas and read ahead. S sources, G rows.
 
-Global batches that are read ahead of the one that is trained on, and a state that is not ahead.
-
-What a checkpoint keeps, and what is counted, is of the global batches that were taken: a run that
-is resumed reads again what was only read ahead.
+Checkpoints and counters describe the global batches that were taken: a resumed run reads again what
+was only read ahead.
 """
 
 from __future__ import annotations
@@ -22,49 +20,49 @@ from megatron_ext.errors import ConfigError, DataError
 
 
 class WeightedDataset(NamedTuple):
-    """A source of rows."""
+    """A source of rows, and its weight in the blend."""
 
     weight: float
     dataset: PackedTextDataset
 
 
 class Place(NamedTuple):
-    """Behind one global batch of a replica; plain values."""
+    """Position of a replica between two global batches; plain values."""
 
     iteration: int
-    """Global batches before."""
+    """Global batches taken."""
 
     counts: list[int]
     """[S] rows taken of each source, over all replicas."""
 
     positions: list[dict[int, tuple[int, int, int]]]
-    """[S] where this replica's streams go on."""
+    """[S] next position of each of the streams of this replica."""
 
 
 class Replica(NamedTuple):
-    """Which rows of a global batch a data-parallel rank has."""
+    """Share of a data-parallel rank in each global batch."""
 
     rank: int
     size: int
     micro_batch_size: int
 
     def has(self, row: int) -> bool:
-        """Whether a row is this replica's: microbatches are dealt out in turn."""
+        """Whether a row is this replica's: microbatches are dealt round-robin."""
         return row // self.micro_batch_size % self.size == self.rank
 
 
 class GlobalBatches:
-    """What a run trains on, from iteration 0 or from a state.
+    """The sequence of a run's global batches, from iteration 0 or from a saved state.
 
-    A global batch is a function of the sources, the seed and its number: neither the replicas, the
-    microbatches nor the workers change it.
+    A global batch is a function of the sources, the seed and its number, independent of replicas,
+    microbatches and workers.
 
     Args:
-        sources: Their samples, with weights.
-        global_batch_size: G
-        replica: This rank's part.
-        seed: Of the blend.
-        loader_options: ``num_workers`` and what a ``DataLoader`` takes besides, for each source.
+        sources: Packed data sets with weights.
+        global_batch_size: G.
+        replica: This rank's share.
+        seed: Seed of the blend.
+        loader_options: ``num_workers`` and other ``DataLoader`` arguments, for each source.
 
     Attributes:
         iteration: Number of the next global batch, from 0.
@@ -104,26 +102,26 @@ class GlobalBatches:
             DataError: A source has no sample, or a document cannot be read.
         """
         chosen, self._counts = self._blend.sources(self.iteration, self._counts, len(self._rows))
-        own = []
+        samples = []
         for row, source in zip(self._rows, chosen.tolist(), strict=True):
             streams = self._streams[source]
             stream = row % self._stream_counts[source]
             if stream in streams.positions:
-                # Rows of other replicas are passed over where a stream is shared with them.
-                known, counted = len(streams.refused), streams.retokenized
+                # A stream may be shared with other replicas: skip their rows and their counts.
+                refused_count, retokenized = len(streams.refused), streams.retokenized
                 sample = streams.take(stream)
                 if self._replica.has(row):
-                    own.append(sample)
+                    samples.append(sample)
                 else:
-                    del streams.refused[known:]
-                    streams.retokenized = counted
+                    del streams.refused[refused_count:]
+                    streams.retokenized = retokenized
         self.iteration += 1
         size = self._replica.micro_batch_size
-        return [own[start : start + size] for start in range(0, len(own), size)]
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     @property
     def waited(self) -> float:
-        """Seconds for which no sample was at hand."""
+        """Seconds spent waiting for samples."""
         return sum(streams.waited for streams in self._streams)
 
     @property
@@ -132,23 +130,22 @@ class GlobalBatches:
         return sum(streams.dropped_bytes for streams in self._streams)
 
     def restarts_since_asked(self) -> int:
-        """How often this rank's workers were started again because one had died, since the last
-        call."""
+        """Restarts of this rank's workers after one died, since the last call."""
         count = sum(streams.restarts for streams in self._streams)
         for streams in self._streams:
             streams.restarts = 0
         return count
 
     def refused(self) -> list[RefusedDocument]:
-        """Documents that this replica has left out since it was last asked."""
-        found = [document for streams in self._streams for document in streams.refused]
+        """Documents that this replica has left out since the last call."""
+        refused = [document for streams in self._streams for document in streams.refused]
         for streams in self._streams:
             streams.refused = []
-        return found
+        return refused
 
     def retokenized_since_asked(self) -> int:
-        """Documents that are kept as ids of the student's vocabulary and that its tokenizer gives
-        other ids, of this replica, since the last call."""
+        """This replica's documents, since the last call, that are stored as ids of the student's
+        vocabulary and to which its tokenizer gives other ids."""
         count = sum(streams.retokenized for streams in self._streams)
         for streams in self._streams:
             streams.retokenized = 0
@@ -160,14 +157,14 @@ class GlobalBatches:
             streams.close()
 
     def positions(self) -> list[dict[int, tuple[int, int, int]]]:
-        """[S] where this replica's streams go on; those of all replicas make a state."""
+        """[S] next positions of this replica's streams, for ``state``."""
         return [
             {stream: astuple(position) for stream, position in streams.positions.items()}
             for streams in self._streams
         ]
 
     def place(self) -> Place:
-        """Where this replica is now."""
+        """The current position of this replica."""
         return Place(self.iteration, list(self._counts), self.positions())
 
     def state(
@@ -176,11 +173,11 @@ class GlobalBatches:
         *,
         at: Place | None = None,
     ) -> dict[str, Any]:
-        """Plain values to go on from under any layout.
+        """Plain values to resume from under any layout.
 
         Args:
             everywhere: ``positions`` of every replica.
-            at: Where they are; now when not given.
+            at: The place to save; None for the current one.
         """
         at = at or self.place()
         merged: list[dict[int, tuple[int, int, int]]] = [{} for _ in self._streams]
@@ -195,7 +192,7 @@ class GlobalBatches:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state``.
+        """Resume from a ``state``.
 
         Raises:
             ConfigError: It is of other data, another blend or another order.
@@ -230,13 +227,13 @@ Batch = TypeVar("Batch")
 
 @dataclass(slots=True)
 class _Read(Generic[Batch]):
-    """One global batch as it was read."""
+    """One prepared global batch, with its counters."""
 
     batch: Batch | None
-    """None where it cannot be read."""
+    """The prepared batch; None after ``error``."""
 
     place: Place
-    """Where the data goes on behind it."""
+    """Position of the data after this batch."""
 
     refused: list[RefusedDocument] = field(default_factory=list)
     retokenized: int = 0
@@ -245,13 +242,13 @@ class _Read(Generic[Batch]):
 
 
 class ReadAhead(Generic[Batch]):
-    """Takes global batches one after the other, some of which were read before they are needed.
+    """Reader of global batches that keeps some ready before they are taken.
 
     Args:
-        batches: What is read.
-        prepare: What is made of this replica's microbatches of a global batch when it is read.
-        depth: Global batches that are read ahead; 0 for none.
-        total: Global batches of the run, of which none is read beyond; None for no end.
+        batches: The global batches.
+        prepare: Function of this replica's microbatches of a global batch, called when it is read.
+        depth: Global batches read ahead; 0 for none.
+        total: Global batches of the run, beyond which none is read; None for no end.
     """
 
     def __init__(
@@ -270,10 +267,10 @@ class ReadAhead(Generic[Batch]):
         self._taken: _Read[Batch] = _Read(None, batches.place())
 
     def take(self) -> Batch:
-        """The next global batch, behind which more are read.
+        """The next prepared global batch; reads further ahead.
 
         Raises:
-            DataError: It cannot be read; as late as if nothing were read ahead.
+            DataError: The batch cannot be read; raised when it is taken, not when it is read ahead.
         """
         if not self._ahead:
             self._ahead.append(self._read())
@@ -286,7 +283,7 @@ class ReadAhead(Generic[Batch]):
         return self._taken.batch
 
     def ahead(self) -> list[tuple[int, Batch]]:
-        """Iteration, from 1, and batch of those that were read and come next."""
+        """Iteration (from 1) and batch of those read ahead."""
         return [
             (read.place.iteration, read.batch) for read in self._ahead if read.batch is not None
         ]
@@ -298,13 +295,13 @@ class ReadAhead(Generic[Batch]):
 
     @property
     def waited(self) -> float:
-        """See ``GlobalBatches``; also for what was read ahead."""
+        """See ``GlobalBatches``; includes what was read ahead."""
         return self._batches.waited
 
     def refused(self) -> list[RefusedDocument]:
-        """Documents that this replica left out of the batch taken last; each is said once."""
-        found, self._taken.refused = self._taken.refused, []
-        return found
+        """Documents that this replica left out of the batch taken last; empty on a second call."""
+        refused, self._taken.refused = self._taken.refused, []
+        return refused
 
     def retokenized_since_asked(self) -> int:
         """See ``GlobalBatches``, of the batch taken last."""
@@ -325,7 +322,7 @@ class ReadAhead(Generic[Batch]):
         return self._batches.state(everywhere, at=self._taken.place)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state``; what was read ahead is forgotten.
+        """Resume from a ``state``, discarding what was read ahead.
 
         Raises:
             ConfigError: It is of other data, another blend or another order.

@@ -1,4 +1,4 @@
-"""Data of a training loop of one's own: batches of packed samples, and an order of documents."""
+"""Batches of packed samples and a resumable sampler, for training loops of one's own."""
 
 from __future__ import annotations
 
@@ -19,34 +19,32 @@ from megatron_ext.errors import ConfigError
 
 
 class PackedBatches:
-    """What a training loop iterates over.
+    """Endless, resumable iterable of batches for a training loop.
 
-    Each data-parallel rank reads the stream of its number in ``RowStreams`` with as many streams as
-    ranks, and cuts batches from it: blocks are dealt out to the ranks in turn, each sample is on
-    one rank once an epoch, and workers change nothing of it. One epoch follows the other without
-    end, and a batch may hold samples of two, so that every rank always has a next batch and a
-    training loop ends by its steps.
+    Each data-parallel rank reads one of ``world_size`` streams of ``RowStreams``: blocks are dealt
+    round-robin to the ranks, and each sample is on one rank once an epoch, whatever the workers.
+    Epochs follow one another without end, and a batch may span two, so that every rank always has
+    a next batch and the training loop ends by its steps.
 
-    With ``epochs`` the stream ends, and the last batch may be smaller. How many samples a block
-    gives is known when it is packed, so several ranks end at different batches then; a loop whose
-    ranks meet in each step would hang. That is refused unless ``ends_unevenly`` says that the loop
-    can do with it.
+    With ``epochs`` the stream ends, and the last batch may be smaller. The number of samples of a
+    block is known only once it is packed, so ranks end at different batches, and a loop with
+    collectives in each step would hang; ``ends_unevenly`` declares that the loop allows for it.
 
-    ``state_dict`` says which samples were handed out, whatever workers have read ahead.
+    ``state_dict`` covers the samples that were yielded, whatever workers have read ahead.
 
     Args:
         dataset: The blocks.
         batch_size: Rows of a batch.
         rank: The data-parallel rank.
         world_size: Number of ranks.
-        epochs: How often the corpus is read; without end with None.
+        epochs: Number of epochs; None for no end.
         ends_unevenly: Allow ``epochs`` with several ranks.
         num_workers: Worker processes; 0 for none.
-        loader_options: What a ``DataLoader`` takes besides: ``prefetch_factor``,
+        loader_options: Other ``DataLoader`` arguments: ``prefetch_factor``,
             ``multiprocessing_context``, ``persistent_workers``, ``timeout``.
 
     Attributes:
-        dropped_bytes: Bytes of the blocks begun since this was made or resumed that are in no
+        dropped_bytes: Bytes, in blocks begun since construction or resumption, that are in no
             sample.
 
     Raises:
@@ -83,7 +81,7 @@ class PackedBatches:
         self._position = Position()
 
     def __iter__(self) -> Iterator[CrossTokenizerBatch]:
-        """Batches from where the last one that was handed out ended."""
+        """Batches from the end of the last one yielded."""
         stream, start = self._rank, self._position
         streams = RowStreams(
             self.dataset,
@@ -113,11 +111,11 @@ class PackedBatches:
             streams.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values to go on from: behind the last batch that was handed out."""
+        """Plain values to resume from, after the last batch yielded."""
         return {**asdict(self._position), **self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; the number of workers and the size of a batch may be others.
+        """Resume from a state; the number of workers and the batch size may differ.
 
         Raises:
             ConfigError: It is of other data, another order, or another number of ranks.
@@ -157,24 +155,23 @@ def _check(batch_size: int, rank: int, world_size: int, block_count: int) -> Non
 
 
 class ResumableSampler(Sampler[int]):
-    """What a ``DataLoader`` takes as ``sampler`` over a map-style data set.
+    """Resumable ``sampler`` of a ``DataLoader`` over a map-style data set.
 
-    Epochs, each in an order of its own, follow one another and are dealt out to the ranks one by
-    one: position ``p`` of the whole is ``rank``'s where ``p % world_size == rank``. So each item is
-    on one rank once an epoch. All ranks have equally many: where the items of all epochs do not
-    divide among them, the last ranks go on with the first items of the epoch after the last, fewer
-    than there are ranks.
+    The epochs, each in its own order, are concatenated and dealt round-robin: position ``p`` is
+    ``rank``'s if ``p % world_size == rank``, so each item is on one rank once an epoch. All ranks
+    get equally many items: if the total does not divide, the last ranks take the first items (fewer
+    than ``world_size``) of the epoch after the last.
 
-    The order is a function of the seed and of how many items were used. A loader asks for items
-    ahead of their use, so the training loop says with ``advance`` what it has used.
+    The order is a function of the seed and the number of items used. Because a loader fetches items
+    ahead of their use, the training loop reports used items with ``advance``.
 
     Args:
         size: Items of the data set.
-        seed: Of the orders.
-        shuffle: Otherwise items come in their order.
+        seed: Seed of the orders.
+        shuffle: Whether to shuffle; otherwise items come in order.
         rank: The data-parallel rank.
         world_size: Number of ranks.
-        epochs: How often each item comes; without end with None.
+        epochs: Number of epochs; None for no end.
 
     Raises:
         ConfigError: A value that cannot be used.
@@ -201,7 +198,7 @@ class ResumableSampler(Sampler[int]):
         self._used = 0
 
     def __iter__(self) -> Iterator[int]:
-        """Items from the first on that was not used."""
+        """Indices from the first unused item on."""
         size, world_size = self._order["size"], self._order["world_size"]
         position = self._used * world_size + self._rank
         left = None if self._epochs is None else len(self)
@@ -213,28 +210,28 @@ class ResumableSampler(Sampler[int]):
             left = None if left is None else left - len(items)
 
     def __len__(self) -> int:
-        """Items that are left."""
+        """Number of items left."""
         if self._epochs is None:
             raise TypeError("epochs without end have no length")
         each = -(-self._epochs * self._order["size"] // self._order["world_size"])
         return max(each - self._used, 0)
 
     def advance(self, count: int) -> None:
-        """Note that ``count`` more items were used on this rank."""
+        """Record that this rank has used ``count`` more items."""
         self._used += count
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values to go on from; the same on all ranks that have used as many items."""
+        """Plain values to resume from; equal on all ranks that have used as many items."""
         return {"used": self._used, **self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state.
+        """Resume from a state.
 
-        With another number of ranks this goes on exactly where all of them have used as many items
-        and that number of items divides among the new ones.
+        The number of ranks may change if all ranks had used as many items and the total divides
+        among the new ranks.
 
         Raises:
-            ConfigError: It is of another order, or the items used do not divide.
+            ConfigError: The state is of another order, or the items used do not divide.
         """
         for name in ("size", "seed", "shuffle"):
             if state.get(name) != self._order[name]:

@@ -1,6 +1,6 @@
-"""A corpus as rows that are full, and no token cut off. D documents, P pieces, K sides.
+"""``PackedTextDataset``: documents packed into full rows; and a reader that detects dead workers.
 
-Blocks read by processes that may die: which one did is known, and nothing waits for it.
+D documents, P pieces, K sides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_ext.errors import ConversationError, MegatronExtError, TokenizerEr
 
 
 class RefusedDocument(NamedTuple):
-    """A document that a tokenizer or a template does not take."""
+    """A document that a tokenizer or a template refuses."""
 
     place: str
     """``file:row``."""
@@ -35,42 +35,42 @@ class RefusedDocument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedBlock:
-    """The samples of a block, in order."""
+    """The samples of a block in order, with what was left out."""
 
     samples: tuple[PackedSample, ...]
 
     dropped_bytes: int
-    """Bytes of its documents that are in no sample, because a model has no room for a stretch that
-    cannot be cut, or no token for it."""
+    """Bytes of its documents in no sample: a stretch that cannot be cut exceeds a row, or a model
+    has no token for it."""
 
     refused: tuple[RefusedDocument, ...] = ()
     """Documents that were left out whole; their bytes are among ``dropped_bytes``."""
 
     retokenized: int = 0
-    """Documents that are kept as ids of the student's vocabulary, whose text its tokenizer gives
-    other ids, which are the ones in the samples."""
+    """Documents stored as ids of the student's vocabulary to whose text its tokenizer gives other
+    ids; the samples hold the latter."""
 
 
 class PackedTextDataset(Dataset[PackedBlock]):
     """Blocks of documents, packed by the tokens of the student and of every teacher.
 
-    An item is a block, by (epoch, number): its documents are tokenized when it is read, and packed
-    whole, so that nothing of the corpus needs to be tokenized before. A document that is longer
-    than a row is cut where all models can be cut. Each byte is in exactly one sample of an epoch or
-    counted in ``dropped_bytes``. A block is a function of its key: it does not depend on ranks or
-    workers. ``PackedBatches`` reads blocks with workers and gives batches.
+    An item is the block with key (epoch, number). Its documents are tokenized when it is read and
+    packed together, so the corpus need not be tokenized in advance. A document longer than a row is
+    cut where all models can be cut. Each byte is in exactly one sample of an epoch or counted in
+    ``dropped_bytes``. A block is a function of its key, independent of ranks and workers.
+    ``PackedBatches`` reads blocks with workers and yields batches.
 
     Args:
         documents: The corpus.
-        collator: What the samples are for: its tokenizers, lengths and cache.
-        seed: Of the order of an epoch.
-        shuffle: Read runs of documents, and the documents of a block, in an order of the seed's.
-        block_bytes: Least bytes of the documents that are packed together. More fill rows better
-            and mix documents more; fewer take less memory and give the first batch sooner.
-        run_documents: Neighbours of the corpus that are read together.
+        collator: Source of the tokenizers, row lengths and cache.
+        seed: Seed of the order of documents.
+        shuffle: Shuffle runs of documents, and the documents of a block.
+        block_bytes: Least bytes of the documents packed together. More fill rows better and mix
+            documents more; fewer take less memory and give the first batch sooner.
+        run_documents: Neighbouring documents that are read together.
         pack: Fill rows with several texts; otherwise each text, or piece of one, has its own row.
-        refuse_bad: Raise the error of a document that cannot be read; otherwise it is left out and
-            is among the block's ``refused``.
+        refuse_bad: Raise the error of a document that cannot be read; otherwise leave it out and
+            list it in the block's ``refused``.
 
     Raises:
         ConfigError: A value that cannot be used.
@@ -102,7 +102,7 @@ class PackedTextDataset(Dataset[PackedBlock]):
 
     @property
     def identity(self) -> dict[str, object]:
-        """Plain values on which the samples depend, but for the tokenizers."""
+        """Plain values on which the samples depend, except for the tokenizers."""
         return {
             "documents": self.documents.sha256,
             "seed": self.order.seed,
@@ -113,11 +113,11 @@ class PackedTextDataset(Dataset[PackedBlock]):
         }
 
     def block_count(self, epoch: int) -> int:
-        """Blocks of an epoch."""
+        """Number of blocks of an epoch."""
         return self.order.block_count(epoch)
 
     def __getitem__(self, key: tuple[int, int]) -> PackedBlock:
-        """A block.
+        """Read, align and pack a block.
 
         Args:
             key: Epoch, and number of the block in it.
@@ -127,14 +127,14 @@ class PackedTextDataset(Dataset[PackedBlock]):
             TokenizerError: A document that a tokenizer cannot take, with file and row.
         """
         numbers = self.order.documents(*key).tolist()
-        # In the order of the files, which is how they are read fastest.
+        # Read in file order, which is fastest.
         contents, refused = self._contents(sorted(numbers))
         aligned, unaligned = self._aligned({n: contents[n] for n in numbers if n in contents})
         capacities = [side.capacity for side in self.collator.sides]
         pieces = [piece for text in aligned.values() for piece in cut(text, capacities)]
         rows = self._rows(pieces)
         if self.order.shuffle:
-            # Packing puts long pieces first.
+            # Packing begins with the longest pieces.
             self.order.generator(*key).shuffle(rows)
         taken = sum(piece.byte_count for piece in pieces)
         whole = int(self.documents.sizes[self.order.documents(*key)].sum())
@@ -146,12 +146,12 @@ class PackedTextDataset(Dataset[PackedBlock]):
         )
 
     def _is_retokenized(self, number: int, text: AlignedText) -> bool:
-        """Whether the student reads other ids than the document is kept as."""
+        """Whether the student's ids differ from the stored ids of the document."""
         kept = self.documents.student_ids(number)
         return kept is not None and not np.array_equal(kept, text.student_ids)
 
     def _rows(self, pieces: list[AlignedText]) -> list[list[int]]:
-        """Which pieces share a row."""
+        """The pieces of each row, as indices."""
         if not self._pack:
             return [[index] for index in range(len(pieces))]
         lengths = np.array([self._lengths(piece) for piece in pieces], np.int64)
@@ -159,7 +159,7 @@ class PackedTextDataset(Dataset[PackedBlock]):
         return pack_rows(lengths.reshape(-1, len(limits)), limits)
 
     def _lengths(self, piece: AlignedText) -> list[int]:
-        """Positions that a piece takes on each side."""
+        """Positions of a piece on each side."""
         return [
             side.segment_length(count, is_end=piece.is_end)
             for side, count in zip(self.collator.sides, piece.token_counts, strict=True)
@@ -177,7 +177,7 @@ class PackedTextDataset(Dataset[PackedBlock]):
     def _aligned(
         self, contents: dict[int, Content]
     ) -> tuple[dict[int, AlignedText], list[RefusedDocument]]:
-        """Texts by the numbers of their documents."""
+        """Aligned texts by document number, and the refused documents."""
         try:
             texts = self.collator.aligner.align(list(contents.values()))
             return dict(zip(contents, texts, strict=True)), []
@@ -198,11 +198,11 @@ class PackedTextDataset(Dataset[PackedBlock]):
 
 
 _OPEN_ROWS = 64
-"""Rows that a piece is tried in; the oldest one is closed for a new one."""
+"""Most open rows; the oldest is closed when a new one is opened."""
 
 
 def pack_rows(lengths: NDArray[np.int64], capacities: NDArray[np.int64]) -> list[list[int]]:
-    """Put pieces into rows, the longest first; each into the first open row that has room.
+    """First-fit-decreasing packing: each piece, longest first, into the first row with room.
 
     Args:
         lengths: [P, K] positions of each piece on each side.
@@ -233,15 +233,15 @@ _POLL_S: Final = 0.5
 
 
 class DeadWorkerError(Exception):
-    """A worker process has ended; the text says how."""
+    """A worker process has died; the message says how."""
 
 
 class BlockWorkers(Iterator[PackedBlock]):
-    """The blocks of a ``DataLoader`` with workers, in order.
+    """The blocks of a ``DataLoader`` with workers, in order, with a watch for dead workers.
 
-    torch finds a dead worker only while nothing comes from the others, and not at all where the
-    worker died in the middle of handing a block over: then the reader waits for the rest of it for
-    ever. So the reading is done in a thread, and this one watches the processes.
+    torch notices a dead worker only while the others send nothing, and never if the worker died in
+    the middle of transferring a block: the reader then waits for the rest of it for ever. So a
+    thread reads, and the caller's thread watches the processes.
     """
 
     def __init__(self, loader: DataLoader[PackedBlock]) -> None:
@@ -252,8 +252,8 @@ class BlockWorkers(Iterator[PackedBlock]):
         """The next block.
 
         Raises:
-            DeadWorkerError: A worker has died; ``close`` is all that is left to do.
-            Exception: What a worker raised.
+            DeadWorkerError: A worker has died; only ``close`` may be called then.
+            Exception: Raised by a worker.
         """
         self._check_alive()
         read = _Read(self._blocks)
@@ -266,12 +266,12 @@ class BlockWorkers(Iterator[PackedBlock]):
         return read.block
 
     def close(self) -> None:
-        """End all workers at once, and with them a thread that still waits for one."""
+        """Kill all workers, which also ends a thread that still waits for one."""
         for worker in self._blocks._workers:
             worker.kill()
         for worker in self._blocks._workers:
             worker.join(5)
-        # The reader's pipe ends when nobody can write to it any more, this process included.
+        # The reader's pipe closes once no process, this one included, can write to it.
         with suppress(OSError, AttributeError):
             self._blocks._worker_result_queue._writer.close()
 
@@ -282,10 +282,10 @@ class BlockWorkers(Iterator[PackedBlock]):
 
 
 def _unwatch(blocks: Any) -> None:
-    """Have torch raise nothing by itself when a worker ends.
+    """Disable torch's own reaction to a dead worker.
 
-    Its handler of SIGCHLD raises wherever the main thread happens to be, in the middle of an update
-    as well, where workers are forked from this process.
+    Its SIGCHLD handler raises wherever the main thread happens to be, even within an optimizer
+    step, if workers are forked from this process.
     """
     if blocks._worker_pids_set:
         _remove_worker_pids(id(blocks))
@@ -293,7 +293,7 @@ def _unwatch(blocks: Any) -> None:
 
 
 class _Read(threading.Thread):
-    """One block, read in the background."""
+    """Thread that reads one block."""
 
     def __init__(self, blocks: Iterator[PackedBlock]) -> None:
         super().__init__(daemon=True)
@@ -309,7 +309,7 @@ class _Read(threading.Thread):
             self.error = error
 
     def ended(self, seconds: float) -> bool:
-        """Whether it has ended, waiting up to so long."""
+        """Whether the thread has ended, after waiting up to ``seconds``."""
         self.join(seconds)
         return not self.is_alive()
 

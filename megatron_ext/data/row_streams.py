@@ -1,10 +1,10 @@
-"""Rows of a global batch, the same under every layout, resumed under any. V streams, G rows.
+"""``RowStreams``: rows of global batches, resumable under any layout. V streams, G rows.
 
-The blocks of a corpus are dealt out to V streams, each read in its own order without end. Row ``g``
-of a global batch is the next sample of stream ``g % V``. How many streams there are follows from
-the corpus and the size of a global batch alone, so what a global batch holds does not depend on how
-many replicas share it; and a replica reads only the streams of its own rows, so no block is
-tokenized by two as long as there are as many streams as rows.
+The blocks of a corpus are dealt to V streams, each read in its own order without end. Row ``g`` of
+a global batch is the next sample of stream ``g % V``. V follows from the corpus and the global
+batch size alone, so the contents of a global batch do not depend on the number of replicas; and a
+replica reads only the streams of its own rows, so that no block is tokenized twice as long as there
+are as many streams as rows.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megatron_ext.data.packed_dataset import (
 from megatron_ext.errors import ConfigError, DataError
 
 _EMPTY_EPOCHS: Final = 2
-"""Epochs without a sample after which a stream is taken to have none."""
+"""Epochs without a sample after which a stream counts as empty."""
 
 _RESTARTS: Final = 3
-"""Times in a row that workers are started again before a block has come."""
+"""Most consecutive restarts of the workers without a block."""
 
 
 def stream_count(block_count: int, global_batch_size: int) -> int:
-    """V: the largest divisor of a global batch of which two fit into the blocks of an epoch.
+    """V, the largest divisor of the global batch size up to half the blocks of an epoch.
 
-    Every epoch cuts blocks anew and may have fewer of them; a stream must not be without.
+    The margin of two blocks a stream is needed because every epoch forms its own number of blocks.
     """
     most = max(block_count // 2, 1)
     divisors = (v for v in range(min(most, global_batch_size), 0, -1) if not global_batch_size % v)
@@ -45,25 +45,24 @@ def stream_count(block_count: int, global_batch_size: int) -> int:
 
 
 class RowStreams:
-    """Samples of some of the V streams of a corpus, in the order of each.
+    """Reader of some of the V streams of a corpus, each in its order.
 
     Args:
         dataset: The blocks.
         stream_count: V.
-        streams: Which of them are read here.
-        epochs: How often the corpus is read; without end with None.
-        num_workers: Processes that read, tokenize, align and pack blocks; 0 for none.
-        loader_options: What a ``DataLoader`` takes besides.
+        streams: Numbers of the streams that are read here.
+        epochs: Number of epochs; None for no end.
+        num_workers: Worker processes that read, tokenize, align and pack blocks; 0 for none.
+        loader_options: Other ``DataLoader`` arguments.
 
     Attributes:
-        positions: Where each of the streams goes on, by its number.
-        dropped_bytes: Bytes of the blocks read since this was made that are in no sample.
-        refused: Documents that were left out, of the blocks whose first sample was taken; so it
-            does not depend on how far blocks were read ahead, or read again.
-        retokenized: How many documents the student reads as other ids than they are kept as, of
-            the same blocks.
-        restarts: How often workers were started again because one had died.
-        waited: Seconds for which ``take`` had no sample at hand.
+        positions: Next position of each stream, by number.
+        dropped_bytes: Bytes in no sample, of the blocks read since construction.
+        refused: Documents left out of the blocks whose first sample was taken, so that the list
+            does not depend on reading ahead or on restarts.
+        retokenized: Documents of the same blocks whose stored ids differ from the student's.
+        restarts: Restarts of the workers after one died.
+        waited: Seconds that ``take`` spent waiting.
     """
 
     def __init__(
@@ -86,14 +85,14 @@ class RowStreams:
         self._stream_count, self._epochs = stream_count, epochs
         self._loader_options = {"num_workers": num_workers, **loader_options}
         self._blocks: Iterator[PackedBlock] | None = None
-        self._asked: _Asked | None = None
+        self._asked: _BlockSampler | None = None
         self._ready: dict[int, deque[_Ready]] = {}
-        self._unannounced: dict[int, _Findings] = {}
+        self._unreported: dict[int, _DocumentCounts] = {}
         self._restarts_in_a_row = 0
         self._last_full: dict[int, int] = {}
 
     def load_positions(self, positions: Mapping[int, Position]) -> None:
-        """Go on from ``positions``, which has every stream that is read here.
+        """Resume from ``positions``, which must have every stream that is read here.
 
         Raises:
             ConfigError: One is missing.
@@ -110,11 +109,11 @@ class RowStreams:
         self.positions = {stream: positions[stream] for stream in self.positions}
 
     def has_sample(self, stream: int) -> bool:
-        """Whether the epochs of a stream are not at their end; reads on to its next sample.
+        """Whether a stream has a next sample, which is read.
 
         Raises:
-            DataError: The stream has none, a document cannot be read, or workers die each time
-                that they are started.
+            DataError: No document fits a row, a document cannot be read, or workers die at every
+                restart.
         """
         if self._blocks is None:
             self._open()
@@ -127,13 +126,13 @@ class RowStreams:
         return bool(self._ready[stream])
 
     def take(self, stream: int) -> PackedSample:
-        """The next sample of a stream, which ``has_sample``; see there for the errors."""
+        """The next sample of a stream; ``has_sample`` must hold, and raises the same errors."""
         has_sample = self.has_sample(stream)
         assert has_sample, f"the epochs of stream {stream} are at their end"
         taken = self._ready[stream].popleft()
         self.positions[stream] = taken.next_position
-        self.refused += taken.findings.refused
-        self.retokenized += taken.findings.retokenized
+        self.refused += taken.counts.refused
+        self.retokenized += taken.counts.retokenized
         assert self._asked is not None
         self._asked.waiting[stream] -= 1
         return taken.sample
@@ -148,9 +147,9 @@ class RowStreams:
     def _open(self) -> None:
         if self._loader_options["num_workers"]:
             self.dataset.collator.prepare()
-        self._asked = _Asked(self.dataset, self._stream_count, self._epochs, self.positions)
+        self._asked = _BlockSampler(self.dataset, self._stream_count, self._epochs, self.positions)
         self._ready = {stream: deque() for stream in self.positions}
-        self._unannounced = {}
+        self._unreported = {}
         self._last_full = {s: position.epoch - 1 for s, position in self.positions.items()}
         loader: DataLoader[PackedBlock] = DataLoader(
             self.dataset, batch_size=None, sampler=self._asked, **self._loader_options
@@ -158,7 +157,7 @@ class RowStreams:
         self._blocks = BlockWorkers(loader) if loader.num_workers else iter(loader)
 
     def _read_block_or_restart(self) -> None:
-        """Read a block; where a worker has died, start all of them again from ``positions``."""
+        """Read a block; if a worker has died, restart all from ``positions``."""
         try:
             self._read_block()
         except DeadWorkerError as error:
@@ -186,11 +185,11 @@ class RowStreams:
             for number, sample in enumerate(block.samples, start=1)
         ][start.sample :]
         if not start.sample:
-            findings = self._unannounced.pop(stream, _Findings()).with_those_of(block)
+            counts = self._unreported.pop(stream, _DocumentCounts()).with_those_of(block)
             if fresh:
-                fresh[0] = fresh[0]._replace(findings=findings)
+                fresh[0] = fresh[0]._replace(counts=counts)
             else:
-                self._unannounced[stream] = findings
+                self._unreported[stream] = counts
         self._ready[stream].extend(fresh)
         self._asked.note(stream, expected=expected, samples=len(fresh))
         if block.samples:
@@ -199,7 +198,7 @@ class RowStreams:
             raise self.nothing_fits()
 
     def nothing_fits(self) -> DataError:
-        """The error that no document gives a sample."""
+        """The error of a corpus in which no document fits a row."""
         return DataError(
             "no text fits the models' sequence lengths",
             got=f"{self.dataset.documents.report.bytes} bytes of text",
@@ -207,36 +206,38 @@ class RowStreams:
         )
 
 
-class _Findings(NamedTuple):
-    """What is to be said of the documents of blocks."""
+class _DocumentCounts(NamedTuple):
+    """Refused and retokenized documents, reported with the next sample."""
 
     refused: tuple[RefusedDocument, ...] = ()
     retokenized: int = 0
 
-    def with_those_of(self, block: PackedBlock) -> _Findings:
-        return _Findings((*self.refused, *block.refused), self.retokenized + block.retokenized)
+    def with_those_of(self, block: PackedBlock) -> _DocumentCounts:
+        return _DocumentCounts(
+            (*self.refused, *block.refused), self.retokenized + block.retokenized
+        )
 
 
 class _Ready(NamedTuple):
-    """A sample that was read ahead."""
+    """A sample read ahead."""
 
     sample: PackedSample
 
     next_position: Position
-    """Where its stream goes on behind it."""
+    """Position of the stream after this sample."""
 
-    findings: _Findings = _Findings()
-    """What is said with it."""
+    counts: _DocumentCounts = _DocumentCounts()
+    """Counts reported when the sample is taken."""
 
 
-class _Asked(Sampler[tuple[int, int]]):
-    """Which block is read next: one of the stream that has the fewest samples waiting.
+class _BlockSampler(Sampler[tuple[int, int]]):
+    """Sampler of block keys: the next block is of the stream with the fewest samples waiting.
 
     Attributes:
-        pending: Stream, first position and expected samples of each block that was asked for and
-            not received.
-        waiting: Samples of each stream that are there or were asked for, the latter by the size
-            of the blocks before.
+        pending: Stream, first position and expected samples of each block requested but not yet
+            received.
+        waiting: Samples of each stream that were received or are expected; the latter are estimated
+            by the samples of the block received last.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class _Asked(Sampler[tuple[int, int]]):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether a block is to be received yet."""
+        """Whether more blocks are to be received."""
         return bool(self.pending) or any(map(self._goes_on, self._next))
 
     def _goes_on(self, stream: int) -> bool:
@@ -269,13 +270,13 @@ class _Asked(Sampler[tuple[int, int]]):
             yield position.epoch, block
 
     def note(self, stream: int, *, expected: float, samples: int) -> None:
-        """A block of ``stream`` has come, with so many samples."""
+        """Correct ``waiting`` of ``stream`` for a received block."""
         self.waiting[stream] += samples - expected
         self._usual = max(1.0, samples)
 
 
 class _Blocks(Iterator[tuple[Position, int]]):
-    """The blocks of one stream from a position on, without end: where it is, and its number."""
+    """Endless (position, block number) pairs of one stream, from a position on."""
 
     def __init__(
         self, dataset: PackedTextDataset, stream: int, stream_count: int, start: Position
@@ -286,7 +287,7 @@ class _Blocks(Iterator[tuple[Position, int]]):
 
     @property
     def place(self) -> tuple[Position, int]:
-        """What comes next."""
+        """Position and number of the next block."""
         at = self._at
         block = self._stream + at.block * self._stream_count
         while block >= self._dataset.block_count(at.epoch):

@@ -1,4 +1,4 @@
-"""Conversations as samples of megatron-core's datasets, and a batch of them as models take it.
+"""``SFTDataset``: conversations as a megatron-core dataset, and its batches in the packed form.
 
 S sequence length, B samples of an epoch or a batch, N segments with tokens.
 """
@@ -32,7 +32,7 @@ _PER_SAMPLE = ("tokens", "labels", "loss_mask", "position_ids")
 def packed_batch(
     batch: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], PackedSeqParams]:
-    """A collated batch in the packed form (``thd``) of Transformer Engine's attention.
+    """Convert a collated batch to the packed form (``thd``) of Transformer Engine's attention.
 
     Args:
         batch: Samples of an ``SFTDataset``, collated: ``tokens``, ``labels``, ``loss_mask`` and
@@ -40,12 +40,12 @@ def packed_batch(
 
     Returns:
         The first four as one long sample [1, B * S], and the bounds of its segments:
-        ``cu_seqlens_q`` and ``cu_seqlens_kv`` [N + 1] int32. Padding that fills a segment is a part
-        of it: it comes last, so that no token sees it.
+        ``cu_seqlens_q`` and ``cu_seqlens_kv`` [N + 1] int32. The padding of a segment belongs to it
+        and comes last, so that no token attends to it.
     """
     bounds, length = batch["cu_seqlens"], batch["tokens"].shape[1]
     starts = torch.arange(len(bounds), dtype=bounds.dtype, device=bounds.device)[:, None] * length
-    # The first bound of a sample is the last of the one before; so are the bounds that fill it up.
+    # A sample's first bound, and the repeats of its last, equal the bound before: drop duplicates.
     ends = (bounds[:, 1:] + starts)[bounds[:, 1:] > bounds[:, :-1]]
     cu_seqlens = torch.cat([ends.new_zeros(1), ends])
     longest = int(batch["max_seqlen"].max())
@@ -60,15 +60,15 @@ def packed_batch(
 
 
 def attention_mask(cu_seqlens: torch.Tensor, sequence_length: int) -> torch.Tensor:
-    """Which positions a position must not see: later ones, and those of other segments.
+    """Mask of later positions and of positions in other segments.
 
     Args:
         cu_seqlens: [B, S + 1]
         sequence_length: S.
 
     Returns:
-        [B, 1, S, S] bool, True where attention is masked, as megatron-core's unfused attention
-        takes it. It has S * S elements for each sample: for long ones take ``packed_batch``.
+        [B, 1, S, S] bool, True where attention is masked, for megatron-core's unfused attention. It
+        has S * S elements a sample: for long sequences use ``packed_batch``.
     """
     positions = torch.arange(sequence_length, device=cu_seqlens.device)
     segments = torch.searchsorted(
@@ -82,38 +82,36 @@ def attention_mask(cu_seqlens: torch.Tensor, sequence_length: int) -> torch.Tens
 
 @dataclass
 class SFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
-    """megatron-core's configuration of a dataset, and ours."""
+    """megatron-core's ``GPTDatasetConfig`` with the settings of ``SFTDataset``."""
 
     sft: SFTConfig = field(default_factory=SFTConfig)
-    """What is done with the records."""
+    """Treatment of the records."""
 
 
 class SFTDataset(MegatronDataset):  # type: ignore[misc]
-    """Conversations from JSON lines, tokenized as they are read.
+    """Dataset of conversations in JSON lines, tokenized as they are read.
 
-    It takes the place of Megatron-LM's class of this name in a ``BlendedMegatronDatasetBuilder``,
-    whose paths are files, folders or patterns; ``SFTDataset.from_path`` makes one without a
-    builder. A sample is a function of its index: there is no state to save, and it does not depend
-    on ranks or workers. The first use of a data set reads all of it once, for the plan of its
-    samples; that is kept in ``path_to_cache``, or in a hidden folder beside the data. Epochs follow
-    one another until there are ``num_samples``.
+    It replaces Megatron-LM's class of this name in a ``BlendedMegatronDatasetBuilder``, whose paths
+    are files, folders or patterns; ``SFTDataset.from_path`` needs none. A sample is a function
+    of its index, independent of ranks and workers, so there is no state to save. The first use of a
+    data set reads all of it once to plan samples; the plan is kept in ``path_to_cache``, or in
+    a hidden folder beside the data. Epochs follow one another up to ``num_samples``.
 
-    Of the configuration, ``sft`` holds our settings (their defaults with a ``GPTDatasetConfig``).
-    With ``context_parallel_size`` above 1 each conversation is padded to a multiple of twice that,
-    as context parallelism cuts it. With ``create_attention_mask`` a sample has the mask that keeps
-    conversations apart. Positions begin anew in each conversation whatever ``reset_position_ids``
-    says.
+    The settings are the ``sft`` field of the configuration (defaults with a ``GPTDatasetConfig``).
+    With ``context_parallel_size`` above 1 each conversation is padded to a multiple of twice that.
+    With ``create_attention_mask`` a sample has the mask that separates conversations. Position ids
+    start from 0 in each conversation whatever ``reset_position_ids`` says.
 
     Args:
-        dataset: What ``build_low_level_dataset`` gives.
-        dataset_path: Where it is from.
-        indices: Records that this split has.
-        num_samples: Length; one epoch with None.
+        dataset: Result of ``build_low_level_dataset``.
+        dataset_path: Path of its files.
+        indices: Records of this split.
+        num_samples: Length; None for one epoch.
         index_split: The split.
         config: The configuration.
 
     Attributes:
-        report: What became of the records.
+        report: Counts of the records read and left out.
 
     Raises:
         ConfigError: A setting cannot be used.
@@ -143,7 +141,7 @@ class SFTDataset(MegatronDataset):  # type: ignore[misc]
             sequence_length=config.sequence_length,
             multiple=_multiple(config),
         )
-        # Padding is known by its place: any id does that the embedding has.
+        # Padding is recognised by position, so any valid id will do.
         self._pad = next((i for i in (tokenizer.pad_id, tokenizer.eod) if i is not None), 0)
         self._plan = SFTPlan.of(self._reader, indices, seed=config.random_seed)
         self._order = None
@@ -202,7 +200,7 @@ class SFTDataset(MegatronDataset):  # type: ignore[misc]
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: SFTRecords) -> int:
-        """Number of records, which the splits share."""
+        """Number of records, which the splits divide."""
         return len(low_level_dataset)
 
     @property
@@ -216,10 +214,10 @@ class SFTDataset(MegatronDataset):  # type: ignore[misc]
         """One sample.
 
         Args:
-            idx: Which; None for a sample that trains nothing, to fill a batch.
+            idx: Its number; None for a sample that trains nothing, to fill a batch.
 
         Returns:
-            What ``layout.laid_out`` says: ``tokens`` [S] int64, ``labels`` [S] int64 (-100
+            The arrays of ``laid_out``: ``tokens`` [S] int64, ``labels`` [S] int64 (-100
             where nothing is trained), ``loss_mask`` [S] float32, ``position_ids`` [S] int64,
             ``cu_seqlens`` [S + 1] int32 (filled up with S) and ``max_seqlen`` [] int32; also
             ``attention_mask`` [1, S, S] bool where the configuration asks for it.
@@ -262,7 +260,7 @@ def _sft_config(config: BlendedMegatronDatasetConfig) -> SFTConfig:
 
 
 def _multiple(config: BlendedMegatronDatasetConfig) -> int:
-    """Each rank of a context-parallel group takes two pieces of every conversation."""
+    """Multiple of a conversation's length: each context-parallel rank takes two pieces of it."""
     size: int | None = getattr(config, "context_parallel_size", None)
     return 1 if size is None or size == 1 else 2 * size
 

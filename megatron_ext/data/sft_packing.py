@@ -1,7 +1,4 @@
-"""Bin packing of conversations into samples, by their lengths.
-
-C conversations, B bins.
-"""
+"""Bin packing of conversations into samples by length. C conversations, B bins."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_ext.errors import DataError
 
 Packing = Literal["none", "first-fit", "first-fit-decreasing", "best-fit", "best-fit-decreasing"]
-"""How conversations are put together.
+"""Algorithm that packs conversations.
 
 - ``none``: each is a sample of its own.
 - ``first-fit``: each goes, in the given order, into the first bin that has room.
@@ -29,12 +26,12 @@ Lengths = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Bins:
-    """Every conversation in exactly one of B bins."""
+    """Assignment of every conversation to exactly one of B bins."""
 
     members: NDArray[np.int64]
-    """[C] indices of conversations, bin after bin, each in the order in which it was filled."""
+    """[C] indices of conversations, bin by bin, each in the order it was filled."""
     offsets: NDArray[np.int64]
-    """[B + 1] where each bin begins and ends in ``members``."""
+    """[B + 1] bounds of the bins in ``members``."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -45,12 +42,12 @@ class Bins:
 
 
 def pack(lengths: Lengths, capacity: int, packing: Packing) -> Bins:
-    """Put conversations into bins, in O(C log C + capacity); the same input gives the same bins.
+    """Pack conversations into bins, deterministically, in O(C log C + capacity).
 
     Args:
         lengths: Tokens of each conversation [C].
-        capacity: Tokens that a bin holds.
-        packing: How.
+        capacity: Most tokens of a bin.
+        packing: The algorithm.
 
     Raises:
         DataError: A conversation is empty or longer than a bin.
@@ -73,7 +70,7 @@ def pack(lengths: Lengths, capacity: int, packing: Packing) -> Bins:
 
 
 def fill_ratio(bins: Bins, lengths: Lengths, capacity: int) -> float:
-    """Share of the bins' room that tokens take, 0 to 1; 1 where there are no bins."""
+    """Fraction of the bins' capacity that tokens fill, 0 to 1; 1 without bins."""
     room = len(bins) * capacity
     return float(lengths[bins.members].sum() / room) if room else 1.0
 
@@ -83,7 +80,7 @@ def _one_each(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 def _first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
-    # Bins that nothing is in yet are there from the start, so there is always one with room.
+    # Empty bins exist from the start, so there is always one with room.
     room = _MaxTree([capacity] * len(lengths))
     bin_of = []
     for length in lengths:
@@ -95,7 +92,7 @@ def _first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[int]:
-    # Bins by the room that is left in them, and a tree of the rooms that some bin has.
+    # Bins by the room left in them, and a tree of the amounts of room that some bin has.
     bins_with: dict[int, list[int]] = {}
     rooms = _MaxTree([-1] * (capacity + 1))
     bin_of = []
@@ -121,11 +118,11 @@ _PLACEMENTS: Final[dict[str, Callable[[Sequence[int], int], list[int]]]] = {
     "first-fit": _first_fit,
     "best-fit": _best_fit,
 }
-"""Bin of each length, in the order of the lengths."""
+"""Functions of (lengths, capacity) to the bin of each length, in the given order."""
 
 
 class _MaxTree:
-    """Numbers of which the first that is large enough is found in O(log n)."""
+    """Segment tree that finds the first sufficiently large number in O(log n)."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self._leaves = 1 << max(len(values) - 1, 0).bit_length()
@@ -150,7 +147,7 @@ class _MaxTree:
             largest[node] = value
 
     def first_at_least(self, value: int) -> int | None:
-        """Index of the first number that is not below ``value``."""
+        """Index of the first number that is at least ``value``; None without one."""
         largest = self._largest
         if largest[1] < value:
             return None

@@ -1,10 +1,6 @@
-"""The conversations of each sample of an epoch, computed once and kept.
+"""The cached plan of an SFT data set: lengths of all conversations and the contents of each sample.
 
 R records, C conversations, B samples.
-
-The lengths of all conversations of a data set, and what became of its records.
-
-R records, C conversations.
 """
 
 from __future__ import annotations
@@ -32,9 +28,9 @@ from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.version import __version__
 
 _FORMAT: Final = 1
-"""Of the arrays; another one makes every survey anew."""
+"""Version of the arrays; raising it rebuilds every survey."""
 _WITHOUT_INFLUENCE: Final = ("packing", "shuffle", "conversation_schema", "workers")
-"""Settings that change nothing here. The schema that was found is in the records' identity."""
+"""Settings that do not change a survey. The detected schema is in the records' identity."""
 _RECORDS_AT_ONCE: Final = 256
 _SECONDS_UNTIL_PROGRESS: Final = 5.0
 _SECONDS_BETWEEN_LINES: Final = 10.0
@@ -42,22 +38,22 @@ _SECONDS_BETWEEN_LINES: Final = 10.0
 
 @dataclass(kw_only=True, slots=True)
 class SFTReport(ReadReport):
-    """Counts, and where the first of each kind of loss are."""
+    """Counts of records, conversations and tokens, with the first places of each kind of loss."""
 
     records: int = 0
     """Lines that were read."""
     bad_records: int = 0
-    """Lines that gave no conversation and were left out."""
+    """Lines without a usable conversation, left out."""
     conversations: int = 0
-    """Conversations of the good lines."""
+    """Conversations in the good lines."""
     too_long: int = 0
-    """Conversations longer than a sample, which were cut or left out."""
+    """Conversations longer than a sample, cut or left out."""
     dropped_tokens: int = 0
-    """Tokens that were lost to that."""
+    """Tokens lost to ``too_long``."""
     untrained: int = 0
-    """Conversations that were left out because nothing of them is trained."""
+    """Conversations left out because nothing of them is trained."""
     untrained_by_cut: int = 0
-    """Those of them of which something was trained before they were cut."""
+    """Those of ``untrained`` that had trained tokens before they were cut."""
     samples: int = 0
     """Samples of one epoch."""
     tokens: int = 0
@@ -65,17 +61,17 @@ class SFTReport(ReadReport):
     trained_tokens: int = 0
     """Tokens of one epoch that are predicted and trained."""
     fill_ratio: float = 0.0
-    """Share of the samples' room that tokens take, 0 to 1."""
+    """Fraction of the samples' capacity that tokens fill, 0 to 1."""
     places: dict[str, list[str]] = field(default_factory=dict)
-    """``file:line`` of the first few, by what is wrong; a bad record with the reason."""
+    """``file:line`` of the first few losses by kind; of a bad record with the reason."""
 
     def add_place(self, kind: str, place: str) -> None:
-        """Remember where something was lost, unless there are enough of its kind."""
+        """Append a place in place, up to the number that a report shows of each kind."""
         add_place(self.places.setdefault(kind, []), place)
 
     @property
     def lost_something(self) -> bool:
-        """Whether a record, a conversation or a token is in no sample."""
+        """Whether a record, a conversation or a token was left out."""
         return bool(self.bad_records or self.too_long or self.untrained)
 
     def __str__(self) -> str:
@@ -99,19 +95,19 @@ class SFTReport(ReadReport):
 
 
 Block = tuple[NDArray[np.int64], SFTReport]
-"""Record, piece, length and number of trained positions of kept conversations [C, 4]; counts."""
+"""[C, 4] record, piece, length and trained positions of the retained conversations; counts."""
 
 
 def survey(reader: SFTReader, records: NDArray[np.integer[Any]]) -> CachedArrays:
-    """Where each conversation is and how long, in the order of the records; computed once.
+    """Place and length of each conversation, in the order of the records; computed once.
 
     Args:
         reader: The data set.
         records: Numbers of the records to read [R].
 
     Returns:
-        ``record``, ``piece``, ``length`` (once it is cut) and ``trained`` [C]; noted with them are
-        the ``report`` and the ``moment`` that templates took for now.
+        ``record``, ``piece``, ``length`` (after cutting) and ``trained`` [C]; the notes hold the
+        ``report`` and the ``moment`` that templates took as the current time.
 
     Raises:
         DataError: A record is refused (with file and line).
@@ -147,17 +143,17 @@ def _all_blocks(reader: SFTReader, records: NDArray[np.integer[Any]], moment: da
         mininterval=_SECONDS_BETWEEN_LINES,
     )
     pieces = np.split(records, range(_RECORDS_AT_ONCE, len(records), _RECORDS_AT_ONCE))
-    # Forked, because not every tokenizer can be sent to another process.
+    # Forked, because not every tokenizer can be pickled.
     pool: WorkerPool[NDArray[np.integer[Any]], Block | DataError] = WorkerPool(
         make_work=lambda: _Surveyor(reader, moment),
         worker_count=reader.config.workers,
         method="fork",
     )
     with progress, closing(pool.results(pieces)) as blocks:
-        for found in blocks:
-            if isinstance(found, DataError):
-                raise found
-            block, report = found
+        for result in blocks:
+            if isinstance(result, DataError):
+                raise result
+            block, report = result
             rows.append(block)
             total = total + report
             progress.update(report.records)
@@ -165,7 +161,7 @@ def _all_blocks(reader: SFTReader, records: NDArray[np.integer[Any]], moment: da
 
 
 class _Surveyor:
-    """Reads records and counts."""
+    """Task of a worker: measure the conversations of some records."""
 
     def __init__(self, reader: SFTReader, moment: datetime) -> None:
         self._reader = reader
@@ -175,8 +171,8 @@ class _Surveyor:
     def __call__(
         self, records: NDArray[np.integer[Any]], on_progress: Callable[[Any], None]
     ) -> Block | DataError:
-        """What became of the records; an error is returned, for the first in their order to be
-        the one that is raised."""
+        """The block of some records. An error is returned, not raised, so that the first in the
+        order of the records is reported."""
         report = SFTReport(records=len(records))
         try:
             with stopped_at(self._moment):
@@ -210,7 +206,7 @@ class _Surveyor:
             return []
 
     def _fitting(self, record: int, whole: SFTSample, report: SFTReport) -> SFTSample | None:
-        """A conversation that fits, or None where it is left out for its length."""
+        """The conversation, cut if need be; None where it is left out for its length."""
         limit = self._reader.sequence_length
         if len(whole) <= limit:
             return whole
@@ -250,21 +246,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SFTPlan:
-    """The samples of an epoch. It depends on the data, the tokenizer, the settings and the seed,
-    and on nothing else, so every rank has the same."""
+    """The conversations of each sample of an epoch; a function of the data, the tokenizer, the
+    settings and the seed, and so the same on every rank."""
 
     arrays: CachedArrays
-    """``record`` [C] and ``piece`` [C], which say where each conversation is, ``length`` [C], its
-    tokens, all in the order of the samples; ``offsets`` [B + 1], where each sample begins."""
+    """``record`` [C] and ``piece`` [C], the place of each conversation, and ``length`` [C], its
+    tokens, all in the order of the samples; ``offsets`` [B + 1], the bounds of the samples."""
 
     @classmethod
     def of(cls, reader: SFTReader, records: NDArray[np.integer[Any]], *, seed: int) -> SFTPlan:
-        """The plan for some records of a data set; one pass over them unless it is kept already.
+        """The plan for some records of a data set; takes one pass over them unless it is cached.
 
         Args:
             reader: The data set.
             records: Numbers of the records [R].
-            seed: Of the order of the conversations.
+            seed: Seed of the order of conversations.
 
         Raises:
             DataError: A record is refused (with file and line), or none is left.
@@ -288,17 +284,17 @@ class SFTPlan:
 
     @property
     def identity(self) -> str:
-        """Hash of what the plan depends on."""
+        """Hash of all that the plan depends on."""
         return self.arrays.folder.name
 
     @property
     def report(self) -> SFTReport:
-        """What became of the records."""
+        """Counts of the records read and left out."""
         return SFTReport(**self.arrays.notes["report"])
 
     @property
     def moment(self) -> datetime:
-        """What templates take for now, whenever a sample is read."""
+        """Time that templates take as the current one, whenever a sample is read."""
         return datetime.fromisoformat(self.arrays.notes["moment"])
 
     def conversations(self, sample: int) -> list[tuple[int, int, int]]:
@@ -308,7 +304,7 @@ class SFTPlan:
         return list(zip(*columns, strict=True))
 
     def order(self, *, seed: int, epochs: int) -> CachedArrays:
-        """``order`` [epochs * B]: the samples of each epoch, mixed anew under the seed."""
+        """``order`` [epochs * B]: the samples of each epoch, shuffled anew under the seed."""
         key = {"kind": "order", "plan": self.identity, "seed": seed, "epochs": epochs}
 
         def build() -> tuple[Arrays, Notes]:
@@ -334,7 +330,7 @@ def _build(reader: SFTReader, surveyed: CachedArrays, seed: int) -> tuple[Arrays
         )
     mixed: NDArray[np.int64] = np.arange(count)
     if reader.config.shuffle:
-        # The epochs have 1, 2, 3 ... for the order of their samples.
+        # Epochs use the seeds (seed, 1), (seed, 2), ... for the order of their samples.
         mixed = np.random.default_rng((seed, 0)).permutation(count)
     length, trained = surveyed["length"][mixed], surveyed["trained"]
     bins = pack(padded_length(length, reader.multiple), capacity, reader.config.packing)

@@ -1,4 +1,7 @@
-"""The settings of an SFT data set, and its records by number. R records."""
+"""``SFTConfig``, the settings of an SFT data set, and ``SFTRecords``, its records by number.
+
+R records.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ from megatron_ext.errors import ConfigError, DataError
 TooLong = Literal["truncate-right", "truncate-left", "drop", "refuse"]
 Loss = Literal["drop", "refuse"]
 _SNIFFED: Final = 64
-"""Records that are looked at to tell their schema."""
+"""Records that are read to detect the schema."""
 ConversationInput = tuple[Conversation, Mapping[str, Any]]
-"""Messages, and what a template reads besides them."""
+"""Messages, and the other variables of a template."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class SFTConfig:
-    """What an ``SFTDataset`` does with the records of its files."""
+    """Treatment of records by an ``SFTDataset``."""
 
     packing: Packing = "none"
     """How conversations share samples. Only ``none`` is right for a training step that does not
@@ -85,22 +88,22 @@ class SFTConfig:
 
 
 class SFTRecords:
-    """Conversations in the lines of a file, or of all files in a folder; blank lines are none.
+    """Conversations in the lines of a file, or of all files in a folder; blank lines do not count.
 
-    Where each line begins is computed once and kept in the cache. Nothing else is held in memory.
+    The byte offset of each line is computed once and cached; nothing else is held in memory.
 
     Args:
         path: A file, a folder or a glob pattern.
-        cache_folder: Where to keep the cache; a hidden folder beside the first file with None.
-        config: How records are read.
+        cache_folder: Folder of the cache; None for a hidden folder beside the first file.
+        config: Treatment of the records.
 
     Attributes:
-        path: What was given.
-        cache_folder: Where the cache is.
+        path: The given path.
+        cache_folder: Folder of the cache.
 
     Raises:
-        DataError: There is no such file, it is compressed or no JSON lines, or cannot be read; or
-            the records are of no known schema, or of several.
+        DataError: A file is missing, compressed, unreadable or not JSON lines; or no schema, or
+            more than one, fits the records.
     """
 
     def __init__(self, path: str, *, cache_folder: Path | None, config: SFTConfig) -> None:
@@ -120,7 +123,7 @@ class SFTRecords:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Plain values that change whenever a record may."""
+        """Plain values that change whenever the records may have changed."""
         return {"files": [asdict(file) for file in self._files], "schema": self._schema}
 
     def place(self, number: int) -> str:
@@ -128,10 +131,10 @@ class SFTRecords:
         return self._records.place(self._file(number), int(self._index["line"][number]))
 
     def conversations(self, number: int) -> list[ConversationInput]:
-        """What a record holds: one conversation, or several where it is split at system messages.
+        """The conversations of a record: one, or several where it is split at system messages.
 
         Raises:
-            DataError: The line is no JSON, or the file has changed.
+            DataError: The line is not JSON, or the file has changed.
             ConversationError: It is of another schema, or something in it cannot be used.
         """
         record = conversation_record(self._parsed(number), self._schema, key=self._config.json_key)
@@ -158,7 +161,7 @@ class SFTRecords:
             try:
                 yield self._parsed(number)
             except DataError:
-                # Whether bad lines are refused is for the reader of conversations to say.
+                # Bad lines are judged by ``bad_records`` when conversations are read.
                 continue
 
 

@@ -1,6 +1,6 @@
-"""Conversations as tokens and labels, and laid out in one sample.
+"""``SFTSample``, a conversation as ids and labels, and the arrays of a sample of several.
 
-S tokens of the sample, T tokens of a conversation, K conversations.
+S tokens of a sample, T tokens of a conversation, K conversations.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _Length = TypeVar("_Length", int, NDArray[np.int64])
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SFTSample:
-    """One conversation."""
+    """Ids and targets of one conversation."""
 
     ids: NDArray[np.int64]
     """[T]"""
     target: NDArray[np.int64]
-    """[T] the id where a token is trained, else ``IGNORE_INDEX``."""
+    """[T] the id of a trained token, else ``IGNORE_INDEX``."""
 
     @classmethod
     def of(
@@ -40,14 +40,14 @@ class SFTSample:
         *,
         eod: int | None = None,
     ) -> SFTSample:
-        """A conversation as ``tokenizer`` renders and masks it.
+        """Render, tokenize and mask a conversation.
 
         Args:
             tokenizer: One that has a prompt format.
             conversation: Its messages.
-            template_variables: What its template reads besides, such as ``tools``.
-            eod: A token to end with, trained where the token before it is; left out where the
-                conversation ends with it. None for none.
+            template_variables: Other variables of the template, such as ``tools``.
+            eod: A token to append unless the conversation ends with it, trained if the token before
+                it is; None for none.
 
         Raises:
             UntrainedError: Nothing of it is trained.
@@ -68,7 +68,7 @@ class SFTSample:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """[T] what each position predicts: the target of the next token, nothing for the last."""
+        """[T] labels: the target of the next token, ``IGNORE_INDEX`` at the last."""
         return np.append(self.target[1:], IGNORE_INDEX)[: len(self)]
 
     @property
@@ -77,16 +77,16 @@ class SFTSample:
         return int(np.count_nonzero(self.target[1:] != IGNORE_INDEX))
 
     def truncated(self, length: int, side: Side, *, bos: int | None) -> SFTSample:
-        """The conversation cut to ``length`` tokens at one of its sides; itself where it fits.
+        """The conversation cut to ``length`` tokens on one side; itself if it fits.
 
-        Cut on the right, it keeps its beginning. Cut on the left, it keeps its end, behind the
-        beginning-of-sequence token if it began with that. A system message goes first: before half
-        a message of another turn it would stand in a text that no template writes. The first token
-        behind the cut is not trained, because what it follows is gone.
+        A cut on the right keeps the beginning. A cut on the left keeps the end, behind the
+        beginning-of-sequence token if the conversation began with it; the system message is lost,
+        since no template writes one before half a message. The first token behind the cut is not
+        trained, because its context is gone.
 
         Args:
             length: At least 1.
-            side: Which tokens go.
+            side: Side that loses tokens.
             bos: The tokenizer's beginning-of-sequence token.
         """
         if len(self) <= length:
@@ -109,7 +109,7 @@ class SFTSample:
 
 
 def padded_length(length: _Length, multiple: int) -> _Length:
-    """``length``, or each of them, rounded up to a multiple of ``multiple``."""
+    """``length``, or each length of an array, rounded up to a multiple of ``multiple``."""
     return -(-length // multiple) * multiple
 
 
@@ -118,22 +118,21 @@ def laid_out(
 ) -> dict[str, NDArray[np.generic]]:
     """The arrays of one sample.
 
-    Every conversation is a segment, filled up to a multiple of ``multiple`` with padding that
-    follows it; what is left of the sample is a segment of padding. Nothing is predicted across the
-    end of a conversation, and padding is what stands where no token does, whatever ids there are.
+    Every conversation is a segment, padded at its end to a multiple of ``multiple``; the rest of
+    the sample is a segment of padding. Nothing is predicted across the end of a conversation.
+    Padding is defined by position, whatever its id.
 
     Args:
-        samples: K conversations, which fit.
+        samples: K conversations that fit together.
         sequence_length: S.
-        multiple: What the length of each segment divides by.
+        multiple: Multiple that segments are padded to.
         pad: Id of the padding.
 
     Returns:
-        ``tokens`` [S] int64; ``labels`` [S] int64, what each position predicts, ``IGNORE_INDEX``
-        where nothing is trained; ``loss_mask`` [S] float32, 1 where something is; ``position_ids``
-        [S] int64, from 0 in each segment; ``cu_seqlens`` [S + 1] int32, where segments begin and
-        the last ends, then S repeated (segments without tokens); ``max_seqlen`` [] int32, tokens
-        of the longest segment.
+        ``tokens`` [S] int64; ``labels`` [S] int64, ``IGNORE_INDEX`` where nothing is trained;
+        ``loss_mask`` [S] float32, 1 where a label is trained; ``position_ids`` [S] int64, from 0 in
+        each segment; ``cu_seqlens`` [S + 1] int32, the bounds of the segments, then S repeated;
+        ``max_seqlen`` [] int32, tokens of the longest segment.
     """
     tokens = np.full(sequence_length, pad, np.int64)
     labels = np.full(sequence_length, IGNORE_INDEX, np.int64)
@@ -160,7 +159,7 @@ def laid_out(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTReader:
-    """Tokenizes conversations by number.
+    """Reader of the tokenized conversations of a record.
 
     Raises:
         ConfigError: The tokenizer has no end-of-document token and one is to be appended, or the
@@ -173,7 +172,7 @@ class SFTReader:
     sequence_length: int
     """Tokens of a sample."""
     multiple: int
-    """What the length of each conversation is padded to a multiple of."""
+    """Multiple that the length of each conversation is padded to."""
 
     def __post_init__(self) -> None:
         if self.config.append_eod and self.tokenizer.eod is None:
@@ -198,11 +197,11 @@ class SFTReader:
             )
 
     def samples(self, record: int) -> list[SFTSample | None]:
-        """All conversations of a record, whole; None for one in which nothing is trained.
+        """All conversations of a record, uncut; None for one without a trained token.
 
         Raises:
-            DataError: The line is no JSON, or the file has changed.
-            ConversationError: It gives no conversation, or one that does not fit the format.
+            DataError: The line is not JSON, or the file has changed.
+            ConversationError: It holds no conversation, or one that does not fit the format.
         """
         pieces = self.records.conversations(record)
         samples: list[SFTSample | None] = []
@@ -226,7 +225,7 @@ class SFTReader:
         return self.cut(self._sample(self.records.conversations(record)[piece]))
 
     def cut(self, sample: SFTSample) -> SFTSample:
-        """A conversation that fits a sample."""
+        """A conversation cut to fit a sample."""
         side: Side = "left" if self.config.too_long == "truncate-left" else "right"
         return sample.truncated(self.sequence_length, side, bos=self.tokenizer.bos)
 

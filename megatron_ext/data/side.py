@@ -1,7 +1,4 @@
-"""One side of a batch: what stands around its texts, and what it reads of each.
-
-T tokens, L labels.
-"""
+"""A model's side of a batch: row lengths, special tokens and segments. T tokens, L labels."""
 
 from __future__ import annotations
 
@@ -21,36 +18,36 @@ from megatron_ext.tokenizers import MegatronTokenizerText
 
 @dataclass(kw_only=True, frozen=True)
 class Side:
-    """The student, or one teacher.
+    """Row lengths and special tokens of the student or of one teacher.
 
-    A text is read behind a leading token: BOS, or the end-of-document token where there is no BOS.
-    Without either its first token leads and is not predicted itself.
+    A leading token precedes each text: BOS, or the end-of-document token where there is no BOS.
+    Without either, the first token of the text leads and is not predicted.
     """
 
     name: str
-    """For messages."""
+    """Name for error messages."""
 
     length: int
     """Label positions of a row."""
 
     lead: int | None
-    """What is read before each piece of a text, and never predicted."""
+    """Token read before each piece of a text and never predicted; None for none."""
 
     eod: int | None
-    """What ends each text and is predicted there; None for nothing."""
+    """Token predicted at the end of each text; None for none."""
 
     pad: int
-    """What fills a row."""
+    """Id of the padding."""
 
     segment_multiple: int = 1
-    """What the length of each piece in a row is filled up to a multiple of."""
+    """Multiple that each piece in a row is padded to."""
 
     row_multiple: int | None = None
-    """What the longest row of a batch is filled up to a multiple of, and the others to its length;
+    """Multiple that the longest row of a batch is padded to, and the others to the same length;
     None: every row has ``length`` positions."""
 
     filled_multiple: int = 1
-    """What rows are filled up to a multiple of, beyond ``length`` too, where no text is."""
+    """Multiple that rows are padded to in addition, if need be beyond ``length``."""
 
     def __post_init__(self) -> None:
         for name in ("length", "segment_multiple", "row_multiple", "filled_multiple"):
@@ -82,20 +79,20 @@ class Side:
         row_multiple: int | None = None,
         filled_multiple: int = 1,
     ) -> Side:
-        """The side of a tokenizer.
+        """The side of a model with ``tokenizer``.
 
         Args:
-            tokenizer: It.
-            name: For messages.
+            tokenizer: Tokenizer of the model.
+            name: Name for error messages.
             length: Most tokens of a row.
-            length_multiple: What a row is filled up to a multiple of.
-            segment_multiple: What each piece in a row is filled up to a multiple of.
+            length_multiple: Multiple that a row is padded to.
+            segment_multiple: Multiple that each piece in a row is padded to.
             append_eod: End texts with the end-of-document token, where there is one.
-            pad_id: What fills a row; the tokenizer's padding, else its end-of-document token, else
-                0 with None.
-            row_multiple: What the longest row of a batch is filled up to a multiple of, and the
-                others to its length; None: every row to the length of the side.
-            filled_multiple: What all rows are filled up to a multiple of besides.
+            pad_id: Id of the padding; None for the tokenizer's padding, else its end-of-document
+                token, else 0.
+            row_multiple: Multiple that the longest row of a batch is padded to, and the others to
+                the same length; None: every row to the length of the side.
+            filled_multiple: Multiple that all rows are padded to in addition.
         """
         if length_multiple < 1:
             raise ConfigError(
@@ -115,16 +112,16 @@ class Side:
 
     @cached_property
     def lead_part(self) -> NDArray[np.int32] | None:
-        """``lead`` as a row of one token."""
+        """[1] ``lead`` as an array."""
         return None if self.lead is None else np.array([self.lead], np.int32)
 
     @cached_property
     def eod_part(self) -> NDArray[np.int32] | None:
-        """``eod`` as a row of one token."""
+        """[1] ``eod`` as an array."""
         return None if self.eod is None else np.array([self.eod], np.int32)
 
     def row_length(self, longest: int) -> int:
-        """Positions of the rows of a batch whose longest row fills ``longest`` of them."""
+        """Positions of the rows of a batch whose longest row has ``longest`` before padding."""
         length = self.length
         if self.row_multiple is not None:
             length = min(-(-max(longest, 1) // self.row_multiple) * self.row_multiple, length)
@@ -132,7 +129,7 @@ class Side:
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a text that fit a row, whatever stands around them."""
+        """Most tokens of a text that fit a row together with the tokens around them."""
         room = self.length - self.length % self.segment_multiple
         return room - (self.eod is not None) + (self.lead is None)
 
@@ -140,8 +137,8 @@ class Side:
         """Positions that a piece of ``token_count`` tokens takes.
 
         Args:
-            token_count: Its tokens.
-            is_end: Whether a text ends with it.
+            token_count: Tokens of the piece.
+            is_end: Whether the piece ends a text.
         """
         labels = token_count + (is_end and self.eod is not None) - (self.lead is None)
         return -(-max(labels, 0) // self.segment_multiple) * self.segment_multiple
@@ -151,7 +148,7 @@ Parts = tuple[NDArray[Any], ...]
 
 
 class Segment(NamedTuple):
-    """Its tokens, and where they are predicted: each at the position before it."""
+    """The tokens of a piece on one side; each is predicted at the position before it."""
 
     ids: Ids
     """[T]"""
@@ -160,10 +157,10 @@ class Segment(NamedTuple):
     """[T]"""
 
     lead: NDArray[np.int32] | None
-    """[1] what is read before the first token; with None that is read and not predicted."""
+    """[1] token read before the first; None: the first token leads and is not predicted."""
 
     eod: NDArray[np.int32] | None
-    """[1] what is predicted behind the last token; None for nothing."""
+    """[1] token predicted behind the last; None for none."""
 
     @classmethod
     def of(cls, piece: AlignedText, index: int, side: Side) -> Segment:
@@ -176,11 +173,11 @@ class Segment(NamedTuple):
 
     @property
     def label_count(self) -> int:
-        """L"""
+        """L, the number of labels."""
         return max(len(self.ids) + (self.eod is not None) - (self.lead is None), 0)
 
     def inputs(self) -> Parts:
-        """Parts of what is read [L]."""
+        """Arrays whose concatenation [L] is the inputs."""
         ids = self.ids if self.eod is not None else self.ids[:-1]
         if self.lead is None:
             return (ids,)
@@ -188,22 +185,22 @@ class Segment(NamedTuple):
         return () if is_empty else (self.lead, ids)
 
     def labels(self) -> Parts:
-        """Parts of what is predicted [L], ``IGNORE_INDEX`` where it is not trained."""
+        """Arrays whose concatenation [L] is the labels, ``IGNORE_INDEX`` where untrained."""
         ids = self.ids
         if self.trained is not None:
             ids = np.where(self.trained, ids.astype(np.int64), IGNORE_INDEX)
         return self.at_labels(ids, self.eod)
 
     def at_labels(self, values: NDArray[Any], at_eod: NDArray[Any] | None) -> Parts:
-        """Parts of values [L] of what is predicted.
+        """Arrays whose concatenation [L] is the values of the predicted tokens.
 
         Args:
-            values: [T] of the tokens.
-            at_eod: [1] of what is predicted behind them, where there is that.
+            values: [T] values of the tokens.
+            at_eod: [1] value of the token predicted behind them, if there is one.
         """
         predicted = values if self.lead is not None else values[1:]
         return (predicted,) if self.eod is None or at_eod is None else (predicted, at_eod)
 
     def reads_first(self, marks: Marks) -> bool:
-        """Whether the first token is in a chunk and is not predicted."""
+        """Whether the first token is in a chunk but is not predicted."""
         return self.lead is None and len(marks) > 0 and bool(marks[0])

@@ -1,1 +1,1 @@
-"""Documents to Megatron's indexed datasets: read, tokenize, write."""
+"""``megatron-ext tokenize``: documents to Megatron's indexed datasets."""

@@ -1,4 +1,4 @@
-"""The settings of ``megatron-ext tokenize``, and the schema of its conversations, settled once."""
+"""``PreprocessConfig``, the settings of ``megatron-ext tokenize``, and detection of the schema."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig
 
 _FILES: Final = 16
 _RECORDS: Final = 100
-"""Of how many files, and how many records of each, the schema is told."""
+"""Files, and records of each, from which the schema is detected."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class PreprocessConfig:
-    """Documents to Megatron's .bin and .idx.
+    """Settings of one run of ``megatron-ext tokenize``.
 
     Raises:
         ConfigError: A value that cannot be used, named by its flag.
@@ -35,31 +35,31 @@ class PreprocessConfig:
     """Folder and first part of the names of the output: PREFIX_KEY_document.bin and .idx."""
 
     tokenizer: TokenizerConfig
-    """The tokenizer; its mode says whether records hold texts or conversations. Where it is text,
-    the mode that the tokenizer was saved with decides: ``with_mode_of``."""
+    """The tokenizer; its mode determines whether records hold texts or conversations. If the mode
+    is text, the mode saved with the tokenizer takes precedence: ``with_mode_of``."""
 
     json_keys: tuple[str, ...] = ()
-    """Fields to read, each for files of its own; text when unset, and in the mode sft the
-    conversation that the record as a whole gives, for files named messages."""
+    """Fields to read, each into files of its own; when unset text, or in the mode sft the
+    conversation of the record as a whole, into files named messages."""
 
     conversation_schema: RecordSchemaName = "auto"
-    """How records hold conversations, in the mode sft: messages, sharegpt, alpaca or tool-calls;
-    what the first records have, with auto."""
+    """Schema of conversations in the mode sft: messages, sharegpt, alpaca or tool-calls; auto to
+    detect it from the first records."""
 
     append_eod: bool = False
     """End every document that has any tokens with the end-of-document token."""
 
     workers: int | None = None
-    """Processes; one for each shard, as far as there are cores, when unset."""
+    """Worker processes; when unset one for each shard, up to the number of cores."""
 
     shard_count: int | None = None
-    """Parts to cut the input into; as many as workers, and none over 256 MiB, when unset."""
+    """Shards of the input; when unset as many as workers, and none over 256 MiB."""
 
     shard_indices: tuple[int, ...] = ()
-    """Make these parts only and leave putting them together to a later run; all when unset."""
+    """Make these shards only and leave joining them to a later run; all when unset."""
 
     overwrite: bool = False
-    """Replace output that is there already, and parts of an unfinished run that was another."""
+    """Replace existing output, and shards of an unfinished run with other settings."""
 
     strict: bool = False
     """Stop at the first record that cannot be used, instead of reporting it and going on."""
@@ -96,7 +96,7 @@ class PreprocessConfig:
         self._check_shards()
 
     def with_mode_of(self, tokenizer: MegatronTokenizerText) -> PreprocessConfig:
-        """The run in the mode that ``tokenizer`` has, which its metadata may have set.
+        """A copy with the mode of ``tokenizer``, which its metadata may have set.
 
         Raises:
             ConfigError: The mode has no indexed dataset.
@@ -114,17 +114,17 @@ class PreprocessConfig:
         return replace(self, tokenizer=replace(self.tokenizer, mode="sft"))
 
     def with_schema(self, name: RecordSchemaName) -> PreprocessConfig:
-        """The run over records of one schema."""
+        """A copy with ``conversation_schema`` set to ``name``."""
         return replace(self, conversation_schema=name)
 
     @property
     def has_conversations(self) -> bool:
-        """Whether records hold conversations, of which only a part is trained."""
+        """Whether records hold conversations, which are trained in part."""
         return self.tokenizer.mode == "sft"
 
     @property
     def fields(self) -> RecordFields:
-        """Which fields of a record are read."""
+        """Fields that are read of each record."""
         content: FieldContent = "conversation" if self.has_conversations else "sentences"
         default = "messages" if self.has_conversations else "text"
         return RecordFields(
@@ -137,7 +137,7 @@ class PreprocessConfig:
 
     @property
     def names(self) -> OutputNames:
-        """The files that are written."""
+        """Names of the output files."""
         return OutputNames(Path(self.output_prefix), self.fields.keys, self.has_conversations)
 
     def _check_keys(self) -> None:
@@ -187,13 +187,13 @@ class PreprocessConfig:
 
 
 def with_settled_schema(config: PreprocessConfig, files: Sequence[SourceFile]) -> PreprocessConfig:
-    """The run with the schema that the first records of its files have, where it is ``auto``.
+    """Replace the schema ``auto`` by that of the first records of the files.
 
-    The same files give the same schema, so every process of a run and one that takes it up agree.
-    Where no record can be read it stays ``auto``, for the reader to say why.
+    The same files give the same schema, so all processes of a run agree, and those that resume it.
+    Where no record can be read it stays ``auto``, and the reader reports the error.
 
     Raises:
-        DataError: The records are of no known schema, or of several; the error names the file.
+        DataError: No schema, or more than one, fits the records; the error names the file.
     """
     if not config.has_conversations or config.conversation_schema != "auto":
         return config
@@ -218,7 +218,7 @@ def with_settled_schema(config: PreprocessConfig, files: Sequence[SourceFile]) -
 
 
 def _first_records(file: SourceFile) -> list[Any]:
-    """Records of the beginning of a file, those left out that are no JSON."""
+    """Readable records from the beginning of a file."""
     first = next(file_records(file, AS_THEY_ARE), None)
     return [] if first is None else first.columns[0][:_RECORDS]
 

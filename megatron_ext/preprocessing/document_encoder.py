@@ -1,4 +1,4 @@
-"""Records to token ids: texts in large batches, conversations one by one with what is trained."""
+"""Encoders of records: texts in large batches, conversations one by one with loss masks."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _FIRST_BATCH_WORDS = 1 << 13
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """What became of a block of records."""
+    """Documents and bad records of one block."""
 
     documents: tuple[EncodedDocuments, ...]
-    """For each key, the documents of all good records."""
+    """Documents of all good records, for each key."""
 
     bad: tuple[BadRecord, ...]
-    """Records that turned out to be unusable here."""
+    """Records that the tokenizer or the template refuses."""
 
     text_bytes: int
     """UTF-8 bytes of the text that was tokenized."""
 
 
 class DocumentEncoder(Protocol):
-    """Tokenizes blocks of records."""
+    """Tokenizer of blocks of records."""
 
     def encode(self, block: RecordBlock) -> EncodedBlock:
-        """The documents of ``block``."""
+        """Tokenize the records of ``block``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextEncoder:
-    """Texts, or lists of sentences of which each is a sequence of its own.
+    """Encoder of texts, or of lists of sentences, each of which becomes a sequence.
 
     Attributes:
         tokenizer: The tokenizer.
@@ -62,12 +62,12 @@ class TextEncoder:
         try:
             return self._encode(block.columns)
         except TokenizerError:
-            # It refuses one of the texts; the null tokenizer, for one, reads numbers only.
-            good, bad = self._tell_apart(block)
+            # A text is refused; the null tokenizer, for one, reads numbers only.
+            good, bad = self._split_refused(block)
             return replace(self._encode(good.columns), bad=bad)
 
-    def _tell_apart(self, block: RecordBlock) -> tuple[RecordBlock, tuple[BadRecord, ...]]:
-        """The records that the tokenizer takes, and those that it does not."""
+    def _split_refused(self, block: RecordBlock) -> tuple[RecordBlock, tuple[BadRecord, ...]]:
+        """The records that the tokenizer accepts, and those that it refuses."""
         good = RecordBlock(tuple([] for _ in block.columns))
         bad: list[BadRecord] = []
         for line, *values in zip(block.lines, *block.columns, strict=True):
@@ -102,16 +102,16 @@ class TextEncoder:
 
 @dataclass(frozen=True, slots=True)
 class ConversationEncoder:
-    """Conversations, each one sequence, with a mask of the tokens that are trained.
+    """Encoder of conversations, one sequence each, with a loss mask.
 
-    The first token of a conversation is never trained, whatever its format says: in a sequence of
-    packed documents it would be predicted from another conversation. The end-of-document token is
-    trained where the token before it is, and is left out where the conversation ends with it.
+    The first token is never trained, whatever the format says: among packed documents it would be
+    predicted from another conversation. The end-of-document token is trained if the token before it
+    is, and is not repeated if the conversation ends with it.
 
     Attributes:
         tokenizer: The tokenizer.
         eod: The token that ends each document; None for none.
-        moment: What templates take for now; None for the time of the call.
+        moment: Time that templates take as the current one; None for the time of the call.
     """
 
     tokenizer: MegatronTokenizerText
@@ -128,7 +128,7 @@ class ConversationEncoder:
         text_bytes = 0
         for line, *records in zip(block.lines, *block.columns, strict=True):
             try:
-                # A record whose one key is bad is left out under every key: outputs stay parallel.
+                # A record with one bad key is left out under all keys: outputs stay parallel.
                 good.append([self._conversation(record) for record in records])
             except (ConversationError, TokenizerError) as error:
                 bad.append(BadRecord.of(line, error))
@@ -153,16 +153,16 @@ class ConversationEncoder:
 def document_encoder(
     config: PreprocessConfig, tokenizer: MegatronTokenizerText, moment: str | None = None
 ) -> DocumentEncoder:
-    """What tokenizes the records of a run.
+    """Build the encoder of a run.
 
     Args:
-        config: The run.
-        tokenizer: Its tokenizer.
-        moment: What the templates of conversations take for now, in ISO 8601.
+        config: Settings of the run.
+        tokenizer: The tokenizer.
+        moment: Time that templates take as the current one, in ISO 8601.
 
     Raises:
-        ConfigError: Documents are to end with a token that the tokenizer has not.
-        TokenizerError: The engine that is asked for cannot be used.
+        ConfigError: An end-of-document token is requested and the tokenizer has none.
+        TokenizerError: The requested engine cannot be used.
     """
     if config.append_eod and tokenizer.eod is None:
         raise ConfigError(
@@ -171,7 +171,7 @@ def document_encoder(
             fix="leave it out, or use a tokenizer that has an EOS",
         )
     if config.tokenizer.engine == "gigatoken":
-        # An engine says on its first batch that it cannot be used: rather now than in the run.
+        # An engine fails on its first batch if it cannot be used: try it before the run.
         tokenizer.text_to_flat_ids(["word " * _FIRST_BATCH_WORDS])
     eod = tokenizer.eod if config.append_eod else None
     if not config.has_conversations:

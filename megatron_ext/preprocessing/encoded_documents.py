@@ -1,11 +1,11 @@
-"""Documents as token ids, and one shard's share of them in files.
+"""Tokenized documents, and the files that hold those of one shard.
 
-N tokens, S sequences, D documents. Megatron stores sequences of tokens and, for each document, how
-many sequences are its own: one, or one for each sentence. Sequences without tokens are none, so a
-document may have no sequence at all.
+N tokens, S sequences, D documents. Megatron stores sequences of tokens and, for each document, its
+number of sequences: one, or one for each sentence. Empty sequences are not stored, so a document
+may have no sequence at all.
 
-A part is no Megatron dataset: writing one would load megatron-core and torch into every worker,
-which takes seconds and hundreds of megabytes of memory. megatron-core's builder puts them together.
+The files of a shard are not a Megatron dataset: writing one would load megatron-core and torch into
+every worker, which takes seconds and hundreds of megabytes. megatron-core's builder joins them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SMALL_VOCABULARY = 65500
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedDocuments:
-    """Some documents under one key."""
+    """Tokenized documents of one key."""
 
     ids: NDArray[np.int32]
     """[N]"""
@@ -34,21 +34,21 @@ class EncodedDocuments:
     """[S] tokens of each sequence, at least 1."""
 
     sequence_counts: NDArray[np.int64]
-    """[D] sequences of each document."""
+    """[D] number of sequences of each document."""
 
     trained: NDArray[np.uint8] | None = None
-    """[N] 1 where a token is trained; None where the data has no such mask."""
+    """[N] 1 where a token is trained; None for data without a loss mask."""
 
     @classmethod
     def from_sequences(
         cls, ids: NDArray[np.int32], lengths: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> EncodedDocuments:
-        """The same without the sequences that have no tokens.
+        """Documents from sequences, of which empty ones are dropped.
 
         Args:
-            ids: [N]
-            lengths: Tokens of each sequence, 0 among them [S'].
-            counts: Sequences of each document, those without tokens included [D].
+            ids: [N].
+            lengths: [S'] tokens of each sequence, possibly 0.
+            counts: [D] sequences of each document, empty ones included.
         """
         if lengths.all():
             return cls(ids, lengths, counts)
@@ -61,12 +61,12 @@ class EncodedDocuments:
 
     @property
     def trained_lengths(self) -> NDArray[np.int64]:
-        """[D] trained tokens of each document; all of them where there is no mask."""
+        """[D] trained tokens of each document; all tokens without a mask."""
         lengths = self.document_lengths
         return lengths if self.trained is None else _sums(self.trained, lengths)
 
     def with_eod(self, eod: int) -> EncodedDocuments:
-        """The same with ``eod`` as the last token of each document that has any tokens."""
+        """A copy with ``eod`` appended to each document that has any tokens."""
         assert self.trained is None
         is_filled = self.sequence_counts > 0
         lengths = self.sequence_lengths.copy()
@@ -77,22 +77,22 @@ class EncodedDocuments:
 
 
 def _sums(values: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sums of consecutive groups of ``values``, of which each has that many, possibly none."""
+    """Sums of consecutive groups of ``values`` with the sizes ``counts``, which may be 0."""
     sums = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
     return np.diff(sums[np.concatenate(([0], np.cumsum(counts)))])
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """How megatron-core stores the ids of a vocabulary: ``DType.optimal_dtype`` without torch."""
+    """Storage type of ids in megatron-core: ``DType.optimal_dtype`` without importing torch."""
     return np.dtype(np.uint16 if vocab_size < _SMALL_VOCABULARY else np.int32)
 
 
 class PartWriter:
-    """Writes a part.
+    """Writer of the tokens and documents of one shard and key.
 
     Args:
-        prefix: Its files are ``prefix.bin`` and ``prefix.npz``.
-        dtype: How a token is stored.
+        prefix: Prefix of the files ``prefix.bin`` and ``prefix.npz``.
+        dtype: Storage type of a token.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
@@ -104,10 +104,10 @@ class PartWriter:
         self._counts: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
 
     def add(self, tokens: NDArray[Any], documents: EncodedDocuments) -> None:
-        """Append ``tokens`` [N], which lie in sequences and documents as those of ``documents``.
+        """Append ``tokens`` [N], divided into sequences and documents as ``documents`` is.
 
         Raises:
-            DataError: A token does not fit into the type that the size of the vocabulary gives.
+            DataError: A token does not fit into ``dtype``.
         """
         if len(tokens) and not (
             self._limits.min <= tokens.min() and tokens.max() <= self._limits.max

@@ -1,4 +1,4 @@
-"""Parts of all shards to Megatron's .bin and .idx, through megatron-core's own builder."""
+"""Joining of all shards into Megatron's ``.bin`` and ``.idx`` by megatron-core's own builder."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _COPY_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class PendingDataset:
-    """A whole dataset that does not have its name yet.
+    """A complete dataset under temporary names.
 
     Attributes:
-        prefix: The output will be ``prefix.bin`` and ``prefix.idx``.
-        tokens: What becomes the .bin.
-        index: What becomes the .idx.
+        prefix: Prefix of the final ``prefix.bin`` and ``prefix.idx``.
+        tokens: Temporary file of the .bin.
+        index: Temporary file of the .idx.
     """
 
     prefix: Path
@@ -39,18 +39,18 @@ class PendingDataset:
     def build(
         cls, prefix: Path, parts: Sequence[Path], scratch: Path, *, cardinality: int | None
     ) -> PendingDataset:
-        """Put ``parts`` together in order.
+        """Join ``parts`` in order.
 
         Args:
-            prefix: Where the dataset will be.
-            scratch: A folder on the same file system, for the files until then.
-            parts: Prefixes of what ``PartWriter`` wrote.
-            cardinality: Size of the vocabulary; None for bytes, as a loss mask is.
+            prefix: Final prefix of the dataset.
+            scratch: Folder of the temporary files, on the same file system.
+            parts: Prefixes of the files of ``PartWriter``.
+            cardinality: Size of the vocabulary; None for bytes, as in a loss mask.
 
         Raises:
             DataError: A part is damaged.
         """
-        # Here, because megatron-core and torch take seconds to load and nothing else needs them.
+        # Imported late: megatron-core and torch take seconds to load and nothing else needs them.
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
         pending = cls(prefix, scratch / f"{prefix.name}.bin", scratch / f"{prefix.name}.idx")
@@ -64,10 +64,10 @@ class PendingDataset:
 
 
 def publish(datasets: Sequence[PendingDataset]) -> None:
-    """Give whole datasets their names, replacing what has them.
+    """Rename complete datasets to their final names, replacing existing ones.
 
-    A dataset is there when its index is. So the old indices go first and the new ones come last:
-    whoever reads meanwhile finds the old files, the new ones or none, and never a mixture.
+    A dataset exists once its index does. So old indices are removed first and new ones renamed
+    last: a concurrent reader finds the old files, the new ones or none, never a mixture.
     """
     for dataset in datasets:
         Path(f"{dataset.prefix}.idx").unlink(missing_ok=True)
@@ -78,7 +78,7 @@ def publish(datasets: Sequence[PendingDataset]) -> None:
 
 
 def _append(builder: Any, part: Path) -> None:
-    """What ``IndexedDatasetBuilder.add_index`` does, for a part."""
+    """``IndexedDatasetBuilder.add_index`` for the files of a ``PartWriter``."""
     with np.load(f"{part}.npz") as arrays:
         lengths, counts = arrays["sequence_lengths"], arrays["sequence_counts"]
     tokens = Path(f"{part}.bin")
@@ -104,8 +104,8 @@ def assemble(
     """Write the datasets and the report of a run whose shards are all finished.
 
     Raises:
-        DataError: The input gave nothing to train on, a part is damaged or, if the run is strict,
-            a record could not be used.
+        DataError: The input has nothing to train on, a shard is damaged or, with ``strict``, a
+            record could not be used.
         OSError: The output cannot be written.
     """
     folder, digest = WorkFolder(config.names.work_folder), plan.digest()
@@ -117,12 +117,12 @@ def assemble(
     )
     if config.strict and report.bad:
         raise DataError(report.bad[0].problem, where=report.bad[0].place)
-    problem = _emptiness(report)
+    problem = _empty_output_error(report)
     if problem is not None:
-        # Nothing in it is worth taking up.
+        # Nothing in the folder is worth resuming.
         folder.finish()
         raise problem
-    # Everything is made among the parts, which go with all that a killed run may leave there.
+    # Temporary files are in the work folder, so that leftovers of a killed run go with it.
     scratch = folder.scratch()
     _write_datasets(config, folder, len(plan.shards), scratch, vocab_size)
     write_text(scratch / config.names.report.name, report.to_json())
@@ -142,8 +142,8 @@ def _finished(folder: WorkFolder, index: int, plan: str) -> ShardRecord:
     return record
 
 
-def _emptiness(report: Report) -> DataError | None:
-    """Why there is nothing to write, if so."""
+def _empty_output_error(report: Report) -> DataError | None:
+    """The error of a run without any output; None otherwise."""
     if not report.documents:
         first = report.bad[0] if report.bad else None
         return DataError(

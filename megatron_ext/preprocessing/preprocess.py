@@ -1,4 +1,4 @@
-"""A run of ``megatron-ext tokenize``: plan, make shards, put them together."""
+"""The steps of ``megatron-ext tokenize``: plan, make shards, join them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
 
 
 def preprocess(config: PreprocessConfig) -> Report | None:
-    """Tokenize the input and write the indexed datasets; an unfinished run is taken up again.
+    """Tokenize the input and write the indexed datasets, resuming an unfinished run.
 
     Returns:
-        The report; None where only some shards were asked for, which are finished then.
+        The report; None if only some shards were requested, which are then finished.
 
     Raises:
-        MegatronExtError: Anything that the user can mend. What can be known beforehand is checked
-            before anything is written.
+        MegatronExtError: A setting or the input is at fault. Settings are checked before anything
+            is written.
     """
     config, tokenizer = _with_tokenizer(config)
     _check_output(config)
@@ -37,23 +37,23 @@ def preprocess(config: PreprocessConfig) -> Report | None:
     check_fields(sources.files, config.fields)
     config = with_settled_schema(config, sources.files)
     try:
-        plan = _take_up(config, Plan.make(config, tokenizer, sources.files))
+        plan = _resume_or_begin(config, Plan.make(config, tokenizer, sources.files))
         _make_missing(config, plan, tokenizer)
         if config.shard_indices:
             return None
         return assemble(config, plan, sources, vocab_size=tokenizer.vocab_size)
     except OSError as error:
-        # A write to an open file does not know its name.
+        # An error of a write to an open file lacks the name.
         place = config.names.work_folder if error.filename is None else error.filename
         raise DataError("cannot write the output", got=error.strerror, where=place) from error
 
 
 def _with_tokenizer(config: PreprocessConfig) -> tuple[PreprocessConfig, MegatronTokenizerText]:
-    """The tokenizer, and the run in its mode: a saved one says itself that it is for SFT."""
+    """The configuration with the mode of the tokenizer, which may be saved with it; and it."""
     tokenizer = build_tokenizer(config.tokenizer)
     agreed = config.with_mode_of(tokenizer)
     if agreed is not config:
-        # Anew, because what was saved without a prompt format has got none yet.
+        # Built again: a tokenizer saved without a prompt format has none yet.
         tokenizer = build_tokenizer(agreed.tokenizer)
     return agreed, tokenizer
 
@@ -72,20 +72,20 @@ def _check_output(config: PreprocessConfig) -> None:
 
 
 def _has_megatron_core() -> bool:
-    # Not imported: it takes seconds, and is needed at the end only.
+    # Not imported, which takes seconds and is needed only at the end.
     return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
-def _take_up(config: PreprocessConfig, plan: Plan) -> Plan:
-    """The plan of the unfinished run if there is one, else ``plan``, which is begun."""
+def _resume_or_begin(config: PreprocessConfig, plan: Plan) -> Plan:
+    """The plan of the unfinished run if there is one; else store ``plan`` and return it."""
     folder = WorkFolder(config.names.work_folder)
-    stored = _unfinished(config, folder, plan)
+    stored = _stored_plan(config, folder, plan)
     if stored is not None:
         return stored
     check_first_records(chain.from_iterable(plan.shards), config.fields)
     with folder.lock():
-        # Another process of this run may have begun it in the meantime, and works in the folder.
-        stored = _unfinished(config, folder, plan)
+        # Another process of this run may have begun meanwhile and be using the folder.
+        stored = _stored_plan(config, folder, plan)
         if stored is not None:
             return stored
         folder.discard()
@@ -93,11 +93,11 @@ def _take_up(config: PreprocessConfig, plan: Plan) -> Plan:
     return plan
 
 
-def _unfinished(config: PreprocessConfig, folder: WorkFolder, plan: Plan) -> Plan | None:
-    """The stored plan of this run; None where none is, or one that is to be overwritten.
+def _stored_plan(config: PreprocessConfig, folder: WorkFolder, plan: Plan) -> Plan | None:
+    """The stored plan of this run; None if there is none, or one to be overwritten.
 
     Raises:
-        ConfigError: It is another run's.
+        ConfigError: The plan is of another run.
     """
     try:
         stored = folder.stored_plan()
@@ -120,7 +120,7 @@ def _unfinished(config: PreprocessConfig, folder: WorkFolder, plan: Plan) -> Pla
 
 
 def _make_missing(config: PreprocessConfig, plan: Plan, tokenizer: MegatronTokenizerText) -> None:
-    """Make the shards that are asked for and not finished."""
+    """Make the requested shards that are not finished."""
     folder, digest = WorkFolder(config.names.work_folder), plan.digest()
     wanted = config.shard_indices or range(len(plan.shards))
     missing = [index for index in wanted if folder.record(index, digest) is None]
@@ -130,7 +130,7 @@ def _make_missing(config: PreprocessConfig, plan: Plan, tokenizer: MegatronToken
     done = total - sum(sizes[index] for index in missing)
     with ProgressBar(total=total, done=done) as bar:
         workers = min(config.workers or usable_cores(), len(missing))
-        # Each of several workers builds a tokenizer of its own.
+        # Several workers each build their own tokenizer.
         make_maker = partial(
             ShardMaker.of, config, tokenizer if workers <= 1 else None, digest, plan.moment
         )

@@ -1,7 +1,4 @@
-"""Reports of one shard and of a whole run: what was read, written and left out.
-
-The progress of a run, its speed and the time that is left.
-"""
+"""Reports of a shard and of a whole run, and the progress bar."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from megatron_ext.documents.record_fields import BadRecord
 from megatron_ext.extras import needed_packages
 
 MOST_LISTED: Final = 10_000
-"""Bad records that are listed, of a shard and of a run; a corpus can have any number of them."""
+"""Most bad records that a shard or a run lists; a corpus can have any number."""
 
 
 @dataclass(slots=True)
 class SliceRecord:
-    """What was read of one slice."""
+    """Counts of one input slice."""
 
     path: str
     line_count: int = 0
@@ -32,10 +29,10 @@ class SliceRecord:
 
 @dataclass(slots=True)
 class ShardRecord:
-    """Counts of one shard, written beside its parts when these are whole."""
+    """Counts of one shard, written beside its files when they are complete."""
 
     plan: str
-    """Digest of the plan that the shard belongs to."""
+    """Digest of the plan of the shard."""
 
     documents: int = 0
     empty_documents: int = 0
@@ -50,22 +47,22 @@ class ShardRecord:
     text_bytes: int = 0
     slices: list[SliceRecord] = field(default_factory=list)
     bad_unlisted: int = 0
-    """Lines and rows that gave no document beyond those that the slices list."""
+    """Bad lines and rows that the slices do not list."""
 
     def add_bad(self, bad: Sequence[BadRecord]) -> None:
-        """Count what the last slice has lost, and list it while there is room."""
+        """Add bad records to the last slice: count all, list them while there is room."""
         listed = sum(len(piece.bad) for piece in self.slices)
         room = max(MOST_LISTED - listed, 0)
         self.slices[-1].bad += bad[:room]
         self.bad_unlisted += sum(row.rows for row in bad[room:])
 
     def to_values(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Plain values for JSON, the inverse of ``from_values``."""
         return asdict(self)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> ShardRecord:
-        """What ``to_values`` gave."""
+        """The inverse of ``to_values``."""
         slices = [
             SliceRecord(piece["path"], piece["line_count"], [BadRecord(**b) for b in piece["bad"]])
             for piece in values["slices"]
@@ -74,31 +71,31 @@ class ShardRecord:
 
     @property
     def bad_count(self) -> int:
-        """Lines and rows that gave no document."""
+        """Number of bad lines and rows."""
         listed = sum(bad.rows for piece in self.slices for bad in piece.bad)
         return listed + self.bad_unlisted
 
 
 @dataclass(frozen=True, slots=True)
 class BadPlace:
-    """Something that gave no document."""
+    """A bad record of the input, for the report."""
 
     place: str
     """``file:line``"""
 
     problem: str
     rows: int
-    """Lines or rows that are lost."""
+    """Lines or rows lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The run as a whole; the same however it was cut into shards and often it was killed."""
+    """Report of a whole run, independent of its shards and interruptions."""
 
     settings: Mapping[str, Any]
     inputs: Sequence[str]
     skipped_files: Sequence[str]
-    """Files of the named folders that are of no known kind."""
+    """Files of unknown kind in the input folders."""
 
     documents: int
     empty_documents: int
@@ -112,7 +109,7 @@ class Report:
     """The first bad records of the input."""
 
     bad_unlisted: int = 0
-    """Lines and rows among ``bad_records`` that are not in ``bad``."""
+    """Lines and rows of ``bad_records`` that are not listed in ``bad``."""
 
     @classmethod
     def of(
@@ -123,7 +120,7 @@ class Report:
         inputs: Sequence[str],
         skipped_files: Sequence[str],
     ) -> Report:
-        """The sum of all shards, which come in order."""
+        """The sum of all shards, given in order."""
         totals: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
         lines: Counter[str] = Counter()
@@ -153,7 +150,7 @@ class Report:
         )
 
     def to_json(self) -> str:
-        """The report as a file."""
+        """The report as JSON text."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
@@ -163,7 +160,7 @@ _SECONDS_BETWEEN_LOG_LINES = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What happened since the last one."""
+    """Work done since the last progress message."""
 
     size: int
     """Bytes of input read."""
@@ -174,13 +171,13 @@ class Progress:
 
 
 class ProgressBar:
-    """A bar over the bytes of the input, with the speed in bytes of text.
+    """Progress bar over the bytes of the input, with the speed in bytes of text.
 
-    On a terminal it is drawn in place; into a log it writes a line every half minute.
+    It is drawn in place on a terminal; in a log it writes a line every half minute.
 
     Args:
         total: Bytes of input.
-        done: Those that an earlier run has read.
+        done: Bytes read before the run was resumed.
     """
 
     def __init__(self, *, total: int, done: int) -> None:
@@ -200,7 +197,7 @@ class ProgressBar:
         self._bad = 0
 
     def add(self, progress: Progress) -> None:
-        """Count what was done."""
+        """Add progress."""
         self._text_bytes += progress.text_bytes
         self._documents += progress.documents
         self._bad += progress.bad

@@ -1,4 +1,4 @@
-"""One shard of the input to one part of each dataset."""
+"""``ShardMaker``: reads and tokenizes one shard of the input, and writes its files."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from megatron_ext.preprocessing.work_folder import WorkFolder
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
 
 Shard = tuple[int, tuple[InputSlice, ...]]
-"""Index of a shard, and what it is made of."""
+"""Index of a shard, and its input slices."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardMaker:
-    """Makes shards of one plan.
+    """Maker of the shards of one plan.
 
     Attributes:
-        config: The run.
-        encoder: Records to ids.
-        vocab_size: Number of ids, which decides how one is stored.
+        config: Settings of the run.
+        encoder: Encoder of records.
+        vocab_size: Number of ids, which determines their storage type.
         plan: Digest of the plan.
     """
 
@@ -48,16 +48,16 @@ class ShardMaker:
         plan: str,
         moment: str | None = None,
     ) -> ShardMaker:
-        """A maker for one run, whose templates take ``moment`` for now.
+        """Build a maker.
 
         Args:
-            config: The run.
-            tokenizer: Its tokenizer; built here with None.
+            config: Settings of the run.
+            tokenizer: The tokenizer; None to build it here.
             plan: Digest of the plan.
-            moment: In ISO 8601.
+            moment: Time that templates take as the current one, in ISO 8601.
 
         Raises:
-            ConfigError: The tokenizer cannot do what the run asks for.
+            ConfigError: The tokenizer does not support the settings.
         """
         if tokenizer is None:
             tokenizer = build_tokenizer(config.tokenizer)
@@ -68,8 +68,8 @@ class ShardMaker:
         """Read, tokenize and write one shard.
 
         Raises:
-            DataError: The input cannot be read or, if the run is strict, a record not be used.
-            OSError: The parts cannot be written.
+            DataError: The input cannot be read or, with ``strict``, a record cannot be used.
+            OSError: The files of the shard cannot be written.
         """
         index, slices = shard
         names = self.config.names
@@ -118,7 +118,7 @@ def _write(
     writers: Mapping[str, PartWriter],
     record: ShardRecord,
 ) -> None:
-    """Append the documents of one key to its parts, and count them."""
+    """Append the documents of one key to its files, and count them."""
     lengths, trained = documents.document_lengths, documents.trained_lengths
     record.empty_documents += int((lengths == 0).sum())
     record.untrained_documents += int(((lengths > 0) & (trained == 0)).sum())

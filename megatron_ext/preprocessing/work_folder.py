@@ -1,4 +1,4 @@
-"""The plan of a run and the folder of its parts, by which it can be killed and taken up again."""
+"""The plan of a run, and the work folder of its shards, from which a killed run is resumed."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _RECORD = "record.json"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The shards, and everything that the output depends on."""
+    """The shards of a run, and everything that its output depends on."""
 
     settings: Mapping[str, Any]
-    """Plain values; a run may take up another only where these are the same."""
+    """Plain values; a run may resume another only if these are equal."""
 
     inputs: tuple[SourceFile, ...]
     shards: tuple[tuple[InputSlice, ...], ...]
 
     moment: str | None = None
-    """When a run over conversations was first started, in local time: what their templates take
-    for now, however long the run takes and wherever its shards are made. None for texts."""
+    """Local time at which a run over conversations began, in ISO 8601: templates take it as the
+    current time in every shard. None for texts."""
 
     @classmethod
     def make(
@@ -64,12 +64,12 @@ class Plan:
         return cls(_settings(config, tokenizer), inputs, shards, moment)
 
     def to_json(self) -> str:
-        """The plan as text, the same for the same plan."""
+        """The plan as canonical JSON."""
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """What ``to_json`` gave."""
+        """The inverse of ``to_json``."""
         values = json.loads(text)
         return cls(
             values["settings"],
@@ -79,14 +79,14 @@ class Plan:
         )
 
     def digest(self) -> str:
-        """SHA-256 (hex) by which shards know their plan."""
+        """SHA-256 (hex) of the plan, recorded in each shard."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def check_same(self, other: Plan, *, where: object) -> None:
-        """Check that ``other``, found at ``where``, makes the same output of the same input.
+        """Check that ``other``, stored at ``where``, gives the same output from the same input.
 
         Raises:
-            ConfigError: It does not; the message says what differs.
+            ConfigError: The plans differ; the message names the difference.
         """
         fix = "pass --overwrite to start again, or undo the change"
         for name in sorted({*self.settings, *other.settings}):
@@ -121,20 +121,20 @@ def _settings(config: PreprocessConfig, tokenizer: MegatronTokenizerText) -> dic
 
 @dataclass(frozen=True, slots=True)
 class WorkFolder:
-    """Parts under way.
+    """Folder of finished shards and temporary files.
 
-    A shard is a folder that appears whole, by renaming, when all of its files are on the disk; so
-    a shard that exists is finished, whenever and wherever its process was killed. Several processes
-    may use the folder at once.
+    A shard is a folder that is renamed into place once all of its files are on the disk; so a shard
+    that exists is finished, whenever a process was killed. Several processes may use the folder at
+    once.
     """
 
     path: Path
 
     def stored_plan(self) -> Plan | None:
-        """The plan of the run that was begun here.
+        """The plan of the run that began here; None without one.
 
         Raises:
-            ConfigError: It cannot be read.
+            ConfigError: The plan cannot be read.
         """
         file = self.path / _PLAN
         if not file.exists():
@@ -150,29 +150,29 @@ class WorkFolder:
             ) from error
 
     def lock(self) -> AbstractContextManager[None]:
-        """Held to begin a run; beside the folder, which may be discarded meanwhile."""
+        """Lock for beginning a run; a file beside the folder, which may be discarded meanwhile."""
         return begin_lock(self.path.with_name(f".{self.path.name}.lock"))
 
     def store_plan(self, plan: Plan) -> None:
-        """Begin a run."""
+        """Begin a run by writing its plan."""
         write_text(self.path / _PLAN, plan.to_json())
 
     def discard(self) -> None:
-        """Remove everything; a shard that loses its files is not finished from the first one on."""
+        """Remove everything, records first: a shard without one does not count as finished."""
         for record in self.path.glob(f"*/{_RECORD}"):
             record.unlink(missing_ok=True)
         with suppress(FileNotFoundError):
             shutil.rmtree(self.path)
 
     def finish(self) -> None:
-        """Remove everything of a run that has come to its end."""
+        """Remove the folder of a finished run."""
         with self.lock():
-            # The file of a lock goes with its holder, but for one that was killed.
+            # Its holder removes the file of a lock, unless it was killed.
             pass
         self.discard()
 
     def scratch(self) -> Path:
-        """A new folder for what will be the output, on the file system of the output."""
+        """A new folder for output files, on the file system of the output."""
         folder = hidden_name(self.path / "output")
         folder.mkdir(parents=True)
         return folder
@@ -182,7 +182,7 @@ class WorkFolder:
         return self.path / f"{index:05d}"
 
     def record(self, index: int, plan: str) -> ShardRecord | None:
-        """The record of a shard of the plan with that digest; None where it is not finished."""
+        """The record of a finished shard of the plan with digest ``plan``; None if unfinished."""
         file = self.shard(index) / _RECORD
         if not file.exists():
             return None
@@ -193,8 +193,7 @@ class WorkFolder:
     def new_shard(self, index: int, record: ShardRecord) -> Iterator[Path]:
         """An empty folder that becomes the shard when the block ends without an error.
 
-        ``record`` is written into it then. Where another process finished the same shard in the
-        meantime, its shard stays.
+        ``record`` is written into it then. A shard that another process finished meanwhile stays.
         """
         with new_folder(self.shard(index)) as folder:
             yield folder
@@ -211,6 +210,6 @@ class WorkFolder:
                 raise
             if self.record(index, record.plan) is not None:
                 return
-            # Left behind by a run with another plan.
+            # Left by a run with another plan.
             target.rename(hidden_name(target))
             folder.rename(target)
