@@ -1,8 +1,7 @@
-"""What a teacher is. B batch, T tokens of whole rows, S those that this rank has.
+"""The ``Teacher`` protocol, its inputs, and the texts in packed rows.
 
-Whole rows of tokens on the host, and the texts in them.
-
-B rows, T positions, S those of one rank, G texts, N texts of a batch, L positions of its longest.
+B rows, T positions of a row, S those of one rank, G texts, N texts of a batch, L positions of its
+longest.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TokenInputs(Protocol):
-    """One microbatch in the teacher's tokens."""
+    """One microbatch in the teacher's tokens, as one rank has it."""
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -34,11 +33,11 @@ class TokenInputs(Protocol):
 
     @property
     def attention_mask(self) -> torch.Tensor | None:
-        """[B, 1, S, T] bool: what a position does not see; None where that is all behind it."""
+        """[B, 1, S, T] bool, True where attention is masked; None for a plain causal mask."""
 
     @property
     def rows(self) -> TokenRows | None:
-        """The same rows whole, on the host; only a teacher elsewhere reads them."""
+        """The same rows whole, on the host; read by remote and HuggingFace teachers."""
 
 
 class Teacher(Protocol):
@@ -47,13 +46,13 @@ class Teacher(Protocol):
     def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
         """Targets of each microbatch on the last pipeline stage; an empty list on the others.
 
-        Every rank of the layout calls it with its own replica's microbatches.
+        Every rank of the layout calls it, with the microbatches of its replica.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRows:
-    """One microbatch, of no rank's in particular."""
+    """One microbatch as whole rows, on the host."""
 
     tokens: torch.Tensor
     """[B, T] int64"""
@@ -62,20 +61,20 @@ class TokenRows:
     """[B, T] int64"""
 
     labels: torch.Tensor | None = None
-    """[B, T] int64 what each position predicts, negative for nothing; None where nobody asks."""
+    """[B, T] int64 targets, negative where there is none; None if no form needs them."""
 
     cu_seqlens: torch.Tensor | None = None
-    """[G + 1] where texts begin and end when rows follow one another; None where a position may see
-    all that is behind it."""
+    """[G + 1] bounds of the texts in the concatenated rows; None for plain causal attention over
+    whole rows."""
 
     def attention_mask(
         self, device: torch.device | None = None, context: ContextRank | None = None
     ) -> torch.Tensor | None:
-        """[B, 1, S, T] bool: True where a position would look ahead, or into another text.
+        """[B, 1, S, T] bool mask, True for later positions and for positions of other texts.
 
         Args:
-            device: Where it is made.
-            context: Whose part of the rows; None for whole ones.
+            device: Device of the mask.
+            context: Context-parallel rank whose positions are the queries; None for all.
         """
         if self.cu_seqlens is None:
             return None
@@ -90,17 +89,17 @@ class TokenRows:
 
 
 class TextBatch(NamedTuple):
-    """Some texts of a microbatch; on the host."""
+    """Texts of similar length from a microbatch; on the host."""
 
     places: NDArray[np.int64]
-    """[N, L] where their positions stand when rows follow one another. Behind the end of a text its
-    last place is repeated."""
+    """[N, L] indices of the texts' positions in the concatenated rows; behind the end of a text its
+    last one is repeated."""
 
     lengths: NDArray[np.int64]
-    """[N]"""
+    """[N] positions of each text."""
 
     def mask(self) -> NDArray[np.bool_] | None:
-        """[N, L] what is of a text; None where all of it is."""
+        """[N, L] mask of positions within a text; None if all are."""
         longest = self.places.shape[1]
         if (self.lengths == longest).all():
             return None
@@ -108,10 +107,10 @@ class TextBatch(NamedTuple):
 
 
 def text_batches(rows: TokenRows) -> Iterator[TextBatch]:
-    """The texts of a microbatch that predict something, those of like length together, each once.
+    """Batches of all texts of a microbatch that have labels, grouped by similar length.
 
-    No batch has more positions, filled up, than the microbatch. Padding predicts nothing; where
-    nothing is known of labels, it counts as a text.
+    A padded batch has at most as many positions as the microbatch. Padding has no labels and is
+    skipped; without ``labels`` it counts as a text.
     """
     positions = rows.position_ids.numpy()
     begins = positions == 0
@@ -132,7 +131,7 @@ def text_batches(rows: TokenRows) -> Iterator[TextBatch]:
 
 
 def device_tensor(values: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """``values`` on a device that does not wait for them."""
+    """``values`` on a device, copied without synchronisation."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if device.type == "cuda":
         tensor = tensor.pin_memory()

@@ -1,4 +1,4 @@
-"""A causal language model of transformers, and what its head is.
+"""``CausalLM``: a causal language model of transformers, split from its head if that is linear.
 
 N texts, L tokens, D hidden, V rows of the head.
 """
@@ -18,15 +18,15 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 
 _PROBED_LOGIT: Final = 1000.0
-"""Size of the logits of the probe, at which any cap of logits shows."""
+"""Magnitude of the probe's logits, large enough to show any cap on logits."""
 
 _PROBE_TOLERANCE: Final = {torch.float32: 1e-4}
-"""Of rounding, relative to the largest; of the shorter types ``_SHORT_TOLERANCE``."""
+"""Tolerance of rounding relative to the largest logit; others have ``_SHORT_TOLERANCE``."""
 
 _SHORT_TOLERANCE: Final = 2e-2
 
 _OLDEST: Final = (4, 56)
-"""transformers of which the calls here are."""
+"""Oldest supported version of transformers."""
 
 _LOADING_ERRORS: Final = (
     OSError,
@@ -37,21 +37,21 @@ _LOADING_ERRORS: Final = (
     ImportError,
     RuntimeError,
 )
-"""What transformers raises where it cannot read a folder or has no such model."""
+"""Errors of transformers for folders that it cannot read and models that it does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalLM:
-    """One model, frozen, whole on its device."""
+    """A frozen model, whole on one device."""
 
     module: nn.Module
-    """All of it, or all but the head."""
+    """The model, without its head for ``hidden``."""
 
     kind: Literal["hidden", "logits"]
-    """What it returns: ``hidden`` where logits are ``hidden @ head.T``."""
+    """Kind of the outputs: ``hidden`` if logits are ``hidden @ head.T``."""
 
     width: int
-    """D, or V."""
+    """D for ``hidden``, V for ``logits``."""
 
     dtype: torch.dtype
 
@@ -59,13 +59,13 @@ class CausalLM:
     """[V, D], for ``hidden``."""
 
     scale: float = 1.0
-    """What hidden states are multiplied by: some architectures scale logits."""
+    """Factor of the hidden states, for architectures that scale logits."""
 
     def __call__(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """[N, L, width] of ``tokens`` [N, L], each row a text that begins at position 0.
+        """Outputs [N, L, width] of ``tokens`` [N, L], each row a text that begins at position 0.
 
         Args:
-            mask: [N, L] int64, 0 behind the end of a text; None where all are as long.
+            mask: [N, L] int64, 0 behind the end of a text; None if all texts are equally long.
         """
         output = self.module(input_ids=tokens, attention_mask=mask, use_cache=False)
         if self.kind == "logits":
@@ -79,15 +79,15 @@ def load_causal_lm(
 ) -> CausalLM:
     """Load a folder with ``config.json`` and safetensors files, of any model of transformers.
 
-    Nothing in the folder is run. Attention is torch's scaled dot product, but in models that cap
-    its scores, which that does not.
+    No code in the folder is run. Attention is torch's scaled dot product, except in models that cap
+    attention scores, which that does not support.
 
     Args:
-        vocab_size: Ids that it may be asked about; rows of those that it has not are zero.
+        vocab_size: Least rows of embeddings and head; missing rows are zero.
 
     Raises:
         ConfigError: transformers is not installed.
-        CheckpointError: It cannot be loaded, or weights are missing.
+        CheckpointError: The model cannot be loaded, or weights are missing.
     """
     _ = CheckpointFiles(folder).tensors
     transformers = import_transformers()
@@ -125,10 +125,10 @@ def load_causal_lm(
 
 
 def import_transformers() -> Any:
-    """The library.
+    """Import transformers.
 
     Raises:
-        ConfigError: It is not installed, or too old.
+        ConfigError: transformers is not installed, or too old.
     """
     try:
         transformers = importlib.import_module("transformers")
@@ -149,7 +149,7 @@ def _no_transformers(got: str) -> ConfigError:
 
 
 def frozen_causal_lm(model: Any, *, dtype: torch.dtype) -> CausalLM:
-    """A loaded model, without its head where that is a plain matrix, which a probe finds out."""
+    """Freeze a loaded model, and split off its head if a probe finds it to be a plain matrix."""
     model = model.requires_grad_(False).eval()
     with torch.no_grad():
         scale = _scale_of_plain_head(model, dtype)
@@ -168,7 +168,7 @@ def frozen_causal_lm(model: Any, *, dtype: torch.dtype) -> CausalLM:
 
 @torch.no_grad()
 def _add_rows(model: Any, vocab_size: int) -> None:
-    """Rows of zeros in embeddings and head, up to ``vocab_size``."""
+    """Extend embeddings and head in place by rows of zeros up to ``vocab_size``."""
     rows = len(model.get_input_embeddings().weight)
     if vocab_size <= rows:
         return
@@ -179,7 +179,7 @@ def _add_rows(model: Any, vocab_size: int) -> None:
 
 
 def _attention(config: Any) -> dict[str, str]:
-    """The implementation to ask for; none where transformers' own choice computes the model."""
+    """Arguments that select the attention implementation; empty for transformers' own choice."""
     text = config.get_text_config()
     is_capped = getattr(text, "attn_logit_softcapping", None) is not None
     return {"attn_implementation": "eager"} if is_capped else {}
@@ -191,10 +191,10 @@ def _logit_count(model: Any) -> int:
 
 
 def _scale_of_plain_head(model: Any, dtype: torch.dtype) -> float | None:
-    """``s`` where logits are ``s * hidden @ weight.T`` of the output embeddings; None elsewhere.
+    """``s`` if logits are ``s * hidden @ weight.T`` of the output embeddings, else None.
 
-    The hidden states of the probe are random and put in place of the model's: logits of 0 would
-    show a bias, and large ones a cap or any other function of them.
+    The probe replaces the model's hidden states by random ones: zero logits would show a bias, and
+    large ones a cap or any other function of them.
     """
     embeddings = model.get_output_embeddings()
     weight = getattr(embeddings, "weight", None)
@@ -208,12 +208,12 @@ def _scale_of_plain_head(model: Any, dtype: torch.dtype) -> float | None:
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(own.shape, generator=draw).to(device=own.device, dtype=own.dtype)
     hidden = hidden * (_PROBED_LOGIT / functional.linear(hidden, weight).std())
-    at_zero, found = logits_of(torch.zeros_like(hidden)), logits_of(hidden)
+    at_zero, logits = logits_of(torch.zeros_like(hidden)), logits_of(hidden)
     plain = functional.linear(hidden, weight).float()
-    if at_zero is None or found is None or found.shape != plain.shape or bool(at_zero.any()):
+    if at_zero is None or logits is None or logits.shape != plain.shape or bool(at_zero.any()):
         return None
-    scale = float((found.float() * plain).sum() / plain.square().sum())
-    difference = (found.float() - scale * plain).abs().max()
+    scale = float((logits.float() * plain).sum() / plain.square().sum())
+    difference = (logits.float() - scale * plain).abs().max()
     tolerance = _PROBE_TOLERANCE.get(dtype, _SHORT_TOLERANCE)
     if not difference <= tolerance * (scale * plain).abs().max():
         return None
@@ -221,15 +221,15 @@ def _scale_of_plain_head(model: Any, dtype: torch.dtype) -> float | None:
 
 
 class _Probe:
-    """What a model makes of hidden states that are not its own."""
+    """Logits of a model for given hidden states, by a hook on the base model."""
 
     def __init__(self, model: Any, base: Any) -> None:
         self._model, self._base = model, base
 
     def __call__(self, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """Logits [1, 4, V] of hidden states; the model's own hidden states [1, 4, D] for None.
+        """Logits [1, 4, V] of hidden states; for None, the model's hidden states [1, 4, D].
 
-        None where the model has no such output.
+        Returns None if the model has no such output.
         """
         seen: list[torch.Tensor] = []
 

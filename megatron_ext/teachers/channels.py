@@ -1,20 +1,15 @@
-"""Channels for targets: a GPU's memory, main memory, or the connection.
+"""Channels for a remote teacher's targets: shared GPU memory, shared memory, or the connection.
 
-Which one a student and a server have in common is tried with a few bytes, not guessed. Between two
-processes that see one GPU the handles are those that torch's own multiprocessing passes on, as
-plain values. A segment is described once and used for many answers, so opening it costs nothing
-later.
+The best channel that a student and a server have in common is found by a trial with a few bytes.
+Segments of shared memory are described once and reused, so that later answers open nothing.
 
-Source: torch/multiprocessing/reductions.py; CUDA's documentation of cudaIpcGetMemHandle.
+Main memory is shared by an anonymous ``memfd``, between processes of one user on one machine, which
+the other process opens through its owner's descriptor. The kernel frees it with the last descriptor
+and mapping, so nothing stays behind however a process ends, and the size of ``/dev/shm``, small in
+containers, does not matter. GPU memory is shared by the handles of torch's multiprocessing.
 
-Memory that two processes share: segments, and how they go to and fro between server and student.
-
-Segments of main memory have no name, between processes of one user on one machine. The kernel frees
-such memory with the last descriptor and mapping of it. So nothing stays behind, however either
-process ends; nor does the size of ``/dev/shm`` matter, which containers keep small. The other
-process opens it through the descriptor of its owner.
-
-Source: memfd_create(2), proc(5) on ``/proc/pid/fd``.
+Sources: memfd_create(2), proc(5) on ``/proc/pid/fd``; torch/multiprocessing/reductions.py; CUDA's
+documentation of cudaIpcGetMemHandle.
 """
 
 from __future__ import annotations
@@ -35,62 +30,62 @@ from megatron_ext.teachers.target_form import TargetForm
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """As its owner has it; it lives as long as anybody's tensor over it."""
+    """Shared memory as its owner sees it; lives as long as any process's tensor over it."""
 
     memory: torch.Tensor
     """uint8 [n]"""
 
     description: Mapping[str, Any]
-    """Plain values by which another process opens it."""
+    """Plain values with which another process opens it."""
 
 
 def use_device(device: torch.device) -> None:
-    """Make it the calling thread's: a new one would open the first GPU, beside the one in use."""
+    """Select a CUDA device for the calling thread, which would otherwise initialise the first."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 class Channel(Protocol):
-    """A kind of shared memory."""
+    """One kind of shared memory."""
 
     def create(self, size: int, device: torch.device) -> Segment:
-        """A segment of this process.
+        """Create a segment owned by this process.
 
         Raises:
-            OSError: There is no memory for it.
-            RuntimeError: There is none on the device.
+            OSError: Main memory is exhausted.
+            RuntimeError: Memory of the device is exhausted.
         """
 
     def open(self, description: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-        """uint8 [n] the memory of another process's segment.
+        """uint8 [n] memory of another process's segment.
 
         Raises:
-            OSError: This process cannot see it.
-            RuntimeError: Its device cannot.
-            KeyError, ValueError: It is described otherwise.
+            OSError: This process cannot open it.
+            RuntimeError: The device cannot open it.
+            KeyError, ValueError: The description is of another kind.
         """
 
 
 _MOST_SEGMENTS: Final = 2
-"""One is filled while the other is read."""
+"""Most segments of a ring: one is filled while the other is read."""
 
 _GRAIN: Final = 1 << 20
 
 
 class LentSegment(NamedTuple):
-    """One to fill."""
+    """A segment to fill."""
 
     number: int
     segment: Segment
 
 
 class SegmentRing:
-    """The server's side; the student gives each segment back when it has read it.
+    """The server's segments; the student returns each once it has read it.
 
     Args:
-        channel: Of the segments.
-        device: The server's.
-        timeout_s: How long a student may keep one.
+        channel: Channel of the segments.
+        device: The server's device.
+        timeout_s: Longest time that a student may keep a segment.
     """
 
     def __init__(self, channel: Channel, device: torch.device, *, timeout_s: float) -> None:
@@ -105,14 +100,14 @@ class SegmentRing:
 
     @property
     def numbers(self) -> list[int]:
-        """Of all segments that there are; the student forgets others."""
+        """Numbers of the existing segments; the student closes all others."""
         return list(self._segments)
 
     def take(self, size: int) -> LentSegment:
-        """One of at least ``size`` bytes; waits until one is there.
+        """A free segment of at least ``size`` bytes; waits for one.
 
         Raises:
-            OSError: The student is gone or keeps them all, or there is no memory.
+            OSError: The student is gone or kept all segments too long, or memory is exhausted.
         """
         with self._changed:
             can_have = self._changed.wait_for(
@@ -126,19 +121,19 @@ class SegmentRing:
                     self._free.remove(number)
                     return LentSegment(number, self._segments[number])
             if len(self._segments) == _MOST_SEGMENTS:
-                # All that are free are too small: one makes room for a larger one.
+                # All free segments are too small: drop one for a larger one.
                 del self._segments[self._free.pop()]
             return self._created(size)
 
     def give_back(self, number: int) -> None:
-        """What the student has read."""
+        """Take back a segment that the student has read."""
         with self._changed:
             if number in self._segments:
                 self._free.add(number)
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """The student is gone: let go of all memory, and wake who waits."""
+        """Release all memory and wake waiting threads: the student is gone."""
         with self._changed:
             self._is_closed = True
             self._segments.clear()
@@ -146,7 +141,7 @@ class SegmentRing:
             self._changed.notify_all()
 
     def _created(self, size: int) -> LentSegment:
-        # Rows of another length come next: room for a little more.
+        # Some headroom for the longer rows that may come next.
         room = -(-(size + size // 4) // _GRAIN) * _GRAIN
         number, self._next = self._next, self._next + 1
         self._segments[number] = self._channel.create(room, self._device)
@@ -154,7 +149,7 @@ class SegmentRing:
 
 
 class OpenSegments:
-    """The student's side: segments stay open for as long as the server uses them."""
+    """The student's open segments, each for as long as the server uses it."""
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         self._channel = channel
@@ -162,17 +157,17 @@ class OpenSegments:
         self._open: dict[int, torch.Tensor] = {}
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._open = {}
 
     def memory(self, number: int, values: Mapping[str, Any]) -> torch.Tensor:
-        """uint8 [n] of a segment.
+        """uint8 [n] memory of a segment.
 
         Args:
-            values: Its ``description``, and the ``numbers`` of all that there are.
+            values: The segment's ``description``, and the ``numbers`` of all existing segments.
 
         Raises:
-            OSError, RuntimeError, KeyError, ValueError: As of ``Channel.open``.
+            OSError, RuntimeError, KeyError, ValueError: See ``Channel.open``.
         """
         self._open = {n: memory for n, memory in self._open.items() if n in values["numbers"]}
         if number not in self._open:
@@ -181,10 +176,10 @@ class OpenSegments:
 
 
 class SharedMemoryChannel:
-    """Linux only; elsewhere ``create`` raises an ``OSError``."""
+    """Main memory shared on Linux; on other systems ``create`` raises an ``OSError``."""
 
     def create(self, size: int, device: torch.device) -> Segment:
-        """See ``Channel``; the pages are taken now, not when they are written."""
+        """See ``Channel``; pages are allocated now, not when they are written."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory without a name")
         descriptor = os.memfd_create("megatron-ext-teacher")
@@ -194,7 +189,7 @@ class SharedMemoryChannel:
         except BaseException:
             os.close(descriptor)
             raise
-        # Others open it for as long as it is in use.
+        # Kept open so that the student can open it as long as it is in use.
         weakref.finalize(memory, os.close, descriptor)
         description = {"process": os.getpid(), "descriptor": descriptor, "size": size}
         return Segment(memory, description)
@@ -213,12 +208,12 @@ class SharedMemoryChannel:
 
 
 def _mapped(descriptor: int, size: int) -> torch.Tensor:
-    # The tensor holds the mapping, which ends with it.
+    # The tensor owns the mapping.
     return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
 class CudaIpcChannel:
-    """Needs CUDA on both sides."""
+    """GPU memory shared by CUDA IPC; needs CUDA on both sides."""
 
     def create(self, size: int, device: torch.device) -> Segment:
         """See ``Channel``."""
@@ -240,11 +235,11 @@ class CudaIpcChannel:
         return Segment(memory, description)
 
     def open(self, description: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-        """See ``Channel``; the memory is on its owner's device, which may be another than ours."""
-        # Processes number their GPUs each in its own way.
+        """See ``Channel``; the memory is on the owner's device, which may be another one."""
+        # Processes may number GPUs differently.
         visible = range(torch.cuda.device_count())
-        found = [index for index in visible if _identity(index) == description["device"]]
-        if not found:
+        owners = [index for index in visible if _identity(index) == description["device"]]
+        if not owners:
             raise OSError("this process does not see the device")
         memory: torch.Tensor = rebuild_cuda_tensor(
             torch.Tensor,
@@ -253,7 +248,7 @@ class CudaIpcChannel:
             0,
             torch.storage.TypedStorage,
             torch.uint8,
-            found[0],
+            owners[0],
             bytes.fromhex(description["handle"]),
             int(description["storage_bytes"]),
             int(description["storage_offset"]),
@@ -271,29 +266,29 @@ def _identity(device: torch.device | int) -> str:
 
 
 FLIGHT: Final = "flight"
-"""What is there without any channel: targets go through the connection."""
+"""Name of the fallback: targets go through the Arrow Flight connection."""
 
 CHANNELS: Final[Mapping[str, Channel]] = {
     "cuda_ipc": CudaIpcChannel(),
     "shared_memory": SharedMemoryChannel(),
 }
-"""The best first."""
+"""Channels by name, the best first."""
 
 _PROBE_BYTES: Final = 64
 
 
 class ChannelOffers:
-    """A server's: a segment of each channel with random bytes in it, until a student has chosen.
+    """The server's trial segments, one a channel with random bytes, until a student has chosen.
 
     Args:
-        device: The server's.
+        device: The server's device.
     """
 
     def __init__(self, form: TargetForm, device: torch.device) -> None:
         self._probes: dict[str, Segment] = {}
         self.values: dict[str, Any] = {}
         for name, channel in CHANNELS.items():
-            # Other forms than hidden states are records, which are made in main memory.
+            # Forms other than hidden states are records, which are made in main memory.
             if name == "cuda_ipc" and (device.type != "cuda" or form.kind != "hidden"):
                 continue
             try:
@@ -309,11 +304,11 @@ class ChannelOffers:
 
 
 def choose(offers: Mapping[str, Any], device: torch.device) -> str:
-    """The best channel that works from here; ``FLIGHT`` where none does.
+    """The best channel that works from this process; ``FLIGHT`` if none does.
 
     Args:
         offers: ``ChannelOffers.values``.
-        device: Where targets are needed.
+        device: Device on which targets are needed.
     """
     for name, channel in CHANNELS.items():
         if name not in offers or (name == "cuda_ipc" and device.type != "cuda"):

@@ -1,4 +1,4 @@
-"""A replica of a remote teacher as a student sees it: a thread that reads its answers."""
+"""``Connection``: a student's connection to one replica of a remote teacher, read by a thread."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ _LAST_WORDS_S: Final = 5.0
 
 
 class Connection:
-    """Asks, and keeps the answers until they are taken.
+    """Sends requests, and holds the answers until they are taken.
 
     Args:
         server: The replica.
-        form: What the run reads of the teacher.
-        identity: What its targets depend on; a server with another value is refused.
-        device: Where its targets are needed.
-        deadline: Until when a server is waited for that does not listen yet, by ``time.monotonic``.
+        form: Form of the targets that the run reads.
+        identity: Values that the targets depend on; a server with other values is refused.
+        device: Device on which the targets are needed.
+        deadline: Time by ``time.monotonic`` until which the server may start to listen.
 
     Attributes:
-        channel: How targets come: ``cuda_ipc``, ``shared_memory`` or ``flight``.
-        received_bytes: All that has arrived, by whichever channel.
-        received_tokens: Positions whose targets have arrived.
-        waited_s: How long answers were waited for.
+        channel: Channel of the targets: ``cuda_ipc``, ``shared_memory`` or ``flight``.
+        received_bytes: Bytes received, by whichever channel.
+        received_tokens: Positions whose targets were received.
+        waited_s: Seconds spent waiting for answers.
 
     Raises:
         ConfigError: The server has another teacher, token or certificate, or TLS is missing.
-        DistributedError: It does not answer, or its process has ended.
+        DistributedError: The server does not answer, or its process has ended.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Connection:
         self._head: torch.Tensor | None = None
         self._failure: str | None = None
         self._changed = threading.Condition()
-        self._heard_at = time.monotonic()
+        self._last_received_at = time.monotonic()
         self._outbox: SimpleQueue[Frame | None] = SimpleQueue()
         self._segments: OpenSegments | None = None
         self.channel = FLIGHT
@@ -105,17 +105,14 @@ class Connection:
             raise
 
     def ask(self, rows: Sequence[TokenRows]) -> int:
-        """Ask for the targets of microbatches; the number is for ``answer``.
-
-        The answer is read while the caller does other things.
-        """
+        """Request the targets of microbatches; returns the number for ``answer``, at once."""
         number = next(self._numbers)
         self._shapes[number] = [tuple(its.tokens.shape) for its in rows]
         self._outbox.put(Request(number, rows).to_frame(self._form.kind))
         return number
 
     def answer(self, number: int) -> list[Fields]:
-        """Fields [B, T, ...] of each microbatch of a request, on the host; waits for them.
+        """Wait for the fields [B, T, ...] of each microbatch of a request; on the host.
 
         Raises:
             DistributedError: The teacher is gone, or does not answer.
@@ -128,10 +125,10 @@ class Connection:
         return self._answers.pop(number)
 
     def head(self) -> torch.Tensor:
-        """[V, D] on the CPU.
+        """Request the teacher's head [V, D], on the CPU.
 
         Raises:
-            DistributedError: As of ``answer``.
+            DistributedError: See ``answer``.
         """
         self._outbox.put(Frame(HEAD, {}, {}))
         self._wait(lambda: self._head is not None)
@@ -140,7 +137,7 @@ class Connection:
         return head
 
     def close(self) -> None:
-        """Leave."""
+        """Say goodbye to the server, and close the stream."""
         self._outbox.put(Frame(BYE, {}, {}))
         self._outbox.put(None)
         self._threads[1].join(_LAST_WORDS_S if self._failure is None else 0)
@@ -148,22 +145,22 @@ class Connection:
         for thread in self._threads:
             thread.join(_LAST_WORDS_S)
         with suppress(fl.FlightError, OSError):
-            # Arrow prints what is wrong with a stream that nobody has closed.
+            # Arrow prints the error of a stream that is not closed.
             self._writer.close()
         self._flight.close()
 
     def _check(self, form: TargetForm, identity: Mapping[str, str | int]) -> None:
         action = fl.Action(HELLO, to_bytes(Frame(HELLO, {}, {})))
         try:
-            (said,) = self._flight.do_action(action, self._server.options(self._server.timeout_s))
+            (reply,) = self._flight.do_action(action, self._server.options(self._server.timeout_s))
         except fl.FlightError as error:
             raise self._server.refused(error) from error
         where = self._server.address
-        hello = Hello.of(from_bytes(said.body.to_pybytes()).values, where=where)
+        hello = Hello.of(from_bytes(reply.body.to_pybytes()).values, where=where)
         hello.check(form=form, identity=identity, name=self._server.name, where=where)
 
     def _begin(self) -> None:
-        """Choose a channel, once the server has said which it has."""
+        """Choose a channel from the server's offers."""
         self._wait(lambda: self._offers is not None)
         assert self._offers is not None
         self.channel = choose(self._offers, self._device)
@@ -172,33 +169,33 @@ class Connection:
         self._outbox.put(Frame(READY, {"channel": self.channel}, {}))
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
-        # A student that was stopped itself first reads what has come meanwhile.
+        # A student that was itself suspended first reads what has arrived meanwhile.
         started = time.monotonic()
         with self._changed:
             while not is_there():
                 if self._failure is not None:
                     raise self._server.gone(self._failure)
-                if time.monotonic() - max(started, self._heard_at) > self._server.timeout_s:
-                    raise self._server.silent(time.monotonic() - self._heard_at)
+                if time.monotonic() - max(started, self._last_received_at) > self._server.timeout_s:
+                    raise self._server.silent(time.monotonic() - self._last_received_at)
                 self._changed.wait(_POLL_S)
 
     def _write(self) -> None:
-        """Say what waits; in a thread of its own, since a server that is stopped reads nothing."""
+        """Thread that sends frames: a suspended server reads nothing, which blocks the sender."""
         try:
             self._writer.begin(SCHEMA)
             while (frame := self._outbox.get()) is not None:
                 for batch, metadata in to_chunks(frame):
                     self._writer.write_with_metadata(batch, metadata)
         except (fl.FlightError, OSError):
-            # The reading thread finds out why.
+            # The reading thread reports the cause.
             return
 
     def _read(self) -> None:
-        """Read the server's stream to its end; in a thread of its own."""
+        """Thread that reads the server's stream to its end."""
         try:
             use_device(self._device)
             while True:
-                frame = receive(self._reader, heard=self._heard, allocate=self._allocate)
+                frame = receive(self._reader, on_bytes=self._count_bytes, allocate=self._allocate)
                 if frame.kind == ERROR:
                     reason = str(frame.values.get("reason"))
                     break
@@ -211,7 +208,7 @@ class Connection:
             self._failure = reason
             self._changed.notify_all()
         self._outbox.put(None)
-        # A server waits for it.
+        # The server waits for it.
         self._reader.cancel()
 
     def _take(self, frame: Frame) -> None:
@@ -238,7 +235,7 @@ class Connection:
     def _copied(
         self, segments: OpenSegments, segment: Mapping[str, Any], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Payloads out of shared memory, which the server gets back at once."""
+        """Copy payloads out of shared memory, which is returned to the server at once."""
         number = int(segment["number"])
         memory = segments.memory(number, segment)
         payloads, start = [], 0
@@ -259,23 +256,23 @@ class Connection:
         self._outbox.put(Frame(RETURNED, {"segment": number}, {}))
         return payloads
 
-    def _heard(self, count: int) -> None:
-        self._heard_at = time.monotonic()
+    def _count_bytes(self, count: int) -> None:
+        self._last_received_at = time.monotonic()
         self.received_bytes += count
 
     def _allocate(self, size: int) -> torch.Tensor:
-        # What is in page-locked memory goes to the device while other things are computed.
+        # Page-locked memory is copied to the device while other work goes on.
         is_pinned = self._device.type == "cuda"
         return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
 
 
 def own_addresses(addresses: Sequence[str], *, client: int, clients: int) -> list[str]:
-    """Those of a teacher's replicas that one of the student's replicas asks.
+    """The addresses of the teacher replicas that one student replica connects to.
 
     Args:
-        addresses: Of all replicas, one each.
-        client: Which of the student's replicas.
-        clients: How many there are.
+        addresses: One address a teacher replica.
+        client: Index of the student replica.
+        clients: Number of student replicas.
     """
     if len(addresses) >= clients:
         return list(addresses[client::clients])
@@ -289,7 +286,7 @@ def connect(
     identity: Mapping[str, str | int],
     device: torch.device,
 ) -> list[Connection]:
-    """Connect to several replicas of one teacher, or to none; see ``Connection``."""
+    """Connect to each of ``servers``, replicas of one teacher; see ``Connection``."""
     with ExitStack() as stack:
         connections = []
         deadline = time.monotonic() + max(server.timeout_s for server in servers)

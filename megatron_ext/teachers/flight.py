@@ -1,12 +1,9 @@
-"""Frames over Arrow Flight.
+"""Frames, the messages between a student and a teacher's server, sent over Arrow Flight.
 
-A student and a server exchange two streams of record batches: the header of a frame as metadata of
-the first batch, and the bytes of its tensors, a few megabytes in each batch.
-
-Messages between two processes: a line of JSON and tensors, never pickled objects.
-
-A frame is a header of JSON, ``{"kind", "values", "tensors": [[name, dtype, shape], ...]}``, and
-the bytes of each tensor as they are.
+A frame is a header of JSON, ``{"kind", "values", "tensors": [[name, dtype, shape], ...]}``, and the
+raw bytes of each tensor; nothing is pickled. Each direction is a stream of record batches: the
+header is the metadata of a frame's first batch, and the tensors' bytes follow, a few megabytes in
+each batch.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Frame(NamedTuple):
-    """One thing said."""
+    """One message."""
 
     kind: str
 
@@ -47,21 +44,21 @@ class Frame(NamedTuple):
     """Plain values."""
 
     tensors: Mapping[str, torch.Tensor]
-    """By name, in order; on the CPU."""
+    """Tensors by name, in order; on the CPU."""
 
 
 def to_bytes(frame: Frame) -> bytes:
-    """One run of bytes, for ``from_bytes``."""
+    """The frame as bytes, for ``from_bytes``."""
     header = header_of(frame)
     parts = [_view(bytes_of(tensor)) for tensor in frame.tensors.values()]
     return b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
 
 def from_bytes(content: bytes | bytearray) -> Frame:
-    """The frame that ``to_bytes`` wrote.
+    """The inverse of ``to_bytes``.
 
     Raises:
-        DistributedError: It did not.
+        DistributedError: ``content`` is no frame.
     """
     size, place = int.from_bytes(content[:8], "little"), 8
     header, place = content[place : place + size], place + size
@@ -78,12 +75,12 @@ def from_bytes(content: bytes | bytearray) -> Frame:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 [n] the bytes of a tensor; a view where it is contiguous."""
+    """uint8 [n] bytes of a tensor; a view if it is contiguous."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def header_of(frame: Frame) -> bytes:
-    """The header alone."""
+    """The header of a frame as JSON."""
     tensors = [[n, _NAMES[t.dtype], list(t.shape)] for n, t in frame.tensors.items()]
     header = {"kind": frame.kind, "values": dict(frame.values), "tensors": tensors}
     return json.dumps(header, separators=(",", ":")).encode()
@@ -96,19 +93,19 @@ def _view(content: torch.Tensor) -> memoryview:
 def read_frame(
     header: bytes, fill: Callable[[memoryview], None], allocate: Callable[[int], torch.Tensor]
 ) -> Frame:
-    """The frame of a header.
+    """Read the tensors of a frame with a given header.
 
     Args:
         fill: Reads the next bytes into memory, one tensor after the other.
-        allocate: Makes the memory of a tensor's bytes, uint8.
+        allocate: Allocates uint8 memory for a tensor's bytes.
 
     Raises:
-        DistributedError: It is no header.
+        DistributedError: The header is malformed.
     """
     try:
         values = json.loads(header)
         described = [(str(n), _DTYPES[d], [int(x) for x in s]) for n, d, s in values["tensors"]]
-        kind, said = str(values["kind"]), dict(values["values"])
+        kind, plain = str(values["kind"]), dict(values["values"])
     except (ValueError, KeyError, TypeError) as error:
         raise _no_frame(repr(bytes(header[:40]))) from error
     tensors = {}
@@ -118,11 +115,11 @@ def read_frame(
         content = allocate(math.prod(shape) * dtype.itemsize)
         fill(_view(content))
         tensors[name] = content.view(dtype).view(shape)
-    return Frame(kind, said, tensors)
+    return Frame(kind, plain, tensors)
 
 
 def empty(size: int) -> torch.Tensor:
-    """uint8 [size] in main memory."""
+    """uint8 [size] uninitialised main memory."""
     return torch.empty(size, dtype=torch.uint8)
 
 
@@ -134,7 +131,7 @@ def _no_frame(got: str) -> DistributedError:
     )
 
 
-# gRPC writes every stranger's failed handshake to standard error; what concerns a run is raised.
+# gRPC logs every failed handshake to standard error; errors that concern a run are raised.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 with needed_packages("a remote teacher"):
@@ -146,18 +143,18 @@ __all__ = ["CLIENT_OPTIONS", "SCHEMA", "fl", "receive", "to_chunks"]
 SCHEMA: Final = pa.schema([("bytes", pa.uint8())])
 
 CLIENT_OPTIONS: Final = [
-    # The address is meant as it is given.
+    # Connect to the address directly, not through a proxy.
     ("grpc.enable_http_proxy", 0),
-    # A client has a connection of its own, which ends with it.
+    # One connection a client, closed with it.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 _CHUNK_BYTES: Final = 4 << 20
-"""One batch is sent while the next is copied; larger ones are slower."""
+"""Bytes of a batch: one is sent while the next is copied; larger ones are slower."""
 
 
 def to_chunks(frame: Frame) -> Iterator[tuple[Any, bytes]]:
-    """Record batches with their metadata, which share the memory of the frame's tensors."""
+    """Record batches with metadata; they share the memory of the frame's tensors."""
     metadata = header_of(frame)
     for tensor in frame.tensors.values():
         content = bytes_of(tensor).numpy()
@@ -171,25 +168,25 @@ def to_chunks(frame: Frame) -> Iterator[tuple[Any, bytes]]:
 def receive(
     reader: Any,
     *,
-    heard: Callable[[int], None] = lambda _: None,
+    on_bytes: Callable[[int], None] = lambda _: None,
     allocate: Callable[[int], torch.Tensor] = empty,
 ) -> Frame:
-    """The next frame of a stream; waits for it.
+    """Wait for the next frame of a stream.
 
     Args:
-        reader: A ``FlightStreamReader``, or what a server has in its place.
-        heard: Is told how many bytes have arrived, whenever some have.
-        allocate: Makes the memory of a tensor's bytes, uint8.
+        reader: A ``FlightStreamReader``, or a server's ``MetadataRecordBatchReader``.
+        on_bytes: Called with the number of bytes received, whenever some have arrived.
+        allocate: Allocates uint8 memory for a tensor's bytes.
 
     Raises:
         FlightError: The stream is broken.
-        StopIteration: It has ended.
-        DistributedError: What arrived is no frame.
+        StopIteration: The stream has ended.
+        DistributedError: The received bytes are no frame.
     """
     chunk = reader.read_chunk()
     content = _content(chunk)
     header = chunk.app_metadata.to_pybytes()
-    heard(len(header) + len(content))
+    on_bytes(len(header) + len(content))
 
     def fill(view: memoryview) -> None:
         nonlocal content
@@ -197,7 +194,7 @@ def receive(
         while place < len(room):
             if not len(content):
                 content = _content(reader.read_chunk())
-                heard(len(content))
+                on_bytes(len(content))
             part, content = content[: len(room) - place], content[len(room) - place :]
             room[place : place + len(part)] = part
             place += len(part)

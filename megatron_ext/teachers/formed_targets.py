@@ -1,10 +1,7 @@
-"""A teacher's hidden states as what a cache keeps, or a teacher elsewhere sends, of them.
+"""Conversion of a teacher's targets to fields of a cached or remote form, and to byte records.
 
-B rows, T positions, S those of this rank, Vp local columns.
-
-Targets of tokens as records of bytes, and back. L tokens, R bytes of a record, K top-k.
-
-Everything here is on the CPU.
+B rows, T positions, S those of this rank, Vp local columns; L tokens, R bytes of a record, K top-k.
+Records are made and read on the CPU.
 """
 
 from __future__ import annotations
@@ -30,27 +27,27 @@ from megatron_ext.teachers.target_form import Precision, TargetForm, pack_ids, u
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormedTargets:
-    """From targets of the kind ``hidden`` or ``logits`` to the fields of a form."""
+    """Converter of targets of the kind ``hidden`` or ``logits`` to the fields of a form."""
 
     form: TargetForm
 
     boundary: torch.Tensor | None = None
-    """bool [Vp]: this rank's columns that begin a word; for ``label``."""
+    """bool [Vp] mask of this rank's columns that begin a word; for ``label``."""
 
     tile_rows: int = 1024
-    """Positions whose logits are made at a time."""
+    """Positions whose logits are materialised at a time."""
 
     context: ContextRank | None = None
-    """This rank among those that share every row; None: it has them whole."""
+    """Context-parallel rank; None if this rank has whole rows."""
 
     def __call__(self, targets: TeacherTargets, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Fields [B, T, ...] of ``TeacherTargets``, of whole rows, without a graph.
+        """Fields [B, T, ...] of ``TeacherTargets`` for whole rows, without a graph.
 
         Args:
-            labels: [B, S] int64 what each position predicts, negative for nothing.
+            labels: [B, S] int64 targets, negative where there is none.
 
-        Collectives: for ``label`` and ``topk`` those of ``token_likelihood``, for ``topk`` those of
-        ``topk_targets`` too, in every tile; over context-parallel ranks one all-gather a field.
+        Collectives: in every tile, for ``label`` and ``topk`` those of ``token_likelihood`` and for
+        ``topk`` also those of ``topk_targets``; then one context-parallel all-gather a field.
         """
         with torch.no_grad():
             fields = self._fields(targets, labels)
@@ -80,10 +77,13 @@ class FormedTargets:
         self, logits: torch.Tensor, labels: torch.Tensor, targets: TeacherTargets
     ) -> dict[str, torch.Tensor]:
         shard = targets.shard
-        said, _ = token_likelihood(TokenRows(logits, labels, self.boundary, shard))
+        likelihood, _ = token_likelihood(TokenRows(logits, labels, self.boundary, shard))
         if self.form.kind == "label":
             assert self.boundary is not None
-            return {"label_log_probs": said.log_prob, "boundary_log_probs": said.log_mass}
+            return {
+                "label_log_probs": likelihood.log_prob,
+                "boundary_log_probs": likelihood.log_mass,
+            }
         top = topk_targets(logits[None], self.form.count, shard)
         assert top.topk_ids is not None
         assert top.topk_logits is not None
@@ -92,11 +92,11 @@ class FormedTargets:
             "topk_ids": top.topk_ids[0],
             "topk_logits": top.topk_logits[0],
             "log_normaliser": top.log_normaliser[0],
-            "label_log_probs": said.log_prob,
+            "label_log_probs": likelihood.log_prob,
         }
 
     def _whole(self, values: torch.Tensor) -> torch.Tensor:
-        """[B, T, ...] of what ranks have of rows, [B, S, ...]."""
+        """Gather [B, T, ...] from the context-parallel ranks' [B, S, ...]."""
         context = self.context
         if context is None:
             return values
@@ -105,18 +105,18 @@ class FormedTargets:
         length = values.shape[1] * context.size
         whole = values.new_empty(values.shape[0], length, *values.shape[2:])
         for rank, part in enumerate(parts):
-            its = ContextRank(rank=rank, size=context.size)
-            for first, own in zip(its.first_positions(length), part.chunk(2, dim=1), strict=True):
-                whole[:, first : first + own.shape[1]] = own
+            firsts = ContextRank(rank=rank, size=context.size).first_positions(length)
+            for first, half in zip(firsts, part.chunk(2, dim=1), strict=True):
+                whole[:, first : first + half.shape[1]] = half
         return whole
 
 
 def whole_head(own: torch.Tensor, shard: VocabShard, *, is_kept: bool) -> torch.Tensor | None:
-    """[V, D] on the CPU, without padding.
+    """Gather the head [V, D] on the CPU, without padding.
 
     Args:
         own: [Vp, D] this rank's rows.
-        is_kept: Whether this rank wants it; None is returned to one that does not.
+        is_kept: Whether this rank needs it; the others get None.
 
     Collectives: one all-gather over the shard's group.
     """
@@ -132,7 +132,7 @@ def whole_head(own: torch.Tensor, shard: VocabShard, *, is_kept: bool) -> torch.
 Records = NDArray[np.uint8]
 
 Fields = Mapping[str, torch.Tensor]
-"""By the field of ``TeacherTargets``, [L, ...] each."""
+"""Tensors [L, ...] by field of ``TeacherTargets``."""
 
 PRECISION_DTYPES: Final[dict[Precision, torch.dtype]] = {
     "fp32": torch.float32,
@@ -142,14 +142,14 @@ PRECISION_DTYPES: Final[dict[Precision, torch.dtype]] = {
 
 
 def to_records(fields: Fields, form: TargetForm) -> Records:
-    """[L, R]
+    """Records [L, R] of the fields.
 
-    A top-k is written by ascending id. Where its numbers are rounded, the log-normaliser becomes
-    that of the rounded ones and the exact mass of all others, so that what is read is a
-    distribution whose tail is the teacher's.
+    A top-k is stored by ascending id. If its logits are rounded, the log-normaliser is recomputed
+    from the rounded logits and the exact mass of all other tokens, so that the stored values are a
+    distribution with the teacher's tail mass.
 
     Raises:
-        LossError: A number is NaN or +inf, or outside what the precision holds.
+        LossError: A number is NaN or +inf, or out of range of the precision.
     """
     fields = dict(fields)
     if form.kind == "topk":
@@ -160,19 +160,19 @@ def to_records(fields: Fields, form: TargetForm) -> Records:
         if name == "topk_ids":
             parts.append(pack_ids(values.numpy(), form.vocab_size))
             continue
-        kept = values.to(_dtype(name, form)).contiguous()
-        if (kept.isnan() | (kept == torch.inf)).any():
+        stored = values.to(_dtype(name, form)).contiguous()
+        if (stored.isnan() | (stored == torch.inf)).any():
             raise LossError(
                 "the teacher's predictions cannot be kept",
                 got=f"NaN or infinity in {name} in {form.precision}",
                 fix="look for a broken checkpoint, or choose a wider precision",
             )
-        parts.append(kept.view(torch.uint8).view(len(kept), -1).numpy())
+        parts.append(stored.view(torch.uint8).view(len(stored), -1).numpy())
     return np.concatenate(parts, axis=1)
 
 
 def from_records(records: Records, form: TargetForm) -> dict[str, torch.Tensor]:
-    """The fields of [L, R]: ids in int64, numbers in the form's precision, others in fp32."""
+    """Fields of records [L, R]: ids int64, K or D numbers in the form's precision, others fp32."""
     fields, start = {}, 0
     for name, width in form.parts.items():
         part = np.ascontiguousarray(records[:, start : start + width])
@@ -186,7 +186,7 @@ def from_records(records: Records, form: TargetForm) -> dict[str, torch.Tensor]:
 
 
 def filler(form: TargetForm, length: int) -> dict[str, torch.Tensor]:
-    """Fields of ``length`` positions of which nothing is known; nothing reads them."""
+    """Placeholder fields of ``length`` positions that no loss reads."""
     shapes = {"topk_ids": form.count, "topk_logits": form.count, "hidden": form.count}
     fields = {}
     for name in form.parts:
@@ -206,10 +206,10 @@ def _dtype(name: str, form: TargetForm) -> torch.dtype:
 def _rounded_top_k(fields: Fields, form: TargetForm) -> dict[str, torch.Tensor]:
     ids, order = fields["topk_ids"].sort(dim=-1)
     exact = fields["topk_logits"].gather(-1, order)
-    kept = exact.to(_dtype("topk_logits", form))
+    stored = exact.to(_dtype("topk_logits", form))
     log_sum = fields["log_normaliser"]
-    if kept.dtype != exact.dtype:
-        named, rounded = (x.double().exp().sum(dim=-1) for x in (exact, kept))
+    if stored.dtype != exact.dtype:
+        named, rounded = (x.double().exp().sum(dim=-1) for x in (exact, stored))
         tail = (log_sum.double().exp() - named).clamp(min=0)
         log_sum = (rounded + tail).log().to(log_sum.dtype)
-    return {"topk_ids": ids, "topk_logits": kept, "log_normaliser": log_sum}
+    return {"topk_ids": ids, "topk_logits": stored, "log_normaliser": log_sum}

@@ -1,4 +1,4 @@
-"""A HuggingFace teacher on the student's ranks. B rows, T positions, S those of this rank."""
+"""A HuggingFace teacher on the student's ranks. B rows, T positions, S those of one rank."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 class HuggingFaceTeacher:
-    """Runs a whole model on each rank, over the texts of packed rows one by one.
+    """A ``Teacher`` that runs a whole model on each rank, over the texts of packed rows.
 
-    Transformers builds masks of its own, windows included, from which positions of a row are of its
-    text. So texts that share a row are taken apart, run as rows of their own, and put back.
+    Transformers builds attention masks itself, windows included, from a padding mask. So the texts
+    of a packed row are separated, run as rows of their own, and scattered back.
 
-    Ranks that share rows deal the microbatches out among themselves; each keeps its own part of the
+    Ranks that share rows divide the microbatches among themselves; each keeps its part of the
     positions and of the vocabulary.
 
     Args:
-        model: Whole on this rank; the same on every rank of ``group``.
+        model: The whole model; the same on every rank of ``group``.
         shard: This rank's columns of the teacher's vocabulary.
-        group: Tensor- and context-parallel: the ranks that share rows; None for one alone.
-        context: Whose part of the rows this rank reads; None for whole ones.
-        keeps_head: Have head rows of its own, not a view of the model's weights.
+        group: Tensor- and context-parallel group, whose ranks share rows; None for a single rank.
+        context: Context-parallel rank; None for whole rows.
+        keeps_head: Copy this rank's head rows instead of a view of the model's weights.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class HuggingFaceTeacher:
         keeps_head: bool = False,
     ) -> None:
         self.head_weight = _head_rows(model, shard, is_own=keeps_head)
-        """[Vp, D]; None where targets are logits."""
-        # A head that is not tied is no longer needed whole.
+        """[Vp, D] this rank's head rows; None if targets are logits."""
+        # The whole head is no longer needed, unless it is tied.
         self._model = replace(model, head=None)
         self._shard = shard
         self._group = group
@@ -60,30 +60,32 @@ class HuggingFaceTeacher:
 
     @property
     def module(self) -> nn.Module:
-        """The model, without a head of its own where targets are hidden states."""
+        """The module, without an untied head if targets are hidden states."""
         return self._model.module
 
     @torch.no_grad()
     def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
-        """Targets of each microbatch; see ``Teacher``. Zero where a text predicts nothing.
+        """Targets of each microbatch; see ``Teacher``. Zero for texts without labels.
 
         Collectives: one broadcast over ``group`` for each microbatch.
         """
         rows = [_whole_rows(batch) for batch in microbatches]
         device = microbatches[0].tokens.device
-        # All own ones first: a broadcast waits for who computes.
-        own = {i: self._predict(rows[i], device) for i in range(self._rank, len(rows), self._size)}
-        found = []
+        # Compute all of this rank's first: a broadcast waits for the rank that computes.
+        outputs = {
+            i: self._predict(rows[i], device) for i in range(self._rank, len(rows), self._size)
+        }
+        targets = []
         for i, its in enumerate(rows):
-            values = own.pop(i) if i in own else self._zeros(its, device)
+            values = outputs.pop(i) if i in outputs else self._zeros(its, device)
             if self._group is not None and self._size > 1:
                 source = dist.get_global_rank(self._group, i % self._size)
                 dist.broadcast(values, src=source, group=self._group)
-            found.append(self._targets(values))
-        return found
+            targets.append(self._targets(values))
+        return targets
 
     def _targets(self, values: torch.Tensor) -> TeacherTargets:
-        """This rank's part of what is known of whole rows, [B, T, D] or [B, T, V]."""
+        """This rank's part of the outputs of whole rows, [B, T, D] or [B, T, V]."""
         if self._context is not None:
             values = self._context.cut(values)
         if self.head_weight is not None:
@@ -96,9 +98,9 @@ class HuggingFaceTeacher:
         return TeacherTargets(kind="logits", shard=self._shard, logits=logits)
 
     def _predict(self, rows: TokenRows, device: torch.device) -> torch.Tensor:
-        """[B, T, width]"""
+        """Outputs [B, T, width] of whole rows."""
         tokens = rows.tokens.numpy().ravel()
-        found = self._zeros(rows, device)
+        outputs = self._zeros(rows, device)
         for batch in text_batches(rows):
             ids = device_tensor(tokens[batch.places], device)
             mask = batch.mask()
@@ -109,8 +111,8 @@ class HuggingFaceTeacher:
                 output = self._model(ids, device_tensor(mask.astype(np.int64), device))
                 output = output.flatten(0, 1)[device_tensor(np.flatnonzero(mask), device)]
                 places = device_tensor(batch.places[mask], device)
-            found.flatten(0, 1).index_copy_(0, places, output)
-        return found
+            outputs.flatten(0, 1).index_copy_(0, places, output)
+        return outputs
 
     def _zeros(self, rows: TokenRows, device: torch.device) -> torch.Tensor:
         shape = (*rows.tokens.shape, self._model.width)
@@ -118,12 +120,12 @@ class HuggingFaceTeacher:
 
 
 class StageWithoutTeacher:
-    """A HuggingFace teacher on a pipeline stage before the last, which has nothing of it."""
+    """Empty stand-in for a HuggingFace teacher on pipeline stages before the last."""
 
     head_weight: None = None
 
     def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
-        """None at all."""
+        """An empty list."""
         return []
 
 
@@ -133,7 +135,7 @@ def _whole_rows(batch: TokenInputs) -> TokenRows:
 
 
 def _head_rows(model: CausalLM, shard: VocabShard, *, is_own: bool) -> torch.Tensor | None:
-    """[Vp, D] of a shard, filled up with zeros; None where the head is no plain matrix."""
+    """[Vp, D] head rows of a shard, zero-padded; None if the head is no plain matrix."""
     head = model.head
     if head is None:
         return None

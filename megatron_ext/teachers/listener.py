@@ -1,4 +1,4 @@
-"""A teacher's Flight server: its address, its TLS, and the token that a student must have."""
+"""``TeacherListener``: a teacher's Flight server, with its address, TLS and token check."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from megatron_ext.teachers.student_session import StudentSession
 
 _END_S: Final = 5.0
 _START_S: Final = 60.0
-"""How long a student waits for a server that is bound and not open yet."""
+"""Longest wait of a student for a server that is bound but not open yet, in seconds."""
 
 
 class Desk(Protocol):
-    """What a listener hands students over to; its methods are called by threads of gRPC."""
+    """Handler of a listener's students; its methods are called from gRPC threads."""
 
     def hello(self) -> Frame:
-        """What the server says of itself."""
+        """The server's greeting."""
 
     def begin(self, peer: str) -> StudentSession:
-        """A new session.
+        """Begin the session of a new student.
 
         Args:
-            peer: As gRPC names it.
+            peer: The student's address in gRPC's notation.
         """
 
 
@@ -43,15 +43,15 @@ class ServerTls:
     key: Path
 
     def contents(self) -> tuple[bytes, bytes]:
-        """Both files.
+        """The contents of both files.
 
         Raises:
-            ConfigError: One cannot be read, or they do not belong together.
+            ConfigError: A file cannot be read, or the key does not belong to the certificate.
         """
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
             return self.certificate.read_bytes(), self.key.read_bytes()
-        except OSError as error:  # that of TLS is one, too
+        except OSError as error:  # ssl.SSLError is an OSError
             raise ConfigError(
                 "the certificate of a teacher's server cannot be used",
                 where=self.certificate,
@@ -62,12 +62,12 @@ class ServerTls:
 
 
 class TeacherListener:
-    """A bound address; students that come wait until ``open``.
+    """A bound address; students that connect wait until ``open``.
 
     Args:
         address: ``HOST:PORT`` to bind to; port 0 takes a free one.
-        token: What a student has to know.
-        tls: None for connections that are not encrypted.
+        token: Token that students must send.
+        tls: Certificate and key; None for unencrypted connections.
 
     Raises:
         ConfigError: The address, or the certificate, cannot be used.
@@ -91,22 +91,22 @@ class TeacherListener:
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def open(self, desk: Desk) -> None:
-        """Let students in."""
+        """Accept students."""
         self._desk = desk
         self._opened.set()
 
     def desk(self) -> Desk:
-        """Where students go; waits for ``open``."""
+        """The handler of students; waits for ``open``."""
         self._opened.wait(_START_S)
         if self._desk is None:
             raise fl.FlightUnavailableError("the server is not ready")
         return self._desk
 
     def close(self) -> None:
-        """Take no more; idempotent."""
+        """Stop accepting students; idempotent."""
         self._desk = None
         self._opened.set()
-        # It waits for calls that go on, of which one may never end.
+        # ``shutdown`` waits for running calls, one of which may never end.
         thread = threading.Thread(target=self._server.shutdown, daemon=True)
         thread.start()
         thread.join(_END_S)
@@ -137,22 +137,22 @@ class _FlightServer(fl.FlightServerBase):  # type: ignore[misc]
 
 
 class _TokenCheck(fl.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Lets nobody in who does not have the token."""
+    """Refuses calls without the token."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
 
     def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
-        said = "".join(headers.get("authorization", [])).encode()
-        if not hmac.compare_digest(said, self._expected):
+        token = "".join(headers.get("authorization", [])).encode()
+        if not hmac.compare_digest(token, self._expected):
             raise fl.FlightUnauthenticatedError("another token")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``; a host that has colons is in brackets.
+    """Host and port of ``HOST:PORT``; a host with colons is in brackets.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The address has another form.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -163,7 +163,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _check_bindable(host: str, port: int, address: str) -> None:
-    """Tell why an address cannot be bound; gRPC says only that it cannot."""
+    """Raise the reason why an address cannot be bound, which gRPC does not give."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()

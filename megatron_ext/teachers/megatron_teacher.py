@@ -1,4 +1,7 @@
-"""A megatron-core teacher on the student's own ranks. B batch, T tokens, Vp partition, D hidden."""
+"""A megatron-core teacher on the student's ranks, with its weights offloaded to the host if asked.
+
+B rows, T tokens, Vp partition, D hidden.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,14 @@ from megatron_ext.teachers.base import Teacher, TokenInputs
 
 
 class MegatronTeacher:
-    """Runs megatron-core's forward-only schedule over a whole global batch.
+    """A ``Teacher`` that runs megatron-core's forward-only schedule over a whole global batch.
 
-    What stays on the last stage between the teacher's schedule and the student's is the final
-    hidden states, D numbers a token; the loss turns them into this rank's logits one microbatch at
-    a time.
+    Between the teacher's schedule and the student's the last stage holds the final hidden states, D
+    numbers a token; the loss turns them into this rank's logits one microbatch at a time.
 
     Args:
-        chunks: This rank's part of the model, frozen, in the order in which a microbatch passes it;
-            several under an interleaved pipeline.
+        chunks: This rank's frozen model chunks in pipeline order; several under an interleaved
+            pipeline.
         shard: This rank's columns of the teacher's vocabulary.
     """
 
@@ -38,7 +40,7 @@ class MegatronTeacher:
     def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
         """Hidden-state targets of each microbatch; see ``Teacher``.
 
-        Collectives: the schedule's sends and receives between stages and each layer's own.
+        Collectives: the schedule's sends and receives between stages, and those of each layer.
         """
         batch_size, length = microbatches[0].tokens.shape
         with torch.no_grad():
@@ -47,7 +49,7 @@ class MegatronTeacher:
                 data_iterator=[iter(microbatches) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(microbatches),
-                # megatron-core divides the length of whole rows over context-parallel ranks.
+                # megatron-core divides the length of whole rows by the context-parallel size.
                 seq_length=length * self.chunks[0].config.context_parallel_size,
                 micro_batch_size=batch_size,
                 forward_only=True,
@@ -65,7 +67,7 @@ class MegatronTeacher:
 
 
 def head_weight(gpt: GPTModel) -> torch.Tensor:
-    """[Vp, D] of a last stage."""
+    """[Vp, D] output weight of a last stage."""
     weight: torch.Tensor = (
         gpt.shared_embedding_or_output_weight()
         if gpt.share_embeddings_and_output_weights
@@ -75,10 +77,10 @@ def head_weight(gpt: GPTModel) -> torch.Tensor:
 
 
 def whole_sequence(hidden: torch.Tensor, gpt: GPTModel) -> torch.Tensor:
-    """[T, B, D] of what a stage computed: under sequence parallelism a rank has a part of T.
+    """[T, B, D] outputs of a stage, gathered over T under sequence parallelism.
 
-    Collectives: one all-gather over the tensor-parallel group then. Backward: none, since every
-    rank has the whole gradient.
+    Collectives: under sequence parallelism one all-gather over the tensor-parallel group. Backward:
+    none, since every rank has the whole gradient.
     """
     if not gpt.config.sequence_parallel:
         return hidden
@@ -90,7 +92,7 @@ def whole_sequence(hidden: torch.Tensor, gpt: GPTModel) -> torch.Tensor:
 
 def _hidden_states_step(inputs: Iterator[TokenInputs], gpt: GPTModel) -> tuple[torch.Tensor, Any]:
     batch = next(inputs)
-    # megatron-core returns the final hidden states where a stage has no head to apply.
+    # megatron-core returns the final hidden states if the stage has no output layer to apply.
     has_head, gpt.post_process = gpt.post_process, False
     try:
         hidden = gpt(batch.tokens, batch.position_ids, batch.attention_mask)
@@ -100,40 +102,40 @@ def _hidden_states_step(inputs: Iterator[TokenInputs], gpt: GPTModel) -> tuple[t
 
 
 def _batch_first(hidden: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
-    """[T, B, D] of megatron-core to [B, T, D]."""
+    """Transpose megatron-core's [T, B, D] to [B, T, D]."""
     return hidden.transpose(0, 1).contiguous()
 
 
 class HostWeights:
-    """Weights of frozen modules, on their device inside ``on_device`` and only there.
+    """Weights of frozen modules, offloaded to the host except within ``on_device``.
 
-    They are copied to the host once, into pinned memory where there is a GPU; after that they only
-    go from there to the device, since they never change. Buffers, which are small, stay.
+    They are copied to the host once, into pinned memory if there is a GPU, and from then on only to
+    the device, since they never change. Buffers are small and stay on the device.
 
     Args:
-        modules: On their device.
-        kept: Parameters that stay there, too.
+        modules: Modules on their device.
+        kept: Parameters that stay on the device.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, kept: Sequence[torch.Tensor] = ()) -> None:
         stays = {id(parameter) for parameter in kept}
-        # By identity: tied ones are one parameter, in several modules or places.
-        found = {id(p): p for module in modules for p in module.parameters()}
-        self._parameters = [p for key, p in found.items() if key not in stays]
+        # By identity: a tied parameter occurs in several modules or places.
+        parameters = {id(p): p for module in modules for p in module.parameters()}
+        self._parameters = [p for key, p in parameters.items() if key not in stays]
         self._host = [_on_host(parameter) for parameter in self._parameters]
         self._free()
 
     @property
     def bytes(self) -> int:
-        """Of the weights, which is what is copied each time."""
+        """Bytes of the weights, copied on each use."""
         return sum(weights.nbytes for weights in self._host)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the weights on the device; the host does not wait for the copy.
+        """Context in which the weights are on the device; the copy is asynchronous.
 
-        What is computed with them inside need not be finished at the end: their memory is given to
-        whatever comes behind it on the same stream.
+        Kernels launched inside need not be finished at the end: the freed memory is reused only by
+        later work on the same stream.
         """
         for parameter, weights in zip(self._parameters, self._host, strict=True):
             parameter.data = weights.to(parameter.device, non_blocking=True)
@@ -148,11 +150,11 @@ class HostWeights:
 
 
 class OffloadedTeacher:
-    """A teacher that has its weights while it predicts.
+    """A teacher whose weights are on the device only while it predicts.
 
     Args:
-        teacher: It; what its targets hold is not among ``weights``.
-        weights: Its own.
+        teacher: The teacher; its targets must not refer to ``weights``.
+        weights: Weights of the teacher.
     """
 
     def __init__(self, teacher: Teacher, weights: HostWeights) -> None:
@@ -160,13 +162,13 @@ class OffloadedTeacher:
         self.weights = weights
 
     def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
-        """Those of the teacher; see ``Teacher``."""
+        """Targets of the teacher; see ``Teacher``."""
         with self.weights.on_device():
             return self._teacher.targets(microbatches)
 
 
 def _on_host(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy to read from, or on a CPU the weights themselves."""
+    """A host copy of a parameter; the parameter itself if it is on a CPU."""
     weights = parameter.detach()
     if weights.device.type == "cpu":
         return weights

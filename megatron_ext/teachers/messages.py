@@ -1,10 +1,10 @@
-"""What a student and a teacher's server say: kinds of frames, greeting, requests and targets.
+"""Messages between a student and a teacher's server: greeting, requests and targets.
 
-A student asks who is there by an action, ``hello``. It then opens a stream, on which the server
-says ``offers`` first and ``beat`` every second, and is ``ready`` once it has chosen how targets
-come. It asks ``request`` and ``head``, which come back as ``answer`` and ``head``, in order. An
-answer in shared memory is copied, and its memory ``returned``. A server that has to leave says
-``error`` with the reason, a student ``bye``.
+A student first asks for the server's greeting by an action, ``hello``. It then opens a stream, on
+which the server sends ``offers`` of channels first and ``beat`` every second; the student chooses a
+channel and sends ``ready``. It sends ``request`` and ``head``, answered in order by ``answer`` and
+``head``. An answer in shared memory is copied, and its memory ``returned``. A server that has to
+leave sends ``error`` with the reason, a student ``bye``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.teachers.formed_targets import PRECISION_DTYPES, Fields, from_
 from megatron_ext.teachers.target_form import FormKind, TargetForm
 
 PROTOCOL: Final = 2
-"""Changes whenever a student and a server of different versions would misunderstand each other."""
+"""Version of the protocol, raised by every incompatible change."""
 
 HELLO: Final = "hello"
 OFFERS: Final = "offers"
@@ -37,20 +37,20 @@ ERROR: Final = "error"
 BYE: Final = "bye"
 
 BEAT_S: Final = 1.0
-"""How often a server says that it lives, whatever else it does."""
+"""Seconds between a server's heartbeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A teacher that is served."""
+    """A server's greeting: the teacher that it serves."""
 
     teacher: str
-    """Its name where it runs."""
+    """Name of the teacher in the server's configuration."""
 
     form: TargetForm
 
     identity: Mapping[str, str | int]
-    """What its targets depend on, by what it is called in an error."""
+    """Values that the targets depend on, by their names in error messages."""
 
     protocol: int = PROTOCOL
 
@@ -65,10 +65,10 @@ class Hello:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], *, where: str) -> Hello:
-        """From plain values.
+        """The inverse of ``values``.
 
         Raises:
-            ConfigError: They are of another version of the protocol.
+            ConfigError: The version of the protocol differs.
         """
         if values.get("protocol") != PROTOCOL:
             raise ConfigError(
@@ -87,16 +87,16 @@ class Hello:
     def check(
         self, *, form: TargetForm, identity: Mapping[str, str | int], name: str, where: str
     ) -> None:
-        """Check that this is the teacher that a run means.
+        """Check that this is the teacher that a run is configured for.
 
         Args:
-            form: What the run reads.
-            identity: What must be the same, by name; a server may know more.
-            name: Of the teacher in the run.
+            form: Form of the targets that the run reads.
+            identity: Values that must be equal, by name; the server may have more.
+            name: Name of the teacher in the run.
             where: The server's address.
 
         Raises:
-            ConfigError: Something is not the same.
+            ConfigError: A value differs.
         """
         differences = [
             (f"another {key}", self.identity.get(key), value) for key, value in identity.items()
@@ -117,22 +117,22 @@ class Hello:
 
 
 def _short(value: object) -> str:
-    """A value without the rest of a hash."""
+    """A value as text, with hashes abbreviated."""
     text = "none" if value is None else str(value)
     is_hash = len(text) >= 40 and all(digit in "0123456789abcdef" for digit in text)
     return text[:12] if is_hash else text
 
 
 class Request(NamedTuple):
-    """Microbatches whose targets are wanted."""
+    """Request for the targets of microbatches."""
 
     number: int
-    """Comes back with the answer."""
+    """Number that the answer repeats."""
 
     rows: Sequence[TokenRows]
 
     def to_frame(self, kind: FormKind) -> Frame:
-        """Ids take 4 bytes each; labels go along where the form is about them."""
+        """Encode the request with 4 bytes an id; labels are included if the form needs them."""
         tensors: dict[str, torch.Tensor] = {}
         for index, rows in enumerate(self.rows):
             parts = {
@@ -150,10 +150,10 @@ class Request(NamedTuple):
 
     @classmethod
     def of(cls, frame: Frame, kind: FormKind) -> Request:
-        """From what arrived.
+        """Decode a request.
 
         Raises:
-            DistributedError: It is no request for targets of this kind.
+            DistributedError: The frame is no request for targets of this kind.
         """
         try:
             count = int(frame.values["count"])
@@ -165,10 +165,10 @@ class Request(NamedTuple):
             ) from error
 
     def check(self, vocab_size: int) -> None:
-        """Check that a teacher can read it: a GPU does not survive an id out of its vocabulary.
+        """Check shapes and ids, since a GPU does not survive an id out of the vocabulary.
 
         Raises:
-            DistributedError: It cannot.
+            DistributedError: The request is malformed.
         """
         for rows in self.rows:
             tokens = rows.tokens
@@ -197,12 +197,12 @@ def _rows(tensors: Mapping[str, torch.Tensor], index: int, kind: FormKind) -> To
 
 
 def payload_of(fields: Fields, form: TargetForm) -> torch.Tensor:
-    """uint8 [B T R] of fields [B, T, ...].
+    """uint8 [B * T * R] bytes of fields [B, T, ...].
 
-    Hidden states stay on their device, other forms are records on the CPU.
+    Hidden states stay on their device; other forms become records on the CPU.
 
     Raises:
-        LossError: A number cannot be kept; see ``to_records``.
+        LossError: A number cannot be stored; see ``to_records``.
     """
     if form.kind == "hidden":
         return bytes_of(fields["hidden"].to(PRECISION_DTYPES[form.precision]))
@@ -211,10 +211,10 @@ def payload_of(fields: Fields, form: TargetForm) -> torch.Tensor:
 
 
 def fields_of(payload: torch.Tensor, form: TargetForm, shape: Sequence[int]) -> Fields:
-    """The fields of ``payload``; hidden states are a view of it.
+    """The inverse of ``payload_of``; hidden states are a view of the payload.
 
     Args:
-        shape: B, T
+        shape: (B, T).
     """
     if form.kind == "hidden":
         return {"hidden": payload.view(PRECISION_DTYPES[form.precision]).view(*shape, form.count)}
@@ -226,7 +226,7 @@ def fields_of(payload: torch.Tensor, form: TargetForm, shape: Sequence[int]) -> 
 
 
 def empty_fields(form: TargetForm, shape: Sequence[int], device: torch.device) -> Fields:
-    """Memory for the fields of ``fields_of``."""
+    """Uninitialised fields of the shapes and dtypes of ``fields_of``."""
     few = {"topk_ids": torch.int64, "topk_logits": PRECISION_DTYPES[form.precision]}
     many = few | {"hidden": PRECISION_DTYPES[form.precision]}
     return {
@@ -238,5 +238,5 @@ def empty_fields(form: TargetForm, shape: Sequence[int], device: torch.device) -
 
 
 def payload_size(form: TargetForm, shape: Sequence[int]) -> int:
-    """Bytes of the payload of B x T tokens."""
+    """Bytes of the payload of ``shape`` = (B, T)."""
     return math.prod(shape) * form.bytes_per_token

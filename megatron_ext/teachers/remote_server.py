@@ -1,4 +1,4 @@
-"""The address of a teacher's server as a student knows it, and what is wrong with it."""
+"""``RemoteServer``: address, credentials and TLS of a teacher's server, and its errors."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _CLOSED: Final = "connection closed without a word"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteServer:
-    """One replica of a teacher."""
+    """The server of one replica of a remote teacher, as a student knows it."""
 
     name: str
-    """Of the teacher."""
+    """Name of the teacher."""
 
     address: str
     """``HOST:PORT``"""
 
     token: str = field(repr=False)
-    """That of the server."""
+    """Token that the server requires."""
 
     root_certificate: Path | None = None
-    """PEM file that the server's certificate is checked by; None where it has no TLS."""
+    """PEM file of the root that signed the server's certificate; None without TLS."""
 
     timeout_s: float
-    """How long no sign of life may come from it."""
+    """Longest silence of the server, in seconds."""
 
     why_gone: Callable[[], str | None] = lambda: None
-    """Tells what became of its process, where that is known."""
+    """Reason of the end of the server's process, if known."""
 
     def connected(self, deadline: float) -> Any:
-        """A ``FlightClient`` of a server that listens and whose certificate is the right one.
+        """Connect a ``FlightClient``, after checks of the address and the certificate.
 
         Args:
-            deadline: Until when it is waited for, by ``time.monotonic``, where nobody listens yet.
+            deadline: Time by ``time.monotonic`` until which the server may start to listen.
 
         Raises:
-            ConfigError: One side has TLS, or its certificate is another.
-            DistributedError: Nobody listens, or who listens does not answer.
+            ConfigError: Only one side has TLS, or the certificate is another.
+            DistributedError: Nothing listens at the address, or it does not answer.
         """
         host, port = split_address(self.address)
         with self._socket(deadline) as plain:
@@ -66,13 +66,13 @@ class RemoteServer:
         """``FlightCallOptions`` with the token.
 
         Args:
-            timeout_s: The deadline of the call.
+            timeout_s: Time limit of the call; None for none.
         """
         headers = [(b"authorization", f"Bearer {self.token}".encode())]
         return fl.FlightCallOptions(timeout=timeout_s, headers=headers)
 
     def refused(self, error: Exception) -> MegatronExtError:
-        """What was wrong when the first call failed."""
+        """The error of a failed first call."""
         if isinstance(error, fl.FlightUnauthenticatedError):
             return ConfigError(
                 f"the server of teacher {self.name} has another token",
@@ -92,13 +92,13 @@ class RemoteServer:
         return self.lost(error)
 
     def lost(self, error: Exception) -> DistributedError:
-        """From what a call, or its stream, raised."""
+        """The error of a connection lost in a call or its stream."""
         if isinstance(error, fl.FlightTimedOutError | TimeoutError):
             return self.silent(self.timeout_s)
         return self.gone(self.reason(error))
 
     def reason(self, error: Exception) -> str:
-        """Why a stream has ended: what became of the server's process, if that is known."""
+        """Reason of the end of a stream: that of the server's process, if known."""
         if isinstance(error, fl.FlightInternalError | fl.FlightServerError):
             return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if isinstance(error, fl.FlightError | StopIteration | OSError):
@@ -106,17 +106,17 @@ class RemoteServer:
         return f"{type(error).__name__}: {error}"
 
     def gone(self, reason: str) -> DistributedError:
-        """Its process has ended, or left.
+        """The error of a server that has ended or left.
 
         Args:
-            reason: Its last words, or what its process ended with.
+            reason: The server's error message, or the exit status of its process.
         """
         return DistributedError(
             f"the teacher {self.name} is gone", where=self.address, got=reason, fix=_FIX
         )
 
     def silent(self, seconds: float) -> DistributedError:
-        """It says nothing any more."""
+        """The error of a server that sends nothing any more."""
         return DistributedError(
             f"the teacher {self.name} does not answer",
             where=self.address,
@@ -143,10 +143,10 @@ class RemoteServer:
             time.sleep(_RETRY_S)
 
     def _check_certificate(self, plain: socket.socket, root: Path, host: str) -> None:
-        """Do the first half of what gRPC does, which tells all failures by one text."""
+        """Perform the TLS handshake before gRPC does, whose errors do not tell the cause."""
         try:
             context = ssl.create_default_context(cafile=root)
-        except OSError as error:  # that of TLS is one, too
+        except OSError as error:  # ssl.SSLError is an OSError
             raise ConfigError(
                 f"the root certificate for teacher {self.name} cannot be read",
                 where=root,
@@ -156,7 +156,7 @@ class RemoteServer:
                 "signed it",
             ) from error
         context.set_alpn_protocols(["h2"])
-        # gRPC takes certificates that only newer versions of Python refuse.
+        # gRPC accepts certificates that newer versions of Python refuse as not strict.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         try:
             context.wrap_socket(plain, server_hostname=host).close()

@@ -1,6 +1,6 @@
-"""A teacher in other processes, on the student's ranks.
+"""``RemoteTeacher``: a ``Teacher`` that runs in other processes.
 
-B rows, T positions, S own, V vocabulary, Vp partition, D hidden.
+B rows, T positions, S those of this rank, V vocabulary, Vp partition, D hidden.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from megatron_ext.teachers.messages import empty_fields
 from megatron_ext.teachers.target_form import TargetForm
 
 if TYPE_CHECKING:
-    # A run without such a teacher loads no transport.
+    # Not imported in runs without a remote teacher: it loads Arrow Flight.
     from megatron_ext.teachers.connection import Connection
 
 
-class _Asked(NamedTuple):
-    """A request whose answer is not taken yet."""
+class _PendingRequest(NamedTuple):
+    """A request whose answer was not taken yet."""
 
     first: TokenRows
-    """Of its first microbatch, wherever that has been moved; held, so that no other can be taken
-    for it."""
+    """Host rows of the first microbatch, which identify it; the reference keeps the identity
+    unique."""
 
     numbers: Sequence[int]
-    """Of each replica's part of it."""
+    """Number of each replica's part of the request."""
 
 
 class RemoteTeacher:
-    """Asks, ahead of use, and gives what comes to the ranks of the last stage; a ``Teacher``.
+    """A ``Teacher`` that requests targets ahead of use and broadcasts them on the last stage.
 
     Args:
-        replicas: Those that the main rank of each of the student's replicas (``is_replica_main``)
-            asks; none on the others.
-        form: Of what they send.
-        shard: This rank's columns of the teacher's vocabulary, as a model of it would be cut.
-        groups: The student's.
+        replicas: Connections of this student replica's main rank (``is_replica_main``); none on
+            other ranks.
+        form: Form of the targets.
+        shard: This rank's columns of the teacher's vocabulary, sharded like a local teacher's.
+        groups: The student's process groups.
         last_stage: The tensor- and context-parallel group of this rank
             (``parallel_state.get_tensor_and_context_parallel_group``).
-        dtype: Of the head and the hidden states where they are read: the run's.
-        prefetch: Global batches that it is asked for ahead.
-        finish: Tells its processes that the student needs them no more.
-        end: Ends its processes, where the student's rank has started any.
+        dtype: dtype of head and hidden states in the student: the run's.
+        prefetch: Global batches requested ahead.
+        finish: Callback that tells the teacher's processes that the run has ended well.
+        end: Callback that ends the teacher's processes that this rank has started.
 
-    Collectives of the constructor: for ``hidden`` one broadcast over ``last_stage`` for each of
-    its tensor-parallel ranks, on the last stage.
+    Collectives of the constructor: on the last stage, for ``hidden``, one broadcast over
+    ``last_stage`` for each tensor-parallel rank.
 
     Raises:
         DistributedError: The teacher is gone.
@@ -83,34 +83,33 @@ class RemoteTeacher:
         self._dtype = dtype
         self._finish = finish
         self._end = end
-        self._asked: list[_Asked] = []
+        self._pending: list[_PendingRequest] = []
         self._asked_iteration = 0
         is_hidden = form.kind == "hidden" and groups.is_last_stage
-        self._head = self._own_head() if is_hidden else None
+        self._head = self._local_head() if is_hidden else None
 
     @property
     def waited_s(self) -> float:
-        """How long the main rank has waited for answers; 0 elsewhere."""
+        """Seconds that the main rank has waited for answers; 0 on other ranks."""
         return sum(replica.waited_s for replica in self._replicas)
 
     @property
     def received_bytes(self) -> int:
-        """What the main rank has received; 0 elsewhere."""
+        """Bytes that the main rank has received; 0 on other ranks."""
         return sum(replica.received_bytes for replica in self._replicas)
 
     @property
     def received_tokens(self) -> int:
-        """Positions whose targets the main rank has received; 0 elsewhere."""
+        """Positions whose targets the main rank has received; 0 on other ranks."""
         return sum(replica.received_tokens for replica in self._replicas)
 
     def ask_ahead(self, batches: Sequence[tuple[int, Sequence[TokenInputs]]]) -> None:
-        """Ask for what was not asked for, at most ``prefetch`` global batches ahead.
+        """Request targets not yet requested, at most ``prefetch`` global batches ahead.
 
-        Only the main rank of a replica does something. No collectives.
+        Does nothing except on the main rank of a replica. No collectives.
 
         Args:
-            batches: Iteration and microbatches of the global batch that is trained on next, and of
-                those behind it.
+            batches: Iteration and microbatches of the next global batches.
 
         Raises:
             DistributedError: The teacher is gone.
@@ -121,9 +120,9 @@ class RemoteTeacher:
                 self._asked_iteration = iteration
 
     def ask(self, microbatches: Sequence[TokenInputs]) -> None:
-        """Ask for the targets of microbatches that ``targets`` will be called with later.
+        """Request the targets of microbatches that ``targets`` will be called with later.
 
-        Contiguous parts of them go to the teacher's replicas, as equal as they can be.
+        Contiguous, about equal parts of them go to the teacher's replicas.
 
         Raises:
             DistributedError: The teacher is gone.
@@ -136,29 +135,29 @@ class RemoteTeacher:
             replica.ask(rows[start:stop])
             for replica, start, stop in zip(self._replicas, bounds, bounds[1:], strict=False)
         ]
-        self._asked.append(_Asked(rows[0], numbers))
+        self._pending.append(_PendingRequest(rows[0], numbers))
 
     def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
-        """Targets of each microbatch; see ``Teacher``. What was not asked for is asked for now.
+        """Targets of each microbatch; see ``Teacher``. Requests them if that is still to be done.
 
-        Collectives, on the last stage: for each microbatch one broadcast over its tensor- and
-        context-parallel ranks a field of the form, where there are several.
+        Collectives, on the last stage: for each microbatch and each field of the form one broadcast
+        over the tensor- and context-parallel ranks, if there are several.
 
         Raises:
             DistributedError: The teacher is gone, or does not answer.
         """
         if not self._groups.is_last_stage:
             return []
-        found: list[Fields | None] = [None] * len(microbatches)
+        answers: list[Fields | None] = [None] * len(microbatches)
         if self._replicas:
-            found[:] = self._answers(microbatches)
+            answers[:] = self._answers(microbatches)
         return [
             self._targets(_whole(batch), fields)
-            for batch, fields in zip(microbatches, found, strict=True)
+            for batch, fields in zip(microbatches, answers, strict=True)
         ]
 
     def close(self, *, is_finished: bool) -> None:
-        """Leave the teacher.
+        """Disconnect from the teacher.
 
         Args:
             is_finished: Whether the run has ended well.
@@ -171,12 +170,13 @@ class RemoteTeacher:
                 self._finish()
 
     def _answers(self, microbatches: Sequence[TokenInputs]) -> list[Fields]:
-        places = (at for at, its in enumerate(self._asked) if its.first is microbatches[0].rows)
+        first = microbatches[0].rows
+        places = (at for at, request in enumerate(self._pending) if request.first is first)
         place = next(places, None)
         if place is None:
             self.ask(microbatches)
-            place = len(self._asked) - 1
-        numbers = self._asked.pop(place).numbers
+            place = len(self._pending) - 1
+        numbers = self._pending.pop(place).numbers
         return [
             fields
             for replica, number in zip(self._replicas, numbers, strict=True)
@@ -190,21 +190,21 @@ class RemoteTeacher:
         else:
             fields = {k: v.to(device, non_blocking=True) for k, v in received.items()}
         context = ContextRank.of(self._groups.cp)
-        kept: dict[str, Any] = {}
+        local: dict[str, Any] = {}
         for name, values in fields.items():
             self._broadcast(values)
-            kept[name] = values if context is None else context.cut(values)
+            local[name] = values if context is None else context.cut(values)
         if self._head is not None:
-            kept |= {"hidden": kept["hidden"].to(self._dtype), "head_weight": self._head}
-        if "topk_logits" in kept:
-            kept["topk_logits"] = kept["topk_logits"].float()
-        return TeacherTargets(kind=self._form.kind, shard=self._shard, **kept)
+            local |= {"hidden": local["hidden"].to(self._dtype), "head_weight": self._head}
+        if "topk_logits" in local:
+            local["topk_logits"] = local["topk_logits"].float()
+        return TeacherTargets(kind=self._form.kind, shard=self._shard, **local)
 
-    def _own_head(self) -> torch.Tensor:
-        """[Vp, D] this rank's rows of the head, zeros for padding."""
+    def _local_head(self) -> torch.Tensor:
+        """[Vp, D] this rank's rows of the head, zero-padded."""
         head = self._replicas[0].head() if self._replicas else None
         width, vocab_size = self._shard.width, self._form.vocab_size
-        own = None
+        local = None
         for start in range(0, width * self._groups.tp.size(), width):
             part = torch.zeros(
                 width, self._form.count, dtype=self._dtype, device=self._groups.device
@@ -214,12 +214,12 @@ class RemoteTeacher:
                 part[: len(rows)] = rows.to(part)
             self._broadcast(part)
             if start == self._shard.start:
-                own = part
-        assert own is not None
-        return own
+                local = part
+        assert local is not None
+        return local
 
     def _broadcast(self, values: torch.Tensor) -> None:
-        """From the main rank to those that share its stage; in place."""
+        """Broadcast from the main rank over the last stage, in place."""
         if self._last_stage.size() > 1:
             main = dist.get_process_group_ranks(self._last_stage)[0]
             dist.broadcast(values, src=main, group=self._last_stage)
@@ -231,15 +231,15 @@ def _whole(batch: TokenInputs) -> TokenRows:
 
 
 def remote_teachers(teachers: Mapping[str, Teacher]) -> dict[str, RemoteTeacher]:
-    """Those of a run that are remote, by name."""
+    """The remote ones of a run's teachers, by name."""
     return {name: its for name, its in teachers.items() if isinstance(its, RemoteTeacher)}
 
 
 def leave(teachers: Mapping[str, RemoteTeacher], *, is_finished: bool) -> None:
-    """Close all of them.
+    """Disconnect from all remote teachers.
 
-    Collectives: one barrier where there are any and the run has ended well, so that no replica's
-    leaving looks to a teacher as if all had left.
+    Collectives: one barrier if there are any and the run has ended well, so that a teacher does not
+    take the leaving of one replica for the leaving of all.
     """
     if teachers and is_finished:
         dist.barrier()

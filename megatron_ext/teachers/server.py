@@ -1,4 +1,7 @@
-"""A teacher that answers students of other processes. B rows, T positions, V vocabulary."""
+"""``TeacherServer``: a teacher that answers students of other processes.
+
+B rows, T positions, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +29,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRanks:
-    """Where this rank stands in its replica."""
+    """The ranks of one teacher replica, as seen from this rank."""
 
     device: torch.device
 
     group: ProcessGroup | None = None
-    """All ranks of the replica, over tensor and pipeline parallelism; None: this one alone."""
+    """All ranks of the replica (tensor and pipeline parallel); None for a single rank."""
 
     main: int = 0
-    """Rank in the default group that listens and answers: of the last stage, where targets are."""
+    """Rank in the default group that listens and answers; on the last stage, as targets are."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is that rank."""
+        """Whether this rank is ``main``."""
         return self.group is None or dist.get_rank() == self.main
 
     def broadcast(self, content: bytes | None) -> bytes:
         """``content`` of the main rank, on every rank.
 
-        Collectives: one broadcast over the replica, and where there is content another.
+        Collectives: one broadcast over the replica, and a second one unless the content is empty.
         """
         if self.group is None:
             assert content is not None
@@ -64,12 +67,12 @@ class ReplicaRanks:
 
 _END: Final = to_bytes(Frame("end", {}, {}))
 _IDLE_S: Final = 2.0
-"""How often the ranks of a replica meet where nobody asks: their collectives must not time out."""
+"""Seconds between broadcasts of an idle replica, so that collectives do not time out."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ServedRows:
-    """Rows on the device; see ``TokenInputs``."""
+    """Rows of a request on the device; see ``TokenInputs``."""
 
     tokens: torch.Tensor
     position_ids: torch.Tensor
@@ -78,22 +81,22 @@ class _ServedRows:
 
 
 class TeacherServer:
-    """One replica of a teacher, on each of its ranks.
+    """The server of one teacher replica; constructed on each of its ranks.
 
-    Students come and go, several at a time; what one asks is answered in turn. The teacher keeps
-    nothing of it.
+    Several students may connect and leave at any time; requests are answered in turn, and no state
+    is kept between them.
 
     Args:
-        teacher: This rank's part.
-        name: Of the teacher, for errors.
-        formed: What is sent of its targets.
-        head: This rank's part in gathering the head [V, D], which the main rank gets on the CPU; a
-            collective. None where the form is not ``hidden``.
-        identity: What the targets depend on: hashes and plain values, by what an error calls them.
-        ranks: Those of the replica.
-        timeout: How long a student may leave an answer unread; and with ``until_client_leaves`` how
-            long the first one may take to come.
-        on_idle: Called every few seconds while nobody asks, and before each answer.
+        teacher: This rank's part of the teacher.
+        name: Name of the teacher, for errors.
+        formed: Converter of targets to the form that is sent.
+        head: Collective that gathers the head [V, D] on the CPU of the main rank; None if the form
+            is not ``hidden``.
+        identity: Values that the targets depend on, by their names in error messages.
+        ranks: The ranks of the replica.
+        timeout: Longest time that a student may leave an answer unread, and with
+            ``until_client_leaves`` that the first student may take to connect.
+        on_idle: Called every few seconds without a request, and before each answer.
     """
 
     def __init__(
@@ -120,26 +123,25 @@ class TeacherServer:
         self._students: list[StudentSession] = []
 
     def serve(self, listener: TeacherListener | None, *, until_client_leaves: bool) -> None:
-        """Answer until the last student has left, or for ever.
+        """Answer requests until the last student has left, or for ever.
 
         Args:
-            listener: On the replica's main rank; None on its others.
-            until_client_leaves: Return once students have come and all have left. Otherwise wait
-                for the next ones.
+            listener: The listener, on the replica's main rank; None on the others.
+            until_client_leaves: Return once students have connected and all have left.
 
         Collectives: those of ``ReplicaRanks.broadcast`` every few seconds and for each request, and
-        for a request those of the teacher and of ``FormedTargets``.
+        for each request those of the teacher and of ``FormedTargets``.
 
         Raises:
-            DistributedError: No student came in time.
+            DistributedError: No student connected in time.
         """
         assert (listener is not None) == self._ranks.is_main
         if listener is None:
-            self._follow()
+            self._serve_other()
             return
         listener.open(self)
         try:
-            self._lead(until_client_leaves)
+            self._serve_main(until_client_leaves)
         except BaseException as error:
             for session in self._sessions:
                 session.fail(error)
@@ -166,7 +168,7 @@ class TeacherServer:
         self._sessions = [*(its for its in self._sessions if its.is_there), session]
         return session
 
-    def _lead(self, until_client_leaves: bool) -> None:
+    def _serve_main(self, until_client_leaves: bool) -> None:
         has_come, started = False, time.monotonic()
         while True:
             for session in self._students:
@@ -177,7 +179,7 @@ class TeacherServer:
                 self._ranks.broadcast(b"")
                 self._on_idle()
                 if until_client_leaves and not has_come:
-                    self._check_patience(time.monotonic() - started)
+                    self._check_timeout(time.monotonic() - started)
                 continue
             if event.kind == "joined":
                 has_come = True
@@ -190,7 +192,7 @@ class TeacherServer:
                 assert event.frame is not None
                 self._answer(event.session, event.frame)
 
-    def _check_patience(self, waited_s: float) -> None:
+    def _check_timeout(self, waited_s: float) -> None:
         if waited_s > self._timeout_s:
             raise DistributedError(
                 f"no student came to the teacher {self._hello.teacher}",
@@ -199,12 +201,12 @@ class TeacherServer:
             )
 
     def _answer(self, session: StudentSession, frame: Frame) -> None:
-        """On the main rank."""
+        """Answer a frame, on the main rank."""
         self._on_idle()
         try:
-            request = self._understood(frame)
+            request = self._parse_request(frame)
         except DistributedError as error:
-            # Its own fault: the others are served on.
+            # The error concerns this student alone.
             session.fail(error)
             return
         self._ranks.broadcast(to_bytes(frame))
@@ -216,20 +218,20 @@ class TeacherServer:
             return
         session.answer(request.number, self._payloads(request.rows))
 
-    def _follow(self) -> None:
-        """On the other ranks."""
+    def _serve_other(self) -> None:
+        """Take part in the main rank's requests, on the other ranks."""
         while (content := self._ranks.broadcast(None)) != _END:
             self._on_idle()
             if not content:
                 continue
-            request = self._understood(from_bytes(content))
+            request = self._parse_request(from_bytes(content))
             if request is not None:
                 self._payloads(request.rows)
             elif self._head is not None:
                 self._head()
 
-    def _understood(self, frame: Frame) -> Request | None:
-        """None where the head is asked for."""
+    def _parse_request(self, frame: Frame) -> Request | None:
+        """The request in a frame; None for a request of the head."""
         form = self._formed.form
         if frame.kind == HEAD and self._head is not None:
             return None
@@ -240,7 +242,7 @@ class TeacherServer:
         return request
 
     def _payloads(self, asked: Sequence[TokenRows]) -> list[torch.Tensor]:
-        """uint8 of each microbatch on the main rank; nothing elsewhere."""
+        """uint8 payload of each microbatch on the main rank; empty on the others."""
         device = self._ranks.device
         batches = [
             _ServedRows(
@@ -253,7 +255,7 @@ class TeacherServer:
         ]
         payloads = []
         for batch, targets in zip(batches, self._teacher.targets(batches), strict=False):
-            # Without labels the form is not about them.
+            # A request has labels if the form needs them; any tensor will do otherwise.
             labels = batch.tokens if batch.rows.labels is None else batch.rows.labels.to(device)
             fields = self._formed(targets, labels)
             if self._ranks.is_main:

@@ -1,4 +1,4 @@
-"""A student as its teacher's server sees it: what it asks, and the stream of what it is told."""
+"""``StudentSession``: a teacher server's connection to one student."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ _LAST_WORDS_S: Final = 2.0
 
 
 class Event(NamedTuple):
-    """Something that a student did."""
+    """An event of a session: joined, asked, or left."""
 
     session: StudentSession
     kind: Literal["joined", "asked", "left"]
     frame: Frame | None = None
-    """What it asked."""
+    """The student's request, for ``asked``."""
 
 
 class StudentSession:
-    """One student, whose ``events`` the server's main thread works through.
+    """Session of one student; the server's main thread processes its events.
 
     Args:
-        peer: Its end of the connection, as gRPC names it.
-        form: Of its targets.
-        device: Of the server.
-        timeout_s: How long it may leave an answer unread.
+        peer: The student's address in gRPC's notation.
+        form: Form of the targets.
+        device: The server's device.
+        timeout_s: Longest time that the student may leave an answer unread.
     """
 
     def __init__(
@@ -75,32 +75,32 @@ class StudentSession:
 
     @property
     def is_there(self) -> bool:
-        """Whether its connection stands."""
+        """Whether the student is connected."""
         return not self._has_ended.is_set()
 
     def run(self, reader: Any, writer: Any) -> None:
-        """Say what it is told, and every second that the server lives, until one of them leaves.
+        """Send queued frames, and a heartbeat every second, until either side leaves.
 
         Args:
-            reader: Of its stream; read in a thread of its own.
-            writer: Of the server's.
+            reader: Reader of the student's stream; read in a thread of its own.
+            writer: Writer of the server's stream.
         """
-        hears = threading.Thread(target=self._hear, args=(reader,), name="student", daemon=True)
-        hears.start()
+        reading = threading.Thread(target=self._read, args=(reader,), name="student", daemon=True)
+        reading.start()
         try:
             use_device(self._device)
             offers = ChannelOffers(self._form, self._device)
             self._write(writer, Frame(OFFERS, {"channels": offers.values}, {}))
-            while (said := self._next()) is not None:
-                self._write(writer, said)
+            while (frame := self._next()) is not None:
+                self._write(writer, frame)
         except fl.FlightError:
-            # Students that died are no concern of the teacher's.
+            # The death of a student does not concern the teacher.
             pass
         finally:
-            # The streams end with this call, so nobody may read them any more.
+            # The streams end with this call and must not be read any more.
             if not self._has_left.wait(_LAST_WORDS_S):
                 end_connection(self._peer)
-            hears.join()
+            reading.join()
             if self._ring is not None:
                 self._ring.close()
             self._has_ended.set()
@@ -108,7 +108,7 @@ class StudentSession:
                 self._events.put(Event(self, "left"))
 
     def answer(self, number: int, payloads: Sequence[torch.Tensor]) -> None:
-        """Send targets, uint8 each; nothing where the student is gone."""
+        """Send payloads, uint8; does nothing if the student is gone."""
         values: dict[str, Any] = {"number": number}
         if self._ring is None:
             tensors = {str(index): payload.cpu() for index, payload in enumerate(payloads)}
@@ -122,11 +122,11 @@ class StudentSession:
         self.say(Frame(ANSWER, values, {}))
 
     def say(self, frame: Frame) -> None:
-        """Send a frame behind those that wait."""
+        """Queue a frame."""
         self._outbox.put(frame)
 
     def fail(self, error: BaseException) -> None:
-        """Tell it why it gets no answer, and end the session."""
+        """Send the student an error, and end the session."""
         text = (str(error).splitlines() or [""])[0]
         is_own = isinstance(error, DistributedError)
         reason = text if is_own else f"{type(error).__name__}: {text}".removesuffix(": ")
@@ -135,9 +135,9 @@ class StudentSession:
         self._outbox.put(None)
 
     def end(self) -> None:
-        """End the session; the student may first read what waits.
+        """End the session once the student has read the queued frames.
 
-        A call that is left over when the process exits would keep it from ending.
+        A call still running at exit would keep the process from ending.
         """
         self._outbox.put(None)
         if not self._has_ended.wait(2 * _LAST_WORDS_S):
@@ -145,13 +145,13 @@ class StudentSession:
             self._has_ended.wait(_LAST_WORDS_S)
 
     def check_reads(self) -> None:
-        """End the session of a student that has left a message unread for the time-out."""
+        """End the session of a student that has left a frame unread for ``timeout_s``."""
         since = self._writing_since
         if since is not None and time.monotonic() - since > self._timeout_s:
             end_connection(self._peer)
 
     def _next(self) -> Frame | None:
-        """What to say next; None at the end."""
+        """The next frame to send; None at the end."""
         try:
             return self._outbox.get(timeout=BEAT_S)
         except Empty:
@@ -163,11 +163,11 @@ class StudentSession:
             writer.write_with_metadata(batch, metadata)
             self._writing_since = None
 
-    def _hear(self, reader: Any) -> None:
-        """Take what the student says until it leaves."""
+    def _read(self, reader: Any) -> None:
+        """Handle the student's frames until it leaves."""
         try:
             while (frame := receive(reader)).kind != BYE:
-                self._heed(frame)
+                self._handle(frame)
         except DistributedError as error:
             self.fail(error)
         except (fl.FlightError, StopIteration, OSError):
@@ -178,7 +178,7 @@ class StudentSession:
                 self._ring.close()
             self._outbox.put(None)
 
-    def _heed(self, frame: Frame) -> None:
+    def _handle(self, frame: Frame) -> None:
         if frame.kind == READY:
             channel = CHANNELS.get(str(frame.values.get("channel")))
             if channel is not None:
@@ -193,7 +193,7 @@ class StudentSession:
 
 
 def _filled(payloads: Sequence[torch.Tensor], ring: SegmentRing) -> dict[str, Any]:
-    """Write an answer to a segment; what the student needs to read it."""
+    """Copy an answer to a segment; returns the values with which the student reads it."""
     number, segment = ring.take(sum(payload.numel() for payload in payloads))
     start = 0
     for payload in payloads:
@@ -205,10 +205,10 @@ def _filled(payloads: Sequence[torch.Tensor], ring: SegmentRing) -> dict[str, An
 
 
 def end_connection(peer: str) -> None:
-    """End the connection to a student that reads nothing; gRPC gives a server no way to.
+    """Shut down a student's socket, connection by its address: gRPC has no call for it.
 
     Args:
-        peer: As gRPC names it, ``ipv4:127.0.0.1:41234``.
+        peer: The student's address in gRPC's notation, ``ipv4:127.0.0.1:41234``.
     """
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
     for name in os.listdir("/dev/fd"):
@@ -217,13 +217,13 @@ def end_connection(peer: str) -> None:
         except OSError:
             continue
         try:
-            found = socket.socket(fileno=copy)
+            connection = socket.socket(fileno=copy)
         except OSError:
             os.close(copy)
             continue
-        with closing(found), suppress(OSError):
-            if found.family not in (socket.AF_INET, socket.AF_INET6):
+        with closing(connection), suppress(OSError):
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            found_host, found_port, *_ = found.getpeername()
-            if (found_host.removeprefix("::ffff:"), found_port) == (host.strip("[]"), int(port)):
-                found.shutdown(socket.SHUT_RDWR)
+            host_found, found_port, *_ = connection.getpeername()
+            if (host_found.removeprefix("::ffff:"), found_port) == (host.strip("[]"), int(port)):
+                connection.shutdown(socket.SHUT_RDWR)

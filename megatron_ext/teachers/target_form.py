@@ -1,16 +1,16 @@
-"""What is kept or sent of a token, and how many bytes that takes. K top-k, D hidden, V vocabulary.
+"""``TargetForm``: the fields stored or sent for each token, and their bytes.
 
-A token's record has a fixed width, so that the size of a cache, or of an answer, follows from its
-tokens:
+A token's record has a fixed width, so that the size of a cache or an answer follows from its number
+of tokens (K top-k, D hidden, V vocabulary):
 
 - ``label``: 4 bytes of the label's log-probability and 4 of the boundary's;
 - ``topk``: K ids, K numbers of ``precision``, 4 bytes of the log-normaliser and 4 of the label's
   log-probability;
 - ``hidden``: D numbers of ``precision``.
 
-The ids of a top-k take a fixed number of bytes (Elias-Fano). An id is cut into
-``low_bits = floor(log2(V / K))`` low bits, which are kept as they are, and a high part. High parts
-of ascending ids ascend, so they are kept as differences in unary: the ``j``-th id sets bit
+The ids of a top-k take a fixed number of bytes (Elias-Fano). An id is split into
+``low_bits = floor(log2(V / K))`` low bits, stored verbatim, and a high part. High parts of
+ascending ids ascend, so their differences are stored in unary: the ``j``-th id sets bit
 ``high + j`` of ``K + ((V - 1) >> low_bits)`` bits. Together that is less than
 ``K (2 + log2(V / K)) + 1`` bits: 14 a token for 64 of 262,144 ids, where plain ids need 18.
 
@@ -32,21 +32,21 @@ Packed = NDArray[np.uint8]
 
 
 def low_bits(count: int, vocab_size: int) -> int:
-    """Bits of an id that are kept as they are."""
+    """Low bits of an id that are stored verbatim."""
     return (vocab_size // count).bit_length() - 1
 
 
 def packed_width(count: int, vocab_size: int) -> int:
-    """Bytes of ``count`` different ids."""
+    """Bytes of ``count`` distinct ids."""
     low, high = _widths(count, vocab_size)
     return low + high
 
 
 def pack_ids(ids: Ids, vocab_size: int) -> Packed:
-    """Rows of bytes.
+    """Pack rows of ids into bytes [L, ``packed_width``].
 
     Args:
-        ids: [L, K], ascending in each row, each once.
+        ids: [L, K], strictly ascending in each row.
     """
     rows, count = ids.shape
     bits = low_bits(count, vocab_size)
@@ -62,7 +62,7 @@ def pack_ids(ids: Ids, vocab_size: int) -> Packed:
 
 
 def unpack_ids(packed: Packed, count: int, vocab_size: int) -> Ids:
-    """[L, K] of [L, ``packed_width``], ascending."""
+    """Ascending ids [L, K] of packed rows [L, ``packed_width``]."""
     rows, bits = len(packed), low_bits(count, vocab_size)
     low_width, _ = _widths(count, vocab_size)
     low = np.zeros((rows, count), np.int64)
@@ -91,19 +91,19 @@ _DEFAULTS: Final[dict[FormKind, Precision]] = {"label": "fp32", "topk": "fp16", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetForm:
-    """The same for all tokens of a cache, or of what a teacher elsewhere sends."""
+    """Form of all targets of a cache or of a remote teacher."""
 
     kind: FormKind
-    """As of ``TeacherTargets``."""
+    """Kind of ``TeacherTargets``."""
 
     precision: Precision
-    """Of the numbers that there are K or D of; others are always fp32."""
+    """Precision of the K logits or D hidden values; other numbers are fp32."""
 
     count: int
     """K of ``topk``, D of ``hidden``, 0 of ``label``."""
 
     vocab_size: int
-    """V, of the teacher."""
+    """V, size of the teacher's vocabulary."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(FormKind):
@@ -139,14 +139,14 @@ class TargetForm:
         hidden_size: int,
         vocab_size: int,
     ) -> TargetForm:
-        """The form of a kind; with None the kind's usual precision."""
+        """The form of a kind; ``precision`` None for the default of the kind."""
         count = {"label": 0, "topk": top_k, "hidden": hidden_size}.get(kind, 0)
         precision = precision or _DEFAULTS.get(kind, "fp32")
         return cls(kind=kind, precision=precision, count=count, vocab_size=vocab_size)
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of each part of a record, in their order, by the field of ``TeacherTargets``."""
+        """Bytes of each part of a record in order, by field of ``TeacherTargets``."""
         numbers = self.count * NUMBER_BYTES[self.precision]
         if self.kind == "label":
             return {"label_log_probs": 4, "boundary_log_probs": 4}
