@@ -1,5 +1,5 @@
-"""Checkpoints of HuggingFace: their configuration, their tensors, and what each family calls them.
+"""HuggingFace checkpoints: their files, configuration and tensors, and the model families.
 
-Nothing here knows megatron-core: tensors of a ``GPTModel`` are named and shaped as its checkpoints
-have them, settings as the fields of ``training.config.ModelConfig``.
+Nothing here imports megatron-core: tensors of a ``GPTModel`` have the names and shapes of its
+checkpoints, and settings are the fields of ``training.config.ModelConfig``.
 """

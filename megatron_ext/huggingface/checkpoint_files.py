@@ -1,12 +1,9 @@
-"""The folder of a HuggingFace checkpoint: which tensors it has and where, told from file headers.
+"""The folder of a HuggingFace checkpoint: its tensors, read from file headers, and its side files.
 
 Only ``config.json``, the index and the headers of safetensors files are read; torch is not loaded,
-and nothing that could run code is ever opened.
-
-What a HuggingFace folder holds besides weights: configuration, generation, tokenizer, template.
-
-A checkpoint of ours keeps these as they were, in a folder of that name beside its tokenizer, and an
-export puts them back.
+and nothing that could run code is opened. The side files are all files but weights: configuration,
+tokenizer, chat template. A checkpoint of ours keeps a copy of them, from which an export restores
+them.
 """
 
 from __future__ import annotations
@@ -28,18 +25,18 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 METADATA_KEY: Final = "__metadata__"
 
 _LARGEST_HEADER: Final = 100 << 20
-"""What the safetensors library itself accepts."""
+"""Limit of the safetensors library itself."""
 _LENGTH_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor in a safetensors file."""
+    """Place, dtype and shape of a tensor in a safetensors file."""
 
     file: Path
 
     dtype: str
-    """As safetensors spells it: ``BF16``, ``F32`` ..."""
+    """Name of the dtype in safetensors: ``BF16``, ``F32`` ..."""
 
     shape: tuple[int, ...]
 
@@ -49,17 +46,17 @@ class CheckpointFiles:
     """A folder with ``config.json`` and safetensors files.
 
     Args:
-        folder: It.
+        folder: The folder.
     """
 
     folder: Path
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """``config.json``.
+        """The contents of ``config.json``.
 
         Raises:
-            CheckpointError: It is missing, or no JSON object.
+            CheckpointError: The file is missing, or no JSON object.
         """
         return read_json(self.folder / CONFIG_FILE)
 
@@ -68,8 +65,8 @@ class CheckpointFiles:
         """All tensors by name.
 
         Raises:
-            CheckpointError: There are no safetensors files, one is missing, cut short or malformed,
-                or the index does not say what the files hold.
+            CheckpointError: There are no safetensors files, one is missing, truncated or malformed,
+                or the index does not agree with the files.
         """
         index = self.folder / INDEX_FILE
         if index.is_file():
@@ -112,7 +109,7 @@ class CheckpointFiles:
 
 
 def is_checkpoint_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is of HuggingFace: it has a ``config.json`` that names an architecture."""
+    """Whether a folder has a ``config.json`` that names an architecture."""
     file = Path(path) / CONFIG_FILE
     if not file.is_file():
         return False
@@ -124,10 +121,10 @@ def is_checkpoint_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        CheckpointError: It is missing, or holds something else.
+        CheckpointError: The file is missing, or holds something else.
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -141,10 +138,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, from its header alone.
+    """Read the tensors of a safetensors file from its header alone.
 
     Raises:
-        CheckpointError: The file is missing, no safetensors file, or cut short.
+        CheckpointError: The file is missing, no safetensors file, or truncated.
     """
     try:
         size = file.stat().st_size
@@ -185,7 +182,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 SIDE_FOLDER: Final = "huggingface"
-"""Name of the folder in a run and in its checkpoints."""
+"""Folder of the side files in a run and in its checkpoints."""
 
 GENERATION_FILE: Final = "generation_config.json"
 TOKENIZER_FILES: Final = (
@@ -202,30 +199,30 @@ TOKENIZER_FILES: Final = (
 )
 
 
-_KNOWN: Final = (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES)
+_COMMON_SIDE_FILES: Final = (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES)
 
 _OF_WEIGHTS: Final = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"),
     *(".index.json", ".npz"),
 )
-"""Ends of the names of files that hold weights, or say where they are."""
+"""Suffixes of files that hold weights or an index of them."""
 
 _OF_OTHER_WEIGHTS: Final = ("README.md", "adapter_config.json", "trainer_state.json")
-"""Files that are untrue of any weights but those that they came with."""
+"""Files that describe only the weights that they came with."""
 
 _LARGEST: Final = 1 << 26
-"""Bytes of a file by an unknown name, at most."""
+"""Most bytes of a side file with an unknown name."""
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Those of a HuggingFace folder, or of what a checkpoint kept of one.
+    """The side files of a HuggingFace folder, or of a checkpoint's copy of one.
 
-    Whatever is there but weights: tokenizers have files of many names.
+    All files but weights and other large ones: tokenizers have files of many names.
     """
     return [
         path
         for path in sorted(folder.iterdir())
-        if path.is_file() and (path.name in _KNOWN or _is_small(path))
+        if path.is_file() and (path.name in _COMMON_SIDE_FILES or _is_small(path))
     ]
 
 
@@ -235,24 +232,24 @@ def _is_small(path: Path) -> bool:
 
 
 def kept_folder(start: Path) -> Path | None:
-    """Where a checkpoint, of HuggingFace or of ours, has them; None where it has none."""
+    """Folder of the side files of a checkpoint, HuggingFace's or ours; None without any."""
     if is_checkpoint_folder(start):
         return start
-    kept = start / SIDE_FOLDER
-    return kept if is_checkpoint_folder(kept) else None
+    copies = start / SIDE_FOLDER
+    return copies if is_checkpoint_folder(copies) else None
 
 
 def copy_side_files(start: Path, target: Path) -> None:
-    """Copy them from a checkpoint to a new folder, which appears whole; nothing where it is there.
+    """Copy the side files of a checkpoint to ``target``, atomically, unless it exists.
 
-    A folder of which the copy was cut short begins with a dot and is replaced.
+    The temporary folder begins with a dot; one left by an interrupted copy is replaced.
     """
     source = kept_folder(start)
     if source is None or target.exists():
         return
-    part = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     for file in side_files(source):
-        shutil.copyfile(file, part / file.name)
-    part.rename(target)
+        shutil.copyfile(file, partial / file.name)
+    partial.rename(target)

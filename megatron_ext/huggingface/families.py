@@ -1,20 +1,12 @@
-"""What a family of HuggingFace models is: its tensors, and what its ``config.json`` leaves open.
+"""The families of HuggingFace models that are read and written.
 
-Llama 2, 3, 3.1 and 3.2 (text), and every model that was published in their format.
-
-Mistral 7B and its kin: Llama's tensors, and a window over attention in some releases.
-
-Qwen2 and Qwen2.5: Llama with biases of query, key and value.
-
-Qwen3, dense: Llama with norms of each query and key head, and heads of any width.
-
-Gemma (the first): scaled embeddings, gated GELU, and norms whose weights are added to one.
-
-Gemma 3, text: Gemma with norms behind attention and feed-forward too, and two kinds of layers.
-
-Most layers see a window and rotate by a base of their own; every sixth sees all.
-
-The families of models that are read and written, a file for each.
+- Llama 2, 3, 3.1 and 3.2 (text), and models published in their format;
+- Mistral 7B: Llama's tensors, and sliding-window attention in some releases;
+- Qwen2 and Qwen2.5: Llama with biases of query, key and value;
+- Qwen3, dense: Llama with norms of query and key heads, and an explicit head width;
+- Gemma (1): scaled embeddings, gated GELU, and norm weights that are added to one;
+- Gemma 3, text: Gemma with additional norms behind attention and feed-forward. Every sixth layer
+  has full attention; the others have a sliding window and a rotary base of their own.
 """
 
 from __future__ import annotations
@@ -28,27 +20,27 @@ from megatron_ext.huggingface.tensor_map import Part, Rule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Models of one architecture of transformers."""
+    """One architecture of transformers: its tensors, and the meaning of its ``config.json``."""
 
     architecture: str
-    """Class in ``architectures`` of ``config.json``."""
+    """Class name in ``architectures`` of ``config.json``."""
 
     model_type: str
 
     rules: tuple[Rule, ...]
-    """Its tensors, the head included, which a model with a tied one has not."""
+    """Tensors, including the head, which a model with tied embeddings lacks."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What all its models have in common and Llama has not, by names of ``ModelConfig``."""
+    """Settings common to all models of the family that differ from Llama's."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of ``config.json`` that a file may leave out, and what transformers takes then."""
+    """Defaults of transformers for keys that ``config.json`` may leave out."""
 
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values that megatron-core has an equal of, the usual one first; other keys do not matter."""
+    """Values supported by megatron-core, by key, the usual one first; other keys are unchecked."""
 
     ignored: tuple[str, ...] = ()
-    """Ends of names of tensors that hold nothing that is trained."""
+    """Suffixes of tensor names that hold no trained weights."""
 
 
 EMBEDDING = Rule(
@@ -117,7 +109,7 @@ LLAMA = Family(
         "attention_bias": (False, None),
         "mlp_bias": (False, None),
     },
-    # A buffer that early releases saved.
+    # A buffer saved by early releases.
     ignored=("self_attn.rotary_emb.inv_freq",),
 )
 
@@ -215,7 +207,7 @@ GEMMA = Family(
     },
     defaults={**LLAMA.defaults, "tie_word_embeddings": True, "head_dim": 256},
     allowed={
-        # The first releases say gelu and mean its tanh form, which transformers takes it for.
+        # The first releases say "gelu" for its tanh form, and transformers reads it so.
         "hidden_act": ("gelu_pytorch_tanh", "gelu"),
         "hidden_activation": (None, "gelu_pytorch_tanh"),
         "attention_bias": (False, None),
@@ -278,7 +270,7 @@ GEMMA3 = Family(
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA3)
 }
-"""By architecture. Where several can say a model, the first does."""
+"""Families by architecture; a model that several can express is written as the first."""
 
 UNSUPPORTED: Mapping[str, str] = {
     "Gemma2ForCausalLM": "it caps attention scores and logits by a tanh, which neither "
@@ -288,4 +280,4 @@ UNSUPPORTED: Mapping[str, str] = {
     "Qwen3MoeForCausalLM": "it is no dense model",
     "MixtralForCausalLM": "it is no dense model",
 }
-"""Why some that look near are not read."""
+"""Reasons why similar architectures are not supported."""

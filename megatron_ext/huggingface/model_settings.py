@@ -1,12 +1,7 @@
-"""``config.json`` as settings of a model, and settings as a ``config.json``.
+"""Conversion between ``config.json`` and model settings, and the sizes of any causal model.
 
-Settings go by the names of ``training.config.ModelConfig``: all that shape the model, and none of
-how it is trained.
-
-What the ``config.json`` of a causal language model of any architecture says of its sizes.
-
-For models that transformers runs: no more is asked than what others need to know of them. torch is
-not loaded.
+Settings have the names of ``training.config.ModelConfig``: all that define the model, and none of
+its training. torch is not loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ _NAMES: Final = {
     "init_method_std": "initializer_range",
     "vocab_size": "vocab_size",
 }
-"""Settings that are keys of ``config.json`` by another name."""
+"""Keys of ``config.json`` by the setting that they become."""
 
 COMMON: Final[Mapping[str, Any]] = {
     "position_embedding_type": "rope",
@@ -48,14 +43,14 @@ COMMON: Final[Mapping[str, Any]] = {
     "scale_embeddings": False,
     "post_layernorms": False,
 }
-"""Llama's, from which families differ."""
+"""Settings of Llama, which families override."""
 
 
 def family_of(files: CheckpointFiles) -> Family:
     """The family of a checkpoint.
 
     Raises:
-        CheckpointError: It is of none that is known.
+        CheckpointError: The family is not supported.
     """
     architectures = files.config.get("architectures") or []
     for name in architectures:
@@ -71,17 +66,17 @@ def family_of(files: CheckpointFiles) -> Family:
 
 
 def model_settings(files: CheckpointFiles) -> dict[str, Any]:
-    """What ``config.json`` says of the model.
+    """Settings of the model in ``config.json``.
 
     Raises:
-        CheckpointError: A key is missing, or asks for something that megatron-core has not.
+        CheckpointError: A key is missing, or has a value that megatron-core does not support.
     """
     family, where = family_of(files), files.folder / CONFIG_FILE
     return settings_of(family, files.config, where=where)
 
 
 def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
-    """What the values of a ``config.json`` say of a model; see ``model_settings``."""
+    """Settings of a model from the values of a ``config.json``; see ``model_settings``."""
     config = {**family.defaults, **config}
     _check_allowed(family, config, where)
     missing = [name for name in _NAMES.values() if config.get(name) is None]
@@ -109,10 +104,10 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
 
 
 def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -> dict[str, Any]:
-    """A ``config.json`` of a model that came from no HuggingFace checkpoint.
+    """A ``config.json`` for a model that did not come from a HuggingFace checkpoint.
 
     Raises:
-        CheckpointError: No family has such a model.
+        CheckpointError: No family can express the model.
     """
     for family in FAMILIES.values():
         config = {
@@ -144,16 +139,16 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
 
 
 def tensor_map(family: Family, settings: Mapping[str, Any]) -> TensorMap:
-    """The tensors of a model of a family; one with a tied head has none of its own."""
+    """The tensors of a model of a family, without the head if it is tied."""
     is_untied = settings["untie_embeddings_and_output_weights"]
     return TensorMap(family.rules if is_untied else family.rules[:-1], settings)
 
 
 def check_tensors(files: CheckpointFiles, tensors: TensorMap, family: Family) -> None:
-    """Check that a checkpoint holds the tensors that its configuration asks for, and no others.
+    """Check that a checkpoint holds exactly the tensors of its configuration.
 
     Raises:
-        CheckpointError: One is missing, too much, or of another shape.
+        CheckpointError: A tensor is missing, unexpected, or of another shape.
     """
     expected = tensors.shapes()
     for name, shape in expected.items():
@@ -174,7 +169,7 @@ def check_tensors(files: CheckpointFiles, tensors: TensorMap, family: Family) ->
                 expected=list(shape),
                 fix="correct config.json",
             )
-    # A head that is tied is the embedding, whether a file repeats it or not.
+    # A tied head is the embedding, whether or not a file repeats it.
     known = (*family.ignored, family.rules[-1].parts[0].name)
     extra = [name for name in files.tensors if name not in expected and not name.endswith(known)]
     if extra:
@@ -213,7 +208,7 @@ _NAMES_IN_ANY_MODEL: Final[Mapping[str, tuple[str, ...]]] = {
     "ffn_hidden_size": ("intermediate_size", "n_inner", "ffn_dim"),
     "vocab_size": ("vocab_size",),
 }
-"""Settings by names of ``training.config.ModelConfig``, with what architectures call them."""
+"""Keys of ``config.json`` in various architectures, by setting."""
 
 _NEEDED: Final = ("num_layers", "hidden_size", "vocab_size")
 
@@ -221,10 +216,10 @@ _LENGTHS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_l
 
 
 def any_model_settings(files: CheckpointFiles) -> dict[str, Any]:
-    """Sizes of the model; those that its ``config.json`` does not say are left out.
+    """Sizes of a causal language model of any architecture; unspecified ones are left out.
 
     Raises:
-        CheckpointError: One is missing that every model has.
+        CheckpointError: A size that every model has is missing.
     """
     config = _text_config(files)
     found: dict[str, Any] = {"hf": str(files.folder)}
@@ -239,7 +234,7 @@ def any_model_settings(files: CheckpointFiles) -> dict[str, Any]:
                 where=files.folder / CONFIG_FILE,
                 expected=f"one of {', '.join(_NAMES_IN_ANY_MODEL[setting])}",
             )
-    # Models without attention have no heads; nothing asks how many.
+    # Models without attention have no heads.
     found.setdefault("num_attention_heads", 1)
     width = found["hidden_size"] // found["num_attention_heads"]
     found.setdefault("kv_channels", width + width % 2)
@@ -249,12 +244,12 @@ def any_model_settings(files: CheckpointFiles) -> dict[str, Any]:
 
 
 def longest_sequence(files: CheckpointFiles) -> int | None:
-    """Positions that the model was made for; None where it does not say."""
+    """Maximum positions of the model; None if unspecified."""
     return _first(_text_config(files), _LENGTHS)
 
 
 def _text_config(files: CheckpointFiles) -> Mapping[str, Any]:
-    """The part about text, of a model that reads images too."""
+    """The configuration, or its text section for a model that reads images too."""
     inner = files.config.get("text_config")
     return inner if isinstance(inner, Mapping) else files.config
 

@@ -1,4 +1,4 @@
-"""A HuggingFace checkpoint with another tokenizer: every weight as it was, but for its vocabulary.
+"""HuggingFace checkpoints with the vocabulary of another tokenizer.
 
 A new token starts as the mean of the old tokens that stand for it. With ``P`` [V', V] the
 projection from the new vocabulary to the old one, whose rows sum to 1, and ``E`` [V, D] an
@@ -6,9 +6,9 @@ embedding or a head,
 
     E' = P E
 
-A token that both vocabularies have is a row of one entry and keeps its numbers bit for bit. A row
-of ``P`` that is empty, of a control token without a counterpart, becomes the mean of ``E`` over the
-old tokens, so that nothing is preferred. Sums are in fp32.
+A token of both vocabularies is a row with one entry and keeps its values bit for bit. An empty row
+of ``P``, of a control token without a counterpart, becomes the mean of ``E`` over the old tokens.
+All other weights are unchanged. Sums are in fp32.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megatron_ext.tokenizers.metadata import METADATA_FILE
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROWS: Final = 8192
-"""New rows that are made at a time."""
+"""New rows computed at a time."""
 
 
 def write_with_vocabulary(
@@ -59,20 +59,20 @@ def write_with_vocabulary(
     tokenizer_folder: Path,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write ``model`` with the vocabulary of another tokenizer, as a folder of its own.
+    """Write ``model`` with the vocabulary of another tokenizer to a new folder.
 
-    The process needs memory for the tensors of one file, and for one matrix of the old vocabulary.
+    Peak memory: the tensors of one file, and one matrix of the old vocabulary.
 
     Args:
-        model: Folder of a family that is read.
-        output: New, or empty; appears when it is complete.
+        model: Folder of a model of a supported family.
+        output: New or empty folder; renamed into place when complete.
         projection: From the new vocabulary to the model's.
-        tokenizer: The new one; says the ids of control tokens.
-        tokenizer_folder: Its files, which are copied with what lies beside them.
+        tokenizer: The new tokenizer.
+        tokenizer_folder: Folder of its files, which are copied with other tokenizer files there.
 
     Raises:
-        CheckpointError: The model cannot be read, has fewer rows than its vocabulary has tokens, or
-            the output cannot be written; or a copy of the files is not the tokenizer.
+        CheckpointError: The model cannot be read, has fewer rows than tokens, or the output cannot
+            be written; or the copied files do not give the same tokenizer.
     """
     check_target(output)
     files = CheckpointFiles(model)
@@ -87,12 +87,12 @@ def write_with_vocabulary(
             config=config,
             files=shards(tensors.plans(), max_shard_bytes=max_shard_bytes),
             read=tensors.read,
-            write_others=lambda folder: _write_others(model, copied, folder, ids),
+            write_others=lambda folder: _write_side_files(model, copied, folder, ids),
         )
 
 
 class _NewTensors:
-    """Tensors of the new checkpoint; those of the vocabulary by the projection."""
+    """Tensors of the new checkpoint; those of the vocabulary are projected."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _NewTensors:
                 )
 
     def plans(self) -> list[TensorPlan]:
-        """Every tensor, in the order of the files."""
+        """All tensors, in the order of the files."""
         height = self._projection.shape[0]
         return [
             TensorPlan(
@@ -134,7 +134,7 @@ class _NewTensors:
         ]
 
     def read(self, plans: list[TensorPlan]) -> dict[str, torch.Tensor]:
-        """Those of one file."""
+        """The tensors of one file."""
         found = {}
         for plan in plans:
             whole = self._reader.rows(plan.name, slice(None), None)
@@ -147,7 +147,7 @@ def projected_rows(projection: SparseProjection, old: torch.Tensor) -> torch.Ten
     """``P E`` [V', D] of an embedding or head ``old`` [V, D], in its dtype.
 
     Equivalent: ``torch.from_numpy(projection.toarray()) @ old``, with the mean of ``old`` over the
-    vocabulary in rows that are empty.
+    vocabulary in empty rows.
     """
     new = torch.empty(projection.shape[0], old.shape[1], dtype=old.dtype)
     mean = old[: projection.vocab_sizes[1]].mean(dim=0, dtype=torch.float32)
@@ -166,7 +166,7 @@ def projected_rows(projection: SparseProjection, old: torch.Tensor) -> torch.Ten
 
 
 def _vocabulary_names(architecture: str) -> frozenset[str]:
-    """Tensors with a row for each token."""
+    """Names of the tensors with a row for each token."""
     return frozenset(
         part.name
         for rule in FAMILIES[architecture].rules
@@ -176,7 +176,7 @@ def _vocabulary_names(architecture: str) -> frozenset[str]:
 
 
 def _control_ids(tokenizer: ByteTokenizer) -> dict[str, int | None]:
-    """Keys of ``config.json`` and of the generation config."""
+    """Control-token ids by their keys in ``config.json`` and the generation config."""
     return {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
@@ -185,7 +185,7 @@ def _control_ids(tokenizer: ByteTokenizer) -> dict[str, int | None]:
 
 
 def _tokenizer_files(tokenizer: MegatronTokenizerText, folder: Path) -> dict[str, Path]:
-    """What the tokenizer was read from, and what its folder keeps beside that, by name."""
+    """Files of the tokenizer and other tokenizer files of its folder, by name."""
     names = (*TOKENIZER_FILES, METADATA_FILE, PROMPT_FILE)
     beside = {name: folder / name for name in names if (folder / name).is_file()}
     return beside | {file.name: file for file in tokenizer.files().values()}
@@ -197,10 +197,10 @@ def _check_copies(
     files: Mapping[str, Path],
     config: Mapping[str, Any],
 ) -> None:
-    """Read the tokenizer from a copy of its files beside a model's configuration.
+    """Check that copies of the files beside a model's configuration give the same tokenizer.
 
     Raises:
-        CheckpointError: That is another one, or none.
+        CheckpointError: They give another tokenizer, or none.
     """
     with TemporaryDirectory() as copy:
         for name, file in files.items():
@@ -220,10 +220,10 @@ def _check_copies(
         )
 
 
-def _write_others(
+def _write_side_files(
     model: Path, tokenizer_files: Mapping[str, Path], target: Path, ids: Mapping[str, Any]
 ) -> None:
-    """The new tokenizer's files, and the old generation config with its ids."""
+    """Write the tokenizer's files, and the old generation config with the new ids."""
     for name, file in tokenizer_files.items():
         shutil.copyfile(file, target / name)
     generation = model / GENERATION_FILE

@@ -1,12 +1,10 @@
-"""Rotary embeddings in ``config.json`` and in megatron-core.
+"""Rotary embeddings and attention windows in ``config.json`` and as megatron-core settings.
 
 transformers 5 has all under ``rope_parameters``; earlier releases have ``rope_theta`` and
-``rope_scaling``. What is written is the earlier form, which both read.
+``rope_scaling``. The earlier form is written, which both read.
 
-megatron-core's scaling of Llama 3 has a factor of its own and fixed other numbers: low and high
-frequency factors of 1 and 4, and 8,192 original positions. All of Meta's models have those.
-
-Layers that see a window and layers that see all, in ``config.json`` and as settings.
+megatron-core's Llama 3 scaling has a free factor, but fixed low and high frequency factors (1 and
+4) and original positions (8,192). All of Meta's models have those values.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ LLAMA3: Final = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What megatron-core's scaling is fixed to."""
+"""Fixed values of megatron-core's Llama 3 scaling."""
 
 
 def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
-    """What a configuration says of rotary embeddings, of both kinds of layers where there are two.
+    """Rotary settings of a configuration, for both kinds of layers if there are two.
 
     Raises:
-        CheckpointError: megatron-core has no such embeddings.
+        CheckpointError: megatron-core does not support the embeddings.
     """
     parameters = dict(config.get("rope_parameters") or {})
     local = config.get("rope_local_base_freq")
@@ -80,7 +78,7 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
 
 
 def rotary_config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of ``config.json`` that say the same."""
+    """The inverse of ``rotary_settings``: keys of ``config.json``."""
     scaling: dict[str, Any] | None = None
     if settings["rotary_seq_len_interpolation_factor"] is not None:
         factor = settings["rotary_seq_len_interpolation_factor"]
@@ -98,7 +96,7 @@ _ALL: Final = "full_attention"
 
 
 def window_size(config: Mapping[str, Any]) -> int | None:
-    """How far attention sees at least, in any layer; None: all."""
+    """Smallest attention window of any layer; None if all layers have full attention."""
     if config.get("use_sliding_window") is False:
         return None
     window = config.get("sliding_window")
@@ -106,10 +104,10 @@ def window_size(config: Mapping[str, Any]) -> int | None:
 
 
 def full_attention_interval(config: Mapping[str, Any], *, where: object) -> int:
-    """``n`` where every n-th layer sees all and the others a window.
+    """``n`` if every n-th layer has full attention and the others a window.
 
     Raises:
-        CheckpointError: Layers follow no such pattern.
+        CheckpointError: The layers do not follow such a pattern.
     """
     layers = int(config["num_hidden_layers"])
     kinds = config.get("layer_types")
@@ -124,5 +122,5 @@ def full_attention_interval(config: Mapping[str, Any], *, where: object) -> int:
 
 
 def layer_types(layers: int, interval: int) -> list[str]:
-    """What transformers calls the kinds of a model's layers, in order."""
+    """Kind of each layer, in transformers' names."""
     return [_WINDOW if number % interval else _ALL for number in range(1, layers + 1)]

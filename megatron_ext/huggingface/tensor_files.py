@@ -1,7 +1,4 @@
-"""Rectangles of tensors out of safetensors files; nothing else of them is read.
-
-A HuggingFace checkpoint, written file by file and published whole.
-"""
+"""Reading of rectangles of tensors from safetensors files, and writing of whole checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from megatron_ext.huggingface.tensor_map import MegatronTensor
 
 
 class TensorReader:
-    """Reads a checkpoint, as a context that keeps its files open.
+    """Reader of a checkpoint's tensors; a context manager that keeps files open.
 
     Args:
         files: The checkpoint.
@@ -55,7 +52,7 @@ class TensorReader:
         self._stack.close()
 
     def rows(self, name: str, rows: slice, columns: slice | None) -> torch.Tensor:
-        """Some rows of a tensor, and of these some columns; of a vector some elements.
+        """Read a rectangle of a tensor, or a range of a vector.
 
         Raises:
             CheckpointError: The file cannot be read.
@@ -76,11 +73,11 @@ class TensorReader:
         """Copy a rectangle of a megatron-core tensor, converted to the dtype of ``target``.
 
         Args:
-            target: [rows, columns] or [rows], on any device; what no tensor fills, which is the
-                padding of a vocabulary, becomes zero.
-            tensor: What it is a part of.
-            row: Of ``tensor``, that is the first of ``target``.
-            column: Likewise.
+            target: [rows, columns] or [rows], on any device; rows beyond the tensor, the padding of
+                a vocabulary, become zero.
+            tensor: The megatron-core tensor.
+            row: First row of ``target`` in ``tensor``.
+            column: First column of ``target`` in ``tensor``.
         """
         stop = row + target.shape[0]
         columns = None if target.ndim == 1 else slice(column, column + target.shape[1])
@@ -103,12 +100,12 @@ class TensorReader:
 
 _SHARD: Final = "model-{number:05d}-of-{count:05d}.safetensors"
 _METADATA: Final = {"format": "pt"}
-"""What transformers looks for."""
+"""Metadata that transformers requires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
-    """A tensor that is going to be written."""
+    """Name, dtype and shape of a tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -116,12 +113,12 @@ class TensorPlan:
 
     @property
     def bytes(self) -> int:
-        """In the file."""
+        """Bytes of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def shards(plans: Iterable[TensorPlan], *, max_shard_bytes: int) -> list[list[TensorPlan]]:
-    """The tensors cut into files, in order; only a tensor that is larger alone makes one larger."""
+    """Divide tensors into files in order; only a single tensor may exceed ``max_shard_bytes``."""
     files: list[list[TensorPlan]] = []
     size = 0
     for plan in plans:
@@ -141,17 +138,17 @@ def write_checkpoint(
     read: Callable[[list[TensorPlan]], dict[str, torch.Tensor]],
     write_others: Callable[[Path], None],
 ) -> None:
-    """Write a folder that transformers loads, under another name first.
+    """Write a checkpoint for transformers to a temporary folder, and rename it.
 
     Args:
-        folder: New, or empty.
-        config: ``config.json``.
-        files: What goes into which file.
-        read: The tensors of one file; they are let go of when it is written.
-        write_others: Adds the files of tokenizer and generation to a folder.
+        folder: New or empty folder.
+        config: Contents of ``config.json``.
+        files: Tensors of each file.
+        read: Function that gives the tensors of one file; they are freed once written.
+        write_others: Function that adds the files of tokenizer and generation to a folder.
 
     Raises:
-        CheckpointError: Something is there already, or the disk refuses.
+        CheckpointError: The folder is not empty, or cannot be written.
     """
     final = Path(os.path.realpath(folder))
     check_target(final)
@@ -161,7 +158,7 @@ def write_checkpoint(
             _write_json(part / CONFIG_FILE, config)
             write_others(part)
             flush(*part.iterdir(), part)
-            # Takes the place of an empty folder, and fails on any other.
+            # Replaces an empty folder, and fails on any other.
             part.rename(final)
             flush(final.parent)
     except OSError as error:
@@ -171,10 +168,10 @@ def write_checkpoint(
 
 
 def check_target(folder: Path) -> None:
-    """Check that nothing is lost where a checkpoint is to be written.
+    """Check that the target of a checkpoint is missing or empty.
 
     Raises:
-        CheckpointError: Something is there.
+        CheckpointError: The folder is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(
@@ -204,11 +201,11 @@ def _write_weights(
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """Write tensors into a file with the permissions that any new file in its folder gets."""
+    """Write tensors to a file with the default permissions of new files."""
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, metadata=_METADATA)
-    # safetensors may have written another file, for its owner alone, and put it in this place.
+    # safetensors may have replaced the file by one with permissions for its owner alone.
     file.chmod(mode)
 
 

@@ -1,13 +1,13 @@
-"""How the tensors of two models relate: a table, and what follows from it for one model.
+"""The correspondence between the tensors of megatron-core and HuggingFace models.
 
-A tensor of a megatron-core ``GPTModel`` is the rows of one or several HuggingFace tensors, one
-below the other. ``linear_qkv`` has them by query group, ``r`` query heads to a group:
+A tensor of a megatron-core ``GPTModel`` is a vertical stack of rows of one or several HuggingFace
+tensors. ``linear_qkv`` stacks them by query group, ``r`` query heads to a group:
 
     q_0 .. q_(r-1), k_0, v_0;  q_r .. q_(2r-1), k_1, v_1;  ...
 
-``linear_fc1`` has the rows of the gate, then those of the other half. Everything else is one tensor
-as it is. So any rectangle of a megatron-core tensor, which is what a rank has of it, is a few
-rectangles of HuggingFace tensors, and the other way round.
+``linear_fc1`` has the rows of the gate, then those of the other half. All other tensors correspond
+one to one. So any rectangle of a megatron-core tensor, such as a rank's shard, is a few rectangles
+of HuggingFace tensors, and the other way round.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Size = Literal["hidden", "query", "key_value", "head", "ffn", "vocabulary"]
-"""What a side of a tensor is as long as."""
+"""Length of a dimension of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A HuggingFace tensor; ``{layer}`` stands for the number of the layer."""
+    """A HuggingFace tensor; ``{layer}`` in its name stands for the layer's number."""
 
     name: str
     shape: tuple[Size, ...]
@@ -30,10 +30,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A tensor of ``GPTModel``, in all layers or outside of them, and what it is made of."""
+    """A tensor of ``GPTModel``, in each layer or outside of them, and its HuggingFace parts."""
 
     megatron: str
-    """Its key in a checkpoint of megatron-core."""
+    """Key in a megatron-core checkpoint."""
 
     parts: tuple[Part, ...]
 
@@ -41,13 +41,13 @@ class Rule:
 
     @property
     def is_of_layers(self) -> bool:
-        """Whether every layer has one."""
+        """Whether every layer has such a tensor."""
         return "{layer}" in self.parts[0].name
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of a HuggingFace tensor."""
+    """A range of rows of a HuggingFace tensor."""
 
     name: str
     start: int
@@ -56,31 +56,31 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronTensor:
-    """One tensor of ``GPTModel``, of one layer where it is in layers."""
+    """One tensor of ``GPTModel``, in a given layer if it belongs to layers."""
 
     key: str
 
     layer: int | None
-    """None outside of the layers."""
+    """Number of the layer; None outside of layers."""
 
     blocks: tuple[Block, ...]
-    """Its rows, from the first on."""
+    """Stacked blocks, from the first row on."""
 
     columns: int | None
-    """None of a vector."""
+    """Number of columns; None for a vector."""
 
     @property
     def rows(self) -> int:
-        """Rows that HuggingFace tensors fill; a padded vocabulary has more."""
+        """Rows from HuggingFace tensors; a padded vocabulary has more."""
         return sum(block.stop - block.start for block in self.blocks)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what HuggingFace tensors fill."""
+        """Shape without the padding of the vocabulary."""
         return (self.rows,) if self.columns is None else (self.rows, self.columns)
 
     def rows_of(self, name: str) -> Iterator[tuple[Block, int]]:
-        """The blocks of one HuggingFace tensor, each with the row that it begins at here."""
+        """The blocks of one HuggingFace tensor, each with its first row in this tensor."""
         row = 0
         for block in self.blocks:
             if block.name == name:
@@ -92,8 +92,8 @@ class TensorMap:
     """The tensors of one model on both sides.
 
     Args:
-        rules: Of its family.
-        settings: Of the model, by the names of ``training.config.ModelConfig``.
+        rules: Rules of the family.
+        settings: Settings of the model, by the names of ``training.config.ModelConfig``.
     """
 
     def __init__(self, rules: Sequence[Rule], settings: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class TensorMap:
         self.layers = int(settings["num_layers"])
 
     def megatron_tensors(self) -> Iterator[MegatronTensor]:
-        """All of them, layer by layer, in the order of the table."""
+        """All megatron-core tensors, layer by layer, in the order of the rules."""
         rules = list(self._rules.values())
         inner = [index for index, rule in enumerate(rules) if rule.is_of_layers]
         for rule in rules[: inner[0]]:
@@ -116,11 +116,11 @@ class TensorMap:
 
     @property
     def keys_of_checkpoint(self) -> tuple[str, ...]:
-        """Those that a megatron-core checkpoint of the model has."""
+        """Keys of the model's megatron-core checkpoint."""
         return tuple(self._rules)
 
     def tensor(self, key: str, layer: int | None = None) -> MegatronTensor:
-        """The one with a key, in one layer where it is in layers.
+        """The tensor with a key, in a given layer if it belongs to layers.
 
         Raises:
             KeyError: The family has no such tensor.
@@ -136,7 +136,7 @@ class TensorMap:
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every HuggingFace tensor of the model with its shape, in order."""
+        """Shapes of the model's HuggingFace tensors, in order."""
         return {
             part.name.format(layer=tensor.layer): tuple(self._sizes[size] for size in part.shape)
             for tensor in self.megatron_tensors()
