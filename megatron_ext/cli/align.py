@@ -1,4 +1,4 @@
-"""Show how the tokens of a student and a teacher meet on a text, and which objective suits them.
+"""Show how the tokens of a student and a teacher align on a text, and recommend an objective.
 
     megatron-ext align corpus.jsonl --student llama3_2/ --teacher qwen3/tokenizer.json
     megatron-ext align gsm8k.jsonl --json-keys question answer --student DIR --teacher DIR \\
@@ -6,9 +6,9 @@
     megatron-ext align --text "Sold 201 of 2017." --student DIR --teacher DIR
 
 Files are JSON lines, Parquet, Arrow or plain text, as megatron-ext tokenize reads them; - is
-standard input. A chunk is a minimal pair of token spans that cover the same bytes; it is 1:1 where
-one student token is one teacher token. The report says how many chunks are, by script and by class
-of text, which ones are not and matter most, and recommends an objective with the numbers behind it.
+standard input. A chunk is a minimal pair of token spans that cover the same bytes; it is 1:1 if it
+is one student token and one teacher token. The report gives the share of 1:1 chunks by script and
+by class of text, lists the most important others, and recommends an objective with its reasons.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from megatron_ext.typed_mapping import build_config
 
 _STANDARD_OUTPUT = "-"
 _PREFIXES: Final = {"student": "tokenizer-", "teacher": "teacher-tokenizer-"}
-"""How the flags of both tokenizers begin; ``--student`` and ``--teacher`` are short for models."""
+"""Prefixes of both tokenizers' flags; ``--student`` and ``--teacher`` abbreviate the models."""
 _MODEL: Final = "model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the verb."""
+    """Add the flags of the verb."""
     parser.usage = "%(prog)s FILE... --student MODEL --teacher MODEL [options]"
     data = parser.add_argument_group("text")
     data.add_argument(
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Audit the pair and say what was found."""
+    """Audit the pair and print the report."""
     source = AuditSource(
         files=tuple(arguments.files),
         text=arguments.text,
@@ -98,40 +98,40 @@ def run(arguments: argparse.Namespace) -> None:
     source.check()
     student, teacher = _pair_from_arguments(arguments)
     wants_page = arguments.html is not None
-    found = AuditRun.of(
+    audit = AuditRun.of(
         student, teacher, source, sample_bytes=arguments.html_bytes if wants_page else 0
     )
-    _warn(found)
+    _warn(audit)
     if wants_page:
         from megatron_ext.cli.pages.audit_page import audit_page
 
-        page = audit_page(found, student, teacher, most_bytes=arguments.html_bytes)
+        page = audit_page(audit, student, teacher, most_bytes=arguments.html_bytes)
         write_output(arguments.html, page, "--html")
-    row = json.dumps(found.as_row(), ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+    row = json.dumps(audit.as_row(), ensure_ascii=False, indent=1, allow_nan=False) + "\n"
     if arguments.json == _STANDARD_OUTPUT:
         sys.stdout.write(row)
         return
     if arguments.json is not None:
         write_output(Path(arguments.json), row, "--json")
     sys.stdout.write(
-        text_report(found, examples=max(arguments.examples, 0), color=use_colors(arguments.color))
+        text_report(audit, examples=max(arguments.examples, 0), color=use_colors(arguments.color))
     )
 
 
-def _warn(found: AuditRun) -> None:
-    """The first records and documents that were left out, on standard error."""
-    left_out = [(row["place"], row["problem"]) for row in found.source.bad]
-    left_out += [(one.place, one.problem) for one in found.report.refused]
-    more = found.source.bad_records + found.report.refused_documents - MOST_NAMED
+def _warn(audit: AuditRun) -> None:
+    """Name the first records and documents left out, on standard error."""
+    left_out = [(row["place"], row["problem"]) for row in audit.source.bad]
+    left_out += [(one.place, one.problem) for one in audit.report.refused]
+    more = audit.source.bad_records + audit.report.refused_documents - MOST_NAMED
     warn_left_out(
         left_out,
         f"and {more:,} more; --json lists the first" if more > 0 else "",
-        found.source.skipped_files,
+        audit.source.skipped_files,
     )
 
 
 def _count(text: str) -> int:
-    """A number from 1 on."""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
     return int(text)
@@ -159,7 +159,7 @@ def _pair_from_arguments(
     """The student's tokenizer and the teacher's.
 
     Raises:
-        ConfigError: One is not named, or a flag is unusable.
+        ConfigError: A tokenizer is not named, or a flag is unusable.
         TokenizerError: A file is missing or broken.
         MissingDependencyError: A library is not installed.
     """

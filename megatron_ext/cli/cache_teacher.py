@@ -1,10 +1,10 @@
-"""Record what a run's teacher predicts, once, for runs that read it from files.
+"""Record the predictions of a run's teacher once, for runs that read them from files.
 
     torchrun --nproc-per-node 4 -m megatron_ext cache-teacher --config run.yaml --output cache
 
-The teacher of the run's configuration reads the run's training text. A recording that was stopped
-goes on where it is started again. A run reads the files with teacher.cache: cache, in any layout,
-and does without the teacher's model.
+The teacher of the run's configuration reads the run's training text. The same command resumes a
+recording that was stopped. A run reads the files with teacher.cache: cache, in any layout, without
+the teacher's model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_ext.training.run_tokenizer import write_warnings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the verb."""
+    """Add the flags of the verb."""
     from megatron_ext.teachers.target_form import NUMBER_BYTES, FormKind
 
     recording = parser.add_argument_group("recording")
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Record, and say what it takes."""
+    """Record, and print the size of the files."""
     if not arguments.file_mib > 0:
         raise ConfigError("--file-mib must be positive", got=arguments.file_mib)
     given = config_from_arguments(arguments)
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
     is_shown = os.environ.get("RANK", "0") == "0"
     if is_shown:
         parts = " + ".join(f"{width} {part}" for part, width in form.parts.items())
-        _say(f"{form}: {form.bytes_per_token:,} bytes a token = {parts}")
+        _print(f"{form}: {form.bytes_per_token:,} bytes a token = {parts}")
     recording = Recording(
         teacher=name,
         form=form,
@@ -101,13 +101,13 @@ def run(arguments: argparse.Namespace) -> None:
     )
     manifest = record_teacher(config, inputs, recording)
     if is_shown:
-        _say(
+        _print(
             f"{manifest.tokens:,} tokens in {manifest.windows:,} windows: {manifest.size:,} bytes "
             f"in {len(manifest.shards):,} files = {form.bytes_per_token:,} a token + 24 a window + "
             "64 a file"
         )
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

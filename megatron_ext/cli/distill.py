@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 -m megatron_ext distill --config run.yaml --lr 3e-4
 
-The file holds the configuration; every key also has a flag, which wins. A run whose folder exists
-is resumed from its newest checkpoint. With --dry-run nothing is started: what needs no model is
-checked, and memory, traffic and arithmetic of the run are estimated.
+The file holds the configuration; every key also has a flag, which takes precedence. A run whose
+folder exists is resumed from its newest checkpoint. With --dry-run nothing is trained: all that
+needs no model is checked, and memory, traffic and arithmetic of the run are estimated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_ext.training.run_tokenizer import write_warnings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the verb."""
+    """Add the flags of the verb."""
     planning = parser.add_argument_group("dry run")
     planning.add_argument(
         "--dry-run",
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.world_size is not None or arguments.layers is not None:
         raise ConfigError("--world-size and --layers plan a run", fix="add --dry-run")
-    # The device stands above the configuration, so torch is loaded before the checks of the inputs.
+    # The device is printed above the configuration, so torch is loaded before inputs are checked.
     from megatron_ext.training.cpu_megatron import announce_device
 
     announce_device(require_gpu=config.training.require_gpu)
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write(yaml.safe_dump(config_values(config), sort_keys=False) + "\n")
         sys.stdout.flush()
     if not sys.warnoptions:
-        # torch and megatron-core warn their own developers, on every rank; -W brings it back.
+        # torch and megatron-core warn about their own internals on every rank; -W shows that.
         warnings.simplefilter("ignore")
     role = layout.take(config.teacher_ranks)
     if role is not None and role.teacher is not None:
@@ -75,14 +75,14 @@ def run(arguments: argparse.Namespace) -> None:
     evaluator = RunTasks(config.evaluation) if config.evaluation.tasks else None
     inputs = read_inputs(config, world_size=launched_processes())
     write_warnings(inputs.warnings)
-    # After every check that does without it: megatron-core takes seconds to load.
+    # Imported after all other checks: megatron-core takes seconds to load.
     from megatron_ext.training.distill import distill
 
     distill(config, inputs, evaluator=evaluator)
 
 
 def _serve(teacher: TeacherPlan) -> None:
-    """Be one of a teacher's own ranks."""
+    """Run as one of the ranks that serve a teacher."""
     tokenizer = read_served_teacher(teacher)
     from megatron_ext.training.teachers.own_ranks import serve_on_own_ranks
 

@@ -4,8 +4,8 @@
     megatron-ext evaluate --checkpoint Llama-3.2-1B --task mmlu --data mmlu/ --output mmlu.json
     torchrun --nproc-per-node 8 -m megatron_ext evaluate --tensor-model-parallel-size 2 ...
 
-A checkpoint is a run, its checkpoints, one of these, or a HuggingFace folder. Processes that tensor
-and pipeline parallelism leave over are replicas, which share the items.
+A checkpoint is a run folder, its folder of checkpoints, one of these, or a HuggingFace folder.
+Processes beyond tensor and pipeline parallelism are replicas, which share the items.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ABOUT = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the verb."""
+    """Add the flags of the verb."""
     parser.add_argument("--checkpoint", type=Path, required=True, help="what to measure")
     parser.add_argument("--task", required=True, help=f"one of {', '.join(TASKS)}, or lm_eval:NAME")
     parser.add_argument(
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
     task = _task(arguments)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    # After every check that does without them: megatron-core and torch take seconds to load.
+    # Imported after all other checks: megatron-core and torch take seconds to load.
     from megatron_ext.distributed import process_groups
     from megatron_ext.evaluation.megatron_language_model import ModelOptions, load_language_model
 
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _task(arguments: argparse.Namespace) -> Task:
-    """What needs no model is checked first, the data among it."""
+    """Build the task, which checks its data before a model is loaded."""
     for name in ("limit", "seq_length", "micro_batch_size", "max_new_tokens"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -157,7 +157,7 @@ def _task(arguments: argparse.Namespace) -> Task:
 
 
 def _about(arguments: argparse.Namespace, model: MegatronLanguageModel) -> dict[str, Any]:
-    """What was measured and how, with what followed from the checkpoint and the machine."""
+    """Description of the measurement: checkpoint, settings, versions and machine."""
     values = {name: getattr(arguments, name) for name in _ABOUT}
     values["precision"], values["seq_length"] = model.precision, model.max_length
     values["processes"] = launched_processes()

@@ -1,10 +1,10 @@
-"""Make a HuggingFace folder out of a run or a checkpoint, for transformers and all that read it.
+"""Export a run or a checkpoint to a HuggingFace folder.
 
     megatron-ext export-hf runs/student exported/student --dtype bf16
 
-The newest checkpoint of a run is taken, whatever layout it was saved under. Weights are written as
-safetensors files with an index; config.json, generation config, tokenizer and chat template are
-those that the model came with, or are made from the run's.
+The newest checkpoint of a run is exported, whatever layout it was saved under. Weights are written
+as safetensors files with an index; config.json, generation config, tokenizer and chat template are
+those that the model came with, or else are made from the run's configuration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_ext.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the verb."""
+    """Add the flags of the verb."""
     parser.add_argument("checkpoint", type=Path, help="run, its checkpoints, or one of these")
     parser.add_argument("output", type=Path, help="new folder")
     parser.add_argument(
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Export and name the folder."""
+    """Export, and print the folder."""
     if not arguments.max_shard_size > 0:
         raise ConfigError(
             "no file is so small", where="--max-shard-size", got=arguments.max_shard_size

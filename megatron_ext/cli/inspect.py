@@ -1,12 +1,12 @@
-"""Show how a tokenizer cuts a text, or what of a conversation is trained.
+"""Show the tokens of a text, or the trained part of a conversation.
 
     megatron-ext inspect "naïve 2017" --tokenizer-model tokenizer.json
     megatron-ext inspect --conversation chat.jsonl --tokenizer-model DIR \\
         --tokenizer-prompt-format auto --html chat.html
 
-An argument that names a file is read; - is standard input; anything else is the text itself. It is
-shown token by token. With --conversation the file holds conversations: each is shown as its
-template writes it, with where every character comes from and which tokens are trained.
+The argument is a file, - for standard input, or else the text itself, shown token by token. With
+--conversation the file holds conversations: each is shown as its template writes it, with the
+source of every character and the tokens that are trained.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_ext.training.tokenizer_arguments import (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the verb."""
+    """Add the flags of the verb."""
     parser.usage = (
         "%(prog)s TEXT|FILE [options]\n       %(prog)s --conversation FILE [--html PATH] [options]"
     )
@@ -150,7 +150,7 @@ def _inspect_text(tokenizer: MegatronTokenizerText, arguments: argparse.Namespac
 def _views(
     tokenizer: MegatronTokenizerText, arguments: argparse.Namespace
 ) -> tuple[str, Sequence[TokenView]]:
-    """The text that is tokenized, and its tokens: a JSON file's may be a conversation's."""
+    """The text and its tokens; for conversations in JSON, of what the template writes."""
     text, is_json = _read(arguments.source)
     if not is_json or not _holds_conversations(text):
         return text, token_views(tokenizer, text, *tokenizer.encode_with_byte_ends(text))
@@ -166,7 +166,7 @@ def _views(
 
 
 def _holds_conversations(text: str) -> bool:
-    """Whether it is JSON with conversations; what is broken is shown as it is."""
+    """Whether ``text`` is JSON with conversations; malformed JSON is shown as text."""
     try:
         return has_conversations(json_records(text, ""))
     except DataError:
@@ -182,7 +182,7 @@ def _read(source: str) -> tuple[str, bool]:
         if not path.is_file():
             return source, False
     except OSError:
-        # A text may be longer than any file name.
+        # A text may be longer than a file name may be.
         return source, False
     return _file_text(path), path.suffix in (".json", ".jsonl")
 
@@ -199,7 +199,7 @@ def _file_text(path: Path) -> str:
 
 
 def _record(text: str) -> int | None:
-    """Number of a record; None for all."""
+    """Parse the number of a record; None for all."""
     if text == "all":
         return None
     try:

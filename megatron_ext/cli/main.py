@@ -1,7 +1,7 @@
-"""``megatron-ext VERB ...``: parse, run, and turn an error into one line.
+"""The command ``megatron-ext VERB ...``: parses, runs the verb, and prints errors in one line.
 
-Each verb is a module with ``add_arguments`` and ``run``; it is imported when it is called, so that
-``megatron-ext --help`` stays instant.
+Each verb is a module with ``add_arguments`` and ``run`` that is imported when it is called, so that
+``megatron-ext --help`` is instant.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from megatron_ext.registry import did_you_mean
 from megatron_ext.version import __version__
 
 VERBS = {
-    "inspect": "show how a tokenizer cuts a text or a conversation",
-    "align": "show how the tokens of a student and a teacher meet on a text",
+    "inspect": "show the tokens of a text, or the trained part of a conversation",
+    "align": "show how the tokens of a student and a teacher align on a text",
     "projection": "build, inspect and convert a projection between two vocabularies",
     "distill": "train a student from a teacher with another tokenizer",
-    "cache-teacher": "record what a teacher predicts, for runs without its model",
+    "cache-teacher": "record the predictions of a teacher, for runs without its model",
     "serve-teacher": "serve a teacher to runs on other machines",
-    "report": "write a page about a run, or about several beside one another",
-    "import-hf": "make a checkpoint to train and teach from out of a HuggingFace folder",
-    "export-hf": "make a HuggingFace folder out of a run or a checkpoint",
+    "report": "write a page about a run, or about several side by side",
+    "import-hf": "import a HuggingFace folder as a checkpoint of a student or a teacher",
+    "export-hf": "export a run or a checkpoint to a HuggingFace folder",
     "evaluate": "measure a model: bits per byte, multiple choice, generated answers",
     "tokenize": "tokenize documents to Megatron's .bin and .idx",
     "run": "run a script of Megatron-LM with our flags and tokenizers",
 }
 
 _EXIT_WITHOUT_READER = 128 + 13
-"""What a shell makes of SIGPIPE."""
+"""Exit code of a program ended by SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one verb; exit with 2 and one line on standard error when the user can mend it.
+    """Run one verb; on a ``MegatronExtError`` exit with 2 and one line on standard error.
 
-    Whoever reads the output may stop early, as ``head`` does: that is no error, and ends the verb
-    with the exit code of a program that has no one to write to.
+    If the reader of standard output stops early, as ``head`` does, the verb ends silently with the
+    exit code of SIGPIPE.
     """
     try:
         _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
     except BrokenPipeError:
-        # Other pipes may break, too: one to a worker, for one, is not to be passed over.
-        if not _reader_has_left():
+        # Another pipe may have broken, such as one to a worker, which is an error.
+        if not _stdout_is_broken():
             raise
         sys.exit(_EXIT_WITHOUT_READER)
     except MegatronExtError as error:
@@ -59,20 +59,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
 
 
-def _reader_has_left() -> bool:
-    """Whether standard output is a pipe that nobody reads; it leads to nowhere from then on."""
+def _stdout_is_broken() -> bool:
+    """Whether standard output is a broken pipe; if so, redirect it to the null device."""
     output = select.poll()
-    # No event is asked for: that the pipe is broken is told in any case.
+    # No event needs to be requested: POLLERR is always reported.
     output.register(sys.stdout.fileno(), 0)
     if not output.poll(0):
         return False
-    # What is not written yet would break the pipe once more when Python ends.
+    # Python flushes buffered output at exit, which would raise again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line in one line, as every other error."""
+    """Argument parser that raises ``ConfigError`` and suggests similar flags and choices."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, fix=f"see {self.prog} --help")
@@ -80,13 +80,13 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As argparse does it, with the flag that an unknown one may stand for."""
-        found, unknown = self.parse_known_args(args, namespace)
+        """Parse as argparse does, suggesting a flag for an unknown one."""
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = next((word for word in unknown if word.startswith("--")), "").split("=")[0]
             near = _near_flag(flag, dict(_flags(self)))
             self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
-        return found
+        return parsed
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -99,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """Every flag of a parser and of its actions, with its help."""
+    """Every flag of a parser and of its subparsers, with its help."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
@@ -108,13 +108,13 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
             yield flag, action.help or ""
 
 
-def _near_flag(flag: str, known: Mapping[str, str]) -> str:
-    """The flag of nearly this name, or else the first whose help has its words."""
-    near = did_you_mean(flag, known)
+def _near_flag(flag: str, help_of: Mapping[str, str]) -> str:
+    """A suggestion of a flag with a similar name, or else the first whose help has its words."""
+    near = did_you_mean(flag, help_of)
     words = flag.strip("-").replace("-", " ")
     if near is None and " " in words:
-        said = [name for name, text in known.items() if words in text.lower()]
-        near = f"did you mean {said[0]!r}?" if said else None
+        matches = [name for name, text in help_of.items() if words in text.lower()]
+        near = f"did you mean {matches[0]!r}?" if matches else None
     return "" if near is None else f"; {near}"
 
 

@@ -1,7 +1,4 @@
-"""Files that verbs write, and what they say on standard error of the input that they leave out.
-
-The teacher that a verb is about, of those that a run has.
-"""
+"""Output of verbs: files, and warnings about input left out; and the choice of a run's teacher."""
 
 from __future__ import annotations
 
@@ -15,19 +12,19 @@ from megatron_ext.files import write_text
 from megatron_ext.training.config import DistillConfig
 
 MOST_NAMED: Final = 5
-"""Records and files that are named; more are counted."""
+"""Most records and files that are named; the others are counted."""
 
 
 def write_output(path: Path, text: str, flag: str) -> None:
-    """Write a file, whole or not at all.
+    """Write a file atomically.
 
     Args:
         path: The file.
-        text: What it holds.
-        flag: The flag that names it.
+        text: Contents of the file.
+        flag: The flag that names the file, for errors.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written.
     """
     try:
         write_text(path, text)
@@ -38,12 +35,12 @@ def write_output(path: Path, text: str, flag: str) -> None:
 
 
 def warn_left_out(records: Sequence[tuple[str, str]], more: str, files: Sequence[str]) -> None:
-    """Name the first records that were left out and the first files that were skipped.
+    """Name the first records left out and the first files skipped, on standard error.
 
     Args:
         records: Place and problem of each.
-        more: Where to find the others; empty where all are named.
-        files: Those of no known kind.
+        more: Note about the others; empty if all are named.
+        files: Files of unknown kind.
     """
     lines = [f"left out: {place}: {problem}" for place, problem in records[:MOST_NAMED]]
     lines += [more] if more else []
@@ -52,15 +49,15 @@ def warn_left_out(records: Sequence[tuple[str, str]], more: str, files: Sequence
 
 
 def named_teacher(config: DistillConfig, name: str | None, *, what_for: str) -> str:
-    """Its name.
+    """Name of the teacher that a verb is applied to.
 
     Args:
-        name: What the user gave; None: the one there is.
-        what_for: What the verb would do with it: "there is no teacher to ...".
+        name: Name given by the user; None for the only teacher.
+        what_for: Verb for the error "there is no teacher to ...".
 
     Raises:
-        ConfigError: There is none, or one of several is to be named.
-        UnknownNameError: None of the run's is called so.
+        ConfigError: The run has no teacher, or several and no name is given.
+        UnknownNameError: The run has no teacher of this name.
     """
     names = list(config.named_teachers)
     if not names:

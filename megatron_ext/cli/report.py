@@ -1,12 +1,12 @@
-"""Write one page about a run, or about several runs beside one another.
+"""Write one page about a run, or about several runs side by side.
 
     megatron-ext report runs/student
     megatron-ext report runs/projected_kl runs/alm runs/without-teacher --output compared.html
     megatron-ext report runs/student --text "Sold 201 of 2017."
 
 The page needs no network and no other file. It has curves of every loss term, learning rate and
-gradient norm, times, memory, bits per byte, the text and how its tokens meet, the configuration and
-what differs between runs. A run that is still going on is shown as far as it is.
+gradient norm, times, memory, bits per byte, the alignment of sample texts, and the configuration
+with the differences between runs. An unfinished run is shown up to its last logged iteration.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPORT_FILE: Final = "report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the verb."""
+    """Add the flags of the verb."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run_dir of a run")
     parser.add_argument(
         "--output",
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page and name it."""
+    """Write the page, and print its path."""
     runs = [
         read_run(path, name=name)
         for path, name in zip(arguments.runs, _names(arguments.runs), strict=True)
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The folder's name of each run, or its path where folders are named alike."""
+    """Name of each run: its folder's name, or more of the path where names coincide."""
     resolved = [Path(os.path.abspath(path)) for path in paths]
     if len(set(resolved)) < len(resolved):
         raise ConfigError("a run is named twice", got=" ".join(map(str, paths)))

@@ -1,13 +1,13 @@
-"""Serve a run's teacher to students elsewhere, until it is interrupted.
+"""Serve a run's teacher to remote students, until interrupted.
 
     torchrun --nproc-per-node 4 -m megatron_ext serve-teacher --config run.yaml --address node7:7000
 
 The configuration is the run's, whose teacher has placement: server and serving.address. Its layout
-is serving.tensor_model_parallel_size and serving.pipeline_model_parallel_size; replicas beyond the
-first listen at the ports behind the given one. Students come and go. The environment variable
-MEGATRON_EXT_TEACHER_KEY, or the file serving.token_file, has a secret that a student must have as
-well. Beyond its own machine a server needs that and TLS (--tls-cert, --tls-key); its students then
-have serving.root_certificate.
+is serving.tensor_model_parallel_size and serving.pipeline_model_parallel_size; further replicas
+listen at the following ports. Students may connect and leave at any time. The environment variable
+MEGATRON_EXT_TEACHER_KEY, or the file serving.token_file, holds a secret that students must share.
+To serve other machines, that and TLS (--tls-cert, --tls-key) are required; students then set
+serving.root_certificate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_ext.training.run_plan import TeacherPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the verb."""
+    """Add the flags of the verb."""
     serving = parser.add_argument_group("serving")
     serving.add_argument(
         "--teacher",
@@ -42,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serving.add_argument(
         "--tls-key", type=Path, metavar="FILE", help="PEM file of the certificate's private key"
     )
-    # Of a process that a student's rank starts: the end of a socket pair.
+    # Set for a process that a student's rank starts: its end of a socket pair.
     serving.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     add_config_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve."""
+    """Serve the teacher."""
     config = config_from_arguments(arguments)
     name = named_teacher(config, arguments.teacher, what_for="serve")
     if (arguments.address is None) == (arguments.parent_fd is None):

@@ -9,8 +9,8 @@ PREFIX_KEY_document.bin and .idx for each key, as Megatron's preprocess_data.py 
 PREFIX_KEY_loss_mask says which tokens are trained. Records that cannot be used are left out and
 listed in PREFIX_report.json.
 
-A run that was killed is taken up by the same command. To spread one over machines, give each the
-same --shards and its own --shard-index; the command without --shard-index puts all together.
+The same command resumes a run that was killed. To spread a run over machines, give each the same
+--shards and its own --shard-index; the command without --shard-index then joins all shards.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from megatron_ext.training.tokenizer_arguments import (
 
 _UNSET = (None, False, (), "auto")
 _EXIT_INTERRUPTED = 128 + 2
-"""What a shell makes of SIGINT."""
+"""Exit code of a program ended by SIGINT."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the verb."""
+    """Add the flags of the verb."""
     data = parser.add_argument_group("data")
     data.add_argument(
         "--input",
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Tokenize, and say what came of it."""
+    """Tokenize, and print a summary."""
     if arguments.split_sentences:
         raise ConfigError(
             "sentences are not split here",
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> None:
     sys.stdout.write(_settings(config))
     sys.stdout.flush()
     if not sys.warnoptions:
-        # megatron-core warns its own developers while it is imported; -W brings it back.
+        # megatron-core warns about its own internals when imported; -W shows that.
         warnings.simplefilter("ignore")
     try:
         report = preprocess(config)
@@ -154,23 +154,23 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _settings(config: PreprocessConfig) -> str:
-    """What was asked for, without what was left as it is."""
+    """The settings that differ from their defaults, as YAML."""
     values = dataclasses.asdict(config)
     unset = dataclasses.asdict(TokenizerConfig())
     tokenizer = {k: v for k, v in values.pop("tokenizer").items() if v != unset[k]}
-    asked = {name: value for name, value in values.items() if value not in _UNSET}
-    return yaml.safe_dump({**asked, "tokenizer": tokenizer}, sort_keys=False) + "\n"
+    explicit = {name: value for name, value in values.items() if value not in _UNSET}
+    return yaml.safe_dump({**explicit, "tokenizer": tokenizer}, sort_keys=False) + "\n"
 
 
-def _of_what(dataset: str) -> str:
-    """What the tokens that a dataset counts are."""
+def _unit(dataset: str) -> str:
+    """Unit of a dataset's count of tokens, in words."""
     if dataset.endswith(f"_{LOSS_MASK}"):
         return "of them trained"
     return f"tokens in {dataset}"
 
 
 def _warn(config: PreprocessConfig, report: Report) -> None:
-    """The first records that were left out, on standard error."""
+    """Name the first records left out, on standard error."""
     listed = f"the first {len(report.bad):,}" if report.bad_unlisted else "all"
     more = f"{listed} that was left out: {config.names.report}"
     warn_left_out(
@@ -184,7 +184,7 @@ def _summary(config: PreprocessConfig, report: Report) -> str:
     counts = [
         f"{report.documents:,} documents",
         f"{report.text_bytes / 1e6:,.1f} MB of text",
-        *(f"{count:,} {_of_what(name)}" for name, count in report.tokens.items()),
+        *(f"{count:,} {_unit(name)}" for name, count in report.tokens.items()),
         f"{report.empty_documents:,} empty",
         f"{report.bad_records:,} left out",
     ]

@@ -1,1 +1,1 @@
-"""What the verbs show to a person: pages of one frame, and text in a terminal."""
+"""Reports of the verbs: HTML pages of one frame, and text for a terminal."""

@@ -1,4 +1,4 @@
-"""The audit of a pair as a page without a script."""
+"""The HTML page of an audit; it has no script."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _STYLES = {"1:1": "k1", "1:n": "k2", "n:1": "k3", "n:m": "k4"}
 def audit_page(
     run: AuditRun, student: ByteTokenizer, teacher: ByteTokenizer, *, most_bytes: int
 ) -> str:
-    """The page of an audit.
+    """Render the page of an audit.
 
     Args:
         run: The audit.
         student: The student's tokenizer.
         teacher: The teacher's.
-        most_bytes: Text of the sample to show at most.
+        most_bytes: Most bytes of sample text to show.
     """
     report = run.report
     values = {
@@ -69,7 +69,7 @@ def _totals(report: AuditReport) -> Iterator[tuple[str, str, str]]:
 
 
 def coverage_table(report: AuditReport) -> tuple[list[str], list[TableRow]]:
-    """Heads and rows of the table of chunks."""
+    """Headings and rows of the table of chunks."""
     heads = (swatch(_STYLES[head], head) if head in _STYLES else head for head in COVERAGE_HEADS)
     return ["", *heads, ""], list(_coverage_rows(report))
 

@@ -1,4 +1,4 @@
-"""Both tokenizations of a text, chunk by chunk, for the page. T tokens, C chunks."""
+"""Ribbons: both tokenizations of a text, chunk by chunk, for HTML pages. T tokens, C chunks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _KINDS: Final[Mapping[tuple[bool, ...], str]] = {
     (False, True): "n:1",
     (False, False): "n:m",
 }
-"""Name by whether each side has one token."""
+"""Names of kinds of chunks by (student has one token, teacher has one token)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RibbonChunk:
-    """A chunk, or tokens that are in none."""
+    """The tokens of a chunk, or tokens between chunks."""
 
     student: tuple[TokenView, ...]
     teacher: tuple[TokenView, ...]
@@ -32,7 +32,7 @@ class RibbonChunk:
 
     @property
     def kind(self) -> str:
-        """How many student tokens meet how many of the teacher's; ``none`` outside of chunks."""
+        """Kind by numbers of student and teacher tokens, such as 1:n; ``none`` outside chunks."""
         if not self.is_aligned:
             return "none"
         is_one = tuple(
@@ -43,18 +43,18 @@ class RibbonChunk:
 
     @property
     def is_one_to_one(self) -> bool:
-        """One token on both sides."""
+        """Whether each side has exactly one token."""
         return self.kind == "1:1"
 
     @property
     def breaks_line(self) -> bool:
-        """The text goes on in the next line."""
+        """Whether the text continues on the next line."""
         return any(view.covered.endswith(b"\n") for view in self.student[-1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Ribbon:
-    """A document as chunks."""
+    """The chunks of a document."""
 
     place: str
     chunks: tuple[RibbonChunk, ...]
@@ -67,7 +67,7 @@ def ribbons(
     *,
     most_bytes: int,
 ) -> Iterator[Ribbon]:
-    """The documents as chunks, up to so many bytes; the last one is cut behind a character."""
+    """Ribbons of the first ``most_bytes`` of the documents, cut at a character boundary."""
     left = most_bytes
     for document in documents:
         text = document.text.encode()[:left].decode(errors="ignore")
@@ -80,7 +80,7 @@ def ribbons(
 def ribbon_chunks(
     text: str, student: ByteTokenizer, teacher: ByteTokenizer
 ) -> Iterator[RibbonChunk]:
-    """The chunks of a text in order, with the tokens between them that are in none."""
+    """The chunks of a text in order, and the unaligned tokens between them."""
     aligner = TokenAligner(student, teacher)
     encoded = [side.encode([text]) for side in (aligner.student, aligner.teacher)]
     views = [
@@ -88,17 +88,17 @@ def ribbon_chunks(
         for tokenizer, tokens in zip((student, teacher), encoded, strict=True)
     ]
     alignment = alignment_of(*aligner.align_joined(*encoded))
-    done = (0, 0)
+    stops = (0, 0)
     for spans in zip(
         alignment.student_spans.tolist(), alignment.teacher_spans.tolist(), strict=True
     ):
-        yield from _unaligned(views, done, (spans[0][0], spans[1][0]))
+        yield from _unaligned(views, stops, (spans[0][0], spans[1][0]))
         student_views, teacher_views = (
             tuple(side[begin:end]) for side, (begin, end) in zip(views, spans, strict=True)
         )
         yield RibbonChunk(student_views, teacher_views, is_aligned=True)
-        done = (spans[0][1], spans[1][1])
-    yield from _unaligned(views, done, (len(views[0]), len(views[1])))
+        stops = (spans[0][1], spans[1][1])
+    yield from _unaligned(views, stops, (len(views[0]), len(views[1])))
 
 
 def _unaligned(
@@ -112,7 +112,7 @@ def _unaligned(
 
 
 def token_title(view: TokenView) -> str:
-    """What is said of a token that is pointed at: its id, its place and its bytes."""
+    """Tooltip of a token: id, byte range and bytes."""
     covered = view.covered[:_BYTES_IN_TITLE].hex(" ")
     more = " …" if len(view.covered) > _BYTES_IN_TITLE else ""
     return f"id {view.token_id} · bytes {view.begin}–{view.end} · {covered}{more}"

@@ -1,4 +1,4 @@
-"""The texts that ``megatron-ext align`` is given: files of records or of text, or a text itself."""
+"""``AuditSource``: the texts of ``megatron-ext align``, from files or from the command line."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ _DEFAULT_KEYS: Final = ("text",)
 
 @dataclass(slots=True)
 class AuditSource:
-    """What is audited, read as it is asked for."""
+    """Source of documents to audit, read lazily; counts what it leaves out."""
 
     files: tuple[str, ...] = ()
     """Files, folders and glob patterns; or ``-`` alone."""
     text: str | None = None
-    """A text in place of files."""
+    """A text, in place of files."""
     keys: tuple[str, ...] = ()
-    """Fields of a record, each a document of its own; text when empty."""
+    """Fields of a record, each a document of its own; empty for ``text``."""
     most_documents: int | None = None
     is_strict: bool = False
-    """A bad record is an error."""
+    """Whether a bad record is an error."""
     shows_progress: bool = True
-    """On standard error, while files are read."""
+    """Whether to show a progress bar on standard error."""
     bad_records: int = 0
-    """Records that were left out so far."""
+    """Records left out so far."""
     bad: list[dict[str, str]] = field(default_factory=list)
-    """Place and problem of the first of them."""
+    """Place and problem of the first records left out."""
     skipped_files: tuple[str, ...] = ()
-    """Files of the named folders that are of no known kind."""
+    """Files of unknown kind in the named folders."""
 
     def check(self) -> None:
-        """Check that there is something to read, before tokenizers are.
+        """Check that exactly one source is given, before tokenizers are read.
 
         Raises:
-            ConfigError: There is not, or several things at once.
+            ConfigError: Neither files nor a text is given, or both.
         """
         if STANDARD_INPUT in self.files and len(self.files) > 1:
             raise ConfigError("standard input stands alone", got=" ".join(self.files))
@@ -70,8 +70,8 @@ class AuditSource:
 
         Raises:
             ConfigError: A file has no fields to read.
-            DataError: A file cannot be read, no record can be used, or one cannot and the source
-                is strict.
+            DataError: A file cannot be read, no record can be used, or, with ``is_strict``, one
+                record cannot.
         """
         return islice(self._read(), self.most_documents)
 
@@ -93,14 +93,14 @@ class AuditSource:
             yield from self._read_files()
 
     def _read_files(self) -> Iterator[AuditDocument]:
-        found = find_sources(self.files, fix="check the name")
-        self.skipped_files = found.skipped
-        names = short_paths(file.path for file in found.files)
+        sources = find_sources(self.files, fix="check the name")
+        self.skipped_files = sources.skipped
+        names = short_paths(file.path for file in sources.files)
         fields = RecordFields(self.keys or _DEFAULT_KEYS)
-        check_fields(found.files, fields)
-        (pieces,) = cut_into_shards(found.files, 1)
+        check_fields(sources.files, fields)
+        (pieces,) = cut_into_shards(sources.files, 1)
         check_first_records(pieces, fields)
-        with self._bar(sum(file.size for file in found.files)) as bar:
+        with self._bar(sum(file.size for file in sources.files)) as bar:
             for piece in pieces:
                 for block in read_records(piece, fields):
                     self._note_bad(block.bad, piece, names[piece.path])

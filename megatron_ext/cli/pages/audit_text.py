@@ -1,7 +1,4 @@
-"""The audit of a pair in a terminal, and the rows of its tables wherever they are shown.
-
-The audit that ``megatron-ext align`` makes, and the same as JSON.
-"""
+"""The audit of ``megatron-ext align``: its run, its report as text, and table cells for pages."""
 
 from __future__ import annotations
 
@@ -37,15 +34,15 @@ from megatron_ext.tokenizers import MegatronTokenizerText
 
 @dataclass(frozen=True, slots=True)
 class AuditRun:
-    """An audit of some files by two tokenizers."""
+    """An audit of some texts by two tokenizers."""
 
     student: str
-    """The student's tokenizer in words."""
+    """Description of the student's tokenizer."""
     teacher: str
     source: AuditSource
     report: AuditReport
     sample: list[AuditDocument]
-    """The first documents, for a page."""
+    """The first documents, for the ribbons of a page."""
 
     @classmethod
     def of(
@@ -56,16 +53,16 @@ class AuditRun:
         *,
         sample_bytes: int = 0,
     ) -> AuditRun:
-        """Read and audit.
+        """Read the source and audit it.
 
         Args:
             student: The student's tokenizer.
             teacher: The teacher's.
-            source: What to read.
-            sample_bytes: About how much text to keep.
+            source: Source of the documents.
+            sample_bytes: About how much text to retain for ribbons.
 
         Raises:
-            ConfigError, DataError: As ``AuditSource.documents``, or there is no text.
+            ConfigError, DataError: See ``AuditSource.documents``; or there is no text.
         """
         documents = source.documents()
         sample = _Sample(sample_bytes)
@@ -100,7 +97,7 @@ class AuditRun:
 
 @dataclass(slots=True)
 class _Sample:
-    """The first documents of a stream, up to so many bytes."""
+    """Copies of the first documents of a stream, up to a number of bytes."""
 
     bytes_left: int
     documents: list[AuditDocument] = field(default_factory=list)
@@ -115,7 +112,7 @@ class _Sample:
 
 def _in_words(tokenizer: MegatronTokenizerText) -> str:
     path = Path(tokenizer.path or "")
-    # Most files are named alike; the folder tells them apart.
+    # Most files have the same name; the folder distinguishes them.
     name = "/".join(path.parts[-2:]) if path.is_file() else path.name
     words = f"{tokenizer.library}, {tokenizer.vocab_size:,} ids"
     return f"{name} · {words}" if name else words
@@ -131,7 +128,7 @@ _SHARES: Final = {
     "many_to_one": "n:1",
     "many_to_many": "n:m",
 }
-"""How many student tokens meet how many of the teacher's."""
+"""Column heads by kind of chunk: student tokens to teacher tokens."""
 
 COVERAGE_HEADS: Final = ("chunks", *_SHARES.values(), "bytes in 1:1")
 """Columns of ``coverage_cells``."""
@@ -142,8 +139,8 @@ def text_report(run: AuditRun, *, examples: int, color: bool) -> str:
 
     Args:
         run: The audit.
-        examples: Offenders to list in each ranking.
-        color: Mark headings and what is not 1:1 with colours.
+        examples: Low-coverage chunks to list in each ranking.
+        color: Highlight headings and chunks that are not 1:1 with colours.
     """
     return "".join(_Text(run, color=color).lines(examples))
 
@@ -251,7 +248,7 @@ def rankings(report: AuditReport) -> tuple[tuple[str, Sequence[Offender]], ...]:
 
 
 def coverage_groups(report: AuditReport) -> list[tuple[str, list[tuple[str, CoverageRow]]]]:
-    """The rows of the table of chunks by what they are counted by, all of them first."""
+    """Rows of the table of chunks, grouped by class; the first group is the total."""
     return [
         (title, [(TEXT_CLASSES.get(row.name, row.name), row) for row in rows])
         for title, rows in (
@@ -263,7 +260,7 @@ def coverage_groups(report: AuditReport) -> list[tuple[str, list[tuple[str, Cove
 
 
 def coverage_cells(row: CoverageRow) -> tuple[str, ...]:
-    """The number of chunks and the shares among them; without chunks these are empty."""
+    """Number of chunks and shares of each kind; shares are empty without chunks."""
     chunks = row.counts.chunks
     if not chunks:
         return ("0", *[""] * (len(COVERAGE_HEADS) - 1))
@@ -276,7 +273,7 @@ def coverage_cells(row: CoverageRow) -> tuple[str, ...]:
 
 
 def losses(report: AuditReport, run: AuditRun) -> Iterator[str]:
-    """What is in no chunk, unknown, left out or refused: a sentence each."""
+    """Sentences about text that is unaligned, unknown, left out or refused."""
     counts = report.total.counts
     if counts.student_unaligned or counts.teacher_unaligned:
         yield (
@@ -307,7 +304,7 @@ def _cells(row: CoverageRow) -> tuple[str, ...]:
 
 
 def pieces_in_line(pieces: Sequence[str]) -> str:
-    """Pieces with bars between them, the middle of many left out."""
+    """Pieces separated by bars, with the middle of a long list left out."""
     shown = [one_line(piece) or "∅" for piece in pieces[:_MOST_PIECES]]
     more = ["…"] if len(pieces) > _MOST_PIECES else []
     return "│".join([*shown, *more])

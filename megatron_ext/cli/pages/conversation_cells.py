@@ -1,8 +1,6 @@
-"""An encoded conversation cut where its tokens or its sources change.
+"""Cells of an encoded conversation, cut where tokens or sources change, and warnings about it.
 
-Shape letters: T tokens, N bytes of the text.
-
-Warnings of a conversation: what a person should look at before a model trains on it.
+T tokens, N bytes of the text.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from megatron_ext.conversation.message import (
 from megatron_ext.tokenizers.special_tokens import ControlTokens
 
 Kind = Literal["template", "system", "user", "tool", "assistant", "image", "variable", "unknown"]
-"""What supplied characters: a message by the role of its author, or another source."""
+"""Source of characters: a message, by the role of its author, or something else."""
 
 KINDS: Final[Mapping[Kind, str]] = {
     "template": "written by the template",
@@ -40,38 +38,38 @@ KINDS: Final[Mapping[Kind, str]] = {
     "variable": "tools and other variables",
     "unknown": "source unknown",
 }
-"""Every kind, in the order of a legend."""
+"""Names of all kinds, in the order of the legend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Characters of one source between two token boundaries: as a rule one token."""
+    """Characters of one source between two token boundaries, usually one token."""
 
     start: int
-    """First character of the text that it holds."""
+    """Position of its first character in the text."""
     text: str
     provenance: Provenance
     kind: Kind
     first_token: int
-    """Number of the first token that begins in it."""
+    """Index of the first token that begins in it."""
     token_count: int
     """How many tokens begin in it: several where tokens share a character, none where one token
     crosses from one source to another."""
     continues: bool
-    """It begins within a token that began before it."""
+    """Whether it begins within a token that began before it."""
     is_trained: bool
-    """The tokens that reach into it are trained."""
+    """Whether the tokens that overlap it are trained."""
     is_control: bool
-    """It is written by a control token."""
+    """Whether it is a control token."""
 
 
 def cells_of(
     encoded: EncodedConversation, roles: Mapping[int, str], is_control: NDArray[np.bool_]
 ) -> list[Cell]:
-    """The cells of a conversation, which hold its text in order and each of its tokens once.
+    """The cells of a conversation: its text in order, and each of its tokens once.
 
     Args:
-        encoded: Of T tokens.
+        encoded: The conversation, of T tokens.
         roles: Role of each message by index.
         is_control: Whether each token is a control token [T].
     """
@@ -83,7 +81,7 @@ def cells_of(
     firsts[-1] = len(begins)
     before = np.concatenate(([0], encoded.byte_ends))[firsts]
     cuts = (before > offsets[bounds]).tolist()
-    # A token without bytes is shown with its neighbours and says nothing of them.
+    # A token without bytes is shown with its neighbours and does not affect their flags.
     untrained = _counted(~encoded.trained & (encoded.byte_ends > begins))
     trained, control = _counted(encoded.trained), _counted(is_control)
     cells: list[Cell] = []
@@ -113,7 +111,7 @@ def cells_of(
 
 
 def kind_of(provenance: Provenance, roles: Mapping[int, str]) -> Kind:
-    """What supplied characters that come from a place; a message that has no role is a system's."""
+    """Kind of characters by provenance; a message without a role counts as a system message."""
     if provenance.source != "message":
         return provenance.source
     assert provenance.message is not None
@@ -121,7 +119,7 @@ def kind_of(provenance: Provenance, roles: Mapping[int, str]) -> Kind:
 
 
 def kind_of_role(role: str) -> Kind:
-    """What a message of a role supplies."""
+    """Kind of characters from a message of a role."""
     if role in INSTRUCTION_ROLES:
         return "system"
     if role in TOOL_ROLES:
@@ -130,7 +128,7 @@ def kind_of_role(role: str) -> Kind:
 
 
 def _counted(flags: NDArray[np.bool_]) -> list[int]:
-    """How many of ``flags`` [T] are set before each place [T + 1]."""
+    """Number of set ``flags`` [T] before each position [T + 1]."""
     counts: list[int] = np.concatenate(([0], np.cumsum(flags))).tolist()
     return counts
 
@@ -138,7 +136,7 @@ def _counted(flags: NDArray[np.bool_]) -> list[int]:
 def _bounds(
     encoded: EncodedConversation, offsets: NDArray[np.int64], begins: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Characters at which a cell begins and, last, the number of characters."""
+    """Character positions at which cells begin, and the number of characters."""
     characters = np.searchsorted(offsets, begins)
     whole = characters[offsets[characters] == begins]
     starts = [span.start for span in encoded.spans]
@@ -154,10 +152,10 @@ _NAMES_SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class ConversationWarning:
-    """One thing to look at."""
+    """Something to check before a model trains on the conversation."""
 
     message: int | None
-    """Index of the message that it is about; None for the whole conversation."""
+    """Index of the message concerned; None for the whole conversation."""
     text: str
 
 
@@ -170,23 +168,23 @@ def conversation_warnings(
     control_tokens: ControlTokens,
     has_images: bool,
 ) -> list[ConversationWarning]:
-    """Everything to look at, in the order of the messages.
+    """All warnings about a conversation, in the order of its messages.
 
     Args:
         conversation: Messages.
-        encoded: What became of them.
-        cells: The cells of that.
-        trained_roles: Whose messages are trained as a rule.
-        control_tokens: Those of the vocabulary.
-        has_images: Image tokens in a content are images.
+        encoded: The encoded conversation.
+        cells: The cells of ``encoded``.
+        trained_roles: Roles whose messages are trained.
+        control_tokens: Control tokens of the vocabulary.
+        has_images: Whether image tokens in contents stand for images.
     """
-    found = [
+    warnings = [
         *_untrained(conversation, encoded, cells, trained_roles),
         *_changed(conversation, encoded, has_images=has_images),
         *_split_answers(encoded, cells),
         *_control_names(encoded, cells, control_tokens),
     ]
-    return sorted(found, key=lambda warning: -1 if warning.message is None else warning.message)
+    return sorted(warnings, key=lambda warning: -1 if warning.message is None else warning.message)
 
 
 def _untrained(
@@ -195,7 +193,7 @@ def _untrained(
     cells: Sequence[Cell],
     trained_roles: Collection[str],
 ) -> Iterator[ConversationWarning]:
-    """Messages that one would expect to be trained."""
+    """Warnings about untrained messages of trained roles."""
     if not encoded.trained.any():
         yield ConversationWarning(None, "nothing of the conversation is trained")
     trained = {cell.provenance.message for cell in cells if cell.is_trained}
@@ -210,7 +208,7 @@ def _untrained(
 def _changed(
     conversation: Conversation, encoded: EncodedConversation, *, has_images: bool
 ) -> Iterator[ConversationWarning]:
-    """Messages of which a template leaves out a field, or whose content it changes."""
+    """Warnings about fields that a template leaves out, and contents that it changes."""
     shown = _shown_fields(encoded)
     for index, message in enumerate(conversation):
         for field in ("content", *THINKING_FIELDS, *CALL_FIELDS):
@@ -238,7 +236,7 @@ def _change(given: str, shown: str) -> str:
 def _split_answers(
     encoded: EncodedConversation, cells: Iterable[Cell]
 ) -> Iterator[ConversationWarning]:
-    """Answers of which a token is shared with other text, so that it cannot be trained."""
+    """Warnings about text of answers that shares a token with other text and is untrained."""
     ranges = iter(encoded.trained_ranges)
     start, end = next(ranges, (0, 0))
     for cell in cells:
@@ -252,7 +250,7 @@ def _split_answers(
 
 
 def _shown_fields(encoded: EncodedConversation) -> dict[tuple[int, str], str]:
-    """What is written of each message's fields, by index and name; without images."""
+    """Rendered text of the messages' fields, by message and field; without images."""
     shown: dict[tuple[int, str], list[str]] = {}
     for span in encoded.spans:
         place = span.provenance
@@ -265,17 +263,17 @@ def _shown_fields(encoded: EncodedConversation) -> dict[tuple[int, str], str]:
 def _control_names(
     encoded: EncodedConversation, cells: Iterable[Cell], control_tokens: ControlTokens
 ) -> Iterator[ConversationWarning]:
-    """Names of control tokens in what messages say, and what they were read as."""
+    """Warnings about names of control tokens in messages, and how they were read."""
     read = {cell.start for cell in cells if cell.is_control}
-    found: dict[tuple[int | None, bool], Counter[str]] = {}
+    names_of: dict[tuple[int | None, bool], Counter[str]] = {}
     for span in encoded.spans:
         if span.may_hold_control_tokens:
             continue
         text = encoded.text[span.start : span.end]
         for match in control_tokens.find(text):
             key = span.provenance.message, span.start + match.begin in read
-            found.setdefault(key, Counter())[text[match.begin : match.end]] += 1
-    for (message, is_read), names in found.items():
+            names_of.setdefault(key, Counter())[text[match.begin : match.end]] += 1
+    for (message, is_read), names in names_of.items():
         became = "are read as control tokens" if is_read else "stay text"
         yield ConversationWarning(
             message, f"names of control tokens in it {became}: {_listed(names)}"

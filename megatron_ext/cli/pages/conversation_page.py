@@ -1,4 +1,4 @@
-"""Conversations as a page."""
+"""The HTML page of conversations."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def conversation_page(
     about: str,
     failures: Mapping[int, str] | None = None,
 ) -> str:
-    """The page of some conversations of one tokenizer.
+    """Render the page of some conversations of one tokenizer.
 
     Args:
         views: The conversations.
-        title: What they are.
-        about: What they were tokenized with.
-        failures: What is wrong with records that have no view, by number.
+        title: Title of the page.
+        about: Description of the tokenizer.
+        failures: Errors of the records without a view, by number.
     """
     shown = {kind for view in views for kind in view.counts}
     values = {
@@ -48,7 +48,7 @@ def conversation_page(
 
 
 def _turn_markup(turn: TurnView) -> Markup:
-    """The text of a turn: a ``bdi`` for neighbouring cells of one source, all trained or none."""
+    """The text of a turn: a ``bdi`` for adjacent cells of one source and one training state."""
 
     def key(cell: Cell) -> tuple[Kind, str, bool]:
         return cell.kind, _in_words(cell.provenance), cell.is_trained
@@ -67,13 +67,13 @@ def _turn_markup(turn: TurnView) -> Markup:
 def _cell_markup(cell: Cell) -> Markup:
     """A cell as an element: ``kbd`` for a control token, else ``i``.
 
-    As lean as can be, for pages of a hundred thousand tokens: an element begins one token unless it
-    says how many, and its class says that it begins within another.
+    Minimal markup, for pages of a hundred thousand tokens: an element begins one token unless an
+    attribute gives the number; its class tells whether it begins within another token.
     """
     attributes: dict[str, object] = {"class": "c"} if cell.continues else {}
     if cell.token_count != 1:
         attributes["data-n"] = cell.token_count
-    # Line feeds are shown, but are no part of what is copied.
+    # Line feeds are shown by style, so that they are not copied as text.
     text = escape(readable_text(cell.text)).replace("␤\n", Markup("<s>↵</s>\n"))
     return element("kbd" if cell.is_control else "i", text, attributes)
 
@@ -87,7 +87,7 @@ def _in_words(provenance: Provenance) -> str:
 
 
 def _anchored_turns(view: ConversationView) -> Iterator[tuple[str, TurnView]]:
-    """Each turn with its name on the page; a message that has several turns names the first."""
+    """Turns with their anchors; of a message with several turns, the first has the anchor."""
     named: set[int] = set()
     for turn in view.turns:
         if turn.message is None or turn.message in named:
@@ -113,7 +113,7 @@ def _totals(view: ConversationView) -> list[tuple[str, str, str]]:
 
 
 def _tokens(view: ConversationView) -> dict[str, Any]:
-    """Ids, and how many bytes each covers: what the page shows of a token besides its text."""
+    """Ids of the tokens, and the bytes each covers, for tooltips."""
     return {
         "ids": [token.token_id for token in view.tokens],
         "lengths": [token.end - token.begin for token in view.tokens],

@@ -1,7 +1,4 @@
-"""Conversations as ``megatron-ext inspect --conversation`` prints and writes them.
-
-A conversation in a terminal: coloured by source, with the trained part marked.
-"""
+"""``ConversationReport``: the output of ``megatron-ext inspect --conversation`` in all formats."""
 
 from __future__ import annotations
 
@@ -58,10 +55,10 @@ _COLORS: Final[Mapping[Kind, str]] = {
 
 
 def conversation_ribbon(view: ConversationView, *, color: bool) -> str:
-    """The text of a conversation turn by turn, its legend, totals and warnings.
+    """A conversation for a terminal: text turn by turn, legend, totals and warnings.
 
-    Trained text is bold and underlined; without colour it stands in ``⟪⟫``, and what the template
-    has not written in ``‹›``.
+    Trained text is bold and underlined; without colour it is in ``⟪⟫``, and other text that is not
+    the template's in ``‹›``.
     """
     return "".join(_lines(view, color=color))
 
@@ -85,14 +82,14 @@ def _lines(view: ConversationView, *, color: bool) -> Iterator[str]:
 
 
 def totals(view: ConversationView) -> str:
-    """How much there is of a conversation, and how much of it is trained."""
+    """Numbers of messages, tokens and trained tokens of a conversation, in words."""
     share = share_in_words(view.trained_share)
     counts = [f"{count:,} {name}" for name, count in view.sizes.items()]
     return " · ".join((*counts, f"{view.trained_tokens:,} trained ({share})"))
 
 
 def _legend(view: ConversationView, *, color: bool) -> str:
-    """Which mark means what, and how many tokens there are of each."""
+    """Legend of the marks, with the number of tokens of each kind."""
     names = [
         _marked(kind, f"{KINDS[kind]} {tokens:,}", color=color)
         for kind, (tokens, _) in view.counts.items()
@@ -103,7 +100,7 @@ def _legend(view: ConversationView, *, color: bool) -> str:
 
 
 def _runs(turn: TurnView, *, color: bool) -> Iterator[str]:
-    """The text of a turn."""
+    """The marked text of a turn."""
     for is_trained, cells in groupby(turn.cells, lambda cell: cell.is_trained):
         text = ""
         for kind, same in groupby(cells, lambda cell: cell.kind):
@@ -123,15 +120,15 @@ def _marked(kind: Kind, text: str, *, is_trained: bool = False, color: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class ConversationReport:
-    """Some conversations of a file."""
+    """Views of the conversations of a file, and the records that have none."""
 
     title: str
-    """What they are."""
+    """Title of the page."""
     about: str
-    """What they were tokenized with."""
+    """Description of the tokenizer."""
     views: tuple[ConversationView, ...]
     failures: dict[int, str]
-    """What is wrong with the records that cannot be shown, by number."""
+    """Errors of the records that cannot be shown, by number."""
 
     @classmethod
     def of(
@@ -143,18 +140,18 @@ class ConversationReport:
         record: int | None = 1,
         schema: str = "auto",
     ) -> ConversationReport:
-        """The conversations of a file; of several, those that cannot be shown are failures.
+        """Read the conversations of a file; of several, errors are collected as ``failures``.
 
         Args:
-            tokenizer: Has a prompt format.
-            text: What the file holds.
-            name: What to call the file.
+            tokenizer: Tokenizer with a prompt format.
+            text: Contents of the file.
+            name: Name of the file.
             record: Number of the conversation, from 1; None for all.
-            schema: Of the records.
+            schema: Schema of the records.
 
         Raises:
             ConfigError: There is no such record, or the tokenizer has no prompt format.
-            ConversationError: The one that is asked for, or every one of all, cannot be shown.
+            ConversationError: The requested conversation, or each of all, cannot be shown.
             DataError: The file holds no conversations.
         """
         records = json_records(text, name)
@@ -178,7 +175,7 @@ class ConversationReport:
         return cls(title, _in_words(tokenizer, schema), tuple(views), failures)
 
     def write_page(self, path: Path) -> None:
-        """Write the HTML page and say what is on it."""
+        """Write the HTML page, and print a summary."""
         from megatron_ext.cli.pages.conversation_page import conversation_page
 
         page = conversation_page(
@@ -187,22 +184,22 @@ class ConversationReport:
         write_output(path, page, "--html")
 
     def json_lines(self) -> Iterator[str]:
-        """One line for each conversation."""
+        """One JSON object a line for each conversation."""
         for view in self.views:
             yield json.dumps(_conversation_row(view, self.about), ensure_ascii=False) + "\n"
 
     def summary_lines(self) -> Iterator[str]:
-        """How much there is of each conversation, in a line."""
+        """Totals of each conversation, one line each."""
         for view in self.views:
             yield f"record {view.record}: {totals(view)}\n"
 
     def terminal_lines(self, *, color: bool, tokens: bool, limit: int) -> Iterator[str]:
-        """The conversations as text.
+        """The conversations for a terminal.
 
         Args:
-            color: Mark sources with colours, not with brackets.
+            color: Mark sources by colours instead of brackets.
             tokens: List the tokens too.
-            limit: Tokens of each conversation to list; 0 for all.
+            limit: Most tokens of each conversation to list; 0 for all.
         """
         yield f"{self.title}\n{self.about}\n"
         for view in self.views:
@@ -219,7 +216,7 @@ class ConversationReport:
 
 
 def _in_words(tokenizer: MegatronTokenizerText, schema: str) -> str:
-    """The tokenizer, the format, what is trained and the schema of the records."""
+    """Description of tokenizer, prompt format, training policy and record schema."""
     path = tokenizer.path
     said = tokenizer.conversation_options.stated()
     options = [f"{name} {value}".replace("_", "-") for name, value in said.items()]
@@ -229,13 +226,13 @@ def _in_words(tokenizer: MegatronTokenizerText, schema: str) -> str:
 
 
 def _conversation_row(view: ConversationView, about: str) -> dict[str, Any]:
-    """One JSON object for a conversation.
+    """The JSON object of a conversation.
 
     Positions of spans and turns are characters of ``text``; those of tokens are bytes of its UTF-8.
 
     Args:
         view: The conversation.
-        about: What it was tokenized with.
+        about: Description of the tokenizer.
     """
     return {
         "record": view.record,

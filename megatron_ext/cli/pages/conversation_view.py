@@ -1,7 +1,4 @@
-"""A view of a conversation: what is trained, and where its text comes from.
-
-Conversations in a file for a person to look at: a JSON document, or JSON lines.
-"""
+"""``ConversationView``: provenance and training of a conversation's text; reading of records."""
 
 from __future__ import annotations
 
@@ -40,41 +37,41 @@ from megatron_ext.tokenizers.special_tokens import ControlToken, ControlTokens
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """What a template writes for one message, or outside of every message's turn."""
+    """Rendered text of one message, or text outside of all turns."""
 
     message: int | None
     """Index of the message; None outside of all turns."""
     role: str
-    """Of the message, as the conversation has it; empty outside of all turns."""
+    """Role of the message in the conversation; empty outside of all turns."""
     kind: Kind
     """Kind of the message; ``template`` outside of all turns."""
     cells: tuple[Cell, ...]
     trained_tokens: int
-    """How many of its tokens are trained."""
+    """Number of trained tokens that begin in it."""
     untrained: str
-    """Why none is; empty where some are, and outside of all turns."""
+    """Reason why none is trained; empty if some are, and outside of all turns."""
 
     @property
     def first_token(self) -> int:
-        """Number of the first token that begins in it."""
+        """Index of the first token that begins in it."""
         return self.cells[0].first_token
 
     @property
     def tokens(self) -> int:
-        """How many tokens begin in it."""
+        """Number of tokens that begin in it."""
         return sum(cell.token_count for cell in self.cells)
 
     @property
     def title(self) -> str:
-        """Its message's number and role."""
+        """Number and role of the message."""
         if self.message is None:
             return "template"
-        # The format's own system message is no message of the conversation.
+        # A system message added by the format is no message of the conversation.
         return f"{self.message} {self.role}" if self.message >= 0 else self.role
 
     @property
     def counts(self) -> list[str]:
-        """How much there is of it, and how much of it is trained or why nothing."""
+        """Numbers of tokens and trained tokens in words, or the reason why none is trained."""
         characters = sum(len(cell.text) for cell in self.cells)
         counts = [f"{characters:,} characters", f"{self.tokens:,} tokens"]
         if self.trained_tokens:
@@ -86,23 +83,23 @@ class TurnView:
 
 @dataclass(frozen=True, slots=True)
 class ConversationView:
-    """A conversation as it is trained."""
+    """A conversation with the source and training state of each part."""
 
     record: int
-    """Its number in the file, from 1."""
+    """Number in the file, from 1."""
     text: str
     roles: tuple[str, ...]
-    """Of its messages."""
+    """Roles of the messages."""
     turns: tuple[TurnView, ...]
-    """One after another, without gaps; a template may return to a message."""
+    """Consecutive turns without gaps; a template may return to a message."""
     tokens: tuple[TokenView, ...]
     warnings: tuple[ConversationWarning, ...]
     refusal: str | None
-    """Why a run leaves it out; None where it is taken."""
+    """Reason why a run leaves the conversation out; None if it is used."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How much there is of it."""
+        """Numbers of messages, characters, bytes and tokens."""
         return {
             "messages": len(self.roles),
             "characters": len(self.text),
@@ -110,7 +107,7 @@ class ConversationView:
         }
 
     def message_name(self, index: int | None) -> str:
-        """Number and role of a message; empty for the whole, and for what the format adds."""
+        """Number and role of a message; empty for None and for messages that the format adds."""
         if index is None or not 0 <= index < len(self.roles):
             return ""
         return f"{index} {self.roles[index]}"
@@ -121,12 +118,12 @@ class ConversationView:
 
     @property
     def trained_share(self) -> float:
-        """The trained tokens among all, 0 without tokens."""
+        """Fraction of trained tokens; 0 without tokens."""
         return self.trained_tokens / max(len(self.tokens), 1)
 
     @property
     def counts(self) -> dict[Kind, tuple[int, int]]:
-        """Of each kind that there is: its tokens, by where they begin, and the trained of them."""
+        """Tokens that begin in each kind of source, and the trained ones among them."""
         tokens: Counter[Kind] = Counter()
         trained: Counter[Kind] = Counter()
         for turn in self.turns:
@@ -141,10 +138,10 @@ class ConversationView:
 
 
 class ConversationViewer:
-    """Makes views of conversations.
+    """Factory of views.
 
     Args:
-        tokenizer: Has a prompt format.
+        tokenizer: Tokenizer with a prompt format.
     """
 
     def __init__(self, tokenizer: MegatronTokenizerText) -> None:
@@ -156,8 +153,8 @@ class ConversationViewer:
         """The view of a conversation.
 
         Args:
-            conversation: Messages, and what else the template sees.
-            record: Its number in the file, from 1.
+            conversation: Messages, and the other variables of the template.
+            record: Number in the file, from 1.
 
         Raises:
             ConfigError: The tokenizer has no prompt format.
@@ -196,7 +193,7 @@ class ConversationViewer:
         return ROLES if config.skip_masking else config.policy.roles
 
     def _refusal(self, conversation: ConversationRecord) -> str | None:
-        """Why a run leaves the conversation out, if it does."""
+        """Reason why a run leaves the conversation out; None if it is used."""
         try:
             self._tokenizer.tokenize_conversation(
                 conversation.messages,
@@ -214,37 +211,37 @@ def _turns(
     roles: Mapping[int, str],
     encoded: EncodedConversation,
 ) -> Iterator[TurnView]:
-    for message, own in _by_message(cells):
-        tokens = slice(own[0].first_token, own[-1].first_token + own[-1].token_count)
+    for message, turn in _by_message(cells):
+        tokens = slice(turn[0].first_token, turn[-1].first_token + turn[-1].token_count)
         trained = int(encoded.trained[tokens].sum())
-        # A message that the conversation does not have is the format's own, a system message.
+        # A message that is not in the conversation is a system message added by the format.
         role = "" if message is None else roles.get(message, "system")
         yield TurnView(
             message=message,
             role=role,
             kind=kind_of_role(role) if role else "template",
-            cells=own,
+            cells=turn,
             trained_tokens=trained,
             untrained="" if trained or message is None else encoded.excluded.get(message, ""),
         )
 
 
 def _by_message(cells: Sequence[Cell]) -> Iterator[tuple[int | None, tuple[Cell, ...]]]:
-    """``cells`` by the message in whose turn they are written.
+    """``cells`` grouped by the message in whose turn they are written.
 
-    What a template writes outside of its loop belongs to the message that it shows there, if it is
-    one; of several each has its own characters, and what is between belongs to none.
+    Text written outside of the template's loop belongs to the message quoted there, if it is a
+    single one; of several, each has its own characters, and the rest belongs to none.
     """
     for turn, group in groupby(cells, lambda cell: cell.provenance.turn):
-        own = tuple(group)
-        shown = {cell.provenance.message for cell in own} - {None}
+        written = tuple(group)
+        quoted = {cell.provenance.message for cell in written} - {None}
         if turn is not None:
-            yield turn, own
-        elif len(shown) < 2:
-            yield next(iter(shown), None), own
+            yield turn, written
+        elif len(quoted) < 2:
+            yield next(iter(quoted), None), written
         else:
-            for message, part in groupby(own, lambda cell: cell.provenance.message):
-                yield message, tuple(part)
+            for message, group_cells in groupby(written, lambda cell: cell.provenance.message):
+                yield message, tuple(group_cells)
 
 
 def json_records(text: str, where: str) -> list[Any]:
@@ -253,11 +250,11 @@ def json_records(text: str, where: str) -> list[Any]:
     A document is one record, or a list of them; a list of turns is one record.
 
     Args:
-        text: What the file holds.
+        text: Contents of the file.
         where: The file, for errors.
 
     Raises:
-        DataError: It is neither.
+        DataError: The text is neither.
     """
     try:
         document = parse(text.encode(), as_it_is=True)
@@ -278,7 +275,7 @@ def conversation_of(records: Sequence[Any], number: int, schema: str) -> Convers
 
     Raises:
         ConfigError: There is no such record.
-        ConversationError: It is no conversation of the schema.
+        ConversationError: The record is no conversation of the schema.
     """
     if not 1 <= number <= len(records):
         raise ConfigError(
@@ -289,7 +286,7 @@ def conversation_of(records: Sequence[Any], number: int, schema: str) -> Convers
 
 @contextmanager
 def naming_record(where: str, number: int) -> Iterator[None]:
-    """Let a ``ConversationError`` of the block name the file and the record."""
+    """Context that adds the file and the record to a ``ConversationError``."""
     try:
         yield
     except ConversationError as error:

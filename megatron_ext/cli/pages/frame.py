@@ -1,9 +1,8 @@
-"""The frame of all HTML pages, each one file that needs nothing else: no network, no other file.
+"""The frame of all HTML pages, and their elements.
 
-What texts, models and runs say is hostile: everything is escaped, and a page's policy lets nothing
-load or run but its own style and script, which it knows by their hashes.
-
-Elements of pages. A text becomes a part of one here or in a template, and is escaped by both.
+A page is one file that needs no network and no other file. Texts, models and runs are untrusted:
+everything is escaped, by the functions here and by the templates, and a page's content security
+policy allows only its own style and script, by their hashes.
 """
 
 from __future__ import annotations
@@ -24,44 +23,44 @@ from megatron_ext.cli.pages.audit_ribbon import Ribbon, RibbonChunk, token_title
 from megatron_ext.cli.pages.token_view import TokenView, number, one_line
 
 _LINE_FEED: Final = ("␤", "↵")
-"""How a terminal shows one, and the sign that fonts of browsers have."""
+"""The picture of a line feed in terminals, and its replacement that browser fonts have."""
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A row of a table: its name and its cells; without cells a heading of the rows below."""
+    """A named row of a table; without cells it is a heading of the rows below."""
 
     name: str
     cells: tuple[str, ...] = ()
 
     @property
     def differs(self) -> bool:
-        """The cells are not all the same."""
+        """Whether the cells are not all equal."""
         return len(set(self.cells)) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class BarPart:
-    """A part of a bar."""
+    """A segment of a stacked bar."""
 
     style: str
-    """Class that has its colour."""
+    """CSS class of the colour."""
     size: float
     title: str = ""
-    """Its tooltip."""
+    """Tooltip."""
     marked: float = 0
-    """How much of it is underlined."""
+    """Size of the underlined part."""
 
 
 def element(tag: str, content: str = "", attributes: Mapping[str, object] = _NONE) -> Markup:
-    """An element; its content is escaped unless it is ``Markup``, its attributes always are."""
+    """An HTML element; content is escaped unless it is ``Markup``, attributes always."""
     named = "".join(f' {name}="{escape(str(value))}"' for name, value in attributes.items())
     return Markup(f"<{tag}{named}>{escape(content)}</{tag}>")
 
 
 def bar(parts: Sequence[BarPart], label: str) -> Markup:
-    """Parts beside one another, as wide as they are large."""
+    """A stacked bar whose segments are as wide as the sizes of the parts."""
     whole = sum(part.size for part in parts) or 1
     rectangles, begin = [], 0.0
     for part in (part for part in parts if part.size):
@@ -98,17 +97,17 @@ def _rectangle(style: str, begin: float, width: float, title: str = "") -> Marku
 
 
 def swatch(style: str, text: str) -> Markup:
-    """A text behind the colour of a class, which the text stands for."""
+    """An entry of a legend: the colour of a class, and its meaning."""
     return element("span", "", {"class": f"swatch {style}"}) + text
 
 
 def in_line(text: str) -> str:
-    """Text that stays in its line and shows what has no shape."""
+    """Text on one line, with invisible characters shown."""
     return one_line(text).replace(*_LINE_FEED)
 
 
 def ribbon_markup(ribbon: Ribbon) -> Markup:
-    """The chunks as elements, as lean as can be: ``b`` a chunk, ``u`` a side, ``i`` a token."""
+    """Minimal markup of a ribbon: ``b`` a chunk, ``u`` a side, ``i`` a token."""
     return Markup("").join(map(_chunk, ribbon.chunks))
 
 
@@ -131,15 +130,15 @@ _ASSETS: Final = Path(__file__).with_name("assets")
 def html_page(
     name: str, values: Mapping[str, Any], *, title: str, styles: Sequence[str] = ()
 ) -> str:
-    """The page that the template of a name makes.
+    """Render the page of a template.
 
-    The template extends ``frame.html.jinja``. The page has the style of the frame and its own, and
-    its own script where there is one.
+    The template extends ``frame.html.jinja``. The page includes the styles of the frame and of its
+    name, and the script of its name if there is one.
 
     Args:
-        name: Of the template, the style and the script.
-        values: Names that the template knows.
-        title: Of the page.
+        name: Name of the template, the style and the script.
+        values: Variables of the template.
+        title: Title of the page.
         styles: Names of further styles.
     """
     environment = Environment(
@@ -165,10 +164,10 @@ def html_page(
 
 
 class _Inlined:
-    """A style or a script that a page holds.
+    """An inline style or script of a page.
 
     Args:
-        paths: Its files, which are ours and hold nothing to escape.
+        paths: Its files, part of this package, with nothing to escape.
     """
 
     def __init__(self, *paths: Path) -> None:
@@ -176,6 +175,6 @@ class _Inlined:
 
     @property
     def hash(self) -> str:
-        """What the page's policy calls it."""
+        """Hash of the contents in the content security policy."""
         digest = hashlib.sha256(self.source.encode()).digest()
         return f"sha256-{base64.b64encode(digest).decode()}"

@@ -1,7 +1,4 @@
-"""Curves over the iterations: few enough points to draw, smoothed, and as paths between axes.
-
-Measurements that are drawn together: a row of ``_KINDS`` each, and a panel for what is left.
-"""
+"""Charts of measurements: panels, and curves reduced, smoothed and scaled to SVG paths."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from megatron_ext.cli.pages.run_record import RunRecord
 from megatron_ext.cli.pages.token_view import number, short_number
 
 SMOOTHING: Final = 0.8
-"""Weight of what was before in the smoothed lines of a page."""
+"""Weight of the past in exponential smoothing."""
 _LEAST_TO_SMOOTH: Final = 10
 
 Points = Sequence[tuple[float, float]]
@@ -23,25 +20,25 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A line with its name."""
+    """A named line."""
 
     label: str
     points: Points
     """Iteration and value in order, at least one."""
     number: int = 0
-    """Of its colour."""
+    """Number of its colour."""
     is_sparse: bool = False
-    """Each point is a measurement of its own, and marked."""
+    """Whether each point is a separate measurement, which is marked."""
 
     @classmethod
     def of(cls, label: str, points: Points, *, most: int, number: int) -> Curve:
-        """A curve through the points, or through the means of neighbours where they are many."""
+        """A curve through the points, averaged to at most ``most``."""
         drawn = list(means(points, most=most))
         return cls(label, drawn, number, is_sparse=len(drawn) < _LEAST_TO_SMOOTH)
 
 
 def means(points: Points, *, most: int) -> Iterator[tuple[float, float]]:
-    """At most so many points: means of equally many neighbours each, fewer in the last."""
+    """At most ``most`` points: means of equally many neighbours each, fewer in the last."""
     size = -(-len(points) // most)
     for begin in range(0, len(points), max(size, 1)):
         part = points[begin : begin + size]
@@ -52,17 +49,14 @@ def means(points: Points, *, most: int) -> Iterator[tuple[float, float]]:
 
 
 def smoothed(points: Points, weight: float = SMOOTHING) -> list[tuple[float, float]]:
-    """Means in which a point weighs ``weight`` times what the one after it does.
-
-    The first points are not drawn towards zero: the sum is divided by the weights that are in it.
-    """
+    """Exponential moving average with bias correction: sums are divided by the sums of weights."""
     total = whole = 0.0
-    found = []
+    averages = []
     for iteration, value in points:
         total = weight * total + (1 - weight) * value
         whole = weight * whole + (1 - weight)
-        found.append((iteration, total / whole))
-    return found
+        averages.append((iteration, total / whole))
+    return averages
 
 
 SIDE: Final = 1000
@@ -72,7 +66,7 @@ _STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A labelled place on an axis, in per cent of its length from the left or from the top."""
+    """A labelled position on an axis, in per cent of its length from the left or top."""
 
     percent: float
     label: str
@@ -85,20 +79,20 @@ class Line:
     label: str
     number: int
     last: str
-    """Its last value; of a smoothed curve the last smoothed one."""
+    """Last value in words, smoothed if the curve is."""
     raw: str
     smooth: str
-    """Empty where smoothing makes no sense."""
+    """Path of the smoothed curve; empty if it is not smoothed."""
     dots: str
 
 
 class Chart:
-    """Curves in one pair of axes.
+    """Curves with common axes.
 
     Args:
-        title: What is drawn.
+        title: Name of the measurement.
         curves: At least one.
-        is_smoothed: Draw a smoothed line too, where there are points enough.
+        is_smoothed: Also draw smoothed lines, if there are enough points.
     """
 
     def __init__(self, title: str, curves: Sequence[Curve], *, is_smoothed: bool = True) -> None:
@@ -145,7 +139,7 @@ class Chart:
 
     @property
     def grid(self) -> str:
-        """Level lines at the ticks."""
+        """Path of the horizontal lines at the ticks."""
         return "".join(f"M0 {tick.percent * SIDE / 100:.0f}h{SIDE}" for tick in self.y_ticks)
 
     def _places(self, points: Points) -> list[tuple[int, int]]:
@@ -170,13 +164,13 @@ class _Axis:
         self._low, self._high = low - margin, high + margin
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1; halved, so that no difference overflows."""
+        """Position of a value, 0 to 1; computed from halves so that no difference overflows."""
         return (value / 2 - self._low / 2) / (self._high / 2 - self._low / 2)
 
     def ticks(self) -> list[float]:
-        """Round values, about ``_TICKS``."""
+        """About ``_TICKS`` round values."""
         rough = (self._high / 2 - self._low / 2) / _TICKS * 2
-        # Beyond what floats can step through there is nothing to label.
+        # No labels where the range is too small or too large for steps in floats.
         if not math.isfinite(rough) or rough <= 0 or math.log10(rough) < -300:
             return []
         unit = 10.0 ** math.floor(math.log10(rough))
@@ -188,7 +182,7 @@ class _Axis:
 
 
 COLOURS: Final = 8
-"""Lines that differ by colour; more differ by dashes as well."""
+"""Number of colours; further lines differ by dashes."""
 _MOST_POINTS: Final = 400
 _MOST_POINTS_SMALL: Final = 150
 
@@ -201,13 +195,13 @@ class Panel:
     about: str
     charts: tuple[Chart, ...]
     unchanged: tuple[tuple[str, str], ...] = ()
-    """Names of what was the same in all iterations of all runs, and its value."""
+    """Names and values of measurements that are constant over all iterations and runs."""
     is_small: bool = False
     is_first: bool = False
 
     @property
     def is_wide(self) -> bool:
-        """It has the width of the page."""
+        """Whether it has the width of the page."""
         return self.is_first or len(self.charts) > 1
 
 
@@ -215,12 +209,12 @@ class _Kind(NamedTuple):
     title: str
     about: str
     takes: Callable[[str, frozenset[str]], bool]
-    """Whether it shows a measurement of this name; also given the names of terms of teachers."""
+    """Whether a measurement belongs to it, by its name and the names of all teachers' terms."""
     is_smoothed: bool = True
     is_together: bool = False
-    """With one run all its measurements are in one chart: they have one unit."""
+    """Whether one run's measurements share a chart, since they have one unit."""
     unit: float = 1.0
-    """What values are divided by."""
+    """Divisor of the values."""
 
 
 _KINDS: Final = (
@@ -274,19 +268,19 @@ _KINDS: Final = (
 
 
 def panels(runs: Sequence[RunRecord]) -> list[Panel]:
-    """The panels of the main measurements, those that have something to show."""
+    """The panels of the main measurements that have values."""
     names = _names(runs)
     terms = _terms(runs)
-    found: list[Panel] = []
+    panels: list[Panel] = []
     for kind in _KINDS:
         taken = [name for name in names if kind.takes(name, terms)]
         if taken:
-            found.append(_main(runs, kind, taken, is_first=not found))
-    return found
+            panels.append(_main(runs, kind, taken, is_first=not panels))
+    return panels
 
 
 def other_panels(runs: Sequence[RunRecord]) -> list[Panel]:
-    """Everything else that was measured, a panel for each prefix of names."""
+    """The panels of all other measurements, one for each prefix of names."""
     terms = _terms(runs)
     by_prefix: dict[str, list[str]] = {}
     for name in _names(runs):
@@ -296,7 +290,7 @@ def other_panels(runs: Sequence[RunRecord]) -> list[Panel]:
 
 
 def _main(runs: Sequence[RunRecord], kind: _Kind, names: Sequence[str], *, is_first: bool) -> Panel:
-    """One chart of one run; of several a chart for each name that changes, where any does."""
+    """A panel of one chart for one run, or of a chart for each varying name of several runs."""
     groups, unchanged = [list(names)], []
     if len(runs) > 1 or not kind.is_together:
         constant = [] if len(names) == 1 else [n for n in names if len(_values(runs, n)) == 1]
@@ -325,7 +319,7 @@ def _chart(
     *,
     most: int = _MOST_POINTS,
 ) -> Chart:
-    """A curve for each name of the one run, or for each run that has the one name."""
+    """A chart of one run with a curve a name, or of one name with a curve a run."""
     is_one = len(runs) == 1
     unit = kind.unit if kind else 1.0
     curves = []

@@ -1,7 +1,4 @@
-"""Runs as a page.
-
-Texts of a run, and how the student's tokens and each teacher's meet on them.
-"""
+"""The HTML page of one run or several, with alignments of sample texts."""
 
 from __future__ import annotations
 
@@ -36,36 +33,36 @@ _AUDITED_BYTES: Final = 200_000
 
 @dataclass(frozen=True, slots=True)
 class PairSample:
-    """One run's student and one of its teachers on some texts."""
+    """Alignment of some texts between a run's student and one of its teachers."""
 
     title: str
     ribbons: tuple[Ribbon, ...]
     report: AuditReport | None
-    """The audit of these texts and of more like them."""
+    """Audit of these and further texts."""
     problem: str
-    """Why there is nothing to show; empty where there is."""
+    """Reason why there is nothing to show; empty otherwise."""
 
 
 def pair_samples(
     runs: Sequence[RunRecord], texts: Sequence[str] = (), *, most_bytes: int
 ) -> list[PairSample]:
-    """Each pair of tokenizers once, though several runs have it.
+    """Samples of all distinct pairs of tokenizers of the runs.
 
     Args:
         runs: The runs.
-        texts: What to show in place of the runs' own held-out or else training text.
-        most_bytes: Text to draw for each pair.
+        texts: Texts to show in place of the runs' held-out or training text.
+        most_bytes: Bytes of text to draw for each pair.
     """
-    found: dict[tuple[str, str, str], PairSample] = {}
+    samples: dict[tuple[str, str, str], PairSample] = {}
     for run in runs:
         for name, teacher in run.teachers.items():
             title = f"student and {name}" if name != "teacher" else "student and teacher"
             if len(runs) > 1:
                 title = f"{run.name}: {title}"
             key = (str(run.section("tokenizer")), str(teacher.get("tokenizer")), _paths(run, texts))
-            if key not in found:
-                found[key] = _sample(run, teacher, texts, title=title, most_bytes=most_bytes)
-    return list(found.values())
+            if key not in samples:
+                samples[key] = _sample(run, teacher, texts, title=title, most_bytes=most_bytes)
+    return list(samples.values())
 
 
 def _sample(
@@ -79,10 +76,10 @@ def _sample(
     try:
         documents = list(_documents(run, texts))
         student = _tokenizer(run.folder / TOKENIZER_FOLDER, run.section("tokenizer"), "tokenizer")
-        kept = Path(str(teacher.get("checkpoint"))) / TOKENIZER_FOLDER
+        saved = Path(str(teacher.get("checkpoint"))) / TOKENIZER_FOLDER
         section = teacher.get("tokenizer")
         other = _tokenizer(
-            kept, section if isinstance(section, Mapping) else {}, "teacher.tokenizer"
+            saved, section if isinstance(section, Mapping) else {}, "teacher.tokenizer"
         )
         audit = PairAudit(student, other)
         audit.add(documents)
@@ -137,20 +134,20 @@ def _paths(run: RunRecord, texts: Sequence[str]) -> str:
     return "" if texts else str((data.get("validation"), data.get("train")))
 
 
-def _tokenizer(kept: Path, section: Mapping[str, Any], where: str) -> MegatronTokenizerText:
-    """The tokenizer that was kept, or else the one that the configuration names.
+def _tokenizer(saved: Path, section: Mapping[str, Any], where: str) -> MegatronTokenizerText:
+    """The tokenizer saved in a folder, or else the one that the configuration names.
 
-    Code that the configuration would let a tokenizer bring is not run.
+    Code of a tokenizer is not run, even if the configuration trusts it.
     """
-    if kept.is_dir():
-        return build_tokenizer(TokenizerConfig(model=str(kept)))
+    if saved.is_dir():
+        return build_tokenizer(TokenizerConfig(model=str(saved)))
     model = section.get("model")
     if not isinstance(model, str) or not os.path.exists(model):
         raise ConfigError(
             "the tokenizer cannot be read from here",
             where=where,
             got=model if isinstance(model, str) else None,
-            expected=f"it there, or in {kept}",
+            expected=f"it there, or in {saved}",
             fix="run the command where the run was started",
         )
     values = {**section, "trust_remote_code": False}
@@ -162,13 +159,13 @@ def _tokenizer(kept: Path, section: Mapping[str, Any], where: str) -> MegatronTo
 _PREFIX: Final = "seconds/"
 _WAITING: Final = "seconds/waiting"
 _WITHIN_OTHERS: Final = frozenset({_WAITING, "seconds/teacher_waiting"})
-"""Parts of the phases ``data`` and ``teacher``, and no phases of their own."""
+"""Times that are parts of the phases ``data`` and ``teacher``."""
 _BETWEEN_STEPS: Final = frozenset({"evaluation", "checkpoint"})
-"""Phases that are not in the ``seconds`` of a step."""
+"""Phases that are not included in the ``seconds`` of a step."""
 
 
 def report_page(runs: Sequence[RunRecord], samples: Sequence[PairSample]) -> str:
-    """The page of one run, or of several beside one another."""
+    """Render the page of one run, or of several side by side."""
     others = other_panels(runs)
     names = [run.name for run in runs]
     values = {
@@ -197,18 +194,18 @@ def report_page(runs: Sequence[RunRecord], samples: Sequence[PairSample]) -> str
 
 @dataclass(frozen=True, slots=True)
 class _TimeShares:
-    """The phases of a run."""
+    """Shares of a run's time by phase."""
 
     run: str
     rows: tuple[TableRow, ...]
-    """Time and share of each; empty where none were measured."""
+    """Time and share of each phase; empty if none was measured."""
     bar: Markup
     waited: str
-    """The part of ``data`` in which no sample was at hand; empty where it was not measured."""
+    """Time within ``data`` spent waiting for samples; empty if it was not measured."""
 
 
 def _time_shares(runs: Sequence[RunRecord]) -> list[_TimeShares]:
-    """Of each run; a phase has the same colour in all."""
+    """Time shares of each run; a phase has the same colour in all."""
     phases = [_phases(run) for run in runs]
     names = dict.fromkeys(name for of_run in phases for name in of_run)
     styles = {name: f"c{number % COLOURS}" for number, name in enumerate(names)}
@@ -216,7 +213,7 @@ def _time_shares(runs: Sequence[RunRecord]) -> list[_TimeShares]:
 
 
 def _phases(run: RunRecord) -> dict[str, float]:
-    """Seconds of each phase, what lies between phases last; empty where none were measured."""
+    """Seconds of each phase, the remainder last; empty if none was measured."""
     phases = {
         name.removeprefix(_PREFIX): sum(run.values(name))
         for name in run.names()

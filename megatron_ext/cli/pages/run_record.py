@@ -1,4 +1,4 @@
-"""The folder of a run, read without torch and whatever state the run is in."""
+"""``RunRecord``: the folder of a run, read without torch and in whatever state the run is."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE, METRICS_FIL
 EVALUATIONS: Final = "evaluation"
 _MOST_REFUSED: Final = 10
 _MOST_ITERATIONS: Final = 1 << 53
-"""Numbers up to which a float is exact."""
+"""Largest integer below which all are exact as floats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """A run that is finished, going on, broken off or not yet begun."""
+    """The recorded state of a run that is finished, running, interrupted or not yet begun."""
 
     name: str
-    """What the page calls it."""
+    """Name on the page."""
     folder: Path
     config: Mapping[str, Any]
-    """Its configuration; empty where that cannot be read."""
+    """Configuration; empty if it cannot be read."""
     data: Mapping[str, Any]
-    """What it said of its text; likewise."""
+    """Recorded description of the data; empty if it cannot be read."""
     rows: tuple[Mapping[str, Any], ...]
-    """Its metrics in the order of the iterations, each iteration once."""
+    """Metrics in the order of iterations, each iteration once."""
     evaluations: Mapping[str, Any]
-    """Results that lie in its folder ``evaluation``, by name of the file."""
+    """Results in the folder ``evaluation``, by file name."""
     refused: tuple[str, ...]
-    """The first of the documents that it left out, in words."""
+    """Descriptions of the first documents left out."""
     refused_count: int
-    """All of them."""
+    """Number of all documents left out."""
     problems: tuple[str, ...]
-    """What of the folder cannot be used, a sentence each."""
+    """Problems of the folder, a sentence each."""
 
     def section(self, *keys: str) -> Mapping[str, Any]:
-        """A section of the configuration; empty where there is none."""
+        """A section of the configuration; empty if it is missing."""
         found: Any = self.config
         for key in keys:
             found = found.get(key) if isinstance(found, Mapping) else None
@@ -52,22 +52,22 @@ class RunRecord:
 
     @property
     def teachers(self) -> dict[str, Mapping[str, Any]]:
-        """Configuration of each teacher by name; that of a ``teacher`` section is ``teacher``."""
+        """Configuration of each teacher by name; ``teacher`` for a single one."""
         several = {str(n): self.section("teachers", n) for n in self.section("teachers")}
         one = self.section("teacher")
         return several or ({"teacher": one} if one else {})
 
     @property
     def iterations(self) -> int:
-        """Iterations that were logged last."""
+        """The last logged iteration."""
         return int(self.rows[-1]["iteration"]) if self.rows else 0
 
     def names(self) -> list[str]:
-        """Names of everything that was measured as a number, in the order of their coming."""
+        """Names of all numeric measurements, in the order of their first occurrence."""
         return list(dict.fromkeys(name for row in self.rows for name in row if name != "iteration"))
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """Iteration and value wherever there is one that is finite."""
+        """Iteration and value of all finite values."""
         found = ((row["iteration"], as_number(row.get(name))) for row in self.rows)
         return [(iteration, value) for iteration, value in found if value is not None]
 
@@ -143,18 +143,18 @@ def _read_data(path: Path, problems: list[str]) -> Mapping[str, Any]:
 
 def _read_object(path: Path, problems: list[str]) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         problems.append(f"{path.name} holds no object of JSON")
         return {}
-    return found
+    return values
 
 
 def _read_rows(path: Path, problems: list[str]) -> dict[int, Mapping[str, Any]]:
-    """Rows by iteration; of an iteration that comes twice the later one."""
+    """Rows by iteration; of a repeated iteration the later one."""
     lines = _lines(path, problems)
     rows: dict[int, Mapping[str, Any]] = {}
     broken: list[int] = []
@@ -198,14 +198,14 @@ def _row(line: bytes) -> Mapping[str, Any] | None:
 
 def _object(line: bytes) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(line)
+        values = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return values if isinstance(values, dict) else None
 
 
 def _not_finite(rows: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
-    """Losses and gradients that are no finite numbers: the curves have gaps there."""
+    """Problems of non-finite losses and gradients, which leave gaps in the curves."""
     for name in ("loss", "grad_norm"):
         gaps = [i for i, row in rows.items() if name in row and as_number(row[name]) is None]
         if gaps:

@@ -1,4 +1,4 @@
-"""Tables with a column for each run."""
+"""Tables of runs, with a column for each run."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ FAULTS = (
 
 
 def totals(runs: Sequence[RunRecord]) -> list[TableRow]:
-    """The numbers one asks for first; without those that no run has."""
+    """The main numbers of the runs; rows that no run has are left out."""
     rows = [TableRow(name, tuple(of(run) for run in runs)) for name, of in _totals(runs)]
     return [row for row in rows if set(row.cells) != {NOTHING}]
 
 
 def configuration(runs: Sequence[RunRecord]) -> list[TableRow]:
-    """Every key of the configurations."""
+    """All keys of the configurations."""
     return _leaves([run.config for run in runs])
 
 
 def data(runs: Sequence[RunRecord]) -> list[TableRow]:
-    """What the runs said of their text; of a list its length, of a hash its beginning."""
+    """Recorded descriptions of the data; lists by length, hashes abbreviated."""
     rows = _leaves([run.data for run in runs], lists=lambda items: f"{len(items):,}")
     return [
         TableRow(row.name, tuple(cell[:_HASH_DIGITS] for cell in row.cells))
@@ -54,12 +54,12 @@ def data(runs: Sequence[RunRecord]) -> list[TableRow]:
 
 
 def evaluations(runs: Sequence[RunRecord]) -> list[TableRow]:
-    """Results of evaluations, of a list its length."""
+    """Results of evaluations; lists by length."""
     return _leaves([run.evaluations for run in runs], lists=lambda items: f"{len(items):,}")
 
 
 def chunks(runs: Sequence[RunRecord]) -> list[TableRow]:
-    """Chunks of the trained batches by kind, and tokens in none; empty where nothing is aligned."""
+    """Chunks of the trained batches by kind, and unaligned tokens; empty without alignments."""
     if not any(run.values(kind) for run in runs for kind in CHUNK_KINDS):
         return []
     return [
@@ -76,7 +76,7 @@ def chunks(runs: Sequence[RunRecord]) -> list[TableRow]:
 
 
 def held_out(run: RunRecord) -> tuple[list[str], list[TableRow]]:
-    """Names of models, and their held-out bits per byte whenever they were measured."""
+    """Headings with the names of models, and rows of their held-out bits per byte."""
     names = [name for name in run.names() if "_bits_per_byte" in name and run.values(name)]
     by_name = {name: dict(run.points(name)) for name in names}
     rows = [
@@ -113,7 +113,7 @@ def _measured(
     measure: Callable[[list[float]], float],
     shown: Callable[[float | None], str] = number,
 ) -> Callable[[RunRecord], str]:
-    """A measure of the values of a name, as it is shown of a run."""
+    """Cell function of a statistic of a run's measurements of a name."""
 
     def cell(run: RunRecord) -> str:
         values = run.values(name)
@@ -132,7 +132,7 @@ def _last_tenth(values: Sequence[float]) -> float:
 
 
 def state(run: RunRecord) -> str:
-    """How far a run is, in words."""
+    """Progress of a run, in words."""
     wanted = run.section("training").get("train_iters")
     if not isinstance(wanted, int):
         return f"{run.iterations:,} iterations" if run.rows else "no iteration was logged"
@@ -160,7 +160,7 @@ def _leaves(
 
 
 def _without_folders(values: list[Any]) -> list[Any]:
-    """The same with the ends of absolute paths; those of several runs stay different."""
+    """Values with absolute paths shortened, so that different ones stay different."""
     items = [item for value in values for item in (value if isinstance(value, list) else [value])]
     paths = [item for item in items if isinstance(item, str) and os.path.isabs(item)]
     short = short_paths(paths, least=2)

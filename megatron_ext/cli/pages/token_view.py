@@ -1,9 +1,4 @@
-"""Tokens of a text as a person reads them: coloured boundaries and a table.
-
-Text, paths and numbers as a person reads them.
-
-A terminal that output is written for: whether it has colours, and columns of text.
-"""
+"""``TokenView``, tokens of a text for display; text, numbers and tables for a terminal."""
 
 from __future__ import annotations
 
@@ -24,11 +19,11 @@ from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_ids import ByteEnds
 
 _SHAPED_BY_FONTS: Final = "\u200c\u200d\u3000"
-"""Joiners, without which Persian, Hindi and emoji fall apart, and the wide space of Chinese."""
+"""Joiners, needed to shape Persian, Hindi and emoji, and the ideographic space."""
 
 
 def visible_text(text: str) -> str:
-    """``text`` with its control characters shown; a line feed also breaks the line."""
+    """``text`` with control characters shown; a line feed also breaks the line."""
     if text.isprintable():
         return text
     return "".join(
@@ -37,19 +32,19 @@ def visible_text(text: str) -> str:
 
 
 def readable_text(text: str) -> str:
-    """``visible_text`` for reading in lines, not token by token: what fonts shape stays."""
+    """``visible_text`` for running text: characters that fonts shape are unchanged."""
     if text.isprintable():
         return text
     return "".join(c if c in _SHAPED_BY_FONTS else visible_text(c) for c in text)
 
 
 def one_line(text: str) -> str:
-    """``readable_text`` that stays in its line."""
+    """``readable_text`` on one line."""
     return readable_text(text).replace("\n", "")
 
 
 def _escaped_character(character: str) -> str:
-    """A picture of an ASCII control character; of any other character its code point."""
+    """Picture of an ASCII control character, or the code point of another character."""
     code = ord(character)
     return chr(0x2400 + code) if code < 0x20 else f"\\u{code:04x}"
 
@@ -58,7 +53,7 @@ _ABSOLUTE: Final = re.compile(r"(?<![\w.:/])(?:/[^\s/:;,'\"]+){2,}")
 
 
 def short_paths(paths: Iterable[str], *, least: int = 1) -> dict[str, str]:
-    """The ends of paths: ``least`` components, or as many more as tell all paths apart."""
+    """The last components of paths, at least ``least`` and enough to distinguish all paths."""
     parts = {path: [part for part in path.split(os.sep) if part] for path in paths}
     longest = max(map(len, parts.values()), default=0)
     for length in range(least, max(least, longest) + 1):
@@ -69,7 +64,7 @@ def short_paths(paths: Iterable[str], *, least: int = 1) -> dict[str, str]:
 
 
 def with_short_paths(text: str) -> str:
-    """A sentence with the last two components of each absolute path in it."""
+    """A sentence with each absolute path shortened to its last two components."""
     return _ABSOLUTE.sub(lambda found: "/".join(found[0].split("/")[-2:]), text)
 
 
@@ -89,7 +84,7 @@ def number(value: float | None) -> str:
 
 
 def short_number(value: float) -> str:
-    """A round number in little room."""
+    """A round number in compact form."""
     for size, letter in ((1e9, "G"), (1e6, "M")):
         if size <= abs(value) < 1e3 * size:
             return f"{value / size:g}{letter}"
@@ -97,12 +92,12 @@ def short_number(value: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A part in percent."""
+    """A fraction in percent."""
     return share_in_words(part / whole) if whole else NOTHING
 
 
 def memory(size: float | None) -> str:
-    """Bytes in the unit that suits them."""
+    """Bytes in a suitable unit."""
     if size is None:
         return NOTHING
     for unit in _BYTE_UNITS[:-1]:
@@ -113,7 +108,7 @@ def memory(size: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds, minutes or hours."""
+    """A duration in seconds, minutes or hours."""
     if seconds is None:
         return NOTHING
     if seconds < 60:
@@ -156,25 +151,25 @@ def add_color_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def use_colors(when: str) -> bool:
-    """What ``--color`` asks for: always, never, or auto, on a terminal without ``NO_COLOR``."""
+    """Whether to use colours: always, never, or auto (a terminal without ``NO_COLOR``)."""
     if when == "auto":
         return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return when == "always"
 
 
 def styled(style: str, text: str, *, color: bool = True) -> str:
-    """The text in a style; each line by itself, since pagers forget a style at the end of one."""
+    """The text in a style; applied line by line, since pagers reset styles at line ends."""
     if not color:
         return text
     return "\n".join(f"{style}{line}{_RESET}" if line else "" for line in text.split("\n"))
 
 
 def columns(rows: Sequence[Sequence[str]], sides: str) -> list[list[str]]:
-    """The cells of each row, filled up to the width of their column.
+    """The cells of each row, padded to the width of their column.
 
     Args:
-        rows: Of equally many cells; those beyond ``sides`` are left as they are.
-        sides: ``<`` for each column that is set to the left, ``>`` for one to the right.
+        rows: Rows of equally many cells; those beyond ``sides`` are unchanged.
+        sides: ``<`` for each left-aligned column, ``>`` for each right-aligned one.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     formats = [f"{side}{width}" for side, width in zip(sides, widths, strict=False)]
@@ -183,7 +178,7 @@ def columns(rows: Sequence[Sequence[str]], sides: str) -> list[list[str]]:
 
 
 def table_lines(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """The rows as lines of a table; ``sides`` as for ``columns``."""
+    """Lines of a table; ``sides`` as for ``columns``."""
     return ["  ".join(row).rstrip() for row in columns(rows, sides)]
 
 
@@ -199,26 +194,26 @@ class TokenView:
 
     token_id: int
     piece: str
-    """Display string in the vocabulary."""
+    """Piece of the vocabulary, as displayed."""
     begin: int
-    """First byte of the text that it covers."""
+    """First byte of the text that the token covers."""
     end: int
-    """First byte that it does not cover."""
+    """One past the last byte that the token covers."""
     covered: bytes
-    """What it covers."""
+    """The covered bytes."""
     trained: bool | None
-    """Whether a loss is put on it; None for a plain text."""
+    """Whether the token is trained; None for a plain text."""
 
     @property
     def shown(self) -> str:
-        """What it covers; the bytes of a part of a character in angle brackets."""
+        """The covered text; bytes of a partial character in angle brackets."""
         try:
             return self.covered.decode()
         except UnicodeDecodeError:
             return f"<{self.covered.hex(' ')}>"
 
     def as_row(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """Plain values for JSON."""
         row: dict[str, Any] = {
             "id": self.token_id,
             "piece": self.piece,
@@ -238,11 +233,11 @@ def token_views(
     """A view of each token.
 
     Args:
-        tokenizer: Gives the pieces.
+        tokenizer: Source of the pieces.
         text: The text, N bytes in UTF-8.
-        ids: Its tokens [T].
-        ends: Where each ends in its bytes [T].
-        trained: Whether each is trained [T].
+        ids: Token ids [T].
+        ends: End of each token in bytes [T].
+        trained: Whether each token is trained [T].
     """
     raw = text.encode()
     marks: Sequence[bool | None] = [None] * len(ids) if trained is None else trained
@@ -254,9 +249,9 @@ def token_views(
 
 
 def ribbon(views: Sequence[TokenView], *, color: bool) -> str:
-    """The text with its token boundaries: backgrounds that alternate, or bars without colour.
+    """The text with token boundaries: alternating backgrounds, or bars without colour.
 
-    Trained tokens are bold and green; without colour they stand in double angle brackets.
+    Trained tokens are bold and green; without colour they are in double angle brackets.
     """
     return "".join(_coloured(views) if color else _barred(views))
 
@@ -283,7 +278,7 @@ def _visible(view: TokenView) -> str:
 
 
 def table(views: Sequence[TokenView]) -> str:
-    """One line for each token: number, id, bytes, whether it is trained, piece and text."""
+    """One line a token: number, id, bytes, training state, piece and text."""
     rows = [("#", "id", "bytes", "trained", "piece", "text")]
     for number, view in enumerate(views):
         mark = {None: "", True: "yes", False: "-"}[view.trained]
@@ -297,11 +292,11 @@ def table(views: Sequence[TokenView]) -> str:
 
 
 def listing(views: Sequence[TokenView], *, limit: int, color: bool) -> str:
-    """Ribbon and table of the first tokens, and how many more there are.
+    """Ribbon and table of the first tokens, and the number of others.
 
     Args:
         views: The tokens.
-        limit: How many to list; 0 for all.
+        limit: Most tokens to list; 0 for all.
         color: As for ``ribbon``.
     """
     shown = views[:limit] if limit else views

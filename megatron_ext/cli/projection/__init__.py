@@ -5,9 +5,9 @@
     megatron-ext projection convert map.pt -o pair.safetensors --student DIR --teacher DIR
     megatron-ext projection embed models/Qwen3-0.6B models/with-llama --tokenizer llama3_2/
 
-A file that ends in .pt is one of the x-token tools of NeMo RL, read without running any code in it;
-any other is a safetensors file of ours. The tools themselves are here under their names and with
-their flags: minimal-projection-via-multitoken, reapply-exact-map, sort-and-cut-projection-matrix,
+A .pt file is one of the x-token tools of NeMo RL, read without running any code in it; any other is
+a safetensors file of megatron-ext. The tools are available under their names and with their flags:
+minimal-projection-via-multitoken, reapply-exact-map, sort-and-cut-projection-matrix,
 minimal-projection-generator and build-projection-matrix.
 """
 

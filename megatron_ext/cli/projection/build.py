@@ -1,7 +1,4 @@
-"""Building a projection, and a model with another tokenizer by one.
-
-Projection files of either kind, and the tokenizers that they are for.
-"""
+"""The actions ``build`` and ``embed`` of ``megatron-ext projection``, and their files."""
 
 from __future__ import annotations
 
@@ -26,14 +23,14 @@ from megatron_ext.projection.speller import PIECE_DECAY
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 
 LEGACY_SUFFIXES: Final = (".pt", ".pth")
-"""Of files that are written so."""
+"""Suffixes of files in NeMo RL's format."""
 
 _SHOWN: Final = 3
-"""Examples of a list."""
+"""Items shown of a list."""
 
 
 def add_pair(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add ``--student`` and ``--teacher``, and the names that NeMo RL's tools have for them."""
+    """Add ``--student`` and ``--teacher``, with the aliases of NeMo RL's tools."""
     for role in ("student", "teacher"):
         parser.add_argument(
             f"--{role}",
@@ -46,11 +43,11 @@ def add_pair(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def pair_of(arguments: argparse.Namespace) -> TokenizerPair | None:
-    """The tokenizers that are named; None where neither is.
+    """The named tokenizers; None if neither is named.
 
     Raises:
-        ConfigError: Only one of them is named.
-        TokenizerError: One cannot be read.
+        ConfigError: Only one tokenizer is named.
+        TokenizerError: A tokenizer cannot be read.
     """
     names = (arguments.student, arguments.teacher)
     if names == (None, None):
@@ -62,17 +59,17 @@ def pair_of(arguments: argparse.Namespace) -> TokenizerPair | None:
 
 
 def required_pair(arguments: argparse.Namespace) -> TokenizerPair:
-    """The tokenizers, where the parser asks for both."""
+    """The tokenizers, both of which the parser requires."""
     pair = pair_of(arguments)
     assert pair is not None
     return pair
 
 
 def read_entries(path: Path, pair: TokenizerPair | None = None) -> LooseEntries:
-    """The entries of a file of either kind.
+    """Read the entries of a file of either format.
 
     Raises:
-        ProjectionError: It is none, or one of ours that is for other tokenizers.
+        ProjectionError: The file is no projection, or one for other tokenizers.
     """
     student, teacher = (None, None) if pair is None else (pair.student, pair.teacher)
     if is_legacy_file(path):
@@ -89,12 +86,12 @@ def write_projection(
     slot_count: int | None = None,
     quiet: bool = False,
 ) -> None:
-    """Write a file of the kind that the suffix says, and say so on standard error unless ``quiet``.
+    """Write a file in the format of its suffix, with a note on standard error unless ``quiet``.
 
     The file names the models as the command line does, unless the projection names others.
 
     Raises:
-        ProjectionError: The place cannot be written to.
+        ProjectionError: The file cannot be written.
     """
     names = {f"{role}_model_id": vars(arguments).get(role) for role in ("student", "teacher")}
     given = {key: name for key, name in names.items() if name is not None}
@@ -114,7 +111,7 @@ def write_projection(
 
 
 def some_of(items: Iterable[str], *, before: str, after: str = "") -> str:
-    """The first items in a row, and whether there are more; nothing where there is none."""
+    """The first items in one line, with an ellipsis if there are more; empty without items."""
     shown = list(islice(items, _SHOWN + 1))
     if not shown:
         return ""
@@ -123,12 +120,12 @@ def some_of(items: Iterable[str], *, before: str, after: str = "") -> str:
 
 
 def note(text: str) -> None:
-    """Tell the user something on standard error that stops nothing."""
+    """Print a note on standard error."""
     sys.stderr.write(f"note: {text}\n")
 
 
 _MOST_PIECES: Final = 32
-"""A token that the old tokenizer spells with more is a run of one character."""
+"""Most pieces of a new token; only runs of one character have more."""
 
 
 def add_build_flags(parser: argparse.ArgumentParser) -> None:
@@ -203,14 +200,14 @@ def add_embed_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def embed(arguments: argparse.Namespace) -> None:
-    """Give a model another tokenizer: a HuggingFace folder with embeddings for the new vocabulary.
+    """Write a model with the vocabulary of another tokenizer, as a HuggingFace folder.
 
     megatron-ext projection embed models/Qwen3-0.6B models/qwen-with-llama --tokenizer llama3_2/
 
-    Each new token starts as the mean of the old tokens that stand for it, a token that both have as
-    it was; all other weights stay. The shares are those of --projection, from the new vocabulary to
-    the old one, or equal ones over the pieces that the old tokenizer spells a new token with. Such
-    a model is a start: distil it from the one that it came from.
+    Each new token starts as the mean of the old tokens that stand for it; shared tokens and all
+    other weights are unchanged. The weights of the mean are those of --projection, from the new
+    vocabulary to the old one, or else equal over the pieces into which the old tokenizer cuts the
+    new token. The model is a starting point: distil it from the original.
     """
     if not arguments.tokenizer.is_dir():
         raise ConfigError(
@@ -227,7 +224,7 @@ def embed(arguments: argparse.Namespace) -> None:
         projection = SparseProjection.load(arguments.projection, new, old, tell=note)
     else:
         projection = SparseProjection.from_tokenizers(new, old, top_k=_MOST_PIECES, decay=1.0)
-    # torch takes seconds to load.
+    # Imported late: torch takes seconds to load.
     from megatron_ext.huggingface.new_vocabulary import write_with_vocabulary
 
     write_with_vocabulary(

@@ -1,4 +1,4 @@
-"""Showing a projection file, and writing it in the other format."""
+"""The actions ``inspect`` and ``convert`` of ``megatron-ext projection``."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def convert(arguments: argparse.Namespace) -> None:
 
     megatron-ext projection convert map.pt -o pair.safetensors --student DIR --teacher DIR
 
-    With the tokenizers the vocabulary sizes are checked, and the file says which pair it is for. A
-    file with mass in wrong places is refused: build a projection from the tokenizers instead.
+    With the tokenizers given, vocabulary sizes are checked and the pair is recorded in the file. A
+    file with misplaced mass is refused: build a projection from the tokenizers instead.
     """
     pair = pair_of(arguments)
     entries = read_entries(arguments.file, pair)
@@ -68,12 +68,12 @@ def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def inspect(arguments: argparse.Namespace) -> None:
-    """Show what a projection file holds, and what is wrong with it.
+    """Show the contents and the defects of a projection file.
 
     megatron-ext projection inspect map.pt --student llama3_2/ --teacher qwen3/
 
-    With the tokenizers it also tells padding, lost exact rows and tokens that have nothing to do
-    with each other. The exit code is 0 whatever is found.
+    With the tokenizers given, it also reports padding, lost exact rows and unrelated tokens. The
+    exit code is 0 whatever is found.
     """
     pair = pair_of(arguments)
     inspection = Inspection.of(read_entries(arguments.file, pair), pair)
@@ -111,7 +111,7 @@ def _lines(inspection: Inspection, path: Path, pair: TokenizerPair | None) -> It
 
 
 def _examples(inspection: Inspection, pair: TokenizerPair | None) -> str:
-    """Some of the tokens that nothing stands for, by name where the names are known."""
+    """Some of the tokens without an entry, as text if the tokenizers are given."""
     named = (
         f"{row}" if pair is None else f"{row} {pair.student.id_to_token(row)!r}"
         for row in inspection.empty_rows

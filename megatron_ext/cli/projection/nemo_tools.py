@@ -1,4 +1,4 @@
-"""The x-token tools of NeMo RL, by their names and with their flags."""
+"""The x-token tools of NeMo RL as actions of ``megatron-ext projection``, with their flags."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 Flags = Mapping[str, Mapping[str, Any]]
-"""Flag, or its short and its long form, to what argparse is told; ``--enable/disable-x`` is two."""
+"""argparse options by flag, or by short and long form; ``--enable/disable-x`` is two flags."""
 
 _DATA_FOLDER: Final = "cross_tokenizer_data"
 _SIZE: Final = re.compile(r"-?[0-9.]+[bm]", re.IGNORECASE)
@@ -54,7 +54,7 @@ EMBEDDING_NAMES: Final = (
     "word_embeddings.weight",
     "tok_embeddings.weight",
 )
-"""How tensors of input embeddings end, in the models of transformers and in Llama's own files."""
+"""Suffixes of input embeddings' names, in transformers' models and in Meta's Llama files."""
 
 
 def _set(text: str) -> dict[str, Any]:
@@ -99,7 +99,7 @@ _MULTITOKEN: Final[Flags] = {
     "--output-dir": {"default": _DATA_FOLDER, "metavar": "DIR", "help": f"({_DATA_FOLDER})"},
     "--output-filename": {"metavar": "STEM", "help": "file name without its ending"},
 }
-"""Flags of the first step. The second has them too, and they do nothing there."""
+"""Flags of the first step; the second accepts and ignores them."""
 
 _CUT: Final[Flags] = {
     "--initial-projection-path": {"type": Path, "required": True, "metavar": "FILE"},
@@ -193,7 +193,7 @@ def add_flags(tool: str, parser: argparse.ArgumentParser) -> None:
 
 
 def build_multitoken(arguments: argparse.Namespace) -> Path:
-    """Build a projection by spelling the tokens of each side with the other's.
+    """Build a projection by tokenizing each side's tokens with the other tokenizer.
 
     megatron-ext projection minimal-projection-via-multitoken \\
         --student-model llama3_2/ --teacher-model qwen3/
@@ -228,7 +228,7 @@ def build_multitoken(arguments: argparse.Namespace) -> Path:
 
 
 def reapply(arguments: argparse.Namespace) -> Path:
-    """Map every token that both vocabularies have to itself alone, in a projection that is there.
+    """Map each token of both vocabularies to itself alone, in an existing projection.
 
     megatron-ext projection reapply-exact-map \\
         --student-model DIR --teacher-model DIR --initial-projection-path map.pt
@@ -350,10 +350,10 @@ TOOLS: Final = {
 
 
 def clean_model_name(model: str) -> str:
-    """A model's name as NeMo RL's tools write it in file names.
+    """A model's name in the file names of NeMo RL's tools.
 
-    That is the last part of the path, without sizes (``-1B``) and variants (``-Base``,
-    ``-Instruct``, ``-it``), and with ``_mini`` behind one that has "mini" in it.
+    It is the last part of the path without sizes (``-1B``) and variants (``-Base``, ``-Instruct``,
+    ``-it``), with ``_mini`` appended if it contains "mini".
     """
     name = Path(model).name
     cleaned = _VARIANT.sub("", _SIZE.sub("", name)).strip("-_")
@@ -361,7 +361,7 @@ def clean_model_name(model: str) -> str:
 
 
 def prepared_name(student: str, teacher: str, top_k: int) -> str:
-    """Stem of what the first step writes."""
+    """Stem of the first step's file."""
     return (
         f"projection_map_{clean_model_name(student)}_to_{clean_model_name(teacher)}"
         f"_multitoken_top_{top_k}_double"
@@ -375,7 +375,7 @@ def _parsed(tool: str, words: list[str]) -> argparse.Namespace:
 
 
 def _note_given(arguments: argparse.Namespace, flags: Flags, why: str) -> None:
-    """Say once which of ``flags`` were given in vain."""
+    """Note those of ``flags`` that were given and have no effect."""
     given = [
         name
         for name, options in flags.items()
@@ -398,13 +398,13 @@ def _made_folder(path: str | Path) -> Path:
 
 
 def _with_suffix(path: Path, words: str) -> Path:
-    """``path`` as a .pt file with ``words`` behind its stem."""
+    """``path`` with ``words`` appended to its stem and the suffix .pt."""
     stem = path.name.removesuffix(path.suffix) if path.suffix in (".pt", ".pth") else path.name
     return path.with_name(f"{stem}{words}.pt")
 
 
 def _examples(projection: ProjectionMatrix, pair: TokenizerPair, count: int) -> list[str]:
-    """The first rows of several entries, a line each."""
+    """The first rows with several entries, one line each."""
     lines = []
     for row in np.flatnonzero(np.diff(projection.indptr) > 1)[:count].tolist():
         entries = slice(*projection.indptr[row : row + 2])
@@ -416,7 +416,7 @@ def _examples(projection: ProjectionMatrix, pair: TokenizerPair, count: int) -> 
 
 
 def _embeddings(arguments: argparse.Namespace, role: str) -> EmbeddingMatrix:
-    """The embeddings in the file that is named, or of the model in its folder."""
+    """The embeddings in the named file, or those of the model in its folder."""
     file, tensor = getattr(arguments, f"{role}_embeddings"), getattr(arguments, f"{role}_tensor")
     if file is None:
         file, tensor = _of_model(Path(getattr(arguments, role)), role)
@@ -434,7 +434,7 @@ def _embeddings(arguments: argparse.Namespace, role: str) -> EmbeddingMatrix:
 
 
 def _of_model(folder: Path, role: str) -> tuple[Path, str]:
-    """The weights file with the input embeddings, and their name."""
+    """The weights file that holds the input embeddings, and their name."""
     with needed_packages("a model's weights"):
         from safetensors import SafetensorError, safe_open
     for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:

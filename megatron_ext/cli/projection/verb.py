@@ -1,4 +1,4 @@
-"""The actions of ``megatron-ext projection``."""
+"""The verb ``megatron-ext projection`` and its actions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_ext.cli.projection import build, convert, nemo_tools
 
 
 class Action(NamedTuple):
-    """One word behind ``megatron-ext projection``: its flags, and what it runs."""
+    """One action of ``megatron-ext projection``."""
 
     add_flags: Callable[[argparse.ArgumentParser], None]
 
     run: Callable[[argparse.Namespace], object]
-    """Its docstring is the help of the action."""
+    """Function of the action; its docstring is the help."""
 
 
 ACTIONS: Final = {
@@ -33,7 +33,7 @@ ACTIONS: Final = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a parser for each action."""
+    """Add a subparser for each action."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, action in ACTIONS.items():
         words = cleandoc(action.run.__doc__ or "")
