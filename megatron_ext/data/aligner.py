@@ -200,8 +200,8 @@ class ContentAligner:
     """Aligner of texts (as a batch) and of conversations (one at a time).
 
     Args:
-        student_tokenizer: The student's.
-        teacher_tokenizers: Those of teachers that have another one.
+        student_tokenizer: Tokenizer of the student.
+        teacher_tokenizers: Tokenizers of the teachers with another one.
     """
 
     def __init__(
@@ -225,8 +225,8 @@ class TextAligner:
     """Aligner of plain texts.
 
     Args:
-        student_tokenizer: The student's.
-        teacher_tokenizers: Those of teachers that have another one.
+        student_tokenizer: Tokenizer of the student.
+        teacher_tokenizers: Tokenizers of the teachers with another one.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class ConversationAligner:
 
     Args:
         student_tokenizer: The student's, with a prompt format.
-        teacher_tokenizers: Those of teachers that have another one, or another format.
+        teacher_tokenizers: Tokenizers of the teachers with another one, or another format.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class RecordStore:
         """Append a record, unless the files have reached ``max_bytes``.
 
         Raises:
-            DataError: It cannot be written.
+            DataError: The record cannot be written.
         """
         self._detect_fork()
         if self._bytes + len(record) > self._max_bytes:

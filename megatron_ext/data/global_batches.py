@@ -195,7 +195,7 @@ class GlobalBatches:
         """Resume from a ``state``.
 
         Raises:
-            ConfigError: It is of other data, another blend or another order.
+            ConfigError: The state is of other data, another blend or another order.
         """
         for name, value in self._identity().items():
             before = state["identity"].get(name)
@@ -325,7 +325,7 @@ class ReadAhead(Generic[Batch]):
         """Resume from a ``state``, discarding what was read ahead.
 
         Raises:
-            ConfigError: It is of other data, another blend or another order.
+            ConfigError: The state is of other data, another blend or another order.
         """
         self._ahead.clear()
         self._batches.load_state(state)

@@ -118,7 +118,7 @@ class PackedBatches:
         """Resume from a state; the number of workers and the batch size may differ.
 
         Raises:
-            ConfigError: It is of other data, another order, or another number of ranks.
+            ConfigError: The state is of other data, another order, or another number of ranks.
         """
         for name, value in self._settings().items():
             if state.get(name) != value:

@@ -95,7 +95,7 @@ class RowStreams:
         """Resume from ``positions``, which must have every stream that is read here.
 
         Raises:
-            ConfigError: One is missing.
+            ConfigError: A stream is missing.
         """
         missing = self.positions.keys() - positions.keys()
         if missing:

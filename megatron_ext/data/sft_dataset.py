@@ -214,7 +214,7 @@ class SFTDataset(MegatronDataset):  # type: ignore[misc]
         """One sample.
 
         Args:
-            idx: Its number; None for a sample that trains nothing, to fill a batch.
+            idx: Number of the sample; None for one that trains nothing, to fill a batch.
 
         Returns:
             The arrays of ``laid_out``: ``tokens`` [S] int64, ``labels`` [S] int64 (-100

@@ -35,33 +35,33 @@ class SFTConfig:
     """Treatment of records by an ``SFTDataset``."""
 
     packing: Packing = "none"
-    """How conversations share samples. Only ``none`` is right for a training step that does not
-    read ``cu_seqlens`` or the attention mask."""
+    """Packing of conversations into samples. A training step that reads neither ``cu_seqlens`` nor
+    the attention mask requires ``none``."""
 
     too_long: TooLong = "truncate-right"
-    """What becomes of a conversation that is longer than a sample: it loses its end, its beginning,
-    is left out, or ends the run."""
+    """Treatment of a conversation longer than a sample: cut its end or its beginning, leave it out,
+    or end the run."""
 
     untrained: Loss = "drop"
-    """What becomes of a conversation in which nothing is trained, perhaps once it is cut: it is
-    left out, or ends the run."""
+    """Treatment of a conversation without a trained token, possibly after it is cut: leave it out,
+    or end the run."""
 
     bad_records: Loss = "refuse"
-    """What becomes of a line that gives no conversation: it is left out, or ends the run."""
+    """Treatment of a line without a usable conversation: leave it out, or end the run."""
 
     append_eod: bool = True
     """End each conversation with the end-of-document token unless it ends with it, as Megatron-LM
-    does. It is trained behind a token that is."""
+    does. It is trained if the token before it is."""
 
     split_at_system: bool = True
     """Begin a new conversation at each system message of a record, as Megatron-LM does."""
 
     shuffle: bool = True
-    """Mix conversations before they are packed, and samples anew in each epoch, under the seed.
+    """Shuffle conversations before they are packed, and samples anew in each epoch, by the seed.
     Otherwise both are in the order of the file."""
 
     conversation_schema: RecordSchemaName = "auto"
-    """Schema of the records; found out from the first of them with ``auto``."""
+    """Schema of the records; ``auto`` to detect it from the first of them."""
 
     json_key: str | None = None
     """Field that holds the turns of a record, where it has an unusual name."""
@@ -135,7 +135,7 @@ class SFTRecords:
 
         Raises:
             DataError: The line is not JSON, or the file has changed.
-            ConversationError: It is of another schema, or something in it cannot be used.
+            ConversationError: The record has another schema, or cannot be used.
         """
         record = conversation_record(self._parsed(number), self._schema, key=self._config.json_key)
         if not self._config.split_at_system:

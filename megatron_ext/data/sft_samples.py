@@ -43,16 +43,16 @@ class SFTSample:
         """Render, tokenize and mask a conversation.
 
         Args:
-            tokenizer: One that has a prompt format.
-            conversation: Its messages.
+            tokenizer: Tokenizer with a prompt format.
+            conversation: Messages of the conversation.
             template_variables: Other variables of the template, such as ``tools``.
             eod: A token to append unless the conversation ends with it, trained if the token before
                 it is; None for none.
 
         Raises:
-            UntrainedError: Nothing of it is trained.
+            UntrainedError: Nothing of the conversation is trained.
             ConversationError: The conversation is malformed or does not fit the format.
-            TokenizerError: The library cannot take its text.
+            TokenizerError: The tokenizer cannot take the text.
         """
         ids, target = tokenizer.tokenize_conversation(
             conversation,
@@ -61,7 +61,7 @@ class SFTSample:
             template_variables=template_variables,
         )
         sample = cls(np.asarray(ids, np.int64), np.asarray(target, np.int64))
-        return sample if eod is None else sample._ended_with(eod)
+        return sample if eod is None else sample._with_eod(eod)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -101,7 +101,7 @@ class SFTSample:
             kept = np.insert(kept, 0, 0)
         return SFTSample(self.ids[kept], target[kept])
 
-    def _ended_with(self, eod: int) -> SFTSample:
+    def _with_eod(self, eod: int) -> SFTSample:
         if not len(self) or self.ids[-1] == eod:
             return self
         target = IGNORE_INDEX if self.target[-1] == IGNORE_INDEX else eod
@@ -201,7 +201,7 @@ class SFTReader:
 
         Raises:
             DataError: The line is not JSON, or the file has changed.
-            ConversationError: It holds no conversation, or one that does not fit the format.
+            ConversationError: The record has no conversation, or one that does not fit the format.
         """
         pieces = self.records.conversations(record)
         samples: list[SFTSample | None] = []

@@ -56,7 +56,7 @@ class ArrowTextDataset(Dataset[dict[str, Any] | ConversationRecord]):
         called: Names of the arguments in error messages.
 
     Raises:
-        DataError: There is no such file, it is damaged, or no row holds a text; with ``strict``,
+        DataError: A file is missing or damaged, or no row holds a text; with ``strict``,
             a row is empty or bad (with file and row).
         MissingDependencyError: A package that reads this kind of file is not installed.
     """

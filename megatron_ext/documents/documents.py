@@ -98,7 +98,7 @@ class Documents(Protocol):
 
     @property
     def report(self) -> CorpusReport:
-        """What became of the rows."""
+        """Counts of the rows read and left out."""
 
     @property
     def sha256(self) -> str:

@@ -104,7 +104,7 @@ def _write(place: Path, arrays: Arrays, notes: Notes) -> None:
 
 
 _FORMAT: Final = 2
-"""Of the arrays; another one makes every index anew."""
+"""Version of the arrays; raising it rebuilds every index."""
 
 _EMPTY: Final = "the text is empty"
 

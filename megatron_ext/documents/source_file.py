@@ -249,7 +249,7 @@ def read_text_file(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBl
 
     Raises:
         ConfigError: ``check_text_fields`` refuses the file.
-        DataError: It cannot be read.
+        DataError: The file cannot be read.
     """
     check_text_fields(piece.path, fields)
     block = RecordBlock.empty(fields)
@@ -266,7 +266,7 @@ def whole_text(piece: InputSlice) -> str | BadRecord:
     """All text of a file, or a bad record where it is not UTF-8.
 
     Raises:
-        DataError: It cannot be read.
+        DataError: The file cannot be read.
     """
     try:
         content = Path(piece.path).read_bytes()

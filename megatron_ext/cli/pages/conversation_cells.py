@@ -53,7 +53,7 @@ class Cell:
     first_token: int
     """Index of the first token that begins in it."""
     token_count: int
-    """How many tokens begin in it: several where tokens share a character, none where one token
+    """Number of tokens that begin in it: several if tokens share a character, none if one token
     crosses from one source to another."""
     continues: bool
     """Whether it begins within a token that began before it."""
