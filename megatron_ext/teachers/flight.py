@@ -138,7 +138,20 @@ with needed_packages("a remote teacher"):
     import pyarrow as pa
     import pyarrow.flight as fl
 
-__all__ = ["CLIENT_OPTIONS", "SCHEMA", "fl", "receive", "to_chunks"]
+__all__ = [
+    "CLIENT_OPTIONS",
+    "SCHEMA",
+    "Frame",
+    "bytes_of",
+    "empty",
+    "fl",
+    "from_bytes",
+    "header_of",
+    "read_frame",
+    "receive",
+    "to_bytes",
+    "to_chunks",
+]
 
 SCHEMA: Final = pa.schema([("bytes", pa.uint8())])
 

@@ -146,7 +146,6 @@ def _bounds(
     return bounds
 
 
-_HEADER_FIELDS = ("role", "name")
 _NAMES_SHOWN = 4
 
 
