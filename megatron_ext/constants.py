@@ -1,4 +1,4 @@
-"""Numbers that several layers must agree on."""
+"""Constants that several layers share."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Errors a user can act on: what went wrong, what was found, what was expected, what to do."""
+"""Errors for users: what failed, what was found, what was expected, and how to fix it."""
 
 
 class MegatronExtError(Exception):

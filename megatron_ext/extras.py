@@ -1,4 +1,4 @@
-"""Extras of the installation, and the packages that they bring."""
+"""Optional packages, and the extras of the installation that bring them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that several processes write: whole or not at all, one at a time, or line by line."""
+"""Atomic and locked writing of files by several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules under the names that they had before they moved."""
+"""Import of moved modules under their former names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A name -> row table whose look-up error lists the choices."""
+"""Registry of rows by name; a failed look-up lists the choices."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Dataclasses from nested mappings: types are checked, never guessed, and every error has a place.
+"""Validation of nested mappings (files, flags, arguments) into dataclasses.
 
-The one validator of what a configuration file, flags, or a caller's mapping say.
+Types are checked, never guessed, and every error names a place.
 """
 
 from __future__ import annotations

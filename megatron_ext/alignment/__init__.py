@@ -1,4 +1,4 @@
-"""Which student tokens and which teacher tokens cover the same bytes."""
+"""Chunks of student and teacher tokens that cover the same bytes."""
 
 from megatron_ext.alignment.alignment import Alignment, ChunkClass, ChunkCounts
 from megatron_ext.alignment.byte_alignment import align_byte_ends

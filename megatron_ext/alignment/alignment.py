@@ -1,4 +1,4 @@
-"""The alignment of one sequence pair, and what it counts. T tokens, C chunks."""
+"""Alignment of one pair of token sequences, and counts of its chunks. T tokens, C chunks."""
 
 from __future__ import annotations
 

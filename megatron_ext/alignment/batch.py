@@ -1,4 +1,4 @@
-"""Alignments of one microbatch as tensors. B samples, T tokens, C chunks."""
+"""Tensors of the alignments of one microbatch. B samples, T tokens, C chunks."""
 
 from __future__ import annotations
 

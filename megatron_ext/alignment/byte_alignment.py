@@ -1,8 +1,8 @@
-"""Byte ends of two tokenizations to the alignment of their tokens. T tokens, C chunks.
+"""Alignment of two tokenizations by the byte at which each token ends. T tokens, C chunks.
 
 Both sides tokenize one byte string, so a token boundary is a number: where the token ends in those
-bytes. A boundary that both sides have is common, and a chunk is what lies between one common
-boundary and the next. That is exact for every script and every pair of libraries, and linear.
+bytes. A boundary that both sides have is common, and a chunk lies between two neighbouring common
+boundaries. That is exact for every script and every pair of libraries, and takes linear time.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Chunks of one side: as a byte a token, and as places. T tokens, C chunks.
+"""Chunks of one side as one mark per token, as positions, and in label coordinates.
 
-Chunk ids count from some first chunk, so that rows of them are renumbered whenever they are cut or
-put together. Marks are not: chunk ``c`` is what begins with the ``c``-th mark of each side that is
-``BEGINS`` or more. They say the same wherever the tokens stand.
+B samples, T tokens, C chunks.
 
-Chunk ids of several samples, laid out over label positions. B samples, T tokens, C chunks.
+Chunk ids have to be renumbered whenever rows of them are cut or concatenated. Marks do not: chunk
+``c`` starts at the ``c``-th mark of each side that is ``BEGINS`` or more.
 
-A sample has a stretch of label positions. Its position ``t`` predicts its token ``t + 1``, so that
-token 0 is never predicted, and a token past the stretch is never seen.
+In label coordinates a sample has a stretch of positions, and its position ``t`` predicts its token
+``t + 1``: token 0 is never predicted, and neither is a token past the stretch.
 """
 
 from __future__ import annotations

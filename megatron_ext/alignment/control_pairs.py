@@ -1,4 +1,4 @@
-"""Which control tokens of two vocabularies stand for the same thing. T tokens, P pairs.
+"""Pairs of control tokens with the same meaning in two vocabularies. T tokens, P pairs.
 
 A control token (no bytes) is paired by its role, else by its name: ``<s>`` and
 ``<|begin_of_text|>`` both begin a sequence.

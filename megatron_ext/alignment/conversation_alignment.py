@@ -1,8 +1,10 @@
-"""Aligning a conversation that each side writes with its own template. T tokens, R ranges, K keys.
+"""Alignment of a conversation that each side renders with its own template.
 
-What a template writes has no counterpart in another template. What a message says has: the same
-field of the same message. So contents correspond by where they came from, whatever the templates
-are, and so do the stop tokens behind the same answer; all else is in no chunk. P places, N bytes.
+T tokens, R ranges, P places, N bytes.
+
+Text that one template writes has no counterpart in the other. Message contents do: the same field
+of the same message. So contents are matched by their provenance, whatever the templates are, and so
+are the stop tokens behind the same answer; everything else is in no chunk.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What tokens spell, where that is not the text that they cover. T tokens, C chunks.
+"""Token streams, and alignments of tokens that spell other bytes than they cover.
 
-A tokenizer may change a text before it cuts it. Byte ends then say what of the text a token stands
-for, and not which bytes it has: a character that is taken apart becomes several tokens, of which
-the last covers it, and a letter in lower case covers the capital.
+T tokens, C chunks.
 
-A stream of tokens and where each ends in its bytes. T tokens.
+A tokenizer may normalise a text before it cuts it. Byte ends then say which bytes of the text a
+token stands for, not which bytes it has: a decomposed character becomes several tokens, of which
+the last covers it, and a lower-case letter covers the capital.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Equal stretches of two rows of symbols, in order. N and M symbols, R runs.
+"""Equal runs of two sequences of symbols, in order. N and M symbols, R runs.
 
-Symbols are numbers: code points, for texts. What both rows share is found from anchors, stretches
-that occur once in each; between anchors from shorter ones; between those by a search for the fewest
-edits that is bounded, so that the whole is near-linear. Unlike texts share little, and nothing is
-made of chance: a short run counts only where what surrounds it is the same text written otherwise.
+Symbols are numbers: code points, for texts. Runs are found from anchors, which occur once in each
+sequence; between anchors from shorter anchors; between those by a bounded search for the fewest
+edits, so that the whole is near-linear. A short run counts only where the text around it is the
+same text normalised differently: unlike texts share short runs by chance.
 
-What two rows share by the fewest insertions and deletions, as far as a bound allows.
-
-The greedy algorithm of Myers, "An O(ND) Difference Algorithm and Its Variations" (1986), from the
-front in stages: a stage ends at a long run of equal symbols, or where its edits are used up.
+The search is the greedy algorithm of Myers, "An O(ND) Difference Algorithm and Its Variations"
+(1986), run from the front in stages: a stage ends at a long run or when its edits are used up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Aligning two streams whose texts differ a little. T tokens, R ranges, C chunks, N bytes.
+"""Alignment of two streams whose texts differ a little. T tokens, R ranges, C chunks, N bytes.
 
-One tokenizer composes accents, another folds case, a third drops a character: then the streams
-decode to different bytes. Ranges of characters that are equal are found, chunks are made within
-them, and what differs is in no chunk and is reported.
+Tokenizers that normalise (compose accents, fold case, drop characters) decode to different bytes.
+Chunks are made within the ranges of equal characters; unaligned spans are in no chunk and are
+reported.
 """
 
 from __future__ import annotations

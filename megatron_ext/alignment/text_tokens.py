@@ -1,4 +1,4 @@
-"""Batches of texts to ids, and where each token ends in them. D texts, N tokens."""
+"""Ids and byte ends of batches of texts. D texts, N tokens."""
 
 from __future__ import annotations
 

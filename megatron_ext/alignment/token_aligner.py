@@ -1,4 +1,4 @@
-"""Two tokenizers, and texts or id streams, to chunks. D texts, N and M tokens of all of them."""
+"""Aligner of texts or id streams of two tokenizers. D texts, N and M tokens of all of them."""
 
 from __future__ import annotations
 

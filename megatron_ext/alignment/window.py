@@ -1,7 +1,7 @@
-"""Cutting texts so that they fit both models. T tokens, C chunks, W windows.
+"""Windows of a text that fit both models, and truncation to them. T tokens, C chunks, W windows.
 
-A window starts and ends on a common byte boundary, so that what the teacher reads in it is exactly
-what the student reads.
+A window starts and ends on a common byte boundary, so that teacher and student read exactly the
+same bytes in it.
 """
 
 from __future__ import annotations

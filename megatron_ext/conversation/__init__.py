@@ -1,4 +1,4 @@
-"""Conversations: messages, prompt formats, and ids with the mask that training needs."""
+"""Conversations: messages, prompt formats, rendering, and ids with training masks."""
 
 from megatron_ext.conversation.conversation_tokenizer import (
     apply_chat_template,

@@ -1,6 +1,6 @@
-"""The ids of a conversation in the forms that transformers' ``apply_chat_template`` gives them.
+"""Options of transformers' ``apply_chat_template``, and the forms in which it returns ids.
 
-Tokenizers of other packages where one of ours is needed.
+Refuses options that are not supported, and tokenizers of other packages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What callers ask for: a conversation's ids, with its target where it is trained.
-
-How many untrained tokens stand before an answer: a consequence of the template.
-"""
+"""Tokenization of conversations: ids, targets, and the check of a stated prefix length."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A conversation as tokens: one render, one tokenization, and a mask from provenance.
 
-Where a character came from when the template was rendered decides two things: whether a control
-token may be read there, and whether the token that covers it is trained.
+The provenance of a character decides two things: whether a control token may be read there, and
+whether the token that covers it is trained.
 """
 
 from __future__ import annotations

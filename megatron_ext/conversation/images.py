@@ -1,4 +1,4 @@
-"""Images in a text: the token that stands for one, and the tags that formats put around it."""
+"""Images in a text: the image token, and the tags that formats put around it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What a conversation is, and what is wrong with one that is none.
-
-Where each character of a text begins in its UTF-8.
-
-What a conversation asks of a tokenizer.
-"""
+"""Messages and conversations, their checks, and the tokenizer protocol that they need."""
 
 from __future__ import annotations
 

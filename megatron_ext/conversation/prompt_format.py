@@ -1,9 +1,4 @@
-"""What a prompt format asks of a vocabulary, and the template that it writes with.
-
-How conversations are written for a model, and what of them is trained.
-
-The prompt formats by name: a row, a template and a golden each.
-"""
+"""Prompt formats: the registry, their templates, and their configuration for a vocabulary."""
 
 from __future__ import annotations
 

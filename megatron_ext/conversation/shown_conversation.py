@@ -1,6 +1,6 @@
-"""What a prompt format shows of a conversation, before any template.
+"""Messages as a prompt format passes them to a template.
 
-Contents that are lists of parts, for templates that take them and for those that do not.
+Contents that are lists of parts become one text for templates that do not take parts.
 """
 
 from __future__ import annotations

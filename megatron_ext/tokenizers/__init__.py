@@ -1,4 +1,4 @@
-"""Tokenizers of every library behind one interface, with bytes as the common currency."""
+"""Tokenizers of every library behind one interface, related by the bytes of their tokens."""
 
 from megatron_ext.tokenizers.base import (
     ByteTokenizer,

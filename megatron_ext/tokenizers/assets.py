@@ -1,10 +1,9 @@
-"""A tokenizer in a folder of its own: its files under settled names, and metadata that rebuild it.
+"""Saving a tokenizer to a folder: its files under fixed names, and the metadata to rebuild it.
 
 ``tokenizer_metadata.json`` is what Megatron reads beside a tokenizer, with one key more. Under
 ``assets`` stand the options that the tokenizer was built with, its special tokens, the fingerprint
-of its vocabulary, and size and hash of each file. Nothing in a folder says where it lies.
-
-Folders that are written whole or not at all.
+of its vocabulary, and size and hash of each file. No path is stored, so that a folder can be moved.
+It is written whole or not at all.
 """
 
 from __future__ import annotations

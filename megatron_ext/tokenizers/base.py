@@ -1,15 +1,11 @@
-"""The contract of a tokenizer library, and of what the rest of Megatron sees.
+"""Interfaces of a tokenizer: a library's adapter, Megatron's base class, and ``ByteTokenizer``.
 
-One adapter per library implements ``MegatronTokenizerTextAbstract``. Bytes are the currency:
-display strings differ between libraries (``Ġthe``, ``▁the``, ``<0x0A>``), bytes do not. Two views
-of a token's bytes matter and both live here:
+One adapter per library implements ``MegatronTokenizerTextAbstract``. Tokenizers are related by
+bytes, because display strings differ between libraries (``Ġthe``, ``▁the``, ``<0x0A>``). Two views
+of a token's bytes matter:
 
 * ``token_bytes(id)``: what the id contributes to a decoded stream, whatever stands before it;
 * ``encode_with_byte_ends(text)``: where each token of ``text`` ends in ``text.encode()``.
-
-The least of a tokenizer that relates texts and bytes.
-
-The display strings of a tokenizer.
 """
 
 from __future__ import annotations

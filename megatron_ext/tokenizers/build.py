@@ -1,4 +1,4 @@
-"""A tokenizer from its configuration, and the vocabulary size that a model gives it."""
+"""Construction of a tokenizer from its configuration, and padding of the vocabulary size."""
 
 from __future__ import annotations
 

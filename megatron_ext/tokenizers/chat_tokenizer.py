@@ -1,4 +1,4 @@
-"""Conversations, as a capability that every tokenizer has."""
+"""Conversation methods that every tokenizer has."""
 
 from __future__ import annotations
 

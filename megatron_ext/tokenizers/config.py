@@ -1,9 +1,7 @@
-"""What a user says about a tokenizer.
+"""Configuration of a tokenizer and of the conversations that it encodes.
 
 Flags, their help and the documentation are generated from the fields below. A field is the flag
 ``--tokenizer-NAME`` unless its metadata give the spelling that Megatron uses.
-
-What a user says about conversations besides their prompt format.
 """
 
 from __future__ import annotations

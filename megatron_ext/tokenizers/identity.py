@@ -1,4 +1,4 @@
-"""The identity of a tokenizer: what two must share to give the same ids."""
+"""Identity of a tokenizer: the values on which its ids and trained tokens depend."""
 
 from __future__ import annotations
 

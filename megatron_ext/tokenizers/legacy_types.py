@@ -1,7 +1,4 @@
-"""The tokenizer types of Megatron-LM, and what each is called now.
-
-The prompt format that flags name, in today's words or in Megatron's old ones.
-"""
+"""Tokenizer types and prompt format flags of Megatron-LM, in today's terms."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Our tokenizers in the eyes of megatron-core's isinstance checks.
+"""Registration of our tokenizers for the isinstance checks of megatron-core.
 
 megatron-core is heavy and is never imported here. Importing this module makes ours virtual
 subclasses of those of its abstract classes that are loaded already, and puts a finder on
-``sys.meta_path`` that does so for the others when somebody loads them: whichever package comes
-first, and however long before a tokenizer was built. The finder finds nothing itself: it passes the
-modules below on to the finders that were there, and looks at no other.
+``sys.meta_path`` that does so for the others when they are loaded: in whichever order the packages
+are imported. The finder delegates the modules listed below to the other finders, and ignores all
+others.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Megatron's entry point: a tokenizer from a path and its metadata.
+"""``MegatronTokenizer``, Megatron's entry point: a tokenizer from a path and its metadata.
 
-Which class a tokenizer's metadata name.
-
-The class names that Megatron's releases gave to tokenizers of a model family; all are ours now.
-
-There is no layer behind them: a tokenizer does not depend on the model that it serves.
-
-Which library reads what lies at a path.
+The classes that Megatron's releases have for tokenizers of a model family are aliases of ours: a
+tokenizer does not depend on the model that it serves.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""``tokenizer_metadata.json``: what Megatron keeps beside a tokenizer file.
+"""``tokenizer_metadata.json``, the file that Megatron keeps beside a tokenizer.
 
 Every release's layout is read: with ``model_type`` or without, with a class or with nulls, and with
-the libraries' names of then. Unknown keys are kept, so that a file of another version survives a
-rewrite. What we write is read by every release that knows the library: Megatron takes its own class
-where none is named.
+older names of the libraries. Unknown keys are kept, so that a file of another version survives a
+rewrite. Files written here are read by every release that knows the library: Megatron takes its own
+class where none is named.
 """
 
 from __future__ import annotations

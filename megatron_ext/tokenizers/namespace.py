@@ -1,6 +1,6 @@
-"""A tokenizer's configuration from Megatron's parsed flags, whichever release parsed them.
+"""Tokenizer configuration from parsed flags of any Megatron release.
 
-The attributes that are there tell the release, and with it what an old type meant by default:
+The attributes of the namespace tell the release, and with it the defaults of an old type:
 
 * 0.16 has ``tokenizer_hf_include_special_tokens``, False unless asked for;
 * 0.17 has ``tokenizer_hf_no_include_special_tokens`` too, which wins, and the other is True;

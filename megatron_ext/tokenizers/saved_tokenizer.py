@@ -1,4 +1,4 @@
-"""A folder of tokenizer assets, read back and held to what was written down of it."""
+"""Loading of a saved tokenizer folder, verified against its record."""
 
 from __future__ import annotations
 

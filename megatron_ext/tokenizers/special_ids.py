@@ -1,10 +1,8 @@
-"""The special ids of a tokenizer, under every name that Megatron's code asks for them.
+"""Special ids of a tokenizer under all names that Megatron uses, and markers in its vocabulary.
 
-Tokens of the vocabulary itself that look like control tokens, and may be used as such.
-
-Some vocabularies hold tokens that every text spells and that a template may write as marks all the
-same: ``<unused0>`` in Gemma's, ``[REF]`` in Mistral's. They are ordinary vocabulary, as ``<table>``
-beside them is, until a template writes one.
+Markers are tokens that any text spells and that a template may also write as marks: ``<unused0>``
+in Gemma's vocabulary, ``[REF]`` in Mistral's. They are ordinary vocabulary, as ``<table>`` is,
+until a template writes one.
 """
 
 from __future__ import annotations

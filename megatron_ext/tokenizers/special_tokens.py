@@ -1,11 +1,4 @@
-"""The names that tokenizer files give their special tokens when no configuration says.
-
-Special ids by the names that Megatron's code has for their roles.
-
-Special tokens that are added to a tokenizer after it was built.
-
-Where control tokens are written in a text.
-"""
+"""Special tokens: conventional names, ids by role, added tokens, and control tokens in a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which character of a text each token of a given stream begins.
+"""Index of the character in which each token of a given stream begins.
 
 Shape letters: T tokens, N bytes, M characters.
 """

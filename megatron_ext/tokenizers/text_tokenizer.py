@@ -1,7 +1,4 @@
-"""The tokenizer object that Megatron's data, training and serving code holds.
-
-Documents of JSON lines files as one array of ids, as Megatron's fast preprocessing has it.
-"""
+"""``MegatronTokenizerText``, the tokenizer that Megatron uses in data, training and serving."""
 
 from __future__ import annotations
 

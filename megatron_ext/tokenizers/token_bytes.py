@@ -1,15 +1,10 @@
-"""The bytes of every id of a vocabulary, in one flat buffer, and where tokens end in a text.
+"""Table of the bytes of every id, and the byte at which each token of a text ends.
 
 Shape letters: V vocabulary, T tokens, N bytes of a text, M characters of a text.
 
-Whether tokens spell a text, eight bytes at a time. V vocabulary, T tokens, N bytes.
-
-A word is eight bytes as one number. Nearly all tokens are no longer than a word, so comparing them
-with a text takes one comparison for each instead of one for each of their bytes.
-
-Combining marks that a normaliser puts in another order than the text has them.
-
-Shape letters: T tokens, M characters, N bytes of a text.
+Tokens are compared with a text in words of eight bytes. Nearly all tokens fit in one, so that one
+comparison for each token replaces one for each of their bytes. Combining marks that a normaliser
+reorders are located as a group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Token ids that somebody gives: a list, an array or a tensor of them.
-
-Texts that somebody gives to a tokenizer.
-"""
+"""Checks of token ids and texts that a caller passes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which tokenizer library a file belongs to, told from its first bytes.
-
-Tokenizers on the HuggingFace hub: their files in its cache, fetched where they are missing.
-"""
+"""Tokenizer files: recognition of their format, and download from the HuggingFace hub."""
 
 from __future__ import annotations
 

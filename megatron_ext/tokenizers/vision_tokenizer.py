@@ -1,6 +1,4 @@
-"""Text tokenizers that know images: the multimodal capability, over any library.
-
-A text with tags around its images, and where its bytes are in the text without them.
+"""``MegatronTokenizerVision``: a tokenizer of any library with an image token and image tags.
 
 Shape letters: T tokens, K positions.
 """

@@ -1,4 +1,4 @@
-"""What to know of a student and a teacher before training: how their tokens meet on a text."""
+"""Audit of a tokenizer pair before training: how both tokenize the same texts."""
 
 from megatron_ext.alignment.audit.coverage_row import CoverageRow, SideReport, share_in_words
 from megatron_ext.alignment.audit.document import AuditDocument, Offender

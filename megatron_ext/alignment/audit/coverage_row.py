@@ -1,4 +1,4 @@
-"""Counts of an audit: chunks of one kind of text, and tokens of one side. T tokens, C chunks."""
+"""Chunk counts by script and class, and token counts of one tokenizer. T tokens, C chunks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""A text to audit, and how an error or an example names a place in it. J spans, T tokens.
+"""Documents of an audit, and rankings of their chunks that are not 1:1. J such chunks, T tokens.
 
-The chunks that are not 1:1 and matter most, with an example of each. J such chunks.
-
-Two chunks are the same offender when both sides have the same ids in it. Memory is bounded: an
-offender is a few numbers, an example is made only for those that lead a ranking.
+Chunks are counted as one where the ids of both sides are equal. Memory is bounded: a counted chunk
+is a few numbers, and an example is made only of those that lead a ranking.
 """
 
 from __future__ import annotations

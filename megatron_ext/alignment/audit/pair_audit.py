@@ -1,14 +1,12 @@
-"""The audit of a tokenizer pair: documents in, a report out, some megabytes at a time.
+"""Audit of a tokenizer pair, and the objective that it recommends.
 
 M characters, C chunks, T tokens, D documents of a batch.
 
-Which objective suits a pair, from what was counted.
-
-Where most of the text is in 1:1 chunks it is projected KL: of the objectives that were compared
-(docs/losses.md, "What came out") it is the one by which a student learned more than without a
-teacher in two seeds. Text whose chunks hold several tokens was not compared; there it is ALM, which
-scores chunks by their likelihood. The thresholds are our judgement, not measurements: an objective
-is chosen well by comparing runs.
+Projected KL is recommended where most of the text is in 1:1 chunks: of the objectives compared in
+docs/losses.md ("What came out") it is the one by which a student learned more than without a
+teacher in two seeds. Text whose chunks hold several tokens was not compared; chunk likelihood (ALM)
+is recommended there, because it scores whole chunks. The thresholds are our judgement, not
+measurements: compare runs before settling on an objective.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Kinds of text in a chunk: its script, digits by length, letters, punctuation, white space, code.
+"""Classification of chunks by script and by kind: numbers, letters, punctuation, space, code.
 
-M characters, C chunks. Everything is done with whole arrays: a corpus has millions of chunks.
+M characters, C chunks. All steps work on whole arrays: a corpus has millions of chunks.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Which characters of a rendered conversation are trained, and which tokens these are."""
+"""Training masks of rendered conversations: trained characters, and trained tokens."""

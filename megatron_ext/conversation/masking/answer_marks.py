@@ -1,7 +1,4 @@
-"""What a template writes before an answer and after one, found by rendering a few words.
-
-Where an answer begins: after the header that the template, not the model, writes.
-"""
+"""Text that a template writes before and after answers, found by rendering a few words."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Answers without their thinking, or without their tool calls.
-
-Which messages of a conversation are trained, and which parts of them.
-"""
+"""Training policies, and answers without their thinking or tool calls."""
 
 from __future__ import annotations
 

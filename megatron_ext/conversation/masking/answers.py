@@ -1,4 +1,4 @@
-"""Where the answers are in a rendered conversation: the characters that a model is to write."""
+"""Answers in a rendered conversation: the characters that a model is to generate."""
 
 from __future__ import annotations
 

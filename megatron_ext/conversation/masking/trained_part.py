@@ -1,6 +1,4 @@
-"""What of a rendered conversation is trained, and why the rest is not.
-
-Which tokens are trained, from the characters that are.
+"""Trained characters and tokens of a rendered conversation, and why other messages are excluded.
 
 Shape letters: T tokens, R ranges, N bytes of the text.
 """

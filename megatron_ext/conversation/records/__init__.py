@@ -1,4 +1,4 @@
-"""Records of data files, as conversations: which schema they have, and what they say."""
+"""Records of data files as conversations: detection of their schema, and reading."""
 
 from megatron_ext.conversation.records.schemas import (
     RECORD_SCHEMA_REGISTRY,

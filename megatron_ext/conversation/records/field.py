@@ -1,4 +1,4 @@
-"""Values of a record, checked, with the place of each for errors."""
+"""Checked values of a record; errors name the place of each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The schemas that are known, and finding out which one records have.
+"""Registry of record schemas, and detection of the schema of records.
 
-Records of one question and its answer: Alpaca, dolly, and tool calls as xLAM has them.
+Reads records of one question and its answer: Alpaca, dolly, and tool calls as xLAM has them.
 """
 
 from __future__ import annotations

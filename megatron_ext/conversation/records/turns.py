@@ -1,21 +1,11 @@
-"""What a record of a data file is to a template.
+"""Reading of records with a list of turns: OpenAI's messages, ShareGPT's conversations.
 
-Records with a list of turns: OpenAI's messages, and the conversations of ShareGPT.
-
-One turn of a conversation, however it is spelled, as a message.
-
-Tools and their calls, in the form that published templates read: OpenAI's, with two changes.
-
-OpenAI has the arguments of a call as JSON in a string, and null for the content beside calls. Most
-templates want neither. A template that writes ``arguments | tojson`` quotes a string once more, one
-that walks through the arguments fails on it, and ``'</think>' in content`` fails on null. Those
-that want a string test for it, and write a mapping as JSON themselves. So arguments are a mapping
-here, in the order of the record, and the content is an empty text. The white space within a JSON
-string is all that is lost.
-
-Contents in the parts that LLaMA-Factory writes: ``{"type": ..., "value": ...}``.
-
-What a record says besides its turns: a system text, tools, variables of the template.
+Tools and their calls become OpenAI's form, with two changes. OpenAI has the arguments of a call as
+JSON in a string, and null for the content beside calls. Most templates want neither: one that
+writes ``arguments | tojson`` quotes a string once more, one that iterates over the arguments fails
+on it, and ``'</think>' in content`` fails on null. Templates that want a string test for it, and
+write a mapping as JSON themselves. So arguments are a mapping here, in the order of the record, and
+the content is an empty text; only white space within a JSON string is lost.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Chat templates run on text that remembers where each of its characters came from."""
+"""Chat templates rendered with the provenance of each character."""

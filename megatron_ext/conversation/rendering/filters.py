@@ -1,8 +1,6 @@
-"""Jinja's filters that would lose where text came from or take no end of time.
+"""Filters and tests of chat templates that keep provenance and spend from the step limit.
 
 ``tojson`` is as transformers has it.
-
-Filters and tests of chat templates that are paid for, and whose results know their source.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Jinja's compiler, changed so that a template knows where its output came from and what it costs.
+"""Jinja's compiler with provenance and a step limit, and the attributes that a template may read.
 
-The code that it writes calls methods of ``ProvenanceEnvironment``.
-
-What a chat template may ask of each kind of value: named here, or refused.
-
-Jinja's sandbox refuses names that are known to be dangerous. A template has no need of any others
-than these.
+The generated code calls methods of ``ProvenanceEnvironment``. Jinja's sandbox refuses attributes
+that are known to be dangerous; here all are refused that are not listed.
 """
 
 from __future__ import annotations

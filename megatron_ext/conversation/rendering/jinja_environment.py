@@ -1,16 +1,16 @@
-"""The sandbox in which chat templates run, taught to keep where text came from.
+"""Sandbox in which chat templates run, extended to keep provenance and to enforce limits.
 
-It offers what transformers offers to templates, within bounds. It is imported when the first
-template is rendered, because it needs Jinja. How provenance survives:
+It offers what transformers offers to templates, within limits. It is imported when the first
+template is rendered, because it needs Jinja. Provenance is kept in three ways:
 
 * the compiler (``ProvenanceCompiler``) marks every constant as template text, and the turns;
 * outputs, macros and set blocks are joined by ``join_turns``;
 * filters and calls that return plain text are settled: from one place, of the template, or of
   unknown source.
 
-How a template is bounded: the compiler makes loops, macros and operators pay from the budget of
-``template_limits``; filters, tests and calls pay here; attributes are those of
-``template_attributes``; a source that is too large or too deep is refused when it is compiled.
+The compiler makes loops, macros and operators spend from the budget of ``template_limits``;
+filters, tests and calls spend here. Attributes are those of ``jinja_compiler``. A source that is
+too large or too deep is refused when it is compiled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where the characters of a rendered conversation come from.
+"""Provenance of the characters of a rendered conversation.
 
 A mask is decided by where characters came from, not by looking for markers in the result. So is
-what may become a control token: text of the template may, text of a message may not.
+which text may become a control token: text of the template may, text of a message may not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rendering a chat template: the text, and where each of its characters came from."""
+"""Rendering of a chat template: the text, and the provenance of each character."""
 
 from __future__ import annotations
 

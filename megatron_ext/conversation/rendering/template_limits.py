@@ -1,11 +1,9 @@
-"""How much a chat template may do. It comes with a checkpoint, and nobody has read it.
+"""Limits of what a chat template may do, and the time that it sees. Templates are untrusted code.
 
-A render has a budget of steps, which bound its time, and of characters, which bound its memory.
-Whatever a template can repeat spends from it: iterations, calls, filters, text and lists that are
-made. A step is about a microsecond and at most some hundred bytes. What no budget can bound, such
-as the depth of nesting, has a limit of its own.
-
-The time that chat templates see: now, or one moment for all of a run.
+A render has a budget of steps, which bounds its time, and of characters, which bounds its memory.
+Everything that a template can repeat spends from it: iterations, calls, filters, and the text and
+lists they make. A step is about a microsecond and at most some hundred bytes. What no budget can
+bound, such as the depth of nesting, has a limit of its own.
 """
 
 from __future__ import annotations

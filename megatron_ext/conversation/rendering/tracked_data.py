@@ -1,8 +1,6 @@
-"""Messages and template variables as a template sees them: copies that remember their place.
+"""Template variables, and the JSON and other text made of them, with provenance.
 
-What is known of plain text that a function made of texts with known sources.
-
-JSON that keeps where its text came from, written as ``json.dumps`` writes it.
+JSON is written as ``json.dumps`` writes it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Text that remembers where each of its characters came from.
+"""Provenance string: text that keeps the source of each character through all that a template does.
 
-``TrackedText`` is a ``str`` to a template: whatever a template does with text, the result knows its
-sources. What it cannot know it says: text of unknown source is marked ``UNKNOWN``, never guessed.
-
-``'%s' % value`` and ``'{}'.format(value)`` that keep where text came from.
-
-Operators and methods whose results can be far larger than what they are given.
+``TrackedText`` is a ``str`` to a template. Text whose source cannot be told is marked ``UNKNOWN``,
+never guessed. Operators and methods that can make far more text than they are given spend from the
+step limit first, and so do ``'%s' % value`` and ``'{}'.format(value)``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The output of a template, piece by piece, and which message's turn each piece was written in."""
+"""Concatenation of a template's output, each piece with the message turn it was written in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast engine behind batches, used only where its ids are proven to be the library's."""
+"""Fast engine for batches, used only where its ids are proven equal to the library's."""
 
 from megatron_ext.tokenizers.engine.fast_encoder import FastEncoder
 from megatron_ext.tokenizers.engine.gigatoken_engine import GigatokenEngine, flat_ids, interleave

@@ -1,20 +1,16 @@
-"""One vocabulary in gigatoken, and how its result becomes arrays.
+"""One vocabulary in gigatoken, and its results as flat arrays. N tokens of all texts, D texts.
 
 Facts about gigatoken 0.10 that this module works around:
 
 * It always reads the added tokens that it was given, so it is given none that text may not spell.
 * A byte-level tokenizer caches the words it has seen, per thread and without a limit.
 * A SentencePiece tokenizer does so where texts are encoded one by one, which is twice as fast as a
-  call for many: that begins with empty caches, and again for each MiB if it is parallel.
-* A call for many takes a millisecond whatever it holds, a call for one a few microseconds. But the
-  latter holds Python's lock, and fails while the former runs in the same tokenizer.
-* A parallel call cuts texts of more than 2 MiB. What is proven of whole texts would have to be
-  proven of each cut; such a text is encoded whole instead.
+  batch call: that begins with empty caches, and again for each MiB if it is parallel.
+* A batch call takes a millisecond whatever it holds, a call for one text a few microseconds. But
+  the latter holds Python's lock, and fails while the former runs in the same tokenizer.
+* A parallel call cuts texts of more than 2 MiB. The proof for whole texts would have to be repeated
+  for each cut; such a text is encoded whole instead.
 * Its thread pool does not survive a fork; calls in a child process stay on one thread.
-
-Ids of many texts in one buffer.
-
-Shape letters: N tokens of all texts, D texts.
 """
 
 from __future__ import annotations

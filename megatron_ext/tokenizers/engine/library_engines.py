@@ -1,18 +1,13 @@
-"""A ``tokenizer.json`` in gigatoken.
+"""Engines of a ``tokenizer.json``, a SentencePiece model and a tiktoken rank list in gigatoken.
 
-A SentencePiece model in gigatoken.
-
-gigatoken reads control pieces out of text, which SentencePiece does not, and merges into the
-unknown piece, which SentencePiece does not either. The copy of the model that it gets has neither:
-in it their names begin with a space, which no text has once spaces are written as U+2581.
-
-User-defined pieces both read out of text, but gigatoken puts the dummy prefix after each of them,
-and SentencePiece in front of the whole text.
+gigatoken reads control pieces out of text and merges into the unknown piece; SentencePiece does
+neither. The copy of the model that gigatoken gets has neither piece: their names begin with a space
+in it, which no text has once spaces are written as U+2581. Both read user-defined pieces out of
+text, but gigatoken puts the dummy prefix after each of them, and SentencePiece in front of the
+whole text.
 
 A ``ModelProto`` holds its pieces as field 1 and its normaliser as field 3; a piece holds its name
 (1), score (2) and type (3). gigatoken takes the last normaliser where SentencePiece merges several.
-
-A tiktoken rank list in gigatoken.
 """
 
 from __future__ import annotations

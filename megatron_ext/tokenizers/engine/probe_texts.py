@@ -1,14 +1,12 @@
-"""Texts on which an engine has to agree with the library before it is used.
+"""Texts and characters on which an engine has to agree with the library before it is used.
 
-They are chosen for what tokenizers tell apart: letters of every case and script, marks, digits,
-kinds of space, punctuation, line ends, and how these stand next to each other.
+The texts vary what tokenizers distinguish: letters of every case and script, marks, digits, kinds
+of space, punctuation, line ends, and their neighbourhoods.
 
-Characters that two releases of Unicode may see differently.
-
-A pre-tokenizer asks Unicode what a character is, a normaliser what it composes with, and each
-library brings tables of its own release: gigatoken 0.10 those of Unicode 17, tokenizers 0.22 those
-of 16 for its patterns and of 9 for its normaliser. So libraries are compared on each character
-that this Python knows. One that it does not know may be anything and is rare until proven.
+Characters are compared because each library brings the tables of its own Unicode release:
+gigatoken 0.10 those of 17, tokenizers 0.22 those of 16 for its patterns and of 9 for its
+normaliser. Each character that this Python knows is compared; one that it does not know is taken
+for different until proven equal.
 
 Shape letters: S code points below 0x110000.
 """

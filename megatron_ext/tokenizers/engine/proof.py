@@ -1,6 +1,4 @@
-"""Whether an engine gives the ids of a library, and for which characters it may not.
-
-What keeps a text from the engine.
+"""Proof that an engine gives the ids of a library, and the characters for which it does not.
 
 Shape letters: S code points below 0x110000.
 """

@@ -1,4 +1,4 @@
-"""One adapter for each tokenizer library."""
+"""Adapters of the tokenizer libraries, one for each."""
 
 from megatron_ext.tokenizers.libraries.tokenizer_libraries import (
     TOKENIZER_LIBRARIES,

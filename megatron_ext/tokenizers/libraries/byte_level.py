@@ -1,7 +1,4 @@
-"""Bytes as ids: the id of a byte is its value, and special tokens lie beyond 255.
-
-Which id is what in a vocabulary of bytes: the bytes, then roles, then special tokens.
-"""
+"""Byte-level tokenizer: the id of a byte is its value, and special tokens follow from 256 on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""HuggingFace fast tokenizers, straight from ``tokenizer.json``.
-
-A tokenizer as an object of the transformers package, for serving code that asks for one.
-"""
+"""HuggingFace fast tokenizers, read from ``tokenizer.json`` without transformers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A HuggingFace ``tokenizer.json``: its vocabulary in bytes, and a copy that reads text as text.
-
-The files of a HuggingFace tokenizer: ``tokenizer.json`` and what lies beside it.
-"""
+"""Contents of a HuggingFace ``tokenizer.json`` and the files beside it."""
 
 from __future__ import annotations
 

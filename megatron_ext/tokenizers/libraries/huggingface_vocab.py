@@ -1,10 +1,6 @@
-"""Vocabularies from before ``tokenizer.json``: GPT-2's two files and BERT's one.
+"""Vocabulary files that predate ``tokenizer.json``: GPT-2's two files and BERT's one.
 
-Each is read into the ``tokenizer.json`` that means the same.
-
-The rows of ``vocab.json``, ``merges.txt`` and ``vocab.txt``, checked one by one.
-
-Which files hold a vocabulary that is not a ``tokenizer.json``.
+Each is checked row by row and converted into the equivalent ``tokenizer.json``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Megatron's tokenizers by name: GPT-2's and BERT's, from their vocabulary files."""
+"""Megatron's named tokenizers, GPT-2's and BERT's, from their vocabulary files."""
 
 from __future__ import annotations
 

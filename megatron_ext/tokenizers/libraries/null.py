@@ -1,7 +1,4 @@
-"""Numbers as text: ``"11 325 97"`` is three ids. For benchmarks, and for data made of ids.
-
-A text of numbers with white space between.
-"""
+"""Null tokenizer: ``"11 325 97"`` is three ids. For benchmarks, and for data made of ids."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""SentencePiece model files: BPE and Unigram, with or without byte fallback.
+"""SentencePiece tokenizers: BPE and Unigram, with or without byte fallback.
 
-Spans of pieces out of SentencePiece's serialised result, without the protobuf package.
-
+Spans are read from SentencePiece's serialised result, without the protobuf package.
 ``SentencePieceText`` holds its pieces as field 2; a piece holds id (2), begin (4) and end (5), the
-offsets counted in bytes of the text before normalisation. Every release that we support can give
-this message (``out_type="serialized_proto"``); the ones with objects in them come and go.
+offsets counted in bytes of the text before normalisation. Every supported release can return this
+message (``out_type="serialized_proto"``); results with objects differ between releases.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
-"""A SentencePiece model with other control pieces, or with a normaliser that keeps every space.
+"""SentencePiece models: loading, editing of control pieces and normaliser, and special tokens.
 
 ``ModelProto`` holds its pieces as field 1, in id order; a piece holds its name (1) and its type
 (3). Field 3 is the normaliser, whose field 4 says whether it removes spaces at the ends of a text
 and all but the first of several. Field 4 holds sentences and their pieces, which some releases
 compare when they load the model. Messages that stand twice are merged.
 
-SentencePiece's processor: loaded, changed where the options ask for it, and asked for bytes.
-
-The special tokens that a user names for a SentencePiece model.
-
-Protobuf's wire format, as much of it as SentencePiece's messages use.
-
-A field begins with a number that holds its own number and its wire type; of a field that stands
-twice in a message the last counts, unless it is a list.
+Protobuf's wire format is read and written as far as these messages need it: a field begins with a
+number that holds its field number and its wire type. Of a field that stands twice in a message the
+last counts, unless it is a list.
 """
 
 from __future__ import annotations

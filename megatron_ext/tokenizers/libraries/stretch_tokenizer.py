@@ -1,4 +1,4 @@
-"""Text between control tokens, and the ids and byte ends of both together."""
+"""Base of adapters that encode the segments of a text between its control tokens."""
 
 from __future__ import annotations
 

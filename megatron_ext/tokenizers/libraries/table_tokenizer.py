@@ -1,4 +1,4 @@
-"""What every library with a fixed vocabulary answers from its table of bytes."""
+"""Base of adapters whose vocabulary is fixed, so that a table holds the bytes of each id."""
 
 from __future__ import annotations
 

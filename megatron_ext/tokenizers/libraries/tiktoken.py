@@ -1,7 +1,4 @@
-"""tiktoken: Megatron's JSON rank list, Mistral's Tekken file and base64 rank files.
-
-Which special tokens of a tiktoken vocabulary have a role.
-"""
+"""tiktoken tokenizers: Megatron's JSON rank list, Mistral's Tekken file and base64 rank files."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""What a tiktoken vocabulary file holds, whatever its format.
+"""Contents of tiktoken vocabulary files, and the published vocabularies and patterns.
 
-Rank files that say nothing of their pattern and special tokens, but are known by content.
-
-Regular expressions that cut text before tiktoken merges bytes.
-
-The alternatives of a pattern stand in the order in which they are tried: words, digits, signs,
-line ends, white space.
+Base64 rank files state neither pattern nor special tokens, so published ones are recognised by
+their contents. The alternatives of a pattern stand in the order in which they are tried: words,
+digits, signs, line ends, white space.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which id each token of a tiktoken vocabulary has."""
+"""Assignment of ids to the tokens of a tiktoken vocabulary."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Library name -> adapter; a new library is a row here.
-
-Which engine a tokenizer is asked to encode batches with.
-
-Lists of names of special tokens, as users give them.
-"""
+"""Registry of tokenizer libraries, and checks of options that several of them take."""
 
 from __future__ import annotations
 
