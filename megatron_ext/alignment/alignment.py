@@ -13,7 +13,8 @@ from megatron_ext.constants import NO_CHUNK
 
 
 class ChunkClass(IntEnum):
-    """Student tokens to teacher tokens; bit 1 says many of the student's, bit 0 of the teacher's.
+    """Number of student to teacher tokens; bit 1 is set for many of the student's, bit 0 for many
+    of the teacher's.
 
     A token that covers no byte is in no chunk and does not count, even where a span runs over it.
     """
@@ -40,11 +41,11 @@ def chunk_classes(
 
 @dataclass(frozen=True)
 class Alignment:
-    """Which student tokens and which teacher tokens cover the same bytes.
+    """Chunks of student and teacher tokens that cover the same bytes.
 
     Chunk ``c`` pairs the half-open token spans ``student_spans[c]`` and ``teacher_spans[c]``.
-    Chunks are minimal: no cut inside one would fall on a token boundary of both sides. What follows
-    from the fields is computed when it is first asked for.
+    Chunks are minimal: no cut inside one would fall on a token boundary of both sides. Derived
+    attributes are computed on first use.
     """
 
     student_spans: NDArray[np.int32]
@@ -54,7 +55,7 @@ class Alignment:
     """[C, 2]"""
 
     is_exact: NDArray[np.bool_]
-    """[C] the two spans hold equal bytes, or control tokens that stand for the same thing."""
+    """[C] chunks whose spans hold equal bytes, or control tokens with the same meaning."""
 
     student_chunk_id: NDArray[np.int32]
     """[Ts] chunk of each student token, ``NO_CHUNK`` where it is in none."""
@@ -128,7 +129,7 @@ class ChunkCounts:
     def of_classes(
         cls, chunk_class: NDArray[np.int8], *, student_unaligned: int, teacher_unaligned: int
     ) -> ChunkCounts:
-        """The counts of chunks of known ``ChunkClass`` [C]."""
+        """The counts of chunks by their ``ChunkClass`` [C]."""
         sizes = np.bincount(chunk_class, minlength=len(ChunkClass)).tolist()
         return cls(
             one_to_one=sizes[ChunkClass.ONE_TO_ONE],
@@ -170,5 +171,5 @@ def spans_of(chunk_id: NDArray[np.int32], count: int) -> NDArray[np.int32]:
 
 
 def tokens_per_chunk(chunk_id: NDArray[np.int32], chunk_count: int) -> NDArray[np.int64]:
-    """Tokens of one side in each chunk [C]; those that are in none do not count."""
+    """Number of tokens of one side in each chunk [C]; tokens in no chunk do not count."""
     return np.bincount(chunk_id[chunk_id != NO_CHUNK], minlength=chunk_count)

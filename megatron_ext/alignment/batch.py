@@ -20,14 +20,14 @@ from megatron_ext.alignment.chunk_places import (
     Stretches,
     first_ids_of,
     ids_of_marks,
-    left_out,
+    missing_chunk,
     untrained_positions,
 )
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 
 Pair = Alignment | tuple[ChunkIds, ChunkIds]
-"""What is aligned of one sample: an ``Alignment``, or its student [Ts] and teacher [Tt] chunk ids
+"""Alignment of one sample: an ``Alignment``, or its student [Ts] and teacher [Tt] chunk ids
 in token coordinates, all of whose chunks are exact."""
 
 
@@ -90,10 +90,10 @@ class AlignmentBatch:
         student_cu_seqlens: torch.Tensor | None = None,
         teacher_cu_seqlens: torch.Tensor | None = None,
     ) -> AlignmentBatch:
-        """The batch of chunk ids on the CPU; see the fields. Without ``is_exact`` all are exact.
+        """The batch with these chunk ids, which are on the CPU; all chunks are exact by default.
 
         Raises:
-            AlignmentError: Ids of one side that the other lacks, or that leave a number out.
+            AlignmentError: A chunk that one side lacks, or a number below C that no chunk has.
         """
         student = ChunkPlaces.of_ids(student_chunk_id.numpy().reshape(-1), side="student")
         teacher = ChunkPlaces.of_ids(teacher_chunk_id.numpy().reshape(-1), side="teacher")
@@ -110,10 +110,10 @@ class AlignmentBatch:
 
     @classmethod
     def from_marks(cls, student_marks: Marks, teacher_marks: Marks) -> AlignmentBatch:
-        """The padded batch of chunk marks [B, Ts] and [B, Tt].
+        """The padded batch with chunk marks [B, Ts] and [B, Tt].
 
         Raises:
-            AlignmentError: Sides with different numbers of chunks, or marks that go on with a chunk
+            AlignmentError: Sides with different numbers of chunks, or marks that continue a chunk
                 before any begins.
         """
         places = (
@@ -146,7 +146,7 @@ class AlignmentBatch:
         student, teacher = places
         if len(student) != len(teacher):
             lacking = "student" if len(student) < len(teacher) else "teacher"
-            raise left_out(min(len(student), len(teacher)), side=lacking)
+            raise missing_chunk(min(len(student), len(teacher)), side=lacking)
         if cu_seqlens[0] is None:
             sample = student.first // max(chunk_ids[0].shape[-1], 1)
         else:
@@ -173,7 +173,7 @@ class AlignmentBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> AlignmentBatch:
-        """The same batch in page-locked memory, from which ``to`` does not wait."""
+        """The same batch in page-locked memory, from which ``to`` copies asynchronously."""
         return self._each(torch.Tensor.pin_memory)
 
     def __len__(self) -> int:
@@ -183,7 +183,7 @@ class AlignmentBatch:
         return len(self.student_chunk_id)
 
     def __getitem__(self, index: int) -> AlignmentBatch:
-        """One sample [1, T] in the padded layout, with ids from 0; waits for the device."""
+        """One sample [1, T] in the padded layout, with ids from 0; synchronises with the device."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of a batch of {len(self)}")
         index %= len(self)
@@ -213,7 +213,7 @@ def pad_alignments(
     teacher_length: int,
     student_masks: Sequence[NDArray[np.bool_]] | None = None,
 ) -> AlignmentBatch:
-    """The batch of per-sample alignments in token coordinates, one sample a row.
+    """Batch of per-sample alignments in token coordinates, one sample a row.
 
     Position ``t`` of the result holds the chunk of token ``t + 1``. Token 0 is never predicted and
     a token past the padded length is never seen, so a chunk that holds one of them on either side
@@ -252,7 +252,7 @@ def pack_alignments(
     student_masks: Sequence[NDArray[np.bool_]] | None = None,
     multiple_of: int = 1,
 ) -> AlignmentBatch:
-    """The batch of per-sample alignments in token coordinates, all samples in one row.
+    """Batch of per-sample alignments in token coordinates, all samples in one row.
 
     A sample takes as many positions as it has tokens, on each side; its last position predicts
     nothing, and its first token is not predicted, so that chunks with it are dropped.
@@ -298,8 +298,8 @@ def _batch(
     renumbered = np.where(dropped, NO_CHUNK, np.cumsum(~dropped) - 1)
     cu_seqlens = [_cu_seqlens(side) if is_packed else None for side in stretches]
     return AlignmentBatch.from_chunk_ids(
-        torch.from_numpy(student.laid_out(renumbered).reshape(shapes[0])),
-        torch.from_numpy(teacher.laid_out(renumbered).reshape(shapes[1])),
+        torch.from_numpy(student.label_ids(renumbered).reshape(shapes[0])),
+        torch.from_numpy(teacher.label_ids(renumbered).reshape(shapes[1])),
         is_exact=torch.from_numpy(_is_exact(alignments, first_ids)[~dropped]),
         student_cu_seqlens=cu_seqlens[0],
         teacher_cu_seqlens=cu_seqlens[1],
@@ -338,8 +338,8 @@ def _sample_ids(
 ) -> torch.Tensor:
     """Chunk ids [1, T] of one sample, counted from ``first``, on the CPU."""
     if cu_seqlens is None:
-        own = chunk_id[index : index + 1].cpu()
+        ids = chunk_id[index : index + 1].cpu()
     else:
         start, stop = cu_seqlens[index : index + 2].tolist()
-        own = chunk_id[:, start:stop].cpu()
-    return torch.where(own == NO_CHUNK, own, own - first)
+        ids = chunk_id[:, start:stop].cpu()
+    return torch.where(ids == NO_CHUNK, ids, ids - first)

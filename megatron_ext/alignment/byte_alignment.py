@@ -19,7 +19,7 @@ Indices = NDArray[np.intp]
 Mask = NDArray[np.bool_]
 
 BLOCK_TOKENS = 32_768
-"""Tokens worked on at a time, so that what is computed on the way stays in the processor's cache.
+"""Tokens processed at a time, so that temporaries stay in the processor's cache.
 
 At a million tokens, whole-sequence temporaries cost more in fresh pages and cache misses than the
 work on them."""
@@ -37,11 +37,11 @@ def align_byte_ends(
     in no chunk: its chunk id is ``NO_CHUNK``, no span starts or ends with it, and where it stands
     between two tokens of one chunk the span runs over it without the id being in the chunk.
 
-    Two tokens without bytes that stand for the same thing can be ``paired``; they are a chunk of
-    their own then.
+    Two tokens without bytes that have the same meaning can be ``paired``; they are then a chunk of
+    their own.
 
-    Where one side ends earlier, as after a truncation, chunks go to the last common boundary and
-    the tokens past it are in no chunk.
+    Where one side ends earlier, as after truncation, the tokens past the last common boundary are
+    in no chunk.
 
     Args:
         student_ends: [Ts] int64, where each token ends in the bytes, non-decreasing.
@@ -76,10 +76,11 @@ def align_byte_ends(
 
 
 def common_boundaries(student_ends: ByteEnds, teacher_ends: ByteEnds) -> tuple[Mask, Mask]:
-    """Which boundaries of each side the other side has too.
+    """Masks of the boundaries of each side that the other side has too.
 
-    One mark per byte instead of a merge: no sort, and no binary search but for the ends of blocks,
-    so it is linear, and several times faster than ``searchsorted`` or ``intersect1d``.
+    It sets one mark per byte instead of merging, without a sort and with binary searches only for
+    the ends of blocks: it is linear, and several times faster than ``searchsorted`` or
+    ``intersect1d``.
 
     Args:
         student_ends: [Ts] byte ends as ``check_byte_ends`` returns them.
@@ -103,7 +104,7 @@ def common_boundaries(student_ends: ByteEnds, teacher_ends: ByteEnds) -> tuple[M
 
 
 def check_byte_ends(ends: ByteEnds, *, side: str) -> tuple[ByteEnds, Mask]:
-    """``ends`` as int64 [T], and which tokens cover at least one byte [T].
+    """``ends`` as int64 [T], and the mask of tokens that cover at least one byte [T].
 
     Raises:
         AlignmentError: Not one row of integers, or an end that is negative or before its
@@ -151,14 +152,14 @@ def _refuse_falling(ends: ByteEnds, side: str) -> None:
 
 
 def _padding_start(ends: ByteEnds) -> int:
-    """One past the token that reaches the last byte: no chunk goes further."""
+    """Index one past the token that reaches the last byte: no chunk goes further."""
     return int(ends.searchsorted(ends[-1])) + 1 if len(ends) else 0
 
 
 def _blocks(student_ends: ByteEnds, teacher_ends: ByteEnds) -> list[tuple[int, int, int]]:
     """Last byte and one past the last token of each side, for blocks cut at the same bytes.
 
-    No side has more than ``BLOCK_TOKENS`` tokens in a block, those aside that cover no byte.
+    No side has more than ``BLOCK_TOKENS`` tokens in a block, not counting those without bytes.
     """
     last_bytes = {int(ends[-1]) for ends in (student_ends, teacher_ends) if len(ends)}
     for ends in (student_ends, teacher_ends):
@@ -170,7 +171,7 @@ def _blocks(student_ends: ByteEnds, teacher_ends: ByteEnds) -> list[tuple[int, i
 
 
 def _occur(ends: ByteEnds, other_ends: ByteEnds, marks: Mask) -> Mask:
-    """Which of ``ends`` are 0 or among the others; ``marks`` [last byte + 1] is overwritten."""
+    """Mask of ``ends`` that are 0 or in ``other_ends``; overwrites ``marks`` [last byte + 1]."""
     marks.fill(False)
     marks[0] = True
     marks[other_ends] = True
@@ -184,7 +185,7 @@ def _chunks(is_common: Mask, covers: Mask) -> tuple[NDArray[np.int32], NDArray[n
     Of the tokens that cover bytes, one behind a common boundary starts a chunk and one before a
     common boundary ends it. The chunk id of each is the number of starts up to it, less 1.
     """
-    # Boundary 0 ends no chunk: its row is for a last start that nothing ends.
+    # Boundary 0 ends no chunk: its row is for a last start without an end.
     spans: NDArray[np.int32] = np.empty((np.count_nonzero(is_common), 2), dtype=np.int32)
     spans[0, 0] = 0
     chunk_id = np.empty(len(covers), dtype=np.int32)

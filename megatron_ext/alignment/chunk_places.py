@@ -63,16 +63,16 @@ def ids_of_marks(marks: Marks, kind: type[Number]) -> NDArray[Number]:
 
 
 def without_chunks(marks: Marks, dropped: NDArray[np.bool_]) -> Marks:
-    """The same with some chunks undone.
+    """A copy of ``marks`` in which the tokens of some chunks are in no chunk.
 
     Args:
         marks: [T]
-        dropped: [C] which of its chunks.
+        dropped: [C] mask of the chunks to remove.
     """
     chunk_of = np.cumsum(marks >= BEGINS) - 1
-    kept: Marks = marks.copy()
-    kept[(marks != OUTSIDE) & np.append(dropped, False)[chunk_of]] = OUTSIDE
-    return kept
+    remaining: Marks = marks.copy()
+    remaining[(marks != OUTSIDE) & np.append(dropped, False)[chunk_of]] = OUTSIDE
+    return remaining
 
 
 def _marks(
@@ -111,7 +111,7 @@ class ChunkPlaces:
             position, ids = position[order], ids[order]
             steps = np.diff(ids, prepend=NO_CHUNK)
         if steps.max(initial=0) > 1:
-            raise left_out(int(ids[np.argmax(steps > 1)]) - 1, side=side)
+            raise missing_chunk(int(ids[np.argmax(steps > 1)]) - 1, side=side)
         return cls._of_tokens(position, np.flatnonzero(steps))
 
     @classmethod
@@ -119,19 +119,19 @@ class ChunkPlaces:
         """The places of marks.
 
         Raises:
-            AlignmentError: Marks that go on with a chunk before any begins.
+            AlignmentError: Marks that continue a chunk before any begins.
         """
         first = np.flatnonzero(marks >= BEGINS)
         goes_on = np.append(marks[1:] == INSIDE, False)
         stop = np.flatnonzero((marks != OUTSIDE) & ~goes_on)
         stop += 1
-        # Each chunk has an end at least, and so has what goes on before any begins.
+        # Each chunk has at least one end, and so have marks that continue before any chunk begins.
         if len(stop) == len(first):
             return cls(first, stop, stop - first > 1)
         position = np.flatnonzero(marks != OUTSIDE)
         if marks[position[0]] < BEGINS:
             raise AlignmentError(
-                f"the {side}'s marks go on with a chunk that none begins",
+                f"the {side}'s marks continue a chunk that none begins",
                 got=f"position {int(position[0])}",
                 fix="cut marks where a chunk begins",
             )
@@ -166,8 +166,8 @@ def alignment_of(student_marks: Marks, teacher_marks: Marks) -> Alignment:
     )
 
 
-def left_out(chunk: int, *, side: str) -> AlignmentError:
-    """What is wrong with a side that has no token of ``chunk``."""
+def missing_chunk(chunk: int, *, side: str) -> AlignmentError:
+    """Error about a side that has no token of ``chunk``."""
     return AlignmentError(
         f"the {side}'s chunk ids leave a chunk out",
         got=f"no position of chunk {chunk}",
@@ -180,7 +180,7 @@ ChunkIds = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Stretches:
-    """Where the label positions of each sample are, in one flat row."""
+    """Stretches of label positions of all samples, in one flat row."""
 
     starts: NDArray[np.int64]
     """[B] first position of each sample."""
@@ -199,18 +199,18 @@ class Stretches:
 
     @classmethod
     def packed(cls, lengths: Sequence[int]) -> Stretches:
-        """Samples one right behind the other."""
+        """Samples of ``lengths`` positions, concatenated."""
         sizes = np.array(lengths, dtype=np.int64)
         return cls(np.cumsum(sizes) - sizes, sizes, int(sizes.sum()))
 
 
 class LabelledSide:
-    """The tokens of one side that are in a chunk, and where they are predicted.
+    """The tokens of one side that are in a chunk, at the label positions that predict them.
 
     Args:
         rows: B rows of chunk ids [T], each from 0.
         stretches: Where the label positions of each sample are.
-        first_ids: [B + 1] what is added to the ids of each sample; the last entry is their number.
+        first_ids: [B + 1] offset of the ids of each sample; the last entry is the number of ids.
     """
 
     def __init__(
@@ -230,28 +230,28 @@ class LabelledSide:
 
     @cached_property
     def unseen(self) -> NDArray[np.bool_]:
-        """Which ids do not occur here, or hold a token that is not predicted."""
+        """Mask of the ids that do not occur here, or hold a token that is not predicted."""
         unseen = np.ones(self._id_count, dtype=np.bool_)
         unseen[self._chunk] = False
         unseen[self._chunk[~self._is_label]] = True
         return unseen
 
     def touching(self, marked: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which ids have one of the ``marked`` positions of the whole row."""
+        """Mask of the ids that have one of the ``marked`` positions of the whole row."""
         touching = np.zeros(self._id_count, dtype=np.bool_)
         hit = marked[self._position[self._is_label]]
         touching[self._chunk[self._is_label][hit]] = True
         return touching
 
-    def laid_out(self, renumbered: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The whole row of chunk ids, each as ``renumbered`` says."""
+    def label_ids(self, renumbered: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row of chunk ids in label coordinates; ``renumbered`` maps old ids to new ones."""
         row = np.full(self._total, NO_CHUNK, dtype=np.int64)
         row[self._position[self._is_label]] = renumbered[self._chunk[self._is_label]]
         return row
 
 
 def first_ids_of(chunk_ids: Sequence[tuple[ChunkIds, ChunkIds]]) -> NDArray[np.int64]:
-    """[B + 1] what makes ids that start at 0 in each sample run on from sample to sample."""
+    """[B + 1] offsets that make the ids of all samples, each from 0, consecutive."""
     counts = [1 + max(int(ids.max(initial=NO_CHUNK)) for ids in pair) for pair in chunk_ids]
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(counts, np.int64))])
 
@@ -261,7 +261,7 @@ def untrained_positions(
     rows: Sequence[ChunkIds],
     stretches: Stretches,
 ) -> NDArray[np.bool_]:
-    """Positions of the whole row that the masks of the samples do not train.
+    """Mask of the positions of the whole row that the samples' masks do not train.
 
     Raises:
         AlignmentError: A sample without its mask, or a mask that is too short.

@@ -33,7 +33,7 @@ def match_control_tokens(
 ) -> dict[int, int]:
     """Teacher id of each student control token: the one of its role, else the one of its name.
 
-    An ordinary token that happens to show like a control token is not matched by name.
+    An ordinary token with the name of a control token is not matched.
     """
     matches: dict[int, int] = {}
     is_control = set(control_ids.tolist())
@@ -49,7 +49,7 @@ def match_control_tokens(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ControlClasses:
-    """Control tokens of both sides by what they stand for; equal numbers stand for the same."""
+    """Classes of control tokens of both sides; tokens of one class have the same meaning."""
 
     student: NDArray[np.int32]
     """[Vs] class of each id, ``NO_CLASS`` where it is not paired."""
@@ -61,8 +61,8 @@ class ControlClasses:
     def of(cls, student: ByteTokenizer, teacher: ByteTokenizer) -> ControlClasses:
         """The classes of a pair of tokenizers.
 
-        An id with two roles (GPT-2 begins and ends with ``<|endoftext|>``) stands for each of the
-        other side's. Padding is paired only where it has another role: it stands for nothing.
+        An id with two roles (GPT-2 begins and ends with ``<|endoftext|>``) is paired with both ids
+        of the other side. Padding has no meaning, so it is paired only where it has another role.
         """
         pairs = list(_same_role(student, teacher, ("bos", "eos", "unk")))
         pads = student.pad_id, teacher.pad_id
@@ -84,10 +84,10 @@ class ControlClasses:
         teacher_ids: IdArray,
         teacher_ends: ByteEnds,
     ) -> tuple[Indices, Indices]:
-        """Control tokens of two streams that stand for the same at the same byte.
+        """Pairs of control tokens of two streams with the same meaning at the same byte.
 
         Of several of one class at one byte, the first is paired with the first, the second with the
-        second. Pairs that cross each other (BOS, EOS against EOS, BOS) are no pairs.
+        second. Pairs that cross each other (BOS, EOS against EOS, BOS) are dropped.
 
         Args:
             student_ids: [Ts]
@@ -110,11 +110,13 @@ class ControlClasses:
             teacher_ends[teacher_at] * class_count + self.teacher[teacher_ids[teacher_at]]
         )
         places = np.concatenate([student_place, teacher_place])
-        own, other = np.split(np.unique(places, return_inverse=True)[1], [len(student_at)])
-        count = max(len(own), len(other))
+        student_number, teacher_number = np.split(
+            np.unique(places, return_inverse=True)[1], [len(student_at)]
+        )
+        count = max(len(student_number), len(teacher_number))
         _, first, second = np.intersect1d(
-            own * count + _occurrence(own),
-            other * count + _occurrence(other),
+            student_number * count + _occurrence(student_number),
+            teacher_number * count + _occurrence(teacher_number),
             assume_unique=True,
             return_indices=True,
         )
@@ -125,10 +127,10 @@ class ControlClasses:
 def stand_for_the_same(
     student: ByteTokenizer, teacher: ByteTokenizer, student_id: int, teacher_id: int
 ) -> bool:
-    """Whether two control tokens have a role in common, or else the name.
+    """Whether two control tokens have a role or the name in common.
 
-    That is the rule of ``ControlClasses``, for two ids without a look at the vocabularies, and for
-    padding too.
+    This is the rule of ``ControlClasses`` for two ids, without a scan of the vocabularies, and it
+    includes padding.
     """
     if student.token_bytes(student_id) is not None or teacher.token_bytes(teacher_id) is not None:
         return False
@@ -182,7 +184,7 @@ def _connected(
 
 
 def _paired_kinds(ids: IdArray, ends: ByteEnds, classes: NDArray[np.int32]) -> Indices:
-    """Tokens that cover no byte and have a class."""
+    """Indices of the tokens that cover no byte and have a class."""
     covers_nothing = np.empty(len(ends), dtype=np.bool_)
     covers_nothing[:1] = ends[:1] == 0
     np.equal(ends[1:], ends[:-1], out=covers_nothing[1:])
@@ -192,7 +194,7 @@ def _paired_kinds(ids: IdArray, ends: ByteEnds, classes: NDArray[np.int32]) -> I
 
 
 def _occurrence(numbers: NDArray[np.intp]) -> NDArray[np.intp]:
-    """How many equal numbers stand before each."""
+    """Number of equal numbers before each."""
     order = np.argsort(numbers, kind="stable")
     ordered = numbers[order]
     starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
@@ -203,7 +205,7 @@ def _occurrence(numbers: NDArray[np.intp]) -> NDArray[np.intp]:
 
 
 def _uncrossed(student_at: Indices, teacher_at: Indices) -> tuple[Indices, Indices]:
-    """Pairs, by ascending student index, that cross no other."""
+    """The pairs, by ascending student index, that cross no other pair."""
     before = np.maximum.accumulate(teacher_at)
     after = np.minimum.accumulate(teacher_at[::-1])[::-1]
     straight = (teacher_at == before) & (teacher_at == after)

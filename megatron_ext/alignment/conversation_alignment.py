@@ -30,8 +30,8 @@ Pair = tuple[int, int, int, int]
 
 
 class ConversationEncoder(ByteTokenizer, Protocol):
-    """A tokenizer that writes conversations, as a ``MegatronTokenizerText`` with a prompt format
-    does."""
+    """Protocol of a tokenizer that renders conversations, such as a ``MegatronTokenizerText`` with
+    a prompt format."""
 
     def encode_conversation(
         self,
@@ -45,7 +45,7 @@ class ConversationEncoder(ByteTokenizer, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConversationAlignment:
-    """A conversation as both sides read it."""
+    """A conversation as tokenized by both sides, and their alignment."""
 
     student: EncodedConversation
     """Its ``trained`` [Ts] is the student's mask."""
@@ -55,7 +55,7 @@ class ConversationAlignment:
     alignment: Alignment
 
     student_residual_bytes: int
-    """Bytes of messages that the student reads and the teacher does not, or reads otherwise."""
+    """Bytes of messages in the student's text that the teacher's lacks or changes."""
 
     teacher_residual_bytes: int
 
@@ -73,18 +73,18 @@ def align_conversation(
     add_generation_prompt: bool = False,
     template_variables: Mapping[str, Any] | None = None,
 ) -> ConversationAlignment:
-    """Write a conversation with both sides' templates and align what the messages say.
+    """Render a conversation with both sides' templates and align the message contents.
 
-    Bytes correspond where they came from the same field of the same message and are equal: of a
-    content that one template strips or shortens, what it shows. Stop tokens behind the same message
-    are a chunk of their own, where both sides train theirs.
+    Bytes correspond where they come from the same field of the same message and are equal: of a
+    content that one template strips or shortens, the part it shows. Stop tokens behind the same
+    message are a chunk of their own, where both sides train theirs.
 
     Args:
         student_tokenizer: With a prompt format.
         teacher_tokenizer: With its own.
         conversation: Not changed.
         add_generation_prompt: End with the header of an answer, on both sides.
-        template_variables: What both templates see besides the messages, such as ``tools``.
+        template_variables: Variables of both templates besides the messages, such as ``tools``.
 
     Raises:
         ConfigError: A tokenizer has no prompt format.
@@ -110,20 +110,25 @@ def align_encoded_conversations(
     student_tokenizer: ConversationEncoder,
     teacher_tokenizer: ConversationEncoder,
 ) -> ConversationAlignment:
-    """``align_conversation`` of what both sides have written already."""
-    own, other = shown_contents(student), shown_contents(teacher)
-    contents = [pair for key in own if key in other for pair in _equal_ranges(own[key], other[key])]
+    """``align_conversation`` of a conversation that both sides have encoded already."""
+    student_contents, teacher_contents = shown_contents(student), shown_contents(teacher)
+    contents = [
+        pair
+        for key in student_contents
+        if key in teacher_contents
+        for pair in _equal_ranges(student_contents[key], teacher_contents[key])
+    ]
     stops = list(
         _stop_ranges(
             student,
             teacher,
-            stop_tokens(student, own, student_tokenizer.is_control),
-            stop_tokens(teacher, other, teacher_tokenizer.is_control),
+            stop_tokens(student, student_contents, student_tokenizer.is_control),
+            stop_tokens(teacher, teacher_contents, teacher_tokenizer.is_control),
         )
     )
-    kept = _ascending([*contents, *stops])
-    ranges = np.array(kept, dtype=np.int64).reshape(-1, 2, 2)
-    aligned = sum(pair[1] - pair[0] for pair in set(kept) - set(stops))
+    pairs = _ascending([*contents, *stops])
+    ranges = np.array(pairs, dtype=np.int64).reshape(-1, 2, 2)
+    aligned = sum(pair[1] - pair[0] for pair in set(pairs) - set(stops))
     alignment = align_segments(
         student.byte_ends, teacher.byte_ends, Segments(ranges[:, 0], ranges[:, 1])
     )
@@ -133,8 +138,8 @@ def align_encoded_conversations(
         alignment=as_spelled(
             alignment, _side(student, student_tokenizer), _side(teacher, teacher_tokenizer)
         ),
-        student_residual_bytes=_byte_count(own) - aligned,
-        teacher_residual_bytes=_byte_count(other) - aligned,
+        student_residual_bytes=_byte_count(student_contents) - aligned,
+        teacher_residual_bytes=_byte_count(teacher_contents) - aligned,
     )
 
 
@@ -142,32 +147,33 @@ def _side(encoded: EncodedConversation, tokenizer: ByteTokenizer) -> SpelledSide
     return SpelledSide(Tokens(encoded.ids.astype(np.int32), encoded.byte_ends), Spelling(tokenizer))
 
 
-def _equal_ranges(own: ShownContent, other: ShownContent) -> Iterator[Pair]:
-    """Where both sides show the same bytes of one content, in places that are whole on both."""
-    for start, other_start, size in _equal_bytes(own.text, other.text):
-        stop, shift = start + size, other_start - start
-        cuts = np.concatenate([own.starts, other.starts - shift])
+def _equal_ranges(student: ShownContent, teacher: ShownContent) -> Iterator[Pair]:
+    """Ranges in which both sides show the same bytes of one content, contiguous on both."""
+    for start, teacher_start, size in _equal_bytes(student.text, teacher.text):
+        stop, shift = start + size, teacher_start - start
+        cuts = np.concatenate([student.starts, teacher.starts - shift])
         fence = np.unique(np.clip(cuts, start, stop)).tolist()
         for first, last in pairwise(fence):
-            at, other_at = _shown_at(own, first), _shown_at(other, first + shift)
-            yield at, at + last - first, other_at, other_at + last - first
+            at, teacher_at = _shown_at(student, first), _shown_at(teacher, first + shift)
+            yield at, at + last - first, teacher_at, teacher_at + last - first
 
 
-def _equal_bytes(own: str, other: str) -> list[Run]:
-    """What two versions of one content have in common; of one inside the other, all of it.
+def _equal_bytes(student: str, teacher: str) -> list[Run]:
+    """Equal runs of two versions of one content; where one contains the other, all of it.
 
-    A shortened content is more often the end of the whole one, as an answer without its thinking.
+    The last occurrence is taken: a shortened content is usually the end of the whole one, such as
+    an answer without its thinking.
     """
-    raw, other_raw = own.encode(), other.encode()
-    if (at := raw.rfind(other_raw)) >= 0:
-        return [(at, 0, len(other_raw))]
-    if (at := other_raw.rfind(raw)) >= 0:
-        return [(0, at, len(raw))]
-    return bridge_texts(raw, other_raw).equal.runs
+    student_raw, teacher_raw = student.encode(), teacher.encode()
+    if (at := student_raw.rfind(teacher_raw)) >= 0:
+        return [(at, 0, len(teacher_raw))]
+    if (at := teacher_raw.rfind(student_raw)) >= 0:
+        return [(0, at, len(student_raw))]
+    return bridge_texts(student_raw, teacher_raw).equal.runs
 
 
 def _shown_at(content: ShownContent, byte: int) -> int:
-    """Where a byte of a content is in the rendered text."""
+    """Byte of the rendered text at which a byte of a content is shown."""
     place = int(content.starts.searchsorted(byte, side="right")) - 1
     return int(content.places[place, 0] + byte - content.starts[place])
 
@@ -189,7 +195,7 @@ def _bytes_of(encoded: EncodedConversation, token: int) -> tuple[int, int]:
 
 
 def _ascending(pairs: list[Pair]) -> list[Pair]:
-    """The pairs that ascend on both sides; where a template turns messages round, most bytes."""
+    """The pairs that ascend on both sides: those of most bytes, where a template reorders."""
     by_start = {(pair[0], pair[2]): pair for pair in pairs}
     runs: list[Run] = [(pair[0], pair[2], pair[1] - pair[0]) for pair in sorted(pairs)]
     return [by_start[i, j] for i, j, _ in heaviest_chain(runs)]
@@ -205,7 +211,7 @@ ContentKey = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class ShownContent:
-    """The bytes of one field of one message, put together from where they are shown."""
+    """The text of one field of one message, and the places where it is shown."""
 
     text: str
     places: NDArray[np.int64]
@@ -219,14 +225,14 @@ class ShownContent:
 
 
 def shown_contents(encoded: EncodedConversation) -> dict[ContentKey, ShownContent]:
-    """Everything that messages say and the rendered text shows; roles are no content."""
+    """The message contents that the rendered text shows; roles are not contents."""
     offsets = byte_offsets(encoded.text)
     places: dict[ContentKey, list[tuple[int, int]]] = {}
     for start, end, provenance in encoded.spans:
         message, field = provenance.message, provenance.field
         if provenance.source != "message" or message is None or field == "role":
             continue
-        # A message before the first is one that the prompt format puts in front.
+        # A negative index is a message that the prompt format inserts.
         if message >= 0:
             places.setdefault((message, field), []).append((start, end))
     return {
@@ -245,8 +251,8 @@ def stop_tokens(
 ) -> dict[int, int]:
     """The control token that ends each trained message: index of the token by that of the message.
 
-    It is the last control token of the trained text behind what the message says; a message
-    without one, and a conversation in which all is trained, prompt and answers alike, has none.
+    It is the last control token of the trained text behind the message's content. A message without
+    one has no entry, and so has a conversation in which everything is trained.
     """
     if encoded.trained.all():
         return {}
@@ -254,10 +260,10 @@ def stop_tokens(
     for (message, _), content in contents.items():
         ends[message] = max(ends.get(message, 0), int(content.places[-1, 1]))
     begins = np.concatenate([np.zeros(1, np.int64), encoded.byte_ends[:-1]])
-    said = sorted(int(content.places[0, 0]) for content in contents.values())
+    content_starts = sorted(int(content.places[0, 0]) for content in contents.values())
     stops: dict[int, int] = {}
     for message, end in ends.items():
-        following = next((start for start in said if start >= end), None)
+        following = next((start for start in content_starts if start >= end), None)
         token = int(begins.searchsorted(end, side="left"))
         while token < len(begins) and encoded.trained[token]:
             if following is not None and encoded.byte_ends[token] > following:

@@ -30,7 +30,7 @@ Ids = Sequence[int] | IdArray
 
 
 class Tokens(NamedTuple):
-    """One side of a text."""
+    """The tokens of one side."""
 
     ids: IdArray
     """[T] int32"""
@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
     """[T] int64 byte ends, non-decreasing."""
 
     spells_text: bool = False
-    """Known to spell the text that the ends are of, every token what it covers."""
+    """Every token is known to spell exactly the bytes that it covers."""
 
     @classmethod
     def of_stream(cls, ids: Ids, tokenizer: ByteTokenizer, *, side: str) -> Tokens:
@@ -91,7 +91,7 @@ def checked_ids(ids: Ids, vocab_size: int, *, side: str) -> IdArray:
     """``ids`` as int32 [T], each inside the vocabulary.
 
     Raises:
-        AlignmentError: They are no row of integers, or one is outside.
+        AlignmentError: They are not one row of integers, or one is outside the vocabulary.
     """
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
@@ -115,11 +115,11 @@ AnyAlignment = TypeVar("AnyAlignment", bound=Alignment)
 ChunkIds = NDArray[np.int32]
 
 _SPACE: Final = b" "
-"""A token of this alone that covers nothing is the library's dummy prefix."""
+"""Bytes of the library's dummy prefix, where such a token covers nothing."""
 
 
 class Spelling:
-    """What the tokens of one tokenizer spell.
+    """Bytes that the tokens of one tokenizer spell.
 
     Args:
         tokenizer: The tokenizer.
@@ -134,7 +134,7 @@ class Spelling:
         return TokenBytes.of(self._tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The table is quicker to make again than to send.
+        # The table is quicker to rebuild than to pickle.
         return {"_tokenizer": self._tokenizer}
 
     def rows(self, ids: IdArray) -> list[bytes]:
@@ -154,7 +154,7 @@ class SpelledSide(NamedTuple):
     spelling: Spelling
 
     def pieces(self) -> list[int]:
-        """Tokens that have bytes and cover none, ascending: parts of the character that follows."""
+        """Indices of tokens that have bytes and cover none: parts of the character that follows."""
         empty = self.tokens.empty
         rows = self.spelling.rows(self.tokens.ids[empty])
         return [
@@ -163,23 +163,23 @@ class SpelledSide(NamedTuple):
 
 
 def as_spelled(alignment: AnyAlignment, student: SpelledSide, teacher: SpelledSide) -> AnyAlignment:
-    """The alignment of one text by its byte ends, with all that its tokens spell.
+    """The alignment of one text by its byte ends, corrected for what its tokens spell.
 
     Parts of a character are in the chunk of the token that covers it; where both sides take it
     apart alike, they are aligned part by part. A chunk is exact where both sides spell the same, as
     control tokens do.
     """
-    found = _aligned_pieces(_joined_pieces(alignment, student, teacher), student, teacher)
+    aligned = _aligned_pieces(_joined_pieces(alignment, student, teacher), student, teacher)
     streams, bounds = [], []
-    for side, spans in ((student, found.student_spans), (teacher, found.teacher_spans)):
+    for side, spans in ((student, aligned.student_spans), (teacher, aligned.teacher_spans)):
         stream, ends = side.spelling.stream(side.tokens.ids)
         streams.append(stream)
         bounds.append(np.concatenate([np.zeros(1, np.int64), ends])[spans])
     if streams[0] == streams[1] and np.array_equal(*bounds):
-        return replace(found, is_exact=np.ones(found.chunk_count, dtype=np.bool_))
-    places = zip(*(part.tolist() for part in bounds), strict=True)
+        return replace(aligned, is_exact=np.ones(aligned.chunk_count, dtype=np.bool_))
+    places = zip(*(side_bounds.tolist() for side_bounds in bounds), strict=True)
     same = (streams[0][a:b] == streams[1][c:d] for (a, b), (c, d) in places)
-    return replace(found, is_exact=np.fromiter(same, np.bool_, found.chunk_count))
+    return replace(aligned, is_exact=np.fromiter(same, np.bool_, aligned.chunk_count))
 
 
 def _joined_pieces(
@@ -193,48 +193,49 @@ def _joined_pieces(
     if not any(pieces):
         return alignment
     ids = alignment.student_chunk_id.copy(), alignment.teacher_chunk_id.copy()
-    for own, parts in zip(ids, pieces, strict=True):
-        # From the last on: of several parts, each is before one that has its chunk already.
+    for chunk_id, parts in zip(ids, pieces, strict=True):
+        # From last to first: of several parts, each precedes one that already has its chunk.
         for at in reversed(parts):
-            own[at] = own[at + 1] if at + 1 < len(own) else NO_CHUNK
+            chunk_id[at] = chunk_id[at + 1] if at + 1 < len(chunk_id) else NO_CHUNK
     return _of_ids(alignment, *ids, alignment.is_exact)
 
 
 def _aligned_pieces(
     alignment: AnyAlignment, student: SpelledSide, teacher: SpelledSide
 ) -> AnyAlignment:
-    """The alignment with chunks that have parts of a character on both sides, and spell the same on
-    both, cut where both have an end."""
+    """The alignment with chunks cut at common ends of their tokens, where they have parts of a
+    character on both sides and spell the same."""
     sides, ids = (student, teacher), (alignment.student_chunk_id, alignment.teacher_chunk_id)
     with_parts = [
-        set(own[side.pieces()].tolist()) - {NO_CHUNK} for side, own in zip(sides, ids, strict=True)
+        set(chunk_id[side.pieces()].tolist()) - {NO_CHUNK}
+        for side, chunk_id in zip(sides, ids, strict=True)
     ]
     if not with_parts[0] & with_parts[1]:
         return alignment
     cuts = np.zeros(alignment.chunk_count, dtype=np.int64)
     spans = alignment.student_spans, alignment.teacher_spans
-    begins = [np.zeros(len(own), dtype=np.int32) for own in ids]
+    begins = [np.zeros(len(chunk_id), dtype=np.int32) for chunk_id in ids]
     for chunk in with_parts[0] & with_parts[1]:
         tokens = [
-            first + np.flatnonzero(own[first:stop] == chunk)
-            for own, (first, stop) in zip(ids, (side[chunk] for side in spans), strict=True)
+            first + np.flatnonzero(chunk_id[first:stop] == chunk)
+            for chunk_id, (first, stop) in zip(ids, (side[chunk] for side in spans), strict=True)
         ]
         rows = [
             side.spelling.rows(side.tokens.ids[at]) for side, at in zip(sides, tokens, strict=True)
         ]
         if b"".join(rows[0]) == b"".join(rows[1]):
-            inner = [list(accumulate(map(len, own)))[:-1] for own in rows]
+            inner = [list(accumulate(map(len, tokens_of_side)))[:-1] for tokens_of_side in rows]
             common = set(inner[0]).intersection(inner[1])
             cuts[chunk] = len(common)
             for begin, at, sums in zip(begins, tokens, inner, strict=True):
                 begin[[int(at[sums.index(total) + 1]) for total in common]] = 1
     # Both sides have the same number of new chunks before each old one.
-    own, other = (
+    student_id, teacher_id = (
         np.where(side == NO_CHUNK, NO_CHUNK, side + np.cumsum(begin, dtype=np.int32))
         for side, begin in zip(ids, begins, strict=True)
     )
     is_exact = np.repeat(alignment.is_exact, cuts + 1)
-    return _of_ids(alignment, own.astype(np.int32), other.astype(np.int32), is_exact)
+    return _of_ids(alignment, student_id.astype(np.int32), teacher_id.astype(np.int32), is_exact)
 
 
 def _of_ids(
@@ -254,8 +255,8 @@ def _of_ids(
 def stream_bytes(table: TokenBytes, ids: IdArray, ends: ByteEnds) -> bytes:
     """The bytes that ``ids`` decode to.
 
-    Token bytes are those of the middle of a stream. A library that drops a leading space at its
-    start covers fewer bytes there, so each token gives as many of its last bytes as it covers.
+    The table holds bytes of tokens in the middle of a stream. A library that drops a leading space
+    covers fewer bytes there, so each token contributes as many of its last bytes as it covers.
 
     Args:
         table: Bytes of every id of the tokenizer.
@@ -276,7 +277,7 @@ def stream_bytes(table: TokenBytes, ids: IdArray, ends: ByteEnds) -> bytes:
             fix="align the text instead of the ids",
         )
     total = int(ends[-1]) if len(ends) else 0
-    # Byte b of the stream is in the buffer as far before its token's stop there as in the stream.
+    # A byte is as far before the stop of its token in the buffer as in the stream.
     shift = np.repeat(table.offsets[ids + 1] - ends, widths)
     stream: NDArray[np.uint8] = table.buffer[shift + np.arange(total)]
     return stream.tobytes()

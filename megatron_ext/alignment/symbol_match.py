@@ -28,10 +28,10 @@ Run = tuple[int, int, int]
 MAX_EDITS = 48
 """Insertions and deletions of one stage."""
 LONG_RUN = 16
-"""Symbols in a row after which a stage ends: both sides are in step again."""
+"""Equal symbols in a row after which a stage ends: both sides are in step again."""
 LEAST_SHARE = 0.6
-"""Share of symbols that are equal in a stage that uses its edits up; below it, what is equal is
-equal by chance, and the search ends."""
+"""Least share of equal symbols in a stage that uses up its edits; below it, symbols are equal by
+chance, and the search ends."""
 
 
 def edit_path(first: NDArray[np.uint32], second: NDArray[np.uint32]) -> Iterator[Run]:
@@ -43,13 +43,13 @@ def edit_path(first: NDArray[np.uint32], second: NDArray[np.uint32]) -> Iterator
         runs, x, y, is_good = _stage(first[i : i + reach].tolist(), second[j : j + reach].tolist())
         if not is_good:
             return
-        for start, other, length in runs:
-            yield i + start, j + other, length
+        for start, other_start, length in runs:
+            yield i + start, j + other_start, length
         i, j = i + x, j + y
 
 
 def _stage(first: list[int], second: list[int]) -> tuple[list[Run], int, int, bool]:
-    """Runs of one stage, where it ends in both rows, and whether it is worth going on."""
+    """Runs of one stage, where it ends in both rows, and whether the search goes on."""
     furthest = {1: 0}
     trace: list[dict[int, int]] = []
     best = (0, 0, 0, 0)
@@ -97,7 +97,7 @@ Symbols = NDArray[np.uint32]
 
 ANCHOR_LENGTHS = (32, 8)
 CERTAIN_RUN = 8
-"""Symbols from which on a run counts whatever surrounds it."""
+"""Length from which a run counts whatever surrounds it."""
 MAX_CODE_POINT = 0x10FFFF
 _MANY = 4096
 _MIXER = np.uint64(0x9E3779B97F4A7C15)
@@ -105,7 +105,7 @@ _EIGHTH = np.uint64(1 << 61)
 
 
 def match_symbols(first: Symbols, second: Symbols) -> list[Run]:
-    """Runs of equal symbols, ascending in both rows, as many as can be told from chance."""
+    """Runs of equal symbols, ascending in both rows, without those that are equal by chance."""
     runs = _joined(_matched(first, second, 0, len(first), 0, len(second), ANCHOR_LENGTHS))
     return _joined(_certain(runs, first, second))
 
@@ -128,8 +128,8 @@ def _matched(
     i_stop, j_stop = i_stop - size, j_stop - size
     if i < i_stop and j < j_stop:
         if anchor_lengths:
-            found = _anchors(first[i:i_stop], second[j:j_stop], anchor_lengths[0])
-            for run in [(x + i, y + j, length) for x, y, length in found]:
+            anchors = _anchors(first[i:i_stop], second[j:j_stop], anchor_lengths[0])
+            for run in [(x + i, y + j, length) for x, y, length in anchors]:
                 yield from _matched(first, second, i, run[0], j, run[1], anchor_lengths[1:])
                 yield run
                 i, j = run[0] + run[2], run[1] + run[2]
@@ -142,7 +142,7 @@ def _matched(
 
 
 def common_prefix(first: Symbols, second: Symbols) -> int:
-    """How many symbols both rows start with; costs no more than that."""
+    """Length of the common prefix, in time proportional to it."""
     limit = min(len(first), len(second))
     done, block = 0, 64
     while done < limit:
@@ -158,10 +158,12 @@ def _anchors(first: Symbols, second: Symbols, length: int) -> list[Run]:
     """The heaviest chain of runs whose stretches of ``length`` occur once in each row."""
     if min(len(first), len(second)) < 2 * length:
         return []
-    own, own_at = _once(_hashes(first, length))
-    other, other_at = _once(_hashes(second, length))
-    _, at, other_index = np.intersect1d(own, other, assume_unique=True, return_indices=True)
-    i, j = own_at[at], other_at[other_index]
+    first_hashes, first_at = _once(_hashes(first, length))
+    second_hashes, second_at = _once(_hashes(second, length))
+    _, at, second_index = np.intersect1d(
+        first_hashes, second_hashes, assume_unique=True, return_indices=True
+    )
+    i, j = first_at[at], second_at[second_index]
     order = np.argsort(i)
     i, j = i[order], j[order]
     apart: list[Run] = []
@@ -177,7 +179,7 @@ def _anchors(first: Symbols, second: Symbols, length: int) -> list[Run]:
 
 
 def _stretches(i: NDArray[np.intp], j: NDArray[np.intp], length: int) -> list[Run]:
-    """Runs from where stretches of ``length`` are equal, those that overlap alike as one."""
+    """Runs of equal stretches of ``length``, with overlapping stretches of one shift joined."""
     if not len(i):
         return []
     is_start = np.append(True, (np.diff(i) > length) | (np.diff(i) != np.diff(j)))
@@ -188,7 +190,7 @@ def _stretches(i: NDArray[np.intp], j: NDArray[np.intp], length: int) -> list[Ru
 
 
 def _hashes(row: Symbols, length: int) -> NDArray[np.uint64]:
-    """A number for each stretch of ``length`` symbols."""
+    """Rolling hash of each stretch of ``length`` symbols."""
     count = len(row) - length + 1
     hashes = np.zeros(count, dtype=np.uint64)
     for offset in range(length):
@@ -198,7 +200,7 @@ def _hashes(row: Symbols, length: int) -> NDArray[np.uint64]:
 
 
 def _once(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.intp]]:
-    """The numbers that occur once, ascending, and where; of very many, an eighth stands for all."""
+    """The hashes that occur once, ascending, and where; an eighth is sampled of very many."""
     at: NDArray[np.intp] = np.arange(len(hashes))
     if len(hashes) > _MANY:
         at = np.flatnonzero(hashes * _MIXER < _EIGHTH)
@@ -211,8 +213,8 @@ def _once(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.in
 
 
 def heaviest_chain(runs: Sequence[Run]) -> list[Run]:
-    """Of runs that ascend in the first row, those of most symbols that ascend in the second too."""
-    # A staircase: ends of chains, ascending in the second row and in weight.
+    """The subset of runs, ascending in both rows, that has the most symbols."""
+    # Ends of the best chains, ascending both in the second row and in weight.
     ends: list[int] = []
     weights: list[int] = []
     chains: list[int] = []
@@ -245,7 +247,7 @@ def _joined(runs: Iterable[Run]) -> list[Run]:
 
 
 def _certain(runs: Sequence[Run], first: Symbols, second: Symbols) -> Iterator[Run]:
-    """Long runs, and short ones between stretches that are the same text written otherwise."""
+    """Long runs, and short ones between stretches of the same text, differently normalised."""
     stops = [(0, 0), *((i + length, j + length) for i, j, length in runs)]
     starts = [*((i, j) for i, j, _ in runs), (len(first), len(second))]
     for index, (i, j, length) in enumerate(runs):
@@ -276,11 +278,11 @@ Ranges = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SymbolRow:
-    """Characters of a text and, where they were put in, control tokens."""
+    """Characters of a text and, where inserted, control tokens."""
 
     values: Symbols
-    """[M] code points; a byte that is no part of a character is a lone surrogate, and a control
-    token the number of its class past the last code point."""
+    """[M] code points; a byte that is not UTF-8 is a lone surrogate, and a control token is the
+    number of its class past the last code point."""
 
     widths: NDArray[np.int64]
     """[M] bytes of each; a control token has none."""
@@ -304,7 +306,7 @@ class SymbolRow:
     ) -> tuple[SymbolRow, ByteEnds]:
         """The row with the control tokens that have a class, and the tokens' ends with it.
 
-        Such a token covers one byte then, so that it is told from its neighbours. One that stands
+        Such a token then covers one byte, so that it differs from its neighbours. One that stands
         within a character is left out.
 
         Args:

@@ -26,14 +26,14 @@ Ranges = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Ranges of bytes that stand for the same on both sides, in order and apart on either."""
+    """Corresponding ranges of bytes, ascending and disjoint on both sides."""
 
     student: Ranges
     """[R, 2] half-open."""
 
     teacher: Ranges
-    """[R, 2] Of the same length, the range is byte for byte the student's; of another length, it
-    corresponds as a whole alone."""
+    """[R, 2] A range of the same length equals the student's byte for byte; one of another length
+    corresponds only as a whole."""
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -42,7 +42,7 @@ class Segments:
         return [(start, other, stop - start) for (start, stop), other in starts]
 
     def joined(self) -> Segments:
-        """The same with ranges that touch on both sides as one."""
+        """The segments with ranges that touch on both sides merged."""
         keeps_length = np.diff(self.student)[:, 0] == np.diff(self.teacher)[:, 0]
         touches = (self.student[1:, 0] == self.student[:-1, 1]) & (
             self.teacher[1:, 0] == self.teacher[:-1, 1]
@@ -67,13 +67,13 @@ def align_segments(student_ends: ByteEnds, teacher_ends: ByteEnds, segments: Seg
     Args:
         student_ends: [Ts] checked byte ends in the student's bytes.
         teacher_ends: [Tt] in the teacher's.
-        segments: What corresponds.
+        segments: The corresponding ranges.
     """
     segments = segments.joined()
     lengths = np.diff(segments.student)[:, 0]
     is_whole = lengths != np.diff(segments.teacher)[:, 0]
     lengths[is_whole] = 1
-    # One place between neighbours, which keeps the end of one from the start of the next.
+    # One position between neighbours separates the end of one from the start of the next.
     bases = np.cumsum(lengths + 1) - lengths
     total = int(bases[-1] + lengths[-1]) + 1 if len(bases) else 1
     student = _shared(student_ends, segments.student, bases, is_whole, total)
@@ -98,16 +98,16 @@ def align_segments(student_ends: ByteEnds, teacher_ends: ByteEnds, segments: Seg
 
 
 class _Shared(NamedTuple):
-    """One side in shared coordinates: tokens inside ranges, and fillers for all else."""
+    """One side in shared coordinates: tokens inside ranges, and fillers elsewhere."""
 
     ends: ByteEnds
     """[tokens and fillers]"""
 
     token: Indices
-    """Tokens that are inside a range."""
+    """Indices of the tokens that are inside a range."""
 
     place: Indices
-    """Where each of these is among the ends."""
+    """Index of each of these tokens in ``ends``."""
 
 
 def _shared(
@@ -141,7 +141,7 @@ def _shared(
 
 @dataclass(frozen=True, slots=True)
 class TextBridge:
-    """Which bytes of two texts are the same text."""
+    """Equal ranges and unaligned spans of two texts."""
 
     equal: Segments
     """R ranges of whole characters that are equal, in order."""
@@ -153,17 +153,17 @@ class TextBridge:
 
     @property
     def student_residual_bytes(self) -> int:
-        """Bytes of the student's text in no equal range."""
+        """Bytes of the student's unaligned spans."""
         return self.student_bytes - int(np.diff(self.equal.student).sum())
 
     @property
     def teacher_residual_bytes(self) -> int:
-        """Bytes of the teacher's text in no equal range."""
+        """Bytes of the teacher's unaligned spans."""
         return self.teacher_bytes - int(np.diff(self.equal.teacher).sum())
 
     @property
     def differences(self) -> Segments:
-        """Ranges that differ, in order; of one side a range can be empty."""
+        """The unaligned spans of both sides, in order; a span can be empty on one side."""
         student = _between(self.equal.student, self.student_bytes)
         teacher = _between(self.equal.teacher, self.teacher_bytes)
         differs = (np.diff(student)[:, 0] > 0) | (np.diff(teacher)[:, 0] > 0)
@@ -175,11 +175,11 @@ class BridgedAlignment(Alignment):
     """An alignment of streams that decode to different bytes."""
 
     bridge: TextBridge
-    """What is equal in them."""
+    """The equal ranges and unaligned spans."""
 
 
 def bridge_texts(student: bytes, teacher: bytes) -> TextBridge:
-    """The characters that two texts have in common, in order."""
+    """The equal ranges of two texts, in whole characters."""
     rows = SymbolRow.of(student), SymbolRow.of(teacher)
     return _bridge(*rows, match_symbols(rows[0].values, rows[1].values))
 
@@ -191,13 +191,13 @@ def align_bridged(
     teacher_bytes: bytes,
     classes: ControlClasses | None = None,
 ) -> BridgedAlignment:
-    """Align two streams of different bytes through what is equal in them.
+    """Align two streams of different bytes within their equal ranges.
 
     Args:
         student: Tokens and their ends in ``student_bytes``.
-        teacher: The same of the teacher.
-        student_bytes: What the student's tokens decode to.
-        teacher_bytes: What the teacher's do.
+        teacher: Tokens and their ends in ``teacher_bytes``.
+        student_bytes: Bytes that the student's tokens decode to.
+        teacher_bytes: Bytes that the teacher's tokens decode to.
         classes: Control tokens of one class are chunks where they stand between the same
             characters. None leaves all of them out.
     """
@@ -233,7 +233,7 @@ def _bridge(student: SymbolRow, teacher: SymbolRow, runs: Sequence[Run]) -> Text
 
 
 def _between(ranges: Ranges, total: int) -> Ranges:
-    """[R + 1, 2] what lies before, between and behind ranges."""
+    """[R + 1, 2] the ranges before, between and behind ``ranges``."""
     bounds = np.concatenate([np.zeros(1, np.int64), ranges.reshape(-1), np.array([total])])
     pairs: Ranges = bounds.reshape(-1, 2)
     return pairs

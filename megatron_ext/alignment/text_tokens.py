@@ -32,7 +32,7 @@ class TextTokens:
     """[D + 1] where the bytes of each text begin and end."""
 
     changed: Sequence[int] = ()
-    """Texts that the tokens do not spell, ascending."""
+    """Indices of the texts that their tokens do not spell, ascending."""
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -41,7 +41,7 @@ class TextTokens:
 
     @property
     def slices(self) -> list[slice]:
-        """[D] where the tokens of each text are."""
+        """[D] slice of the tokens of each text."""
         return [slice(begin, end) for begin, end in pairwise(self.offsets.tolist())]
 
     @property
@@ -49,7 +49,7 @@ class TextTokens:
         """[N] bytes that each token covers."""
         widths = np.diff(self.ends, prepend=0)
         has_tokens = np.diff(self.offsets) > 0
-        # The text before may have no tokens: then no end says where this one begins.
+        # A preceding text without tokens has no end that would mark the begin of this one.
         firsts = self.offsets[:-1][has_tokens]
         widths[firsts] = self.ends[firsts] - self.byte_offsets[:-1][has_tokens]
         return widths.astype(np.int32)
@@ -60,7 +60,7 @@ class TextTokens:
         return Tokens(self.ids, self.ends, spells_text=not self.changed)
 
     def tokens_of(self, index: int) -> slice:
-        """Where the tokens of one text are."""
+        """Slice of the tokens of one text."""
         return slice(*self.offsets[index : index + 2].tolist())
 
     def text(self, index: int) -> Tokens:
@@ -70,16 +70,16 @@ class TextTokens:
         return Tokens(self.ids[tokens], ends, spells_text=index not in self.changed)
 
     def of_texts(self, chosen: NDArray[np.bool_]) -> TextTokens:
-        """The tokens of some of the texts [D], as if there were no others."""
+        """The tokens of the ``chosen`` texts [D] only, with offsets counted without the others."""
         if chosen.all():
             return self
         counts, sizes = self.counts, np.diff(self.byte_offsets)
         is_kept = np.repeat(chosen, counts)
-        left_out = np.repeat(np.cumsum(np.where(chosen, 0, sizes)), counts)
+        removed_bytes = np.repeat(np.cumsum(np.where(chosen, 0, sizes)), counts)
         numbers = np.cumsum(chosen) - 1
         return TextTokens(
             self.ids[is_kept],
-            self.ends[is_kept] - left_out[is_kept],
+            self.ends[is_kept] - removed_bytes[is_kept],
             np.cumsum(np.append(0, counts[chosen])),
             np.cumsum(np.append(0, sizes[chosen])),
             [int(numbers[index]) for index in self.changed if chosen[index]],
@@ -89,11 +89,11 @@ class TextTokens:
 class TextTokenizer:
     """Encodes batches of text with byte ends, by the tokenizer's engine where that is fast.
 
-    The engine gives ids alone. Where their bytes spell the text, the ends follow; a text that its
-    tokenizer changes (lower case, NFC) is located by the tokenizer itself.
+    The engine gives ids only. Where their bytes spell the text, the ends follow from their lengths;
+    for a text that the tokenizer normalises (lower case, NFC) the tokenizer gives the ends.
 
     Args:
-        tokenizer: The tokenizer. It can be sent to another process with this.
+        tokenizer: The tokenizer. It must be picklable for this object to be.
     """
 
     def __init__(self, tokenizer: ByteTokenizer) -> None:
@@ -105,7 +105,7 @@ class TextTokenizer:
 
         Args:
             texts: D texts.
-            raws: Their UTF-8, where it is at hand.
+            raws: Their UTF-8, where it has been computed already.
 
         Raises:
             TokenizerError: A text that the tokenizer cannot take.
@@ -120,7 +120,7 @@ class TextTokenizer:
     def _located(
         self, texts: Sequence[str], tokens: TextTokens, changed: Sequence[int]
     ) -> TextTokens:
-        """The same with the texts ``changed`` as the tokenizer locates their tokens."""
+        """``tokens`` with ids and ends of the texts ``changed`` from the tokenizer itself."""
         rows = [(tokens.ids[text], tokens.ends[text]) for text in tokens.slices]
         for index in changed:
             ids, ends = self.tokenizer.encode_with_byte_ends(texts[index])

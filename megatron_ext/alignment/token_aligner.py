@@ -37,28 +37,27 @@ IdPair = tuple[Ids, Ids]
 
 
 class TokenAligner:
-    """Aligns what a student and a teacher make of the same text.
+    """Aligns the tokens that a student and a teacher make of the same text.
 
-    There is no other way from texts to chunks: runs, audits, pages and batches take this one.
+    All paths from texts to chunks go through it: runs, audits, pages and batches.
 
     One rule holds for control tokens. Two that cover no byte, stand at the same byte of the same
-    text and stand for the same thing (by role, else by name) are a chunk of their own; any other is
-    in no chunk. Text never becomes a control token unless a tokenizer is told to read them, and
-    then it covers the text that spells it, so that the rule is about ids that a caller gives.
-    Conversations, whose control tokens two templates write, pair the stop tokens behind one answer
-    besides (``align_conversation``).
+    text and have the same meaning (by role, else by name) are a chunk of their own; any other is in
+    no chunk. The rule matters for ids that a caller passes: text becomes a control token only if a
+    tokenizer is told to parse them, and the token then covers the text that spells it. In
+    conversations the stop tokens behind one answer are paired too (``align_conversation``).
 
     Args:
-        student_tokenizer: The student's, or the adapter of its library.
-        teacher_tokenizer: The teacher's.
-        pair_control_tokens: Switches the rule off: all control tokens are in no chunk.
+        student_tokenizer: The student's tokenizer, or the adapter of its library.
+        teacher_tokenizer: The teacher's tokenizer, alike.
+        pair_control_tokens: Apply the rule; if false, control tokens are in no chunk.
 
     Attributes:
         student: Encodes texts with the student's tokenizer.
         teacher: Encodes texts with the teacher's.
 
     Raises:
-        TokenizerError: A tokenizer is none of ours.
+        TokenizerError: A tokenizer is not one of this package.
     """
 
     def __init__(
@@ -83,15 +82,15 @@ class TokenAligner:
     def align_joined(self, student: TextTokens, teacher: TextTokens) -> tuple[Marks, Marks]:
         """The chunks of texts that both have encoded, as marks of both sides [N], [M].
 
-        All texts are aligned in one go, as one long text whose parts end on both sides. Those that
-        a tokenizer changes are aligned one at a time, with what their tokens spell; where both
-        sides have control tokens, so are all.
+        All texts are aligned at once, as one long text in which each ends on a common boundary.
+        Those that a tokenizer changes are aligned one at a time, with what their tokens spell;
+        where both sides have control tokens, so are all.
 
         Args:
             student: D texts, as ``student.encode`` gives them.
             teacher: The same texts, as ``teacher.encode`` gives them.
         """
-        # Of white space some tokenizers make no token: then nothing of theirs ends with the text.
+        # Some tokenizers make no token of white space: then none of theirs ends with the text.
         together = (student.counts > 0) & (teacher.counts > 0)
         together |= np.diff(student.byte_offsets) == 0
         apart = {*student.changed, *teacher.changed}
@@ -117,13 +116,13 @@ class TokenAligner:
         Args:
             student_ids: [Ts], for example a generated answer.
             teacher_ids: [Tt]
-            bridge: Take streams of different bytes too, as tokenizers that normalise make them:
-                chunks are made within what is equal, and the result is a ``BridgedAlignment``,
-                which says what is not.
+            bridge: Accept streams of different bytes, as tokenizers that normalise make them:
+                chunks are made within equal ranges, and the result is a ``BridgedAlignment``, which
+                reports the unaligned spans.
 
         Raises:
             AlignmentError: An id is outside its vocabulary, or the streams decode to different
-                bytes and are not to be bridged.
+                bytes and ``bridge`` is false.
         """
         if not bridge:
             return self._of_ids(student_ids, teacher_ids).alignment
@@ -131,7 +130,7 @@ class TokenAligner:
         return self._bridged(*streams, *self._stream_bytes(*streams))
 
     def align_texts(self, student_text: str, teacher_text: str) -> BridgedAlignment:
-        """Align two texts that differ, each tokenized by its side, through what is equal in them.
+        """Align two texts that differ, each tokenized by its side, within their equal ranges.
 
         Raises:
             TokenizerError: A text that a tokenizer cannot take.
@@ -153,9 +152,9 @@ class TokenAligner:
         Raises:
             AlignmentError: Ids and ends that differ in number, or ends that go backwards.
         """
-        own = Tokens.checked(*student, self.student_tokenizer.vocab_size, side="student")
-        other = Tokens.checked(*teacher, self.teacher_tokenizer.vocab_size, side="teacher")
-        return self._aligned(own, other)
+        student_tokens = Tokens.checked(*student, self.student_tokenizer.vocab_size, side="student")
+        teacher_tokens = Tokens.checked(*teacher, self.teacher_tokenizer.vocab_size, side="teacher")
+        return self._aligned(student_tokens, teacher_tokens)
 
     def align_each(
         self,
@@ -164,7 +163,7 @@ class TokenAligner:
         student_length: int | None = None,
         teacher_length: int | None = None,
     ) -> list[AlignedTokens]:
-        """Tokenize D texts with both, by their paths for batches, and align each.
+        """Tokenize D texts with both, as batches, and align each.
 
         Args:
             texts: D texts; special tokens in them are text.
@@ -274,7 +273,7 @@ class TokenAligner:
         return self._as_spelled(alignment, student, teacher)
 
     def _has_pairs(self, student: Tokens, teacher: Tokens) -> bool:
-        """Whether both sides have control tokens that may be chunks."""
+        """Whether both sides have control tokens that may be paired."""
         return self.pair_control_tokens and all(
             side.spelling.table.is_control[tokens.ids[tokens.empty]].any()
             for side, tokens in ((self.student, student), (self.teacher, teacher))
@@ -293,12 +292,12 @@ class TokenAligner:
 
     @cached_property
     def _classes(self) -> ControlClasses:
-        # Built on first use: a text is aligned without them.
+        # Built on first use: aligning texts does not need them.
         return ControlClasses.of(self.student_tokenizer, self.teacher_tokenizer)
 
 
 def _check_samples(samples: Sequence[str] | Sequence[IdPair]) -> None:
-    """Refuse what would be taken for samples and is none, such as the characters of one text."""
+    """Refuse a single text, whose characters would be taken for samples, and other types."""
     if isinstance(samples, str):
         raise AlignmentError(
             "a batch is one text", expected="a list of texts", fix="align_batch([text])"

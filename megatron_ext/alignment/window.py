@@ -25,7 +25,7 @@ from megatron_ext.errors import AlignmentError
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Ranges of one text, half-open. Windows and dropped ranges cover every byte exactly once."""
+    """Half-open ranges of one text. Windows and dropped ranges cover every byte exactly once."""
 
     student_bounds: NDArray[np.int64]
     """[W, 2] first student token and one past the last."""
@@ -112,14 +112,14 @@ def cut_windows(
 def fitting_runs(
     stops: Sequence[NDArray[np.int64]], lengths: Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Runs of chunks, each as long as fits on all K sides; a chunk that fits nowhere is one alone.
+    """Runs of chunks, each as long as fits on all K sides; a chunk too long is a run of its own.
 
     Args:
         stops: K sides; [C] one past the last token of each chunk, ascending.
         lengths: K numbers of tokens that fit.
 
     Returns:
-        Chunk indices where runs start and stop [R + 1], and which of the runs fit [R].
+        Chunk indices where runs start and stop [R + 1], and the mask of runs that fit [R].
     """
     edges, fits = [0], []
     starts = [0] * len(stops)
@@ -157,12 +157,12 @@ def truncate(
 ) -> AlignedTokens:
     """The first chunks of a text, as many as fit both lengths; both sides end with the same byte.
 
-    What stands before the first byte (BOS) stays. What stands behind the last (EOS) stays where the
-    whole text does, as far as it fits; where the text is cut it goes, because the text does not end
-    there. Bytes behind the last common boundary, which one side alone has, go too.
+    Tokens before the first byte (BOS) are kept. Tokens behind the last (EOS) are kept only with the
+    whole text, as far as they fit: a text that is cut does not end there. Bytes behind the last
+    common boundary, which one side alone has, are cut too.
 
     Args:
-        aligned: Both sides.
+        aligned: Tokens of both sides, and their alignment.
         student_length: Most student tokens; None for any number.
         teacher_length: Most teacher tokens.
 
@@ -174,17 +174,17 @@ def truncate(
         _checked_length(student_length, len(student.ids), side="student"),
         _checked_length(teacher_length, len(teacher.ids), side="teacher"),
     )
-    kept = min(
+    count = min(
         int(alignment.student_spans[:, 1].searchsorted(lengths[0], side="right")),
         int(alignment.teacher_spans[:, 1].searchsorted(lengths[1], side="right")),
     )
-    is_whole = kept == alignment.chunk_count and _last(student.ends) == _last(teacher.ends)
+    is_whole = count == alignment.chunk_count and _last(student.ends) == _last(teacher.ends)
     if is_whole:
         counts = len(student.ids), len(teacher.ids)
-    elif kept:
+    elif count:
         counts = (
-            int(alignment.student_spans[kept - 1, 1]),
-            int(alignment.teacher_spans[kept - 1, 1]),
+            int(alignment.student_spans[count - 1, 1]),
+            int(alignment.teacher_spans[count - 1, 1]),
         )
     else:
         counts = _leading(student.ends), _leading(teacher.ends)
@@ -193,9 +193,9 @@ def truncate(
         student.head(counts[0]),
         teacher.head(counts[1]),
         Alignment(
-            student_spans=alignment.student_spans[:kept],
-            teacher_spans=alignment.teacher_spans[:kept],
-            is_exact=alignment.is_exact[:kept],
+            student_spans=alignment.student_spans[:count],
+            teacher_spans=alignment.teacher_spans[:count],
+            is_exact=alignment.is_exact[:count],
             student_chunk_id=alignment.student_chunk_id[: counts[0]],
             teacher_chunk_id=alignment.teacher_chunk_id[: counts[1]],
         ),
@@ -215,5 +215,5 @@ def _last(ends: ByteEnds) -> int:
 
 
 def _leading(ends: ByteEnds) -> int:
-    """Tokens before the first byte."""
+    """Number of tokens before the first byte."""
     return int(ends.searchsorted(0, side="right"))

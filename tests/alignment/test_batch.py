@@ -324,7 +324,7 @@ def test_marks_that_do_not_correspond_are_refused():
     both = np.array([[BEGINS, INSIDE, BEGINS]], np.uint8)
     with pytest.raises(AlignmentError, match=r"teacher's chunk ids leave a chunk out.* chunk 1"):
         AlignmentBatch.from_marks(both, np.array([[BEGINS]], np.uint8))
-    with pytest.raises(AlignmentError, match=r"student's marks go on with .*; got position 1"):
+    with pytest.raises(AlignmentError, match=r"student's marks continue .*; got position 1"):
         AlignmentBatch.from_marks(np.array([[OUTSIDE, INSIDE]], np.uint8), both)
 
 

@@ -1,14 +1,14 @@
 """Audit of a tokenizer pair before training: how both tokenize the same texts."""
 
 from megatron_ext.alignment.audit.coverage_row import CoverageRow, SideReport, share_in_words
-from megatron_ext.alignment.audit.document import AuditDocument, Offender
+from megatron_ext.alignment.audit.document import AuditDocument, MultiTokenChunk
 from megatron_ext.alignment.audit.pair_audit import AuditReport, PairAudit, Recommendation
 
 __all__ = [
     "AuditDocument",
     "AuditReport",
     "CoverageRow",
-    "Offender",
+    "MultiTokenChunk",
     "PairAudit",
     "Recommendation",
     "SideReport",

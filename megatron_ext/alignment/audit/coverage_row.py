@@ -14,14 +14,14 @@ from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ByteTokenizer
 
 MEASURES = 4
-"""What ``CoverageTally`` adds up: chunks, student tokens, teacher tokens, bytes."""
+"""Number of sums that ``CoverageTally`` keeps: chunks, student tokens, teacher tokens, bytes."""
 
 CHUNK_SIZES = 4
 """1:1, 1:n, n:1 and n:m, in this order."""
 
 
 def share_in_words(share: float) -> str:
-    """A share in percent that says 0 and 100 only where it is."""
+    """A share in percent; ``0.0%`` and ``100.0%`` only where it is exactly that."""
     if 0 < share < 0.0005:
         return "<0.1%"
     return ">99.9%" if 0.9995 <= share < 1 else f"{share:.1%}"
@@ -59,7 +59,7 @@ class CoverageRow:
         return self.many_to_many_bytes / self.byte_count
 
     def as_row(self) -> dict[str, Any]:
-        """The same for JSON; ratios are absent where there is no chunk."""
+        """The row as a JSON object; ratios are absent where there is no chunk."""
         chunks = self.counts.chunks
         row: dict[str, Any] = {
             "name": self.name,
@@ -154,7 +154,7 @@ def _row(name: str, sums: NDArray[np.int64], **unaligned: int) -> CoverageRow:
 
 @dataclass(frozen=True, slots=True)
 class SideReport:
-    """What one tokenizer made of the text."""
+    """Token counts of one tokenizer over the audited text."""
 
     vocab_size: int
     tokens: int
@@ -162,19 +162,19 @@ class SideReport:
     unknown_tokens: int
     """Unknown tokens: text that the tokenizer cannot represent."""
     unknown_bytes: int
-    """Bytes that they stand for."""
+    """Bytes that the unknown tokens cover."""
     longest_chunk: int
     """Most tokens of this side in one chunk."""
 
 
-class Side:
-    """One tokenizer, and what is counted of its tokens.
+class SideTally:
+    """Running token counts of one tokenizer.
 
     Args:
         tokenizer: The tokenizer.
 
     Attributes:
-        unaligned: Its tokens in no chunk.
+        unaligned: Number of its tokens in no chunk.
     """
 
     def __init__(self, tokenizer: ByteTokenizer) -> None:
@@ -184,7 +184,7 @@ class Side:
         self._tokens = self._unknown_tokens = self._unknown_bytes = self._longest = 0
 
     def refusal(self, text: str) -> str | None:
-        """Why the tokenizer does not take a text; None where it does."""
+        """Reason why the tokenizer refuses a text; None where it takes it."""
         try:
             self._tokenizer.text_to_ids(text)
         except TokenizerError as error:
@@ -192,7 +192,7 @@ class Side:
         return None
 
     def count(self, encoded: TextTokens) -> None:
-        """Tokens of a batch, and the unknown ones among them."""
+        """Count the tokens of a batch, and the unknown ones among them."""
         self._tokens += len(encoded.ids)
         self.unaligned += len(encoded.ids)
         if self._unknown is None:
@@ -202,14 +202,14 @@ class Side:
         self._unknown_bytes += int(encoded.widths[unknown].sum()) if len(unknown) else 0
 
     def count_chunks(self, chunk_id: NDArray[np.int32], chunk_count: int) -> NDArray[np.int64]:
-        """Tokens in each chunk of the batch [C]."""
+        """Count the tokens of chunks; returns the number in each chunk of the batch [C]."""
         sizes = tokens_per_chunk(chunk_id, chunk_count)
         self.unaligned -= int(sizes.sum())
         self._longest = max(self._longest, int(sizes.max(initial=0)))
         return sizes
 
     def report(self, byte_count: int) -> SideReport:
-        """The counts, over a text of so many bytes."""
+        """The counts over a text of ``byte_count`` bytes."""
         return SideReport(
             vocab_size=self._tokenizer.vocab_size,
             tokens=self._tokens,

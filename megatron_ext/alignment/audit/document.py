@@ -20,10 +20,10 @@ Hashes = NDArray[np.uint64]
 Counts = NDArray[np.int64]
 
 LISTED: Final = 25
-"""Offenders in each ranking."""
+"""Chunks in each ranking."""
 
 MOST_TRACKED: Final = 1 << 20
-"""Offenders kept; past it the half that concerns the fewest tokens is forgotten."""
+"""Distinct chunks counted; past it the half that concerns the fewest tokens is dropped."""
 
 _MIX: Final = tuple(
     np.uint64(value)
@@ -34,29 +34,29 @@ _MIX: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token of an offender."""
+    """One token of a chunk."""
 
     token_id: int
     text: str
-    """What it covers; the bytes of a part of a character in angle brackets."""
+    """The text it covers; bytes of an incomplete character in angle brackets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An offender where it stands."""
+    """One occurrence of a chunk, in its context."""
 
     student: tuple[Piece, ...]
     teacher: tuple[Piece, ...]
     text: str
     before: str
-    """Text in front of it, on both sides of it cut short."""
+    """Text in front of it, at most ``CONTEXT_BYTES``; so is the text after it."""
     after: str
     place: str
     """``file:line``"""
 
 
 @dataclass(frozen=True, slots=True)
-class Offender:
+class MultiTokenChunk:
     """A chunk that is not 1:1, and how often it occurs."""
 
     count: int
@@ -65,16 +65,16 @@ class Offender:
     example: Example
 
     def as_row(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """The chunk as a JSON object."""
         return asdict(self)
 
 
 @dataclass(slots=True)
-class Offenders:
-    """Counts offenders block by block.
+class ChunkRanking:
+    """Counts of chunks that are not 1:1, added block by block.
 
-    The one that leads a ranking at the end also led it in the last block in which it occurred,
-    because the others have only grown since. So an example is made in time without keeping text.
+    A chunk that leads a ranking at the end also led it in the last block in which it occurred,
+    because the others have only grown since. So its example is made then, and no text is kept.
     """
 
     _hashes: Hashes
@@ -84,23 +84,23 @@ class Offenders:
     """Tokens of both sides in one such chunk."""
     _examples: dict[int, Example]
     are_exact: bool = True
-    """Counts hold all chunks; they are lower bounds after some offenders were forgotten."""
+    """Counts include every chunk; they are lower bounds once some chunks were dropped."""
 
     @classmethod
-    def none(cls) -> Offenders:
-        """Before the first block."""
+    def none(cls) -> ChunkRanking:
+        """The ranking before the first block."""
         empty = np.zeros(0, np.int64)
         return cls(np.zeros(0, np.uint64), empty, empty, {})
 
     def add(
         self, hashes: Hashes, sizes: NDArray[np.int64], example: Callable[[int], Example]
     ) -> None:
-        """Count the offending chunks of a block.
+        """Count the chunks of a block that are not 1:1.
 
         Args:
-            hashes: Of both sides' ids in each chunk [J].
-            sizes: Tokens of both sides in each [J].
-            example: The ``j``-th chunk as an example.
+            hashes: Hash of both sides' ids in each chunk [J].
+            sizes: Number of tokens of both sides in each chunk [J].
+            example: Makes the example of the ``j``-th chunk.
         """
         block, first, counts = np.unique(hashes, return_index=True, return_counts=True)
         both = np.concatenate([self._hashes, block])
@@ -112,15 +112,15 @@ class Offenders:
         all_sizes[inverse] = np.concatenate([self._sizes, sizes[first]])
         self._counts, self._sizes = total, all_sizes
         if len(self._hashes) > MOST_TRACKED:
-            self._forget()
+            self._drop_half()
         self._take_examples(dict(zip(block.tolist(), first.tolist(), strict=True)), example)
 
-    def by_tokens(self) -> list[Offender]:
-        """Those that concern the most tokens, most first."""
+    def by_tokens(self) -> list[MultiTokenChunk]:
+        """The chunks that concern the most tokens, most first."""
         return self._listed(self._tokens())
 
-    def by_size(self) -> list[Offender]:
-        """The longest, in tokens; of equal ones the most frequent first."""
+    def by_size(self) -> list[MultiTokenChunk]:
+        """The longest chunks, in tokens; of equal ones the most frequent first."""
         return self._listed(self._lengths())
 
     def _tokens(self) -> Counts:
@@ -134,22 +134,24 @@ class Offenders:
 
     def _take_examples(self, firsts: dict[int, int], example: Callable[[int], Example]) -> None:
         leading = {int(self._hashes[i]) for s in self._scores() for i in _leaders(s)}
-        known = {key: self._examples[key] for key in leading if key in self._examples}
-        new = {key: example(firsts[key]) for key in leading - known.keys() if key in firsts}
-        self._examples = known | new
+        existing = {key: self._examples[key] for key in leading if key in self._examples}
+        new = {key: example(firsts[key]) for key in leading - existing.keys() if key in firsts}
+        self._examples = existing | new
 
     def _scores(self) -> tuple[Counts, Counts]:
         return self._tokens(), self._lengths()
 
-    def _listed(self, score: Counts) -> list[Offender]:
+    def _listed(self, score: Counts) -> list[MultiTokenChunk]:
         tokens = self._tokens()
         return [
-            Offender(int(self._counts[i]), int(tokens[i]), self._examples[int(self._hashes[i])])
+            MultiTokenChunk(
+                int(self._counts[i]), int(tokens[i]), self._examples[int(self._hashes[i])]
+            )
             for i in _leaders(score)
             if int(self._hashes[i]) in self._examples
         ]
 
-    def _forget(self) -> None:
+    def _drop_half(self) -> None:
         kept = np.sort(np.argpartition(self._tokens(), -MOST_TRACKED // 2)[-MOST_TRACKED // 2 :])
         leading = np.concatenate([_leaders(score) for score in self._scores()])
         kept = np.union1d(kept, leading)
@@ -162,7 +164,7 @@ class Offenders:
 
 
 def _leaders(score: Counts) -> NDArray[np.intp]:
-    """Indices of the highest scores, highest first; equal ones in the order of their hashes."""
+    """Indices of the highest scores, highest first; ties in the order of their hashes."""
     if len(score) > LISTED:
         least = np.partition(score, -LISTED)[-LISTED]
         candidates = np.flatnonzero(score >= least)
@@ -221,9 +223,9 @@ class AuditDocument:
     line: int = 1
     """Line or row of the file where it begins."""
     is_whole_file: bool = False
-    """Its own line feeds are lines of the file; those of a record are not."""
+    """The line feeds of ``text`` are lines of the file; those of a record are not."""
     begins_document: bool = True
-    """It is no later piece of a document."""
+    """The piece is the first of its document."""
 
     def place(self, character: int) -> str:
         """``file:line`` of a character."""
@@ -233,8 +235,8 @@ class AuditDocument:
     def pieces(self) -> Iterator[AuditDocument]:
         """The document in pieces that fit in memory many times over.
 
-        A cut is in front of a line that begins with no white space: there hardly any tokenizer has
-        a token that reaches over it. Text without such lines stays whole.
+        It is cut in front of lines that begin with no white space: hardly any tokenizer has a token
+        that reaches over such a boundary. Text without such lines stays whole.
         """
         if len(self.text) <= 2 * PIECE_CHARACTERS:
             yield self
@@ -257,7 +259,7 @@ class AuditDocument:
 def document_batches(
     documents: Iterable[AuditDocument], characters: int
 ) -> Iterator[list[AuditDocument]]:
-    """The documents, in pieces, in lists of about so many characters; empty ones are left out."""
+    """The documents, in pieces, in lists of about ``characters``; empty ones are left out."""
     batch: list[AuditDocument] = []
     size = 0
     for document in documents:
@@ -276,15 +278,15 @@ CONTEXT_BYTES: Final = 40
 """Bytes of the text shown on either side."""
 
 MOST_PIECES: Final = 40
-"""Pieces shown of a chunk that has more."""
+"""Most tokens shown of a chunk."""
 
 MOST_TEXT: Final = 200
-"""Characters shown of a chunk that has more."""
+"""Most characters shown of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpannedTokens:
-    """The tokens of one side, and spans of some of them. J spans, T tokens."""
+    """The tokens of one side, and the spans of the counted chunks. J spans, T tokens."""
 
     ids: NDArray[np.int32]
     """[T]"""
@@ -298,7 +300,7 @@ class ExampleMaker:
     """Makes examples of chunks in a batch.
 
     Args:
-        batch: Its documents.
+        batch: The documents.
         raws: Their UTF-8.
         sides: Tokens of the student and of the teacher, with the spans of the chunks.
     """
@@ -315,7 +317,7 @@ class ExampleMaker:
         self._sides = sides
 
     def example(self, chunk: int) -> Example:
-        """The ``chunk``-th of the spans."""
+        """The example of the ``chunk``-th span."""
         student = self._sides[0]
         first, stop = student.spans[chunk].tolist()
         begin = int(student.ends[first - 1]) if first else 0
@@ -350,7 +352,7 @@ class ExampleMaker:
 
 
 def shown_bytes(covered: bytes) -> str:
-    """Bytes as text; those of a part of a character in angle brackets."""
+    """Bytes as text; bytes of an incomplete character in angle brackets."""
     try:
         return covered.decode()
     except UnicodeDecodeError:

@@ -22,15 +22,15 @@ from megatron_ext.alignment.alignment import Alignment
 from megatron_ext.alignment.audit.coverage_row import (
     CoverageRow,
     CoverageTally,
-    Side,
     SideReport,
+    SideTally,
     share_in_words,
 )
 from megatron_ext.alignment.audit.document import (
     AuditDocument,
+    ChunkRanking,
     ExampleMaker,
-    Offender,
-    Offenders,
+    MultiTokenChunk,
     SpannedTokens,
     document_batches,
     pair_hashes,
@@ -47,7 +47,7 @@ ObjectiveName = Literal["kl", "projected_kl", "chunk_likelihood"]
 
 LEAST_ONE_TO_ONE_BYTES: Final = 0.5
 """Share of bytes in 1:1 chunks below which chunks are to be compared by likelihood: most of the
-text would be compared by averages over several tokens, which are no prediction of anything."""
+text would be compared by averages over several tokens, which predict nothing."""
 
 MOST_MANY_TO_MANY_BYTES: Final = 0.1
 """Share of bytes in n:m chunks above which the same holds: neither side has a single prediction
@@ -55,11 +55,11 @@ there, so that no projection from one vocabulary to the other describes the chun
 
 MOST_SPLIT_NUMBERS: Final = 0.05
 """Share of chunks in numbers of several digits that may be other than 1:1. An objective on the
-exactly common vocabulary does not see a number that the other side spells otherwise; one in twenty
-is what a mathematical text can do without."""
+exactly common vocabulary ignores a number that the other side splits differently; a mathematical
+text can do without one in twenty."""
 
 LEAST_NUMBER_CHUNKS: Final = 100
-"""Chunks in numbers of several digits below which the text says nothing of numbers: the standard
+"""Chunks in numbers of several digits below which numbers are not judged: the standard
 error of a share of 5 % over 100 chunks is 2 %."""
 
 _LONG_NUMBERS: Final = ("digits-2", "digits-3", "digits-4+")
@@ -73,17 +73,17 @@ _NOT_MEASURED: Final = "On such text no objectives have been compared: compare r
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """An objective, in words."""
+    """An objective, and the reasons for it."""
 
     objective: ObjectiveName | None
-    """None where nothing aligns."""
+    """None where no token is aligned."""
     title: str
     """The objective and why, in a sentence."""
     reasons: tuple[str, ...]
-    """What it rests on, a sentence each."""
+    """The counts it rests on, a sentence each."""
 
     def as_row(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """The recommendation as a JSON object."""
         return asdict(self)
 
 
@@ -156,12 +156,12 @@ BATCH_CHARACTERS: Final = 1 << 21
 """Characters of a batch: enough for the threads of a tokenizer, and arrays of some megabytes."""
 
 MOST_REFUSED_LISTED: Final = 100
-"""Refused documents that are named; all are counted."""
+"""Refused documents that a report lists; all are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedDocument:
-    """A document that one of the tokenizers does not take."""
+    """A document that one of the tokenizers refuses."""
 
     place: str
     problem: str
@@ -169,26 +169,26 @@ class RefusedDocument:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """How a student's and a teacher's tokens meet on a text."""
+    """Coverage of a text by the chunks of a student and a teacher."""
 
     student: SideReport
     teacher: SideReport
     documents: int
-    """Those with any text that both tokenizers take."""
+    """Documents with any text that both tokenizers take."""
     byte_count: int
     total: CoverageRow
     scripts: Sequence[CoverageRow]
     classes: Sequence[CoverageRow]
     longest_chunk_bytes: int
-    most_tokens: Sequence[Offender]
+    most_tokens: Sequence[MultiTokenChunk]
     """Chunks that are not 1:1, by the tokens that they concern over the whole text."""
-    largest: Sequence[Offender]
+    largest: Sequence[MultiTokenChunk]
     """The same by tokens in one chunk."""
     counts_are_exact: bool
-    """The counts of the offenders; lower bounds otherwise."""
+    """Counts of ``most_tokens`` and ``largest`` are exact; lower bounds otherwise."""
     refused_documents: int
     refused: Sequence[RefusedDocument]
-    """The first of them."""
+    """The first of them, at most ``MOST_REFUSED_LISTED``."""
     recommendation: Recommendation
 
 
@@ -205,11 +205,11 @@ class PairAudit:
 
     def __init__(self, student: ByteTokenizer, teacher: ByteTokenizer) -> None:
         self._aligner = TokenAligner(student, teacher)
-        self._sides = (Side(student), Side(teacher))
+        self._sides = (SideTally(student), SideTally(teacher))
         self._same_vocabulary = student.fingerprint() == teacher.fingerprint()
         self._classifier = TextClassifier()
         self._tally = CoverageTally(len(SCRIPTS), len(TEXT_CLASSES))
-        self._offenders = Offenders.none()
+        self._ranking = ChunkRanking.none()
         self._documents = 0
         self._byte_count = 0
         self._longest_chunk_bytes = 0
@@ -229,7 +229,7 @@ class PairAudit:
             self._documents += sum(document.begins_document for document in taken)
 
     def report(self) -> AuditReport:
-        """What was found so far.
+        """The report on all documents so far.
 
         Raises:
             DataError: There was no text.
@@ -256,9 +256,9 @@ class PairAudit:
             scripts=self._tally.scripts(SCRIPTS),
             classes=classes,
             longest_chunk_bytes=self._longest_chunk_bytes,
-            most_tokens=self._offenders.by_tokens(),
-            largest=self._offenders.by_size(),
-            counts_are_exact=self._offenders.are_exact,
+            most_tokens=self._ranking.by_tokens(),
+            largest=self._ranking.by_size(),
+            counts_are_exact=self._ranking.are_exact,
             refused_documents=self._refused_count,
             refused=tuple(self._refused),
             recommendation=recommend(total, classes, same_vocabulary=self._same_vocabulary),
@@ -281,16 +281,16 @@ class PairAudit:
             self._aligner.student.encode(texts, raws),
             self._aligner.teacher.encode(texts, raws),
         )
-        for side, one in zip(self._sides, encoded, strict=True):
-            side.count(one)
+        for side, tokens in zip(self._sides, encoded, strict=True):
+            side.count(tokens)
         self._byte_count += sum(map(len, raws))
-        # Of white space alone some tokenizers make no token: nothing is there to align.
+        # Some tokenizers make no token of white space alone: there is nothing to align.
         has_both = (encoded[0].counts > 0) & (encoded[1].counts > 0)
-        kept = np.flatnonzero(has_both).tolist()
-        if kept:
+        indices = np.flatnonzero(has_both).tolist()
+        if indices:
             self._add_chunks(
-                [batch[index] for index in kept],
-                [raws[index] for index in kept],
+                [batch[index] for index in indices],
+                [raws[index] for index in indices],
                 encoded[0].of_texts(has_both),
                 encoded[1].of_texts(has_both),
             )
@@ -316,11 +316,11 @@ class PairAudit:
         self._longest_chunk_bytes = max(self._longest_chunk_bytes, int(byte_count.max()))
         script, text_class = self._classified(raws, bounds)
         self._tally.add(script, text_class, sizes[0], sizes[1], byte_count)
-        offending = np.flatnonzero((sizes[0] > 1) | (sizes[1] > 1))
-        spans = (alignment.student_spans[offending], alignment.teacher_spans[offending])
-        self._offenders.add(
+        multi_token = np.flatnonzero((sizes[0] > 1) | (sizes[1] > 1))
+        spans = (alignment.student_spans[multi_token], alignment.teacher_spans[multi_token])
+        self._ranking.add(
             pair_hashes(student.ids, spans[0], teacher.ids, spans[1]),
-            (sizes[0] + sizes[1])[offending],
+            (sizes[0] + sizes[1])[multi_token],
             ExampleMaker(
                 batch,
                 raws,
@@ -334,8 +334,8 @@ class PairAudit:
     def _classified(
         self, raws: Sequence[bytes], bounds: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Script and class of each chunk [C]; a part of a character that covers no byte has those
-        of the chunk that covers it."""
+        """Script and class of each chunk [C]; a chunk of an incomplete character, which covers no
+        byte, has those of the chunk that covers the character."""
         covers = bounds[:, 1] > bounds[:, 0]
         text = BatchText(raws)
         script, text_class = self._classifier.classify(
@@ -353,7 +353,7 @@ def _byte_bounds(alignment: Alignment, ends: NDArray[np.int64]) -> NDArray[np.in
 
 
 class BatchText:
-    """The characters of a batch, and which of them bytes belong to.
+    """The characters of a batch, and the character that each byte belongs to.
 
     Args:
         raws: UTF-8 of its documents.

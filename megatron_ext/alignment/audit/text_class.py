@@ -39,8 +39,9 @@ _MODERN: Final = (
 """Scripts in everyday use, from tables 5 and 7 of UAX #31."""
 
 SCRIPTS: Final = ("Common", *_MODERN, "other scripts", "several scripts")
-"""Names by number. Common, with Inherited in it, is what all scripts share: digits, punctuation,
-white space, emoji. The last two are scripts not listed, and of a chunk that it holds several."""
+"""Names by number. Common, which includes Inherited, holds what all scripts share: digits,
+punctuation, white space, emoji. The last two are for scripts not listed, and for chunks of several
+scripts."""
 
 COMMON: Final = 0
 OTHER_SCRIPT: Final = len(SCRIPTS) - 2
@@ -50,7 +51,7 @@ _CODE_POINTS: Final = 0x110000
 
 
 class CharacterTable:
-    """Number of the script and bit of the kind of each character.
+    """Look-up table of the script number and the kind bit of each character.
 
     Raises:
         MissingDependencyError: regex is not installed.
@@ -62,18 +63,18 @@ class CharacterTable:
         self._patterns = [regex.compile(rf"\p{{Script={name}}}+") for name in _MODERN]
         self._common = regex.compile(r"[\p{Script=Common}\p{Script=Inherited}]+")
         self._scripts = np.zeros(_CODE_POINTS, np.uint8)
-        # No kind is 0, which marks what has not been looked up.
+        # No kind is 0, which marks characters that have not been looked up.
         self._kinds = np.zeros(_CODE_POINTS, np.uint8)
 
     def look_up(self, code_points: CodePoints) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Scripts [M] and kinds [M] of the characters of a text."""
         kinds = self._kinds[code_points]
         if not kinds.all():
-            self._learn(np.unique(code_points[kinds == 0]))
+            self._fill(np.unique(code_points[kinds == 0]))
             kinds = self._kinds[code_points]
         return self._scripts[code_points], kinds
 
-    def _learn(self, code_points: CodePoints) -> None:
+    def _fill(self, code_points: CodePoints) -> None:
         text = code_points.tobytes().decode("utf-32-le", "surrogatepass")
         scripts = np.full(len(text), OTHER_SCRIPT, np.uint8)
         for number, pattern in enumerate((self._common, *self._patterns), COMMON):
@@ -129,7 +130,7 @@ CODE_SIGNS: Final = "#*+<=>@[\\]^_`{|}~"
 _CODE_FLAG: Final = 32
 _INDENT_FLAG: Final = 64
 _RUN_FLAGS: Final = 128
-"""Flag of a digit run of 1; those of 2, 3 and 4 or more are the bits above it."""
+"""Flag of a digit run of length 1; lengths 2, 3 and 4 or more are the bits above it."""
 
 Flags = NDArray[np.uint16]
 Mask = NDArray[np.bool_]
@@ -137,7 +138,7 @@ Indices = NDArray[np.int64]
 
 
 class TextClassifier:
-    """Script and class of chunks.
+    """Classifier of chunks by script and class.
 
     Raises:
         MissingDependencyError: regex is not installed.
@@ -153,45 +154,45 @@ class TextClassifier:
 
         Args:
             code_points: The texts of some documents, one after another [M].
-            documents: Where each begins.
+            documents: Index of the first character of each document.
             begins: First character of each chunk [C]; a part of a character counts as all of it.
             ends: One past its last [C].
         """
         scripts, kinds = self._table.look_up(code_points)
         flags = _flags(code_points, kinds, documents)
         bounds = np.stack([begins, ends], axis=1).ravel()
-        # One character more, so that the last end is a place, too.
+        # One character more, so that the last end is a valid index.
         padded = np.append(scripts, np.uint8(COMMON))
         highest = np.maximum.reduceat(padded, bounds)[::2]
         padded[padded == COMMON] = SEVERAL_SCRIPTS
         lowest = np.minimum.reduceat(padded, bounds)[::2]
         is_one = (highest == COMMON) | (highest == lowest)
         script = np.where(is_one, highest, np.uint8(SEVERAL_SCRIPTS))
-        held = np.bitwise_or.reduceat(np.append(flags, np.uint16(0)), bounds)[::2]
-        return script, _classes(held)
+        chunk_flags = np.bitwise_or.reduceat(np.append(flags, np.uint16(0)), bounds)[::2]
+        return script, _classes(chunk_flags)
 
 
-def _classes(held: Flags) -> NDArray[np.uint8]:
-    """Class of chunks that hold characters with these flags [C]."""
-    content = held & (DIGIT | LETTER | SIGN)
-    classes = np.full(len(held), MIXED, np.uint8)
+def _classes(flags: Flags) -> NDArray[np.uint8]:
+    """Class of each chunk from the union of its characters' flags [C]."""
+    content = flags & (DIGIT | LETTER | SIGN)
+    classes = np.full(len(flags), MIXED, np.uint8)
     classes[content == LETTER] = LETTERS
     classes[content == SIGN] = PUNCTUATION
-    is_code = (held & _CODE_FLAG) > 0
+    is_code = (flags & _CODE_FLAG) > 0
     classes[is_code] = CODE
     is_blank = content == 0
-    is_space = is_blank & ((held & SPACE) > 0)
+    is_space = is_blank & ((flags & SPACE) > 0)
     classes[is_blank] = NOTHING
     classes[is_space] = WHITESPACE
-    classes[is_space & ((held & _INDENT_FLAG) > 0)] = CODE
+    classes[is_space & ((flags & _INDENT_FLAG) > 0)] = CODE
     is_number = content == DIGIT
-    runs = held[is_number] // _RUN_FLAGS
+    runs = flags[is_number] // _RUN_FLAGS
     classes[is_number] = DIGITS_1 + np.searchsorted([2, 4, 8], runs, side="right")
     return classes
 
 
 def _flags(code_points: CodePoints, kinds: NDArray[np.uint8], documents: Indices) -> Flags:
-    """Kind of each character [M], and what it is part of."""
+    """Flags of each character [M]: its kind, digit run, identifier and indentation."""
     flags = kinds.astype(np.uint16)
     is_first = np.zeros(len(code_points), np.bool_)
     is_first[documents[documents < len(code_points)]] = True
@@ -229,8 +230,8 @@ def _in_identifier(code_points: CodePoints, is_first: Mask) -> Mask:
     firsts = np.cumsum(lengths) - lengths
 
     def any_of(mask: Mask) -> Mask:
-        found: Mask = np.logical_or.reduceat(mask[members], firsts)
-        return found
+        of_runs: Mask = np.logical_or.reduceat(mask[members], firsts)
+        return of_runs
 
     has_mark = any_of(code_points == ord("_")) | any_of(turns)
     inside[members] = np.repeat(has_mark & any_of(small | capital), lengths)
@@ -252,7 +253,7 @@ def _in_indentation(code_points: CodePoints, is_first: Mask) -> Mask:
 
 
 def _ascii(characters: str) -> Mask:
-    """Which of the ASCII characters are among these [128]."""
+    """Mask of the ASCII characters that are in ``characters`` [128]."""
     table: Mask = np.zeros(128, np.bool_)
     table[[ord(character) for character in characters]] = True
     return table

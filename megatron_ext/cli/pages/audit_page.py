@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from markupsafe import Markup
 
-from megatron_ext.alignment.audit import AuditReport, CoverageRow, Offender, share_in_words
+from megatron_ext.alignment.audit import AuditReport, CoverageRow, MultiTokenChunk, share_in_words
 from megatron_ext.alignment.audit.document import Piece
 from megatron_ext.cli.pages.audit_ribbon import ribbons
 from megatron_ext.cli.pages.audit_text import (
@@ -89,7 +89,7 @@ def _bar(row: CoverageRow) -> Markup:
     return bar(parts, f"shares of {', '.join(_STYLES)}")
 
 
-def _offender_row(one: Offender) -> TableRow:
+def _offender_row(one: MultiTokenChunk) -> TableRow:
     example = one.example
     place = element("small", example.place)
     text = element(

@@ -12,7 +12,7 @@ from megatron_ext.alignment.audit import (
     AuditDocument,
     AuditReport,
     CoverageRow,
-    Offender,
+    MultiTokenChunk,
     PairAudit,
     SideReport,
     share_in_words,
@@ -210,7 +210,7 @@ class _Text:
                 is_marked = row.counts.one_to_one < row.counts.chunks / 2
                 yield f"{self._styled(ORANGE, line) if is_marked else line}\n"
 
-    def _offenders(self, offenders: Sequence[Offender]) -> Iterator[str]:
+    def _offenders(self, offenders: Sequence[MultiTokenChunk]) -> Iterator[str]:
         rows = [
             (
                 f"{one.count:,}x",
@@ -239,7 +239,7 @@ class _Text:
         return styled(style, text, color=self._color)
 
 
-def rankings(report: AuditReport) -> tuple[tuple[str, Sequence[Offender]], ...]:
+def rankings(report: AuditReport) -> tuple[tuple[str, Sequence[MultiTokenChunk]], ...]:
     """Chunks that are not 1:1, with the title of each ranking."""
     return (
         ("most affected tokens, in chunks that are not 1:1", report.most_tokens),
@@ -310,7 +310,7 @@ def pieces_in_line(pieces: Sequence[str]) -> str:
     return "│".join([*shown, *more])
 
 
-def _context(one: Offender) -> str:
+def _context(one: MultiTokenChunk) -> str:
     example = one.example
     text = f"{example.before[-_CONTEXT:]}⟪{example.text[:_CONTEXT]}⟫{example.after[:_CONTEXT]}"
     return one_line(text)
