@@ -17,10 +17,10 @@ from megatron_ext.errors import TokenizerError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatOutput:
-    """What a caller wants of the ids, in transformers' words.
+    """Form in which ids are returned, in the options of transformers.
 
     Raises:
-        TokenizerError: A value is not one of those that are taken.
+        TokenizerError: A value is not supported.
     """
 
     truncation: bool = False
@@ -50,11 +50,11 @@ class ChatOutput:
             )
 
     def of(self, ids: list[int]) -> Any:
-        """``ids`` [T] as they are wanted."""
-        kept = ids[: self.max_length] if self.truncation else ids
+        """``ids`` [T] in this form."""
+        shown = ids[: self.max_length] if self.truncation else ids
         if not self.return_dict:
-            return self._formed(kept)
-        return {"input_ids": self._formed(kept), "attention_mask": self._formed([1] * len(kept))}
+            return self._formed(shown)
+        return {"input_ids": self._formed(shown), "attention_mask": self._formed([1] * len(shown))}
 
     def _formed(self, row: list[int]) -> Any:
         if self.return_tensors is None:
@@ -64,10 +64,10 @@ class ChatOutput:
 
 
 def refuse_other_options(options: Mapping[str, Any]) -> None:
-    """Refuse what transformers takes and no template variable is.
+    """Refuse options of transformers that are not supported here and are no template variables.
 
     Raises:
-        TokenizerError: One of ``options`` is such, and asks for something.
+        TokenizerError: One of ``options`` is such, with a value other than its neutral one.
     """
     for name, (neutral, fix) in _NOT_TAKEN.items():
         if name in options and options[name] not in neutral:
@@ -93,15 +93,15 @@ _NOT_TAKEN: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     ),
     "tokenizer_kwargs": ((None, {}), "leave it out"),
 }
-"""Option -> values that ask for nothing more than is done, and what to do instead."""
+"""Option -> its neutral values, which are accepted, and what to do instead of others."""
 
 
 def refuse_foreign(tokenizer: object, method: str) -> None:
-    """Refuse what is no tokenizer of ours, such as one of transformers or a path.
+    """Refuse an object that is not a tokenizer of this package, such as one of transformers.
 
     Args:
-        tokenizer: What a caller passed.
-        method: A method that every tokenizer of ours has at this place.
+        tokenizer: The object that a caller passed.
+        method: A method that the tokenizers of this package have here.
 
     Raises:
         TokenizerError: ``tokenizer`` does not have it.

@@ -47,7 +47,7 @@ def assistant_prefix_len(tokenizer: ConversationTokenizer, prompt_config: Prompt
 def prefix_lengths(encoded: EncodedConversation, roles: Mapping[int, str]) -> dict[int, int]:
     """Number of untrained tokens at the start of each assistant's turn, by message.
 
-    Messages whose template has no loop over messages have no turns and are left out.
+    A template without a loop over messages has no turns, and so no entries.
     """
     begins = np.concatenate(([0], encoded.byte_ends[:-1]))
     offsets = byte_offsets(encoded.text)
@@ -69,7 +69,7 @@ def prefix_lengths(encoded: EncodedConversation, roles: Mapping[int, str]) -> di
 def check_assistant_prefix(
     encoded: EncodedConversation, roles: Mapping[int, str], stated: int
 ) -> None:
-    """Refuse a stated prefix length that is not the one of the render.
+    """Refuse a stated prefix length that differs from the rendered one.
 
     Raises:
         ConfigError: An answer has another number of untrained tokens before it.
@@ -95,30 +95,30 @@ def tokenize_conversation(
     *,
     template_variables: Mapping[str, Any] | None = None,
 ) -> NDArray[np.int64] | tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Ids of a conversation, and which of them are trained.
+    """Ids of a conversation and, optionally, its training target.
 
     Args:
-        tokenizer: Of any library.
-        conversation: Not changed.
+        tokenizer: A tokenizer of any library.
+        conversation: The messages; not changed.
         prompt_config: From ``PROMPT_FORMAT_REGISTRY``.
-        return_target: Return the target too, and refuse what nothing can be learned from.
+        return_target: Return the target too, and refuse a conversation without trained tokens.
         add_generation_prompt: End with the header of an answer.
-        apply_image_tag_fn: The text has images; puts the format's tags around each.
-        template_variables: What the template sees of this conversation besides its messages, such
-            as its ``tools``; they win over the format's.
+        apply_image_tag_fn: Puts the format's tags around each image; None where texts have none.
+        template_variables: Variables of the template for this conversation, such as ``tools``; they
+            override the format's.
 
     Returns:
         ids [T] int64; with ``return_target`` also target [T] int64: the id where a token is
-        trained, else ``IGNORE_INDEX``. Trained is what the policy of ``prompt_config`` names, as a
-        rule all that the assistant says, with its stop marker; or everything where the format skips
-        masking.
+        trained, else ``IGNORE_INDEX``. The policy of ``prompt_config`` says which messages are
+        trained, by default the assistant's with their stop markers; a format that skips masking
+        trains every token.
 
     Raises:
-        UntrainedError: With ``return_target``, nothing of it is trained.
+        UntrainedError: With ``return_target``, no token is trained.
         ConversationError: The conversation is malformed or does not fit the format; the error
             names the message.
         ConfigError: The format does not fit the tokenizer.
-        TokenizerError: ``tokenizer`` is none of ours.
+        TokenizerError: ``tokenizer`` is not one of this package.
     """
     refuse_foreign(tokenizer, "encode_with_control_spans")
     check_conversation(conversation)
@@ -167,10 +167,10 @@ def apply_chat_template(
     allow_control_tokens_in_content: bool = False,
     **variables: Any,
 ) -> Any:
-    """A conversation as any template writes it; what is no template text makes no control token.
+    """A conversation rendered by any template; only template text makes control tokens.
 
     Args:
-        tokenizer: Of any library.
+        tokenizer: A tokenizer of any library.
         conversation: Any messages that the template takes; not changed.
         chat_template: Jinja source.
         tokenize: Return ids; otherwise text.
@@ -179,7 +179,7 @@ def apply_chat_template(
         max_length: Most ids; of no effect without ``truncation``.
         return_tensors: ``np`` or ``pt``: ids are int64 [1, T] instead of a list.
         return_dict: Return ids as ``input_ids``, with their ``attention_mask``.
-        allow_control_tokens_in_content: Let names of control tokens become these anywhere.
+        allow_control_tokens_in_content: Parse names of control tokens in contents too.
         variables: Passed on to the template: ``tools``, ``documents``, ``enable_thinking`` ...
 
     Returns:
@@ -189,8 +189,8 @@ def apply_chat_template(
     Raises:
         ConversationError: The template refuses the conversation.
         ConfigError: The template is no Jinja.
-        TokenizerError: An option has a value that is not taken, or ``variables`` hold an option of
-            transformers that is none here: ``padding``, ``continue_final_message``,
+        TokenizerError: An option has a value that is not supported, or ``variables`` hold an option
+            of transformers that is not supported: ``padding``, ``continue_final_message``,
             ``return_assistant_tokens_mask``, ``tokenizer_kwargs``.
     """
     refuse_foreign(tokenizer, "encode_with_control_spans")
@@ -222,7 +222,7 @@ def apply_chat_template(
 def _check_trained(
     encoded: EncodedConversation, conversation: Conversation, prompt_config: PromptConfig
 ) -> None:
-    """Refuse a target in which an answer is missing, or a stated prefix is wrong."""
+    """Refuse a target that lacks an answer, and a wrong stated prefix length."""
     if not prompt_config.exclude_unknown:
         for index, reason in encoded.excluded.items():
             if reason == NOT_SHOWN:
@@ -241,7 +241,7 @@ def _check_trained(
 
 
 def _refuse_choices(conversation: Conversation, prompt_config: PromptConfig) -> None:
-    """Refuse messages that say they are not trained where everything is."""
+    """Refuse messages with ``"train": false`` for a format that trains every token."""
     for index, message in enumerate(conversation):
         if message.get("train") is False:
             raise ConversationError(

@@ -43,14 +43,14 @@ ApplyImageTag = Callable[[str], str]
 
 @dataclass(frozen=True, eq=False)
 class EncodedConversation:
-    """A conversation as text and as T tokens, with what is known of both."""
+    """A conversation as text and as T tokens, with provenance and training mask."""
 
     text: str
-    """What the template wrote."""
+    """The rendered text."""
     spans: tuple[Span, ...]
-    """Where each character of ``text`` came from, without gaps."""
+    """Provenance of the characters of ``text``, without gaps."""
     trained_ranges: list[Range]
-    """Characters of ``text`` that are trained, in order and apart."""
+    """Trained ranges of characters of ``text``, ascending and disjoint."""
     ids: NDArray[np.int64]
     """[T]"""
     byte_ends: ByteEnds
@@ -58,7 +58,7 @@ class EncodedConversation:
     trained: NDArray[np.bool_]
     """[T]"""
     excluded: Mapping[int, str]
-    """Why a message is not trained, by its index: every message that is not."""
+    """Reason of each message that is not trained, by its index."""
 
     @property
     def target(self) -> NDArray[np.int64]:
@@ -75,11 +75,11 @@ def encode_conversation(
     apply_image_tag_fn: ApplyImageTag | None = None,
     template_variables: Mapping[str, Any] | None = None,
 ) -> EncodedConversation:
-    """A conversation with everything that an inspection shows; see ``tokenize_conversation``.
+    """A conversation as text and tokens, with provenance; see ``tokenize_conversation``.
 
     Raises:
         ConversationError: The conversation is malformed or does not fit the format.
-        TokenizerError: ``tokenizer`` is none of ours.
+        TokenizerError: ``tokenizer`` is not one of this package.
     """
     refuse_foreign(tokenizer, "encode_with_control_spans")
     check_conversation(conversation)
@@ -95,10 +95,10 @@ def encode_conversation(
 def with_variables(
     prompt_config: PromptConfig, template_variables: Mapping[str, Any] | None
 ) -> PromptConfig:
-    """A prompt format with what its template sees of one conversation besides the messages.
+    """A prompt format with the template variables of one conversation added.
 
     Raises:
-        ConversationError: The variables are no mapping.
+        ConversationError: The variables are not a mapping.
     """
     if template_variables is None:
         return prompt_config
@@ -120,7 +120,7 @@ def encode_checked(
     add_generation_prompt: bool,
     apply_image_tag_fn: ApplyImageTag | None,
 ) -> EncodedConversation:
-    """``encode_conversation`` of what ``check_conversation`` has seen.
+    """``encode_conversation`` of a checked conversation.
 
     Raises:
         ConversationError: The conversation does not fit the format.
@@ -134,7 +134,7 @@ def encode_checked(
     )
     allowed = prompt_config.allow_control_tokens_in_content
     ids, ends = encode_rendered(tokenizer, rendered, allow_control_tokens=allowed)
-    part = TrainedPart([(0, len(rendered.text))], {}, {})
+    selection = TrainedPart([(0, len(rendered.text))], {}, {})
     trained: NDArray[np.bool_] = np.ones(len(ids), np.bool_)
     if not prompt_config.skip_masking:
         marks = answer_marks(
@@ -148,17 +148,17 @@ def encode_checked(
             ends_with_prompt=add_generation_prompt,
             control_tokens=_control_tokens(tokenizer, rendered, ids, ends),
         )
-        part = trained_part(rendered, conversation, prompt_config.policy, context)
-        trained = trained_tokens(rendered, part.ranges, ends)
-        part = _without_untrained(part, rendered, trained, ends)
+        selection = trained_part(rendered, conversation, prompt_config.policy, context)
+        trained = trained_tokens(rendered, selection.ranges, ends)
+        selection = _without_untrained(selection, rendered, trained, ends)
     return EncodedConversation(
         text=rendered.text,
         spans=rendered.spans,
-        trained_ranges=part.ranges,
+        trained_ranges=selection.ranges,
         ids=ids.astype(np.int64),
         byte_ends=ends,
         trained=trained,
-        excluded=part.excluded,
+        excluded=selection.excluded,
     )
 
 
@@ -170,7 +170,7 @@ def render_conversation(
     add_generation_prompt: bool,
     apply_image_tag_fn: ApplyImageTag | None,
 ) -> Rendered:
-    """A conversation that ``check_conversation`` has seen as a prompt format writes it.
+    """A checked conversation as rendered by a prompt format.
 
     Raises:
         ConversationError: The conversation does not fit the format.
@@ -216,7 +216,7 @@ def template_source(tokenizer: ConversationTokenizer, prompt_config: PromptConfi
     """Jinja source of the format's template.
 
     Raises:
-        ConfigError: It is the tokenizer's own, and the tokenizer has none.
+        ConfigError: The format takes the tokenizer's own template, and it has none.
     """
     source = prompt_config.custom_chat_template
     source = tokenizer.chat_template if source is None else source
@@ -231,18 +231,20 @@ def template_source(tokenizer: ConversationTokenizer, prompt_config: PromptConfi
 
 
 def _without_untrained(
-    part: TrainedPart, rendered: Rendered, trained: NDArray[np.bool_], ends: ByteEnds
+    selection: TrainedPart, rendered: Rendered, trained: NDArray[np.bool_], ends: ByteEnds
 ) -> TrainedPart:
-    """``part`` with the messages excluded that share each of their tokens with other text."""
+    """``selection`` with messages excluded all of whose tokens are shared with other text."""
     begins, ends = np.concatenate(([0], ends[:-1]))[trained], ends[trained]
-    bounds = rendered.byte_offsets[np.array(list(part.said.values()), np.int64).reshape(-1, 2)]
-    # The first trained token that ends in or behind what a message says, if there is one.
+    bounds = rendered.byte_offsets[np.array(list(selection.said.values()), np.int64).reshape(-1, 2)]
+    # The first trained token that ends in or behind a message's trained text, if there is one.
     first = np.searchsorted(ends, bounds[:, 0], side="right")
-    is_said = np.append(begins, np.iinfo(np.int64).max)[first] < bounds[:, 1]
+    has_token = np.append(begins, np.iinfo(np.int64).max)[first] < bounds[:, 1]
     shared = {
-        m: ONLY_SHARED for m, said in zip(part.said, is_said.tolist(), strict=True) if not said
+        m: ONLY_SHARED
+        for m, has_own in zip(selection.said, has_token.tolist(), strict=True)
+        if not has_own
     }
-    return replace(part, excluded={**shared, **part.excluded}) if shared else part
+    return replace(selection, excluded={**shared, **selection.excluded}) if shared else selection
 
 
 def _ends_turns(tokenizer: ConversationTokenizer, marks: AnswerMarks) -> bool | None:
@@ -256,12 +258,12 @@ def _ends_turns(tokenizer: ConversationTokenizer, marks: AnswerMarks) -> bool | 
 def _control_tokens(
     tokenizer: ConversationTokenizer, rendered: Rendered, ids: IdArray, ends: ByteEnds
 ) -> list[Range]:
-    """Characters that each control token of the template's covers, in order."""
+    """Range of characters of each control token in template text, in order."""
     offsets = rendered.byte_offsets
     begins = np.concatenate(([0], ends[:-1]))
-    own = offsets[np.array(rendered.control_ranges, np.int64).reshape(-1, 2)]
-    # Tokens and ranges are both in order, and ranges are few: these are looked up.
-    first, last = np.searchsorted(begins, own.T)
+    bounds = offsets[np.array(rendered.control_ranges, np.int64).reshape(-1, 2)]
+    # Tokens and ranges are both in order, and ranges are few: look up the ranges.
+    first, last = np.searchsorted(begins, bounds.T)
     counts = last - first
     at = np.repeat(last - np.cumsum(counts), counts) + np.arange(counts.sum())
     kinds, kind_of = np.unique(ids[at], return_inverse=True)

@@ -26,18 +26,18 @@ __all__ = [
 ]
 
 IMAGE_TOKEN: Final = "<image>"
-"""Stands for an image in a text."""
+"""Placeholder of an image in a text."""
 
 IMAGE_PARTS: Final = frozenset({"image", "image_url"})
-"""Types of content parts that stand for an image."""
+"""Types of content parts that are images."""
 
 DEFAULT_IMAGE_TOKEN_INDEX: Final = -200
-"""Stands for an image among ids that have no image token of their own."""
+"""Placeholder of an image among ids of a vocabulary without an image token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTags:
-    """What stands before and after each image; calling it on a text puts it there."""
+    """Tags before and after each image; a call puts them into a text."""
 
     before: str
     after: str
@@ -77,11 +77,11 @@ def image_tags(image_tag_type: str) -> ImageTags:
 def with_images(
     message: Mapping[str, Any], index: int, apply_image_tag_fn: Callable[[str], str]
 ) -> Mapping[str, Any]:
-    """The message with its images tagged and known as images, so that they become control tokens.
+    """The message with its images tagged and marked as images, so that they become control tokens.
 
     Args:
-        message: Not changed.
-        index: Its place in the conversation.
+        message: The message; not changed.
+        index: Index of the message in the conversation.
         apply_image_tag_fn: Puts tags around every image of a text.
     """
     content = message.get("content")
@@ -103,9 +103,9 @@ def with_images(
 def _tagged(text: str, index: int, field: str, apply_image_tag_fn: Callable[[str], str]) -> str:
     tagged = apply_image_tag_fn(IMAGE_TOKEN)
     image = track(tagged, Provenance("image", index, field))
-    own = Provenance("message", index, field)
+    provenance = Provenance("message", index, field)
     pieces = text.replace(tagged, IMAGE_TOKEN).split(IMAGE_TOKEN)
-    return image.join([track(piece, own) for piece in pieces])
+    return image.join([track(piece, provenance) for piece in pieces])
 
 
 def refuse_images_in_answers(conversation: Conversation) -> None:
@@ -118,7 +118,7 @@ def refuse_images_in_answers(conversation: Conversation) -> None:
         if message["role"] == "assistant" and _holds_image(message):
             raise ConversationError(
                 f"an assistant message holds {IMAGE_TOKEN}",
-                expected="images in messages of others only",
+                expected="images only in messages of other roles",
                 where=place(index),
             )
 

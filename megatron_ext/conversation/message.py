@@ -17,26 +17,26 @@ The content is a string or a list of parts, ``{"type": "text", "text": ...}`` an
 message may say ``"train": true`` or ``false``; no template sees that."""
 
 Conversation = Sequence[Message]
-"""Messages in order. The first that is no instruction is not the assistant's."""
+"""Messages in order. The first that is not an instruction is not the assistant's."""
 
 INSTRUCTION_ROLES: Final = frozenset({"system", "developer"})
 TOOL_ROLES: Final = frozenset({"tool", "function", "ipython"})
 ROLES: Final = INSTRUCTION_ROLES | TOOL_ROLES | {"user", "assistant"}
-"""Who speaks. Unless a policy says otherwise, only what ``assistant`` says is trained."""
+"""Roles of messages. By default only messages of ``assistant`` are trained."""
 
 THINKING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
-"""Where templates look for what a message's author thought."""
+"""Fields in which templates look for a message's thinking."""
 
 CALL_FIELDS: Final = ("tool_calls", "function_call")
-"""Where templates look for the calls of tools."""
+"""Fields in which templates look for tool calls."""
 
 
 def check_conversation(conversation: object) -> None:
-    """Refuse what is no conversation.
+    """Refuse an object that is not a conversation.
 
     Raises:
-        ConversationError: It is no list or empty, a message is malformed, a role is unknown, or the
-            assistant speaks first.
+        ConversationError: It is not a list, or is empty, a message is malformed, a role is unknown,
+            or the assistant speaks first.
     """
     messages = checked_messages(conversation)
     for index, message in enumerate(messages):
@@ -52,10 +52,10 @@ def check_conversation(conversation: object) -> None:
 
 
 def checked_messages(conversation: object) -> Conversation:
-    """The conversation, if it is a list of mappings at all; a template may still refuse it.
+    """The conversation, if it is a list of mappings; a template may still refuse it.
 
     Raises:
-        ConversationError: It is no list of mappings, or empty.
+        ConversationError: It is not a list of mappings, or is empty.
     """
     if isinstance(conversation, (str, bytes, Mapping)) or not isinstance(conversation, Sequence):
         raise ConversationError(
@@ -76,15 +76,15 @@ def checked_messages(conversation: object) -> Conversation:
 
 
 def check_answers(conversation: Conversation, trained: Collection[int]) -> None:
-    """Refuse a conversation that nothing can be learned from.
+    """Refuse a conversation without content to train on.
 
     Args:
-        conversation: Messages.
-        trained: Indices of those that are trained.
+        conversation: The messages.
+        trained: Indices of the messages that are trained.
 
     Raises:
-        UntrainedError: There is no such message.
-        ConversationError: One is empty.
+        UntrainedError: No message is trained.
+        ConversationError: A trained message is empty.
     """
     if not trained:
         raise UntrainedError(
@@ -113,13 +113,13 @@ def content_text(message: Message) -> str:
 
 
 def place(index: int | None) -> str | None:
-    """How an error names a message."""
+    """Name of a message in errors."""
     return None if index is None else f"conversation[{index}]"
 
 
 def _check_message(message: Message, where: str | None) -> None:
     role = message.get("role")
-    # A role may be anything that JSON has, unhashable values among it.
+    # A role may be any JSON value, including unhashable ones.
     if not isinstance(role, str) or role not in ROLES:
         raise ConversationError(
             "unknown role" if "role" in message else "the message has no role",
@@ -197,7 +197,7 @@ ByteEnds = NDArray[np.int64]
 
 
 class ConversationTokenizer(Protocol):
-    """A tokenizer of any library."""
+    """Protocol of a tokenizer that encodes conversations."""
 
     @property
     def chat_template(self) -> str | None:

@@ -20,15 +20,15 @@ _ALL_ASSISTANT = TrainingPolicy()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptConfig:
-    """What a prompt format means for one vocabulary."""
+    """Configuration of a prompt format for one vocabulary."""
 
     name: str = "custom"
     """Name of the format, for errors."""
     assistant_prefix_len: int | None = None
     """Number of untrained tokens before each answer. It follows from the template; a stated value
-    is only compared with that."""
+    is only checked against it."""
     pad_token_id: int
-    """What batches are padded with."""
+    """Id that pads batches."""
     custom_chat_template: str | None = None
     """Jinja source; None takes the tokenizer's own template."""
     has_bos: bool = False
@@ -48,15 +48,15 @@ class PromptConfig:
     allow_tool_role: bool = True
     """Take messages of tools."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the template sees besides the conversation, such as ``tools`` or ``date_string``."""
+    """Variables of the template, such as ``tools`` or ``date_string``."""
     policy: TrainingPolicy = _ALL_ASSISTANT
-    """What of a conversation is trained, unless the format skips masking."""
+    """Messages and parts that are trained, unless the format skips masking."""
     exclude_unknown: bool = False
-    """Leave messages untrained of which the template hides the source or shows nothing, in place of
-    refusing the conversation."""
+    """Do not train messages whose provenance the template hides or that it leaves out; otherwise
+    the conversation is refused."""
     allow_control_tokens_in_content: bool = False
-    """Names of control tokens become these tokens in messages too, as elsewhere; anyone whose text
-    is in a message can then forge a turn."""
+    """Parse names of control tokens in messages too; the author of a message can then forge a
+    turn."""
 
     def __post_init__(self) -> None:
         if self.force_system_message and self.system_default is None:
@@ -76,7 +76,7 @@ class PromptConfig:
 
 
 TEMPLATE_FILE: Final = "file:"
-"""What the name of a template begins with that is a file of the caller's."""
+"""Prefix of the name of a template that is a file of the caller's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,22 +89,22 @@ class PromptFormat:
     name: str
     """Name in the registry."""
     template: str | None = None
-    """Name of one of our templates, or ``file:PATH``; None is the tokenizer's own template."""
+    """Name of a packaged template, or ``file:PATH``; None is the tokenizer's own template."""
     pad: tuple[str, ...] = ("pad_id",)
-    """What pads, the first that there is: an id of the tokenizer (``pad_id``), or a token."""
+    """Choices of padding in order: an id of the tokenizer (``pad_id``), or a token."""
     tokens: tuple[str, ...] = ()
     """Control tokens that the template writes."""
     special_tokens: tuple[str, ...] = ()
     """Special tokens that the template writes by role: ``bos_token``."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ``PromptConfig``."""
+    """Further fields of ``PromptConfig``."""
 
     def __call__(self, tokenizer: ConversationTokenizer) -> PromptConfig:
-        """What the format means for a tokenizer's vocabulary.
+        """The configuration of the format for a tokenizer's vocabulary.
 
         Raises:
             ConfigError: The vocabulary lacks a token of the format, or the tokenizer a template.
-            TokenizerError: ``tokenizer`` is none of ours.
+            TokenizerError: ``tokenizer`` is not one of this package.
         """
         refuse_foreign(tokenizer, "encode_with_control_spans")
         for token in self.tokens:
@@ -130,9 +130,9 @@ class PromptFormat:
     def _pad_token_id(self, tokenizer: ConversationTokenizer) -> int:
         for choice in self.pad:
             is_role = choice.endswith("_id")
-            found = getattr(tokenizer, choice) if is_role else _id_of(tokenizer, choice)
-            if found is not None:
-                return int(found)
+            pad_id = getattr(tokenizer, choice) if is_role else _id_of(tokenizer, choice)
+            if pad_id is not None:
+                return int(pad_id)
         raise self._lacks(
             f"a token to pad with: {' or '.join(self.pad)}", "set pad_token to a token of it"
         )
@@ -158,7 +158,7 @@ def _is_control(tokenizer: ConversationTokenizer, token: str) -> bool:
 
 
 def _source(template: str) -> str:
-    """Source of a template: a file's that ``file:PATH`` names, else one of ours."""
+    """Source of a template: of the file that ``file:PATH`` names, else a packaged one."""
     return _file_source(template) if template.startswith(TEMPLATE_FILE) else _own_source(template)
 
 
@@ -209,7 +209,7 @@ _NEMOTRON_H: Final = ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>")
 _LLAMA3: Final = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 PROMPT_FORMAT_REGISTRY: Final = PromptFormatRegistry("prompt format")
-"""Name -> what makes a ``PromptConfig`` for a tokenizer."""
+"""Name -> factory of the ``PromptConfig`` for a tokenizer."""
 
 for _row in (
     PromptFormat(name="default", pad=_OWN_PAD, options={"skip_masking": True}),
@@ -336,7 +336,7 @@ def prompt_config_of(name: str, tokenizer: ConversationTokenizer) -> PromptConfi
 
 
 def fitting_formats(tokenizer: ConversationTokenizer) -> list[str]:
-    """Names of the prompt formats that a tokenizer can have."""
+    """Names of the prompt formats that fit a tokenizer."""
     return [name for name in PROMPT_FORMAT_REGISTRY if _fits(name, tokenizer)]
 
 

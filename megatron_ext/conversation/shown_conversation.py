@@ -23,15 +23,15 @@ _TEXT_PART: Final = {"type": "text", "text": _PROBE}
 
 
 def in_one_text(message: Message, index: int, image_token: str | None) -> Message:
-    """The message with its parts as one text, one after another.
+    """The message with its content parts concatenated to one text.
 
     Args:
-        message: Not changed.
-        index: Its place in the conversation, for errors.
-        image_token: What stands for an image in a text; None where there are no images.
+        message: The message; not changed.
+        index: Index of the message in the conversation, for errors.
+        image_token: Placeholder of an image in a text; None where images are not supported.
 
     Raises:
-        ConversationError: A part is no text, and no image where there are images.
+        ConversationError: A part is neither a text nor a supported image.
     """
     content = message.get("content")
     if isinstance(content, str) or content is None:
@@ -57,11 +57,11 @@ def in_one_text(message: Message, index: int, image_token: str | None) -> Messag
 def takes_parts(
     source: str, role: str, kinds: Collection[str], special_tokens: Mapping[str, str]
 ) -> bool:
-    """Whether a template shows contents of parts: text as the text itself, and others at all.
+    """Whether a template shows contents of parts: texts as they are, and other parts somehow.
 
     Args:
         source: Jinja source.
-        role: Whose content.
+        role: Role of the message.
         kinds: Types of the parts.
         special_tokens: ``bos_token`` and so on.
     """
@@ -91,7 +91,7 @@ def _takes_other(
 def _rendered_parts(
     source: str, role: str, content: Any, special_tokens: tuple[tuple[str, str], ...]
 ) -> str | None:
-    """A conversation with a content as the template writes it; None where the text is left out."""
+    """A conversation with ``content``, rendered; None where the template leaves it out."""
     try:
         rendered = render(
             source,
@@ -105,7 +105,7 @@ def _rendered_parts(
 
 
 def _around(role: str, content: Any) -> list[Message]:
-    """A conversation in which the role says ``content``."""
+    """A conversation with a message of the role and ``content``."""
     question: Message = {"role": "user", "content": "?"}
     message: Message = {"role": role, "content": content}
     if role == "user":
@@ -121,13 +121,13 @@ def _around(role: str, content: Any) -> list[Message]:
 
 @dataclass(frozen=True)
 class ShownConversation:
-    """The messages that a template is given."""
+    """The messages that a template gets."""
 
     messages: list[Message]
     """New mappings where the format changes something."""
     first_index: int
-    """Index of the first of them in the caller's conversation: -1 for a message that the format
-    puts in front, 1 where it drops one."""
+    """Index of the first of them in the caller's conversation: -1 where the format inserts a
+    message, 1 where it drops one."""
 
     @classmethod
     def of(
@@ -137,12 +137,12 @@ class ShownConversation:
         takes_parts: Callable[[str, Collection[str]], bool],
         apply_image_tag_fn: Callable[[str], str] | None,
     ) -> ShownConversation:
-        """What ``config`` shows of a conversation, which stays as it is.
+        """The messages that ``config`` shows of a conversation, which is not changed.
 
         Args:
             conversation: The caller's messages.
             config: The prompt format.
-            takes_parts: Whether the template shows contents of parts, of a role and some types.
+            takes_parts: Whether the template shows parts of some types in messages of a role.
             apply_image_tag_fn: Puts tags around every image of a text.
 
         Raises:
@@ -173,7 +173,7 @@ def check_shown(
     """Refuse a render that leaves out a message, the tool calls of one, or the tools themselves.
 
     Args:
-        rendered: What the template has written.
+        rendered: The rendered conversation.
         conversation: The caller's messages.
         config: The prompt format.
         has_tools: The template was given tools.
@@ -189,7 +189,7 @@ def check_shown(
         is_dropped = index == 0 and message["role"] == "system" and 0 not in written
         if is_dropped and (config.force_system_message or not config.has_system_role):
             continue
-        # Templates trim: of a message of white space nothing may be left.
+        # Templates trim: a message of white space may leave nothing.
         if index not in written and content_text(message).strip():
             raise ConversationError(
                 f"the prompt format {config.name} has no place for the message",
@@ -231,7 +231,7 @@ def _shown(
 
 
 def _forced(message: Message, index: int) -> Message:
-    """The format's own system message: text of no message of the caller's."""
+    """The format's system message, with the provenance of a variable."""
     content = track(str(message["content"]), Provenance("variable", field="system_default"))
     return {**message, "content": content}
 

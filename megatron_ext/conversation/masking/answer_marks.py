@@ -26,44 +26,43 @@ _TOOLS: Final = (
         },
     },
 )
-"""For templates that take no conversation without tools."""
+"""Tools for templates that refuse a conversation without any."""
 _CALL: Final = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
 _RESULT: Final = {"role": "tool", "content": "?", "name": "f", "tool_call_id": "000000000"}
 _CALLED: Final = ({"role": "assistant", "content": "", "tool_calls": [_CALL]}, _RESULT)
 _THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
-"""Variables by which templates take thinking into the generation prompt or out of it."""
+"""Variables that switch thinking in the generation prompt of templates on or off."""
 
 _Items = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerMarks:
-    """Where answers begin and end in what a template writes."""
+    """Text that a template writes before and after an answer."""
 
     generation_prompt: str
-    """What stands after a question for the assistant to go on from. Empty where the template has
-    nothing of that kind, or takes no conversation of one question."""
+    """Text after a question that the assistant continues. Empty where the template has none, or
+    refuses a conversation of one question."""
     other_prompts: tuple[str, ...]
-    """Generation prompts that it has with thinking switched on or off, the longest first: in
-    history templates may write another one than they ask with."""
+    """Generation prompts with thinking switched on or off, longest first: templates may write
+    another one in history than for the next answer."""
     headers: tuple[str, ...]
-    """What stands in an answer's turn before its content, after a question and after what a tool
-    says; the longest first. Empty where that cannot be told: the template has no turns, or takes no
-    conversation of that kind."""
+    """Text in an answer's turn before its content, after a question and after a tool message;
+    longest first. Empty where that cannot be told: the template has no turns, or refuses such a
+    conversation."""
     stop: str | None
-    """What stands in an answer's turn after its content; None where that cannot be told, as
-    above."""
+    """Text in an answer's turn after its content; None where that cannot be told, as above."""
 
 
 def answer_marks(
     source: str, *, special_tokens: Mapping[str, str], variables: Mapping[str, Any]
 ) -> AnswerMarks:
-    """The marks of a template, remembered for the next conversation.
+    """The marks of a template, cached for the next conversation.
 
     Args:
         source: Jinja source.
         special_tokens: ``bos_token`` and so on.
-        variables: What else the template sees; of these, texts, numbers and truth values count.
+        variables: Other variables of the template; only texts, numbers and booleans are used.
     """
     simple = (item for item in variables.items() if isinstance(item[1], (str, int, float)))
     return _answer_marks(source, tuple(sorted(special_tokens.items())), tuple(sorted(simple)))
@@ -90,15 +89,15 @@ def _answer_marks(source: str, special_tokens: _Items, variables: _Items) -> Ans
             shown(question, **switches), shown(question, add_generation_prompt=True, **switches)
         )
 
-    own = prompt()
+    unswitched = prompt()
     switched = {prompt(**dict.fromkeys(_THINKING_SWITCHES, is_on)) for is_on in (False, True)}
     answer = shown([_QUESTION, _ANSWER, _QUESTION]) or shown([_QUESTION, _ANSWER])
     header, stop = _around_answer(answer, 1)
     later = shown([_QUESTION, *_CALLED, _ANSWER, _QUESTION])
     headers = {header, _around_answer(later, 3)[0]}
     return AnswerMarks(
-        generation_prompt=own,
-        other_prompts=_longest_first(switched - {own, ""}),
+        generation_prompt=unswitched,
+        other_prompts=_longest_first(switched - {unswitched, ""}),
         headers=_longest_first(text for text in headers if text is not None),
         stop=stop,
     )
@@ -116,10 +115,10 @@ def _generation_prompt(without: Rendered | None, with_prompt: Rendered | None) -
 
 
 def _around_answer(rendered: Rendered | None, message: int) -> tuple[str | None, str | None]:
-    """What stands in the turn of a message before its content and after it."""
+    """Text in the turn of a message before and after its content."""
     spans = () if rendered is None else rendered.spans
-    own = [span for span in spans if span.provenance.message == message]
-    content = [span for span in own if span.provenance.field == "content"]
+    of_message = [span for span in spans if span.provenance.message == message]
+    content = [span for span in of_message if span.provenance.field == "content"]
     if rendered is None or not content or content[-1].provenance.turn != message:
         return None, None
     turn = [span for span in spans if span.provenance.turn == message]
@@ -137,7 +136,7 @@ def _text(rendered: Rendered, spans: list[Span]) -> str:
 
 
 _LAST_WORD: Final = re.compile(r"\b[^\W\d_]+[^\w<>|]*$")
-"""The last word of a prompt that ends with no mark."""
+"""The last word of a prompt that does not end with markup."""
 
 
 def header_end(
@@ -147,18 +146,19 @@ def header_end(
     marks: AnswerMarks,
     ends_control_token: Callable[[int], bool],
 ) -> int:
-    """Where the header ends in the text that the template writes before an answer's first words.
+    """Index at which the header ends in the template text before an answer's content.
 
-    That is after the generation prompt, of which the answer itself may repeat the end. Where
-    history has another prompt, it is after that one, or after one that ends in the same words, or
-    after as much of the prompt as there is, or after what goes before a plain answer. What follows
-    up to the first words is the model's: the markup of a tool call, a tag before thinking.
+    The template writes the header, and the model what follows it up to the content: the markup of a
+    tool call, a tag before thinking. The header ends after the first of these that is there: the
+    generation prompt, whose end the answer may repeat; another prompt, with thinking switched; a
+    prompt that ends in the same words; the longest beginning of the prompt; the header of a plain
+    answer.
 
     Args:
         text: The rendered conversation.
-        start: Where the template's text begins; it is the start of the turn, if there are turns.
-        content: The answer's first words.
-        marks: What the template writes before and after an answer.
+        start: Index at which the template text begins; the start of the turn, if there are turns.
+        content: Span of the answer's first content.
+        marks: Text that the template writes before and after an answer.
         ends_control_token: Whether a control token ends at a character.
     """
     # The answer may repeat the end of the prompt, but not all of it.
@@ -172,7 +172,7 @@ def header_end(
     if _ends_alike(text[start : content.start], marks.generation_prompt):
         return content.start
     for stop in range(content.start, start, -1):
-        # Half of a control token, or of a word, is no part of a prompt.
+        # A prompt does not end within a control token or a word.
         is_whole = text[stop - 1].isspace() or ends_control_token(stop)
         if is_whole and _ends_in_prompt(text, start, stop, marks.generation_prompt):
             return stop
@@ -183,12 +183,12 @@ def header_end(
 
 
 def _ends_in_prompt(text: str, start: int, stop: int, prompt: str) -> bool:
-    """Whether some of the beginning of ``prompt`` that is no white space ends at ``stop``."""
+    """Whether a beginning of ``prompt``, not white space alone, ends at ``stop``."""
     lengths = range(min(stop - start, len(prompt)), 0, -1)
     return any(prompt[:n].strip() and text.endswith(prompt[:n], start, stop) for n in lengths)
 
 
 def _ends_alike(header: str, prompt: str) -> bool:
-    """Whether both end with the same word, and what follows it: other rounds have other numbers."""
+    """Whether both end with the same word and what follows it; numbers before it may differ."""
     end = _LAST_WORD.search(prompt)
     return end is not None and header.endswith(end[0])

@@ -21,20 +21,20 @@ LAST_ASSISTANT: Final = "last-assistant"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPolicy:
-    """What of a conversation is trained.
+    """Choice of the messages and parts of messages that are trained.
 
-    A message's own ``"train"``, true or false, wins over ``roles`` and ``last_only``.
+    The ``"train"`` of a message, true or false, overrides ``roles`` and ``last_only``.
     """
 
     roles: frozenset[str] = frozenset({"assistant"})
-    """Whose messages are trained."""
+    """Roles whose messages are trained."""
     last_only: bool = False
-    """Of these messages only the last is."""
+    """Train only the last of these messages."""
     thinking: bool = True
-    """A trained message's thinking is trained: its field for that, or what stands between the tags
-    at its start."""
+    """Train the thinking of these messages: the field for it, or the text between the tags at the
+    start of the content."""
     tool_calls: bool = True
-    """A trained message's tool calls are trained."""
+    """Train the tool calls of these messages."""
 
     @classmethod
     def of(
@@ -65,7 +65,7 @@ class TrainingPolicy:
         return cls(roles=roles, thinking=thinking, tool_calls=tool_calls)
 
     def untrained(self, conversation: Conversation) -> dict[int, str]:
-        """Why each message is not trained that is not, by index."""
+        """Reason of each message that is not trained, by index."""
         roles = [message["role"] for message in conversation]
         last = max((i for i, role in enumerate(roles) if role in self.roles), default=None)
         reasons: dict[int, str] = {}
@@ -81,7 +81,7 @@ class TrainingPolicy:
 
 
 def trained_messages(conversation: Sequence[object], untrained: dict[int, str]) -> list[int]:
-    """Indices of the messages for whose not being trained there is no reason."""
+    """Indices of the messages without an entry in ``untrained``."""
     return [index for index in range(len(conversation)) if index not in untrained]
 
 
@@ -99,10 +99,10 @@ THINKING_TAGS: Final = (
     ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
-"""What models write before and after thinking at the start of an answer."""
+"""Opening and closing tags of thinking at the start of an answer."""
 
 _PROMPT_END: Final = 64
-"""Characters before an answer in which a tag may stand."""
+"""Number of characters before an answer in which an opening tag may stand."""
 _LINE_ENDS: Final = re.compile(r"\n*")
 
 
@@ -116,10 +116,10 @@ def trained_parts(
     """The characters of an answer that a policy trains; none where only the stop marker is left.
 
     Args:
-        answer: What a message says.
-        rendered: The conversation.
-        policy: What is trained of it.
-        marks: What the template writes before and after an answer.
+        answer: The answer.
+        rendered: The rendered conversation.
+        policy: The parts of messages that are trained.
+        marks: Text that the template writes before and after an answer.
         control_tokens: Characters of each control token of the answer, in order.
     """
     if policy.thinking and policy.tool_calls:
@@ -134,12 +134,12 @@ def trained_parts(
     ranges = answer.ranges
     for cut in cuts:
         ranges = tuple(_without(ranges, cut))
-    is_said = any(_overlap(span, r) for span in parts.own for r in ranges)
-    return ranges if is_said else ()
+    has_content = any(_overlap(span, r) for span in parts.content for r in ranges)
+    return ranges if has_content else ()
 
 
 class _AnswerParts:
-    """Where thinking and tool calls are in an answer, with what the template writes around them."""
+    """Ranges of thinking and tool calls in an answer, with the markup around them."""
 
     def __init__(
         self,
@@ -149,19 +149,19 @@ class _AnswerParts:
         marks: AnswerMarks,
         control_tokens: Sequence[Range],
     ) -> None:
-        self.own = [span for span in spans if is_part(span, answer.message)]
+        self.content = [span for span in spans if is_part(span, answer.message)]
         self._answer = answer
         self._text = text
         self._marks = marks
         self._control_tokens = control_tokens
 
     def thinking(self) -> Iterator[Range]:
-        """What the field for thinking says with its tags, or what tags enclose at the start."""
+        """Ranges of the field for thinking with its tags, or of tagged text at the start."""
         fields = list(self._runs(THINKING_FIELDS))
         for _, first, last, end in fields:
             close = self._after_closing_tag(last, end)
             if close is None:
-                # The model asks itself for another message, with the answer.
+                # The template writes the answer as another message, after a generation prompt.
                 prompt = self._marks.generation_prompt
                 at = self._text.rfind(prompt, last, end) if prompt.strip() else -1
                 close = end if at < 0 else at + len(prompt)
@@ -171,19 +171,23 @@ class _AnswerParts:
 
     def _tagged_thinking(self) -> Iterator[Range]:
         start, end = self._answer.start, self._answer.end
-        # A generation prompt may hold the first tag already.
+        # The generation prompt may hold the opening tag already.
         prompt = self._text[max(0, start - _PROMPT_END) : start].rstrip()
-        said = self._after_space(self.own[0].start, end) if self.own else start
+        content_start = self._after_space(self.content[0].start, end) if self.content else start
         for before, after in THINKING_TAGS:
-            is_asked = prompt.endswith(before)
-            at = start if is_asked else self._text.find(before, start, said + len(before))
+            is_in_prompt = prompt.endswith(before)
+            at = (
+                start
+                if is_in_prompt
+                else self._text.find(before, start, content_start + len(before))
+            )
             close = self._text.find(after, at, end) if at >= 0 else -1
             if close >= 0:
                 yield self._without_space(at), self._line_ends(close + len(after))
                 return
 
     def calls(self) -> Iterator[Range]:
-        """From the end of what is said before tool calls to the start of what is said after."""
+        """Ranges from the end of the content before tool calls to the content after them."""
         for before, first, _, end in self._runs(CALL_FIELDS):
             if before is None:
                 yield self._answer.start, end
@@ -192,17 +196,17 @@ class _AnswerParts:
             yield self._after_stop(before, first) if close is None else close, end
 
     def _runs(self, fields: Sequence[str]) -> Iterator[tuple[int | None, int, int, int]]:
-        """Where the text before some fields ends, theirs begins and ends, what follows begins."""
-        wanted = [index for index, span in enumerate(self.own) if _field(span) in fields]
+        """End of the content before some fields, begin and end of theirs, begin of what follows."""
+        wanted = [index for index, span in enumerate(self.content) if _field(span) in fields]
         if wanted:
             first, last = wanted[0], wanted[-1]
-            rest = self.own[last + 1 :]
-            before = self.own[first - 1].end if first else None
+            rest = self.content[last + 1 :]
+            before = self.content[first - 1].end if first else None
             end = rest[0].start if rest else self._stop()
-            yield before, self.own[first].start, self.own[last].end, end
+            yield before, self.content[first].start, self.content[last].end, end
 
     def _opening_tag(self, start: int) -> int:
-        """Where the tag begins that opens the thinking at ``start``, or else the answer."""
+        """Begin of the tag that opens the thinking at ``start``, else of the answer."""
         for before, _ in THINKING_TAGS:
             at = self._text.rfind(before, self._answer.start, start)
             if at >= 0:
@@ -215,25 +219,27 @@ class _AnswerParts:
         return self._answer.start if is_first else start
 
     def _after_closing_tag(self, start: int, end: int) -> int | None:
-        """Where the tag ends that closes thinking, if nothing but white space is before it."""
+        """End of the tag that closes thinking, if only white space is before it."""
         start = self._after_space(start, end)
         tags = [after for _, after in THINKING_TAGS if self._text.startswith(after, start, end)]
         return start + len(tags[0]) if tags else None
 
     def _after_stop(self, start: int, end: int) -> int:
-        """Where as much ends of the stop marker as stands at ``start``, in whole control tokens."""
+        """End of the beginning of the stop marker at ``start``, in whole control tokens."""
         pairs = zip(self._marks.stop or "", self._text[start:end], strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         ends = (stop for _, stop in self._control_tokens if start < stop <= start + common)
         return max(ends, default=start)
 
     def _stop(self) -> int:
-        """Where the stop marker begins: after all that the message says."""
-        said, end = self.own[-1].end, self._answer.end
+        """Begin of the stop marker, after the content of the message."""
+        content_end, end = self.content[-1].end, self._answer.end
         stop = self._marks.stop
-        if stop and self._text.endswith(stop, said, end):
+        if stop and self._text.endswith(stop, content_end, end):
             return end - len(stop)
-        return max((start for start, _ in self._control_tokens if start >= said), default=end)
+        return max(
+            (start for start, _ in self._control_tokens if start >= content_end), default=end
+        )
 
     def _after_space(self, start: int, end: int) -> int:
         while start < end and self._text[start].isspace():

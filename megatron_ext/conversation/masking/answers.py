@@ -15,17 +15,17 @@ Range = tuple[int, int]
 """Half-open."""
 
 _HEADER_FIELDS: Final = ("role", "name", "author", "recipient")
-"""Fields of a message that templates write before an answer, not into it."""
+"""Fields of a message that templates write into the header of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one message says in a rendered conversation."""
+    """The answer of one message in a rendered conversation."""
 
     message: int
     """Index of the message."""
     ranges: tuple[Range, ...]
-    """Characters of it, in order and apart: its text, what the template writes between, and the
+    """Ranges of characters, ascending and disjoint: its content, template text in between, and the
     stop marker."""
 
     @property
@@ -43,18 +43,18 @@ def generated_answers(rendered: Rendered, speakers: Mapping[int, str]) -> list[A
     """Answers of a template that marks them with ``{% generation %}``, in order.
 
     Text of a block belongs to the message that it comes from, or else in whose turn it stands; it
-    is no answer if that is no speaker's. Text of the template outside of turns goes with the
-    speaker before it, or after it.
+    is no answer unless that is a speaker's. Template text outside of turns belongs to the speaker
+    before it, or else after it.
 
     Args:
-        rendered: The conversation.
+        rendered: The rendered conversation.
         speakers: Role of each message that may be an answer, by index.
     """
     pieces: list[tuple[int | None, int, int]] = []
     for start, end, (_, message, _, turn, is_generated) in rendered.spans:
-        known = turn if message is None else message
-        if is_generated and (known is None or known in speakers):
-            pieces.append((known, start, end))
+        message_index = turn if message is None else message
+        if is_generated and (message_index is None or message_index in speakers):
+            pieces.append((message_index, start, end))
     owner = next((message for message, _, _ in pieces if message is not None), None)
     owned: list[tuple[int, int, int]] = []
     for message, start, end in pieces:
@@ -68,7 +68,7 @@ def is_answer(span: Span, speakers: Mapping[int, str]) -> bool:
     """Whether the characters come from a speaker's message, and are not in another's turn.
 
     Args:
-        span: Characters.
+        span: The characters.
         speakers: Role of each message that may be an answer, by index.
     """
     provenance = span.provenance
@@ -82,20 +82,19 @@ def is_answer(span: Span, speakers: Mapping[int, str]) -> bool:
 class AnswerFinder:
     """Finds the answers where the template does not mark them with ``{% generation %}``.
 
-    An answer begins after its header, of which ``header_end`` says where it ends; that of another
-    role than the assistant's with its content. It goes on through the rest of that message's turn
-    in the template's loop, the stop marker included. Where the template ends turns with no control
-    token, the one that the next turn begins with is the stop marker: some templates end a turn in
-    the next, or with the next. Where a template has no loop over messages there are no turns: the
-    answer then ends with the first control token after its content and the white space after that.
+    An answer begins after its header (``header_end``), or with its content for other roles than the
+    assistant. It extends to the end of the message's turn in the template's loop, with the stop
+    marker. Where the template ends turns without a control token, the one at the start of the next
+    turn is the stop marker. A template without a loop over messages has no turns: the answer then
+    ends with the first control token after its content and the white space after that.
 
     Args:
-        rendered: The conversation.
+        rendered: The rendered conversation.
         speakers: Role of each message that may be an answer, by index.
-        marks: What the template writes before and after an answer.
+        marks: Text that the template writes before and after an answer.
         ends_turns: The template ends an answer's turn with a control token; None if unknown.
         ends_with_prompt: The conversation was rendered with the generation prompt at the end.
-        control_tokens: Characters of each control token, in order.
+        control_tokens: Range of characters of each control token, in order.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class AnswerFinder:
 
     def answers(self) -> list[Answer]:
         """All answers, in order."""
-        found: list[tuple[int, int, int]] = []
+        pieces: list[tuple[int, int, int]] = []
         answer: Span | None = None
         message = -1
         for index, span in enumerate(self._spans):
@@ -131,32 +130,32 @@ class AnswerFinder:
                 if answer is None or not _goes_on(answer, span):
                     begin = self._begin(index)
                 elif answer.provenance.turn is None:
-                    # What stands between two fields of a message was no stop marker after all.
-                    begin = found[-1][2]
+                    # Text between two fields of a message was not a stop marker after all.
+                    begin = pieces[-1][2]
                 else:
                     begin = span.start
                 answer = span
                 assert span.provenance.message is not None
                 message = span.provenance.message
-                found.append((message, begin, span.end))
+                pieces.append((message, begin, span.end))
             elif answer is None:
                 continue
             elif answer.provenance.turn is None:
                 if span.is_template:
-                    found.append((message, span.start, self._stop_end(span)))
+                    pieces.append((message, span.start, self._stop_end(span)))
                 else:
                     answer = None
             elif answer.provenance.turn != span.provenance.turn:
-                if span.is_template and self._borrows(answer.end, found[-1][2]):
-                    found.append((message, span.start, self._borrowed_stop_end(span)))
+                if span.is_template and self._borrows(answer.end, pieces[-1][2]):
+                    pieces.append((message, span.start, self._borrowed_stop_end(span)))
                 answer = None
             elif span.is_template or self._is_header(span, answer):
-                found.append((message, span.start, span.end))
-        answers = _by_message((m, start, min(end, self._end)) for m, start, end in found)
+                pieces.append((message, span.start, span.end))
+        answers = _by_message((m, start, min(end, self._end)) for m, start, end in pieces)
         return [self._without_next_header(answer) for answer in answers]
 
     def _begin(self, index: int) -> int:
-        """Where the answer begins whose first content is the span at ``index``."""
+        """Begin of the answer whose first content is the span at ``index``."""
         content = self._spans[index]
         start = content.start
         for at in range(index - 1, -1, -1):
@@ -171,18 +170,18 @@ class AnswerFinder:
         ends = self._control_ends.__contains__
         begin = header_end(self._text, start, content, self._marks, ends)
         header = self._spans[bisect_left(self._spans, (begin + 1,)) - 1 : index]
-        # A role or a name is no part of an answer, nor is what stands before it.
+        # A role or a name, and what stands before it, is not part of an answer.
         return content.start if any(self._is_header(span, content) for span in header) else begin
 
     def _without_next_header(self, answer: Answer) -> Answer:
-        """An answer that ends before the header of another one, if its turn has that at its end."""
-        own = [s.end for s in spans_in(answer, self._spans) if is_part(s, answer.message)]
-        said = max(own, default=answer.start)
-        first = bisect_left(self._control_tokens, (said, said))
+        """The answer without the header of another one at the end of its turn."""
+        ends = [s.end for s in spans_in(answer, self._spans) if is_part(s, answer.message)]
+        content_end = max(ends, default=answer.start)
+        first = bisect_left(self._control_tokens, (content_end, content_end))
         last = bisect_left(self._control_tokens, (answer.end, answer.end))
         names = [self._text[start:end] for start, end in self._control_tokens[first:last]]
         prompt = self._marks.generation_prompt.lstrip()
-        # Before a header there is a stop marker, even if that is the same; behind it is none.
+        # A header has a stop marker before it, maybe with the same name, and none behind it.
         for number in range(1, len(names)):
             if prompt.startswith(names[number]) and names[number - 1] not in names[number:]:
                 end, _ = self._control_tokens[first + number]
@@ -195,28 +194,28 @@ class AnswerFinder:
         return same and span.provenance.field in _HEADER_FIELDS
 
     def _stop_end(self, span: Span) -> int:
-        """Where the stop marker ends that template text holds; its start if there is none.
+        """End of the stop marker in template text; the start of the text if there is none.
 
         Without turns that is the first control token, unless other answers end with another.
         """
-        known = (self._marks.stop or "").strip()
-        at = self._text.find(known, span.start, span.end) if known else -1
+        stop = (self._marks.stop or "").strip()
+        at = self._text.find(stop, span.start, span.end) if stop else -1
         token = self._control_token(span.start, span.end)
         if at < 0 and token is None:
             return span.start
-        end = at + len(known) if token is None or at >= 0 else token[1]
+        end = at + len(stop) if token is None or at >= 0 else token[1]
         while end < span.end and self._text[end].isspace():
             end += 1
         return end
 
     def _borrows(self, content_end: int, turn_end: int) -> bool:
-        """Whether the next turn begins with the stop marker of one that ends at ``turn_end``."""
+        """Whether the turn that ends at ``turn_end`` has its stop marker in the next turn."""
         if self._ends_turns is None:
             return self._control_token(content_end, turn_end) is None
         return not self._ends_turns
 
     def _borrowed_stop_end(self, span: Span) -> int:
-        """Where the control token ends that the next turn begins with; the start if with none."""
+        """End of the control token at the start of the next turn; its start if there is none."""
         token = self._control_token(span.start, span.end)
         if token is None or self._text[span.start : token[0]].strip():
             return span.start
@@ -230,22 +229,22 @@ class AnswerFinder:
 
 
 def is_part(span: Span, message: int) -> bool:
-    """Whether the characters come from what a message says: not from its role or its name."""
+    """Whether the characters come from a message, other than from its role or name."""
     provenance = span.provenance
     return provenance.message == message and provenance.field not in _HEADER_FIELDS
 
 
 def answered_messages(answers: Iterable[Answer], spans: Sequence[Span]) -> set[int]:
-    """Indices of the messages of which their answers show something.
+    """Indices of the messages whose answers show some of their content.
 
     Args:
-        answers: In order.
-        spans: Of the rendered conversation.
+        answers: The answers, in order.
+        spans: Spans of the rendered conversation.
     """
     shown: set[int] = set()
     at = 0
     for answer in answers:
-        # Answers may overlap: the next one is looked for from where this one begins.
+        # Answers may overlap: the search for the next one starts where this one begins.
         start, end = answer.start, answer.end
         while spans[at].end <= start:
             at += 1
@@ -259,14 +258,14 @@ def answered_messages(answers: Iterable[Answer], spans: Sequence[Span]) -> set[i
 
 
 def spans_in(answer: Answer, spans: Sequence[Span]) -> Sequence[Span]:
-    """The spans of which something is in an answer, or in between its ranges."""
-    # Spans have no gaps, and a tuple of its start alone comes right before a span.
+    """The spans that overlap an answer, from its start to its end."""
+    # Spans have no gaps, and the tuple of a start alone sorts right before its span.
     first = bisect_left(spans, (answer.start + 1,)) - 1
     return spans[first : bisect_left(spans, (answer.end,))]
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """``ranges``, which are in order, with neighbours as one and empty ones left out."""
+    """Ascending ``ranges`` with touching ones merged and empty ones left out."""
     apart: list[Range] = []
     for start, end in ranges:
         if start >= end:
@@ -279,7 +278,7 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _by_message(pieces: Iterable[tuple[int, int, int]]) -> list[Answer]:
-    """An answer of each run of pieces, (message, start, end), that belong to one message."""
+    """One answer for each run of pieces, (message, start, end), of one message."""
     answers: list[Answer] = []
     for message, group in groupby(pieces, key=lambda piece: piece[0]):
         ranges = joined((start, end) for _, start, end in group)
@@ -289,7 +288,7 @@ def _by_message(pieces: Iterable[tuple[int, int, int]]) -> list[Answer]:
 
 
 def _quoted(spans: Sequence[Span]) -> Iterator[int]:
-    """Indices of spans of turns within another turn: some templates look a tool's name up there."""
+    """Indices of spans of a turn within another: some templates look up a tool's name there."""
     turns = [turn for _, _, (_, _, _, turn, _) in spans]
     begins = [at for at, turn in enumerate(turns) if at == 0 or turn != turns[at - 1]]
     for before, begin, after in zip(begins, begins[1:], begins[2:], strict=False):
@@ -298,7 +297,7 @@ def _quoted(spans: Sequence[Span]) -> Iterator[int]:
 
 
 def _goes_on(answer: Span, span: Span) -> bool:
-    """Whether ``span`` belongs to the answer that ``answer`` is a part of."""
+    """Whether ``span`` continues the answer that ``answer`` is a span of."""
     if answer.provenance.turn is None:
         return span.provenance.turn is None and answer.provenance.message == span.provenance.message
     return answer.provenance.turn == span.provenance.turn

@@ -34,19 +34,19 @@ ONLY_CUT = "the policy trains nothing of what it says"
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """The characters that are trained, and the messages that are not."""
+    """Trained characters of a conversation, and the messages without any."""
 
     ranges: list[Range]
-    """In order and apart."""
+    """Ascending and disjoint."""
     excluded: Mapping[int, str]
-    """Why a message is not trained, by its index: every message that is not."""
+    """Reason of each message that is not trained, by its index."""
     said: Mapping[int, Range]
-    """From the first to the last trained character of each other message, by its index."""
+    """Range from the first to the last trained character of each other message, by its index."""
 
 
 @dataclass(frozen=True)
 class AnswerContext:
-    """What is known of a rendered conversation besides its text."""
+    """Facts about a rendered conversation that its answers depend on."""
 
     marks: AnswerMarks
     ends_turns: bool | None
@@ -54,7 +54,7 @@ class AnswerContext:
     ends_with_prompt: bool
     """The generation prompt stands at the end."""
     control_tokens: Sequence[Range]
-    """Characters of each control token, in order."""
+    """Range of characters of each control token, in order."""
 
 
 def trained_part(
@@ -65,13 +65,13 @@ def trained_part(
     Args:
         rendered: The conversation as text.
         conversation: The caller's messages.
-        policy: What is trained.
-        context: What else is known of the text.
+        policy: The messages and parts that are trained.
+        context: Marks and control tokens of the text.
     """
     messages = dict(enumerate(conversation))
     excluded = _with_left_out(policy.untrained(conversation), rendered, messages)
     for index in unknown_messages(rendered, messages):
-        # Text that cannot be given to any message may be of each.
+        # Text that cannot be attributed to a message may come from any of them.
         for message in messages if index is None else [index]:
             excluded.setdefault(message, UNKNOWN_SOURCE)
     answers = _answers(rendered, messages, policy, context)
@@ -101,7 +101,7 @@ def trained_part(
 def _with_left_out(
     untrained: Mapping[int, str], rendered: Rendered, messages: Mapping[int, Message]
 ) -> dict[int, str]:
-    """The reasons, and of which of these messages the template writes nothing."""
+    """The reasons, extended for messages that the template leaves out."""
     hidden = {span.provenance.turn for span in rendered.unknown_spans}
     written = rendered.written_messages | hidden
     is_sure = None not in hidden
@@ -119,7 +119,7 @@ def _answers(
     policy: TrainingPolicy,
     context: AnswerContext,
 ) -> list[Answer]:
-    """What everyone says who may be trained, in order."""
+    """Answers of all messages that may be trained, in order."""
     roles = policy.roles | {m["role"] for m in messages.values() if m.get("train")}
     speakers = {i: m["role"] for i, m in messages.items() if m["role"] in roles}
     generated: list[Answer] = []
@@ -129,7 +129,7 @@ def _answers(
         speakers = {i: role for i, role in speakers.items() if role != "assistant"}
     if not speakers:
         return generated
-    found = AnswerFinder(
+    unmarked = AnswerFinder(
         rendered,
         speakers,
         marks=context.marks,
@@ -137,7 +137,7 @@ def _answers(
         ends_with_prompt=context.ends_with_prompt,
         control_tokens=context.control_tokens,
     ).answers()
-    return sorted([*generated, *found], key=lambda answer: answer.start)
+    return sorted([*generated, *unmarked], key=lambda answer: answer.start)
 
 
 def _control_tokens(answer: Answer, context: AnswerContext) -> Sequence[Range]:
@@ -149,17 +149,17 @@ def _control_tokens(answer: Answer, context: AnswerContext) -> Sequence[Range]:
 def trained_tokens(
     rendered: Rendered, ranges: Sequence[Range], byte_ends: ByteEnds
 ) -> NDArray[np.bool_]:
-    """Tokens that lie in the trained characters [T].
+    """Mask of the tokens that lie in the trained characters [T].
 
     A token is trained when all of its bytes are: one that an answer shares with other text is not,
-    because the prompt would end within it. The exceptions are tokens that only the model can write:
+    because the prompt would end within it. Exceptions are tokens that only the model can write:
     white space of the template with an answer's first word (``" Hello"``), and the end of an answer
     with white space of the template. A token without bytes goes with the character after it.
 
     Args:
-        rendered: The conversation, of N bytes.
-        ranges: Trained characters, in order and apart [R].
-        byte_ends: Where each token ends [T].
+        rendered: The rendered conversation, of N bytes.
+        ranges: Trained ranges of characters, ascending and disjoint [R].
+        byte_ends: Byte at which each token ends [T].
     """
     trained = np.zeros(len(byte_ends), np.bool_)
     if not ranges or not len(byte_ends):
@@ -169,7 +169,7 @@ def trained_tokens(
     starts, stops = bounds[:, 0], bounds[:, 1]
     begins = np.concatenate(([0], byte_ends[:-1]))
     # The last range that begins before the token ends; an empty token counts as one byte. Both are
-    # in order, and ranges are few: these are looked up, and counted along the tokens.
+    # in order, and ranges are few: look up the ranges, and count them along the tokens.
     first_behind = np.searchsorted(np.maximum(byte_ends, begins + 1), starts, side="right")
     nearest = np.bincount(first_behind, minlength=len(begins))[: len(begins)].cumsum() - 1
     is_near = nearest >= 0

@@ -31,7 +31,7 @@ def parsed(value: Any, where: str) -> Any:
     """``value``; where it is text, the JSON that it spells.
 
     Raises:
-        ConversationError: The text is no JSON.
+        ConversationError: The text is not JSON.
     """
     if not isinstance(value, str):
         return value

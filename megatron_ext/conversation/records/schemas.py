@@ -31,7 +31,7 @@ CALLS: Final = "answers"
 
 
 def is_alpaca(record: Mapping[str, Any], key: str | None) -> bool:
-    """Whether there is a text that asks and one that answers."""
+    """Whether the record has a text as its question and one as its answer."""
     asks, answers = first_key(record, QUESTIONS), first_key(record, ANSWERS)
     return (
         key is None
@@ -43,8 +43,8 @@ def is_alpaca(record: Mapping[str, Any], key: str | None) -> bool:
 def read_alpaca(record: Mapping[str, Any], key: str | None) -> ConversationRecord:
     """The history, the question with its input on a line of its own, and the answer.
 
-    Of several fields that ask, or answer, the first in the order of ``QUESTIONS`` and ``ANSWERS``
-    is read.
+    Of several question or answer fields the first in the order of ``QUESTIONS`` and ``ANSWERS`` is
+    read.
 
     Raises:
         ConversationError: A field is missing or holds no text.
@@ -58,7 +58,7 @@ def read_alpaca(record: Mapping[str, Any], key: str | None) -> ConversationRecor
 
 
 def is_tool_calls(record: Mapping[str, Any], key: str | None) -> bool:
-    """Whether there is a text that asks, and ``answers``."""
+    """Whether the record has a text as its question, and ``answers``."""
     return (
         key is None
         and record.get(CALLS) is not None
@@ -99,7 +99,7 @@ def _required(record: Mapping[str, Any], keys: tuple[str, ...]) -> str:
 
 
 def _history(record: Mapping[str, Any]) -> list[Message]:
-    """Earlier turns, each a list of what was asked and answered."""
+    """Messages of earlier turns, each a pair of question and answer."""
     messages: list[Message] = []
     for index, pair in enumerate(list_of(record.get(HISTORY), HISTORY)):
         is_pair = isinstance(pair, list) and len(pair) == 2
@@ -119,21 +119,21 @@ def _turn(asked: str, answer: str) -> list[Message]:
 
 
 RecordSchemaName = Literal["auto", "messages", "sharegpt", "alpaca", "tool-calls"]
-"""A row of ``RECORD_SCHEMA_REGISTRY``, or ``auto``: the one that the records have."""
+"""Name in ``RECORD_SCHEMA_REGISTRY``, or ``auto`` to detect the schema of the records."""
 
 _FLAG: Final = "--conversation-schema"
 
 
 @dataclass(frozen=True, slots=True)
 class RecordSchema:
-    """One way to write conversations in a data file. All other fields of a record are ignored.
+    """Layout of conversations in a data file. All other fields of a record are ignored.
 
     Attributes:
-        shape: What a record of it has, for people.
+        shape: Description of a record for errors.
         keys: Fields of a record that are read.
         fits: Whether a record has that shape. The second argument names the field of the turns;
             with None it is one of the usual ones.
-        read: The conversation of a record; arguments as of ``fits``.
+        read: Reads the conversation of a record; arguments as of ``fits``.
     """
 
     shape: str
@@ -189,13 +189,14 @@ RECORD_SCHEMA_REGISTRY.register(
 def conversation_record(
     record: object, schema: str = "auto", *, key: str | None = None
 ) -> ConversationRecord:
-    """The conversation in one record of a data file; a list is one of turns.
+    """The conversation in one record of a data file; a list is taken for its turns.
 
-    Texts stay as they are: a tool call that a text spells in tags of some model is text. Fields of
-    the record that its schema does not read (``id``, ``source``, ``images`` ...) are ignored.
+    Texts stay as they are: a tool call that is spelled in a text with the tags of some model stays
+    text. Fields of the record that its schema does not read (``id``, ``source``, ``images`` ...)
+    are ignored.
 
     Args:
-        record: What a line or row holds; not changed.
+        record: Value of a line or row; not changed.
         schema: A row of ``RECORD_SCHEMA_REGISTRY``. With ``auto`` this record alone decides; where
             many come from one source, sniff once.
         key: Field that holds the turns, where it has an unusual name.
@@ -222,37 +223,37 @@ def conversation_record(
 
 
 def sniff_record_schema(records: Iterable[object], *, key: str | None = None) -> RecordSchemaName:
-    """The one schema that all records have, those of none passed over.
+    """The one schema that all records fit, ignoring records that fit none.
 
-    ``RECORD_SCHEMA_REGISTRY[name].shape`` says which sign of it they bear.
+    ``RECORD_SCHEMA_REGISTRY[name].shape`` describes its records.
 
     Args:
-        records: Some of a source; a list is one of turns.
+        records: Some records of a source; a list is taken for turns.
         key: Field that holds the turns, where it has an unusual name.
 
     Raises:
-        ConversationError: No record has a known schema, or they leave a choice.
+        ConversationError: No record fits a schema, they fit different ones, or several fit.
     """
-    looked_at = [(record, _fitting(record, key)) for record in records]
-    if not looked_at:
+    candidates = [(record, _fitting(record, key)) for record in records]
+    if not candidates:
         raise ConversationError("there are no records")
-    known = [names for _, names in looked_at if names]
-    common = set(known[0]).intersection(*known[1:]) if known else set()
+    fitting = [names for _, names in candidates if names]
+    common = set(fitting[0]).intersection(*fitting[1:]) if fitting else set()
     if len(common) == 1:
         return common.pop()
-    first = next((record for record, names in looked_at if names or not known), None)
-    if not known:
+    first = next((record for record, names in candidates if names or not fitting), None)
+    if not fitting:
         raise ConversationError(
             "the records have no schema that is known",
             got=keys_seen(first) if isinstance(first, Mapping) else type(first).__name__,
             expected=_shapes(RECORD_SCHEMA_REGISTRY, key),
             fix="name the field that holds the turns",
         )
-    found = [name for name in RECORD_SCHEMA_REGISTRY if any(name in names for names in known)]
+    possible = [name for name in RECORD_SCHEMA_REGISTRY if any(name in names for names in fitting)]
     raise ConversationError(
         "the records may be of several schemas" if common else "the records differ in schema",
         got=keys_seen(first) if isinstance(first, Mapping) else "lists",
-        expected=_shapes(found, key),
+        expected=_shapes(possible, key),
         fix=f"choose with {_FLAG}",
     )
 
@@ -266,7 +267,7 @@ def _fields(record: object, key: str | None) -> Mapping[str, Any]:
 
 
 def _fitting(record: object, key: str | None) -> list[RecordSchemaName]:
-    """Names of the schemas of which the record may be."""
+    """Names of the schemas that the record fits."""
     if not isinstance(record, (Mapping, list)):
         return []
     fields = _fields(record, key)

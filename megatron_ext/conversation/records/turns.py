@@ -28,19 +28,19 @@ from megatron_ext.registry import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class ConversationRecord:
-    """One conversation, in the form that published templates read.
+    """One conversation of a record, in the form that published templates read.
 
-    Whether the messages make a conversation (which roles there are, who speaks first, what a
-    content may be) is for ``check_conversation`` to say, not for the reader of a record.
+    The messages are not checked here: ``check_conversation`` checks roles, their order and
+    contents.
     """
 
     messages: list[Message]
-    """Role, content and what else the record says of each message; tool calls as
+    """Role, content and other fields of each message; tool calls as
     ``{"type": "function", "function": {"name": ..., "arguments": {...}}}``."""
 
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the template reads besides the messages, ``tools`` among it where there are any: pass it
-    on as ``template_variables``."""
+    """Variables of the template, with ``tools`` where there are any: pass them on as
+    ``template_variables``."""
 
     @property
     def tools(self) -> list[Any] | None:
@@ -55,7 +55,7 @@ def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     and may have fields besides, such as ``id``, which are kept.
 
     Raises:
-        ConversationError: One has no name, or its arguments are no mapping.
+        ConversationError: A call has no name, or its arguments are not a mapping.
     """
     if isinstance(value, Mapping) or (isinstance(value, str) and value.lstrip()[:1] == "{"):
         return [_call(value, where)]
@@ -65,10 +65,10 @@ def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 def tools(value: Any, where: str) -> list[Any]:
     """The tools in a list, or in the JSON of one; a bare function becomes a tool.
 
-    What is neither, such as a tool that a provider has built in, stays as it is.
+    Other mappings, such as a tool that a provider has built in, stay as they are.
 
     Raises:
-        ConversationError: One is no mapping.
+        ConversationError: A tool is not a mapping.
     """
     return [_tool(tool, f"{where}[{i}]") for i, tool in enumerate(list_of(value, where))]
 
@@ -80,9 +80,9 @@ def _call(value: Any, where: str) -> dict[str, Any]:
         function = mapping_of(call["function"], f"{where}.function")
         where = f"{where}.function"
     else:
-        own = ("name", "arguments", "parameters", "function")
-        rest = {key: field for key, field in call.items() if key not in own}
-        function = {key: call[key] for key in own if call.get(key) is not None}
+        call_keys = ("name", "arguments", "parameters", "function")
+        rest = {key: field for key, field in call.items() if key not in call_keys}
+        function = {key: call[key] for key in call_keys if call.get(key) is not None}
     # Llama's own spelling of a call has parameters.
     key = "parameters" if function.get("arguments") is None else "arguments"
     named = {
@@ -106,7 +106,7 @@ def _function_name(function: Mapping[str, Any], where: str) -> str:
 
 
 def _arguments(value: Any, where: str) -> dict[str, Any]:
-    """A call without arguments has none by name."""
+    """The arguments of a call by name; empty where it has none."""
     return {} if value is None or value == "" else dict(mapping_of(value, where))
 
 
@@ -121,18 +121,19 @@ def _tool(value: Any, where: str) -> Mapping[str, Any]:
 
 
 _ORDER: Final = ("reasoning", "text", "tool_call")
-"""Types of parts in the order in which a template writes what they become."""
+"""Types of parts, in the order in which a template writes them."""
 
 
 def with_part_values(message: dict[str, Any], where: str) -> Message:
-    """``message`` with the parts of its content where templates look for them.
+    """``message`` with LLaMA-Factory's parts of its content in the fields that templates read.
 
-    Text becomes the content, reasoning ``reasoning_content``, and a tool call one of
-    ``tool_calls``. A content that is a string, or has parts as OpenAI writes them, stays as it is.
+    Parts are ``{"type": ..., "value": ...}``. Text becomes the content, reasoning
+    ``reasoning_content``, and a tool call one of ``tool_calls``. A content that is a string, or has
+    parts in OpenAI's form, stays as it is.
 
     Raises:
-        ConversationError: A part is of another type, no text, or stands where a template would not
-            write it, as a text after a call.
+        ConversationError: A part is of another type, has no text, or is out of the order in which
+            templates write parts, such as a text after a call.
     """
     content = message.get("content")
     if not isinstance(content, list) or not any(map(_has_value, content)):
@@ -189,28 +190,28 @@ _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 _ROLE_OF_NAME: Final = {name: role for role, names in _ROLES.items() for name in names}
 _CALL_NAMES: Final = ("function_call", "tool_call")
-"""Turns that are the call of a tool, which the assistant makes."""
+"""Roles of turns that are a tool call, which the assistant makes."""
 
 _WEIGHTS: Final = ("train", "weight", "loss", "loss_weight")
 """Fields that say whether a message is trained: ours, OpenAI's, ms-swift's, LLaMA-Factory's."""
 
 
 def message_of(turn: object, where: str, *, role_key: str, content_key: str) -> Message:
-    """The message of a turn.
+    """The message of one turn, whatever names its fields and roles have.
 
-    Fields that are null are left out, the content excepted. Fields that mean nothing here are kept,
-    for the template. A call of a tool becomes one of ``tool_calls``, and what the tool answers a
-    message of the role ``tool``. A weight of 0 becomes ``"train": False``; a weight of 1 is left to
-    the policy, and ``"train": true`` overrules that.
+    Fields that are null are left out, the content excepted. Unknown fields are kept for the
+    template. A tool call becomes one of ``tool_calls``, and a tool's result a message of the role
+    ``tool``. A weight of 0 becomes ``"train": False``; a weight of 1 leaves the choice to the
+    policy, and ``"train": true`` overrides it.
 
     Args:
-        turn: What stands in the list of turns.
+        turn: Item of the list of turns.
         where: Its place, for errors.
-        role_key: Field of the one who speaks: ``role`` or ``from``.
-        content_key: Field of what is said: ``content`` or ``value``.
+        role_key: Field of the role: ``role`` or ``from``.
+        content_key: Field of the content: ``content`` or ``value``.
 
     Raises:
-        ConversationError: It is no mapping, a field is missing, or holds what cannot be used.
+        ConversationError: It is not a mapping, or a field is missing or unusable.
     """
     if not isinstance(turn, Mapping):
         raise ConversationError(
@@ -220,16 +221,16 @@ def message_of(turn: object, where: str, *, role_key: str, content_key: str) -> 
             where=where,
         )
     name = _role_name(turn, role_key, where)
-    own = (role_key, content_key, *_WEIGHTS)
-    rest = {key: value for key, value in turn.items() if key not in own and value is not None}
+    read_keys = (role_key, content_key, *_WEIGHTS)
+    rest = {key: value for key, value in turn.items() if key not in read_keys and value is not None}
     train = _train(turn, where)
     if train is not None:
         rest["train"] = train
     if name in _CALL_NAMES:
-        calls = tool_calls(_said(turn, content_key, where), f"{where}.{content_key}")
+        calls = tool_calls(_content(turn, content_key, where), f"{where}.{content_key}")
         return {"role": "assistant", "content": "", **rest, "tool_calls": calls}
     rest = _with_calls(rest, where)
-    content = turn.get(content_key) if "tool_calls" in rest else _said(turn, content_key, where)
+    content = turn.get(content_key) if "tool_calls" in rest else _content(turn, content_key, where)
     if content is None and "tool_calls" in rest:
         content = ""
     message = {"role": _ROLE_OF_NAME[name], "content": content, **rest}
@@ -237,7 +238,7 @@ def message_of(turn: object, where: str, *, role_key: str, content_key: str) -> 
 
 
 def _role_name(turn: Mapping[str, Any], role_key: str, where: str) -> str:
-    """The name of the one who speaks, which is known."""
+    """The name of the turn's role; refuses unknown ones."""
     name = turn.get(role_key)
     if not isinstance(name, str):
         raise ConversationError(
@@ -246,18 +247,18 @@ def _role_name(turn: Mapping[str, Any], role_key: str, where: str) -> str:
             where=f"{where}.{role_key}",
         )
     if name not in _ROLE_OF_NAME and name not in _CALL_NAMES:
-        known = [*_ROLE_OF_NAME, *_CALL_NAMES]
+        names = [*_ROLE_OF_NAME, *_CALL_NAMES]
         raise ConversationError(
             "unknown role",
             got=repr(name),
-            expected=f"one of {', '.join(known)}",
-            fix=did_you_mean(name, known),
+            expected=f"one of {', '.join(names)}",
+            fix=did_you_mean(name, names),
             where=f"{where}.{role_key}",
         )
     return name
 
 
-def _said(turn: Mapping[str, Any], content_key: str, where: str) -> Any:
+def _content(turn: Mapping[str, Any], content_key: str, where: str) -> Any:
     if content_key not in turn:
         raise ConversationError(
             f"the turn has no {content_key}", got=keys_seen(turn), where=f"{where}.{content_key}"
@@ -266,7 +267,7 @@ def _said(turn: Mapping[str, Any], content_key: str, where: str) -> Any:
 
 
 def _with_calls(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``fields`` with the calls of tools, OpenAI's older ``function_call`` too, in one form."""
+    """``fields`` with tool calls, and OpenAI's older ``function_call``, in one form."""
     rest = {k: v for k, v in fields.items() if k not in ("tool_calls", "function_call")}
     calls = tool_calls(fields.get("tool_calls"), f"{where}.tool_calls")
     calls += tool_calls(fields.get("function_call"), f"{where}.function_call")
@@ -274,7 +275,7 @@ def _with_calls(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _train(turn: Mapping[str, Any], where: str) -> bool | None:
-    """Whether the turn is trained; None where that is left to the policy.
+    """Whether the turn is trained; None leaves the choice to the policy.
 
     Raises:
         ConversationError: A weight is neither 0 nor 1, for which there is no mask.
@@ -298,14 +299,14 @@ _TOOLS: Final = ("tools", "functions")
 _VARIABLES: Final = "chat_template_kwargs"
 
 SURROUNDING_KEYS: Final = (*_SYSTEM, *_TOOLS, "documents", _VARIABLES)
-"""Fields that are read of a record of any schema."""
+"""Fields that are read from a record of any schema."""
 
 
 def with_system(messages: Sequence[Message], record: Mapping[str, Any]) -> list[Message]:
     """``messages`` after the system text of ``record``, if that is not empty.
 
     Raises:
-        ConversationError: The first message is an instruction already, and another one.
+        ConversationError: The first message is a different instruction.
     """
     key = first_key(record, _SYSTEM)
     text = "" if key is None else text_of(record, key, key)
@@ -325,7 +326,7 @@ def with_system(messages: Sequence[Message], record: Mapping[str, Any]) -> list[
 def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
     """``tools`` (or OpenAI's older ``functions``), ``documents``, and ``chat_template_kwargs``.
 
-    An empty list of tools counts as none: templates ask whether there are any in both ways.
+    An empty list of tools counts as none: some templates test for None, others for emptiness.
 
     Raises:
         ConversationError: A field does not hold what it should.
@@ -334,25 +335,25 @@ def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
     if record.get(_VARIABLES) is not None:
         variables |= mapping_of(record[_VARIABLES], _VARIABLES)
     key = first_key(record, _TOOLS)
-    found = [] if key is None else tools(record[key], key)
-    if found:
-        variables["tools"] = found
+    tool_list = [] if key is None else tools(record[key], key)
+    if tool_list:
+        variables["tools"] = tool_list
     if record.get("documents"):
         variables["documents"] = record["documents"]
     return variables
 
 
 TURN_KEYS: Final = ("messages", "conversations", "conversation")
-"""Under which names data sets have their turns."""
+"""Fields in which data sets have their turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnsReader:
-    """Reads records whose turns have these two fields.
+    """Reader of records whose turns have two given fields.
 
     Attributes:
-        role_key: The one who speaks: ``role`` or ``from``.
-        content_key: What is said: ``content`` or ``value``.
+        role_key: Field of the role: ``role`` or ``from``.
+        content_key: Field of the content: ``content`` or ``value``.
         keys: Fields in which a record may have its turns; the first that is there is read.
     """
 
@@ -361,7 +362,7 @@ class TurnsReader:
     keys: tuple[str, ...]
 
     def fits(self, record: Mapping[str, Any], key: str | None) -> bool:
-        """Whether the first turn says who speaks under ``role_key``."""
+        """Whether the first turn has ``role_key``."""
         for name in self.keys if key is None else (key,):
             try:
                 turns = list_of(record.get(name), name)
@@ -372,7 +373,7 @@ class TurnsReader:
         return False
 
     def read(self, record: Mapping[str, Any], key: str | None) -> ConversationRecord:
-        """The turns in ``key``, or in the first of ``keys``, with what stands around them.
+        """The conversation of the turns in ``key``, or in the first of ``keys``.
 
         Raises:
             ConversationError: There are none, or one cannot be read; the error names its place.

@@ -1,4 +1,4 @@
-"""Filters and tests of chat templates that keep provenance and spend from the step limit.
+"""Filters and tests of chat templates that keep provenance and consume from the step limit.
 
 ``tojson`` is as transformers has it.
 """
@@ -21,17 +21,17 @@ from megatron_ext.conversation.rendering.provenance import TEMPLATE
 from megatron_ext.conversation.rendering.template_limits import (
     NESTING,
     TemplateLimitError,
-    spend,
-    spend_on,
+    consume,
+    consume_reading,
 )
 from megatron_ext.conversation.rendering.tracked_data import JsonStyle, settled, text_of, to_json
 from megatron_ext.conversation.rendering.tracked_text import (
     TrackedText,
     add,
     as_tracked,
+    consume_widths,
+    consumed,
     join,
-    paid,
-    spend_on_widths,
     track,
 )
 
@@ -57,14 +57,14 @@ def join_values(
     d: str = "",
     attribute: str | int | None = None,
 ) -> TrackedText:
-    """The values as they print, ``d`` between them."""
+    """The printed values, with ``d`` between them."""
     if attribute is not None:
         values = map(make_attrgetter(environment, attribute), values)
     return as_tracked(text_of(d, TEMPLATE)).join([text_of(value, TEMPLATE) for value in values])
 
 
 def title(value: Any) -> str:
-    """Each word with a capital, the rest in small letters."""
+    """Each word with a capital first letter, the rest in lower case."""
     text = text_of(value, TEMPLATE)
     return as_tracked(text).recased(do_title)
 
@@ -72,12 +72,12 @@ def title(value: Any) -> str:
 def indent(
     value: str, width: int | str = 4, first: bool = False, blank: bool = False
 ) -> TrackedText:
-    """Each line but the first, and but empty ones, after ``width`` spaces or the text it is."""
+    """Lines but the first and empty ones indented by ``width`` spaces, or by a text."""
     if not isinstance(width, str):
-        spend(0, abs(width))
+        consume(0, abs(width))
     margin = width if isinstance(width, str) else track(" " * width, TEMPLATE)
     newline = track("\n", TEMPLATE)
-    spend(0, len(margin) * (1 + value.count("\n")))
+    consume(0, len(margin) * (1 + value.count("\n")))
     # Jinja adds a line end first, so that a text that ends with one keeps it.
     head, *lines = (as_tracked(value) + newline).splitlines()
     rest = [join([newline, margin, line] if line or blank else [newline, line]) for line in lines]
@@ -85,8 +85,8 @@ def indent(
 
 
 def replace(value: Any, old: Any, new: Any, count: int | None = None) -> TrackedText:
-    """The value as it prints, with ``old`` replaced ``count`` times, or wherever it stands."""
-    text, old, new = (as_tracked(text_of(part, TEMPLATE)) for part in (value, old, new))
+    """The printed value, with ``old`` replaced ``count`` times, or everywhere."""
+    text, old, new = (as_tracked(text_of(operand, TEMPLATE)) for operand in (value, old, new))
     return text.replace(old, new, -1 if count is None else count)
 
 
@@ -97,29 +97,29 @@ def total(
     attribute: str | int | None = None,
     start: Any = 0,
 ) -> Any:
-    """``start`` and all values, added up one by one; no list is extended in place."""
+    """Sum of ``start`` and all values; no list is extended in place."""
     if attribute is not None:
         values = map(make_attrgetter(environment, attribute), values)
     for value in values:
-        spend(1)
+        consume(1)
         start = add(start, value)
     return start
 
 
 def rounded(value: float, precision: int = 0, method: str = "common") -> float:
-    """Jinja's own, for as many digits as a number can have."""
+    """Jinja's ``round``, with a bound on the number of digits."""
     if abs(precision) > _DIGITS:
         raise TemplateLimitError(f"rounds to more than {_DIGITS} digits")
     return do_round(value, precision, method)  # type: ignore[arg-type]
 
 
 def safe(value: Any) -> str:
-    """The value as it prints: nothing is escaped in a chat template, so nothing is exempt."""
+    """The printed value: a chat template escapes nothing, so nothing is exempt."""
     return text_of(value, TEMPLATE)
 
 
 _DIGITS: Final = 400
-"""No float has as many."""
+"""More digits than any float has."""
 
 FILTERS: Final[dict[str, Callable[..., Any]]] = {
     "indent": indent,
@@ -135,13 +135,13 @@ FILTERS: Final[dict[str, Callable[..., Any]]] = {
 
 
 _PASSED: Final = (Environment, EvalContext, Context)
-"""What Jinja passes to some filters before the value."""
+"""Types of the argument that Jinja passes to some filters before the value."""
 _SHALLOW: Final = frozenset({"attr", "count", "d", "default", "first", "last", "length", "random"})
 """Filters whose time does not depend on the value's size."""
 _ITERATING: Final = frozenset(
     {"items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"}
 )
-"""Filters that go through the value and do not look into its items."""
+"""Filters that iterate over the value without reading its items."""
 _WIDENING: Final = frozenset({"batch", "center", "slice"})
 """Filters that take a number of characters or items."""
 _SQUARE: Final = frozenset({"pprint", "urlize", "wordwrap"})
@@ -152,16 +152,16 @@ _READING_TESTS: Final = frozenset(
         *(">", "gt", "greaterthan", ">=", "ge", "in", "lower", "upper"),
     }
 )
-"""Tests that read their values, however deep."""
+"""Tests that read their values in full depth."""
 
 
 def bounded_filters(filters: Mapping[str, Any]) -> dict[str, Any]:
-    """The same filters, paid for."""
+    """The filters, made to consume from the step limit."""
     return {name: _bounded_filter(name, function) for name, function in filters.items()}
 
 
 def bounded_tests(tests: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tests; those that read their values are paid for."""
+    """The tests; those that read their values consume from the step limit."""
     return {
         name: _reading(function) if name in _READING_TESTS else function
         for name, function in tests.items()
@@ -174,45 +174,45 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         inputs = [*args, *kwargs.values()]
         if isinstance(args[0], _PASSED):
             del inputs[0]
-        _spend_on_filter(name, inputs)
+        _consume_filter(name, inputs)
         result = function(*args, **kwargs)
         if isinstance(result, GeneratorType):
             return Counted(result, inputs[0])
         if type(result) is str or isinstance(result, Markup):
             result = as_tracked(settled(str.__str__(result), inputs))
-        return paid(result)
+        return consumed(result)
 
     return filtered
 
 
-def _spend_on_filter(name: str, inputs: list[Any]) -> None:
+def _consume_filter(name: str, inputs: list[Any]) -> None:
     if name in _SHALLOW:
-        spend(1)
+        consume(1)
     elif name in _ITERATING:
-        # A text is paid for as its characters are taken.
+        # A text consumes as its characters are taken.
         value = inputs[0]
         is_sized = hasattr(value, "__len__") and not isinstance(value, str)
-        spend(1 + (len(value) if is_sized else 0))
+        consume(1 + (len(value) if is_sized else 0))
     else:
-        size = spend_on(*inputs)
-        spend(1)
+        size = consume_reading(*inputs)
+        consume(1)
         if name in _WIDENING:
-            spend_on_widths(inputs[1:])
+            consume_widths(inputs[1:])
         elif name == "trim":
-            spend(size * sum(len(v) for v in inputs[1:] if isinstance(v, str)) >> 12)
+            consume(size * sum(len(v) for v in inputs[1:] if isinstance(v, str)) >> 12)
         elif name in _SQUARE:
-            spend(size * size >> 14, sum(size * len(v) for v in inputs[1:] if isinstance(v, str)))
+            consume(size * size >> 14, sum(size * len(v) for v in inputs[1:] if isinstance(v, str)))
 
 
 class Counted(Iterator[Any]):
-    """Values that are worked out one by one, each a step.
+    """Lazily computed values, each of which consumes a step.
 
     Args:
         values: The values.
-        source: What they are worked out from.
+        source: The input that they are computed from.
 
     Raises:
-        TemplateLimitError: They come through too many filters: each waits for the one before it.
+        TemplateLimitError: They come through too many nested lazy filters.
     """
 
     __slots__ = ("_depth", "_values")
@@ -224,15 +224,15 @@ class Counted(Iterator[Any]):
             raise TemplateLimitError(f"passes values through more than {NESTING} filters")
 
     def __next__(self) -> Any:
-        spend(1)
+        consume(1)
         return next(self._values)
 
 
 def _reading(test: Callable[..., bool]) -> Callable[..., bool]:
     @wraps(test)
     def tested(*args: Any, **kwargs: Any) -> bool:
-        spend(1)
-        spend_on(*args, *kwargs.values())
+        consume(1)
+        consume_reading(*args, *kwargs.values())
         return test(*args, **kwargs)
 
     return tested

@@ -18,13 +18,13 @@ from markupsafe import Markup
 from megatron_ext.conversation.rendering.template_limits import NODES_A_STEP
 
 _CHEAP: Final = (nodes.Const, nodes.Compare, nodes.Not, nodes.Test, nodes.Sub, nodes.Mod)
-"""Expressions that are never long texts or lists, or are short by themselves."""
+"""Expressions whose values are never long texts or lists, and constants."""
 
 
 class ProvenanceCompiler(CodeGenerator):
-    """Marks constants as template text and turns as such, and makes all that repeats be paid for.
+    """Marks template text and turns, and makes everything that repeats consume steps.
 
-    Texts that are joined with ``+`` or ``~`` keep their provenance, and are joined at once.
+    Texts joined with ``+`` or ``~`` keep their provenance, and are joined in one call.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,7 +37,7 @@ class ProvenanceCompiler(CodeGenerator):
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
         for block in node.find_all(nodes.Block):
-            self._begin_with(block.body, self._payment(block.body))
+            self._begin_with(block.body, self._steps_prologue(block.body))
         super().visit_Template(node, frame)
         for text, name in self._texts.items():
             self.writeline(f"{name} = environment.template_text({text!r})")
@@ -52,16 +52,16 @@ class ProvenanceCompiler(CodeGenerator):
         return self._constant("".join(group))
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
-        # Other constant expressions are for the render to work out, and to pay for.
+        # Other constant expressions are evaluated by the render, within its step limit.
         if not isinstance(node, (nodes.Const, nodes.TemplateData)):
             raise nodes.Impossible
         return super()._output_child_to_const(node, frame, finalize)
 
     def _constant(self, value: Any) -> str:
-        """Code for a constant; texts are made once, as variables of the compiled module."""
+        """Code for a constant; a text becomes a variable of the compiled module."""
         if isinstance(value, str):
             return self._texts.setdefault(str.__str__(value), f"text_{len(self._texts)}")
-        # The parser makes no other constants, and Python code for these is what they print.
+        # The parser makes no other constants; these print as their Python code.
         return str(value) if isinstance(value, float) else repr(value)
 
     # Expressions.
@@ -87,10 +87,10 @@ class ProvenanceCompiler(CodeGenerator):
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
         operands = [node.expr, *(operand.expr for operand in node.ops)]
         is_search = any(operand.op in ("in", "notin") for operand in node.ops)
-        is_paid = is_search or not any(isinstance(operand, _CHEAP) for operand in operands)
+        is_limited = is_search or not any(isinstance(operand, _CHEAP) for operand in operands)
         expressions: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
         for expression in expressions:
-            if is_paid and not isinstance(expression.expr, (*_CHEAP, nodes.List, nodes.Tuple)):
+            if is_limited and not isinstance(expression.expr, (*_CHEAP, nodes.List, nodes.Tuple)):
                 expression.expr = _call("read", expression.expr)
         super().visit_Compare(node, frame)
 
@@ -145,14 +145,14 @@ class ProvenanceCompiler(CodeGenerator):
         super().blockvisit(nodes, frame)
 
     def macro_body(self, node: nodes.Macro | nodes.CallBlock, frame: Frame) -> Any:
-        self._begin_with(node.body, self._payment(node.body))
+        self._begin_with(node.body, self._steps_prologue(node.body))
         return super().macro_body(node, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         if node.test is not None:
             node.iter = _call("tested", node.iter)
         if not isinstance(node.target, nodes.Name):
-            self._begin_with(node.body, self._payment(node.body))
+            self._begin_with(node.body, self._steps_prologue(node.body))
             super().visit_For(node, frame)
             return
         self._loops += 1
@@ -169,13 +169,13 @@ class ProvenanceCompiler(CodeGenerator):
     def _begin_with(self, body: list[nodes.Node], prologue: Callable[[Frame], None]) -> None:
         self._prologues[id(body)] = prologue
 
-    def _payment(self, body: list[nodes.Node]) -> Callable[[Frame], None]:
+    def _steps_prologue(self, body: list[nodes.Node]) -> Callable[[Frame], None]:
         steps = _steps(body)
-        return lambda frame: self.writeline(f"environment.spend({steps})")
+        return lambda frame: self.writeline(f"environment.consume({steps})")
 
 
 def _printed(expressions: Iterable[nodes.Expr]) -> Iterator[nodes.Expr]:
-    """``a`` and ``b`` of ``{{ a ~ b }}``, which print alike one after the other."""
+    """Operands of ``{{ a ~ b }}`` as separate outputs, which print the same."""
     for expression in expressions:
         if isinstance(expression, nodes.Concat):
             yield from _printed(expression.nodes)
@@ -189,7 +189,7 @@ def _call(method: str, argument: nodes.Node) -> nodes.Call:
 
 
 def _steps(body: Iterable[nodes.Node]) -> int:
-    """What a block costs each time, with the blocks in it once."""
+    """Steps of one execution of a block, with nested blocks counted once."""
     count = 0
     level = list(body)
     while level:
@@ -235,7 +235,7 @@ _ATTRIBUTES: Final[dict[type, frozenset[str]]] = {
 
 
 class _OfType(dict[type, frozenset[str]]):
-    """What a template may ask of each type: what is listed for it or its base, or nothing."""
+    """Attributes that a template may read of each type: those listed for it or a base."""
 
     def __missing__(self, kind: type) -> frozenset[str]:
         listed = (_ATTRIBUTES[base] for base in kind.__mro__ if base in _ATTRIBUTES)
@@ -251,5 +251,5 @@ def is_allowed(value: object, name: str) -> bool:
         return False
     if value is dict:
         return name == "fromkeys"
-    # Namespaces hold what the template has put there; undefined values raise by themselves.
+    # Namespaces hold values that the template has set; undefined values raise by themselves.
     return isinstance(value, (Namespace, Undefined)) or name in _OF_TYPE[type(value)]

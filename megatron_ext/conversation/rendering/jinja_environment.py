@@ -8,8 +8,8 @@ template is rendered, because it needs Jinja. Provenance is kept in three ways:
 * filters and calls that return plain text are settled: from one place, of the template, or of
   unknown source.
 
-The compiler makes loops, macros and operators spend from the budget of ``template_limits``;
-filters, tests and calls spend here. Attributes are those of ``jinja_compiler``. A source that is
+The compiler makes loops, macros and operators consume from the budget of ``template_limits``;
+filters, tests and calls consume here. Attributes are those of ``jinja_compiler``. A source that is
 too large or too deep is refused when it is compiled.
 """
 
@@ -44,10 +44,10 @@ from megatron_ext.conversation.rendering.template_limits import (
     NESTING,
     SOURCE_LENGTH,
     SOURCE_NODES,
+    consume,
+    consume_reading,
     enter_call,
     leave_call,
-    spend,
-    spend_on,
     template_time,
 )
 from megatron_ext.conversation.rendering.tracked_data import (
@@ -62,14 +62,14 @@ from megatron_ext.conversation.rendering.tracked_text import (
     TrackedText,
     add,
     as_tracked,
+    consume_field,
+    consume_method,
+    consumed,
     format_braces,
     join,
     multiply,
-    paid,
     power,
     remainder,
-    spend_on_field,
-    spend_on_method,
     track,
 )
 from megatron_ext.conversation.rendering.turn_joiner import (
@@ -82,13 +82,13 @@ from megatron_ext.conversation.rendering.turn_joiner import (
 )
 
 _FRAME_ARGUMENTS: Final = ("caller", "_loop_vars", "_block_vars")
-"""What compiled templates pass to every call beside the template's own arguments."""
+"""Arguments that compiled templates add to every call."""
 _OTHER_FILES: Final = (nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include)
 _TIME_FORMAT_LENGTH: Final = 256
 
 
 class GenerationBlocks(Extension):
-    """``{% generation %}``: what the assistant generates, as transformers reads it."""
+    """``{% generation %}`` blocks of text that the assistant generates, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -98,7 +98,7 @@ class GenerationBlocks(Extension):
         _refuse_jumps(body)
         return [
             _generation_mark(True, line),
-            # As in transformers, what is set in the block is not set behind it.
+            # As in transformers, variables set in the block are local to it.
             nodes.Scope(body, lineno=line),
             _generation_mark(False, line),
         ]
@@ -111,7 +111,7 @@ def _generation_mark(opens: bool, line: int) -> nodes.Node:
 
 
 def _refuse_jumps(body: list[nodes.Node]) -> None:
-    """Refuse to leave a block with the loop around it: it would never be over."""
+    """Refuse to leave a block by a jump of the loop around it: it would never end."""
     for node in body:
         if isinstance(node, (nodes.Break, nodes.Continue)):
             raise TemplateSyntaxError("a loop goes on within a generation block", node.lineno)
@@ -132,7 +132,7 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[GenerationBlocks, loopcontrols],
             finalize=_printed,
-            # The optimizer works out constants before a render is there to pay for them.
+            # The optimizer would evaluate constants outside of a render and its step limit.
             optimized=False,
         )
         self.filters.update(bounded_filters({**self.filters, **FILTERS}))
@@ -146,7 +146,7 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
     # Reading a template.
 
     def compile(self, source: Any, *args: Any, **kwargs: Any) -> Any:
-        """Jinja's own, with one kind of error for whatever a source has too much of."""
+        """Jinja's ``compile``, with one type of error for sources that are too large or deep."""
         if isinstance(source, str) and len(source) > SOURCE_LENGTH:
             raise TemplateSyntaxError(f"{len(source):,} characters of at most {SOURCE_LENGTH:,}", 1)
         try:
@@ -156,8 +156,7 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
         except (RecursionError, MemoryError) as error:
             raise TemplateSyntaxError("blocks or expressions nested too deeply", 1) from error
         except (SyntaxError, ValueError, OverflowError) as error:
-            # What Python cannot compile: more blocks within one another than it can have, numbers
-            # of too many digits.
+            # Python cannot compile it: too many nested blocks, or numbers of too many digits.
             raise TemplateSyntaxError(str(error), 1) from error
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -184,17 +183,17 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def template_text(text: str) -> TrackedText:
-        """A constant."""
+        """A constant text of the template."""
         return track(text, TEMPLATE)
 
     @staticmethod
     def concat_values(values: Iterable[object]) -> TrackedText:
-        """``a ~ b``: the values as they print, one after another."""
+        """``a ~ b``: the printed values, concatenated."""
         return join([text_of(value, TEMPLATE) for value in values])
 
     @staticmethod
     def add_values(values: tuple[Any, ...]) -> Any:
-        """``a + b + c``: texts are joined at once, not two by two."""
+        """``a + b + c``: texts are joined in one call, not pairwise."""
         for value in values:
             if not isinstance(value, str):
                 break
@@ -206,14 +205,14 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
         return total
 
     @staticmethod
-    def spend(steps: int) -> None:
-        """What a block of the template costs each time."""
-        spend(steps)
+    def consume(steps: int) -> None:
+        """Consume the steps of one execution of a block."""
+        consume(steps)
 
     @staticmethod
     def turn_begins(context: Context, loop: int, steps: int, value: object) -> str:
-        """A mark that a loop has come to a message; nothing where it loops over other things."""
-        spend(steps)
+        """A mark that a loop has reached a message; empty where it loops over other values."""
+        consume(steps)
         if not isinstance(value, TrackedMessage):
             return EMPTY
         message = provenance_of(value).message
@@ -222,44 +221,44 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def turns_end(context: Context, loop: int) -> str:
-        """A mark that a loop is over."""
+        """A mark that a loop has ended."""
         context.parent[PROGRESS].move(loop, None)
         return TurnMark(loop, None)
 
     @staticmethod
     def generation(opens: bool) -> GenerationMark:
-        """A mark that a ``{% generation %}`` block begins, or is over."""
+        """A mark that a ``{% generation %}`` block begins or ends."""
         return GENERATION_BEGINS if opens else GENERATION_ENDS
 
     @staticmethod
     def tested(values: Any) -> Any:
-        """What a loop with a condition goes through, paid for."""
+        """The values of a loop with a condition, within the step limit."""
         if isinstance(values, (str, Counted)):
             return values
         if not hasattr(values, "__len__"):
             return Counted(iter(values))
-        spend(len(values))
+        consume(len(values))
         return values
 
     @staticmethod
     def read(value: Any) -> Any:
-        """A value that is compared with another, paid for."""
+        """A value that is compared with another, within the step limit."""
         if isinstance(value, str):
             if len(value) >= 1024:
-                spend(len(value) >> 10)
+                consume(len(value) >> 10)
         elif value is not None and not isinstance(value, (int, float)):
-            spend_on(value)
+            consume_reading(value)
         return value
 
     @staticmethod
     def sliced(value: Any) -> Any:
-        """A slice that has been cut, paid for."""
-        return paid(value)
+        """A slice, once its size is consumed."""
+        return consumed(value)
 
     # What templates ask for.
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """``obj.attribute``; of a mapping a method, or else the item of that name."""
+        """``obj.attribute``; of a mapping an allowed method, else the item of that name."""
         if isinstance(obj, dict) and attribute not in MAPPING:
             if attribute in obj:
                 return obj[attribute]
@@ -273,7 +272,7 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         """``obj[argument]``; where there is no such item, the attribute."""
         if isinstance(argument, tuple):
-            spend_on(argument)
+            consume_reading(argument)
         if isinstance(obj, TrackedDict) and isinstance(argument, str) and argument in obj:
             return obj[argument]
         if type(obj) is not TrackedText and isinstance(obj, str):
@@ -281,7 +280,7 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may have it."""
+        """Whether a template may read the attribute."""
         return is_allowed(obj, attr)
 
     # What templates call.
@@ -294,17 +293,17 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
         kwargs.pop("_loop_vars", None)
         kwargs.pop("_block_vars", None)
         owner = __function.__self__
-        spend_on_method(owner, __function.__name__, args, kwargs)
+        consume_method(owner, __function.__name__, args, kwargs)
         result = __function(*args, **kwargs)
         if isinstance(result, str) and not isinstance(result, TrackedText):
             named = [value for name, value in kwargs.items() if name not in _FRAME_ARGUMENTS]
             result = as_tracked(settled(str.__str__(result), [owner, *args, *named]))
-        return paid(result)
+        return consumed(result)
 
     def _call_macro(
         self, context: Context, macro: Macro, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        spend(CALL_STEPS + len(args) + len(kwargs))
+        consume(CALL_STEPS + len(args) + len(kwargs))
         kwargs.pop("_loop_vars", None)
         kwargs.pop("_block_vars", None)
         enter_call()
@@ -318,9 +317,9 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
     ) -> Any:
         """A call of a loop, a function or a class."""
         named = {name: value for name, value in kwargs.items() if name not in _FRAME_ARGUMENTS}
-        spend(CALL_STEPS + len(args) + len(named))
+        consume(CALL_STEPS + len(args) + len(named))
         if function is not Namespace:
-            spend_on(*args, *named.values())
+            consume_reading(*args, *named.values())
         enter_call()
         try:
             result = super().call(context, function, *args, **kwargs)
@@ -345,15 +344,15 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _BoundedFormatter(SandboxedFormatter):
-    """Jinja's formatter, whose fields are paid for."""
+    """Jinja's formatter, whose fields consume from the step limit."""
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         if conversion is not None:
-            spend_on_field(value, "")
+            consume_field(value, "")
         return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        spend_on_field(value, format_spec)
+        consume_field(value, format_spec)
         return str(super().format_field(value, format_spec))
 
 

@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from megatron_ext.conversation.message import ROLES, byte_offsets
 
 Source = Literal["template", "message", "image", "variable", "unknown"]
-"""``image`` is an image token of a message, ``variable`` text that came with the template's
-variables (tools, documents), ``unknown`` text that a template made in a way that hides its source.
+"""``image`` is an image token of a message, ``variable`` is text of the template's variables
+(tools, documents), ``unknown`` is text that a template made in a way that hides its source.
 """
 
 
 class Provenance(NamedTuple):
-    """Where a run of characters came from, and within what it was written."""
+    """Source of a run of characters, and the turn and block in which it was written."""
 
     source: Source
-    """What supplied the characters."""
+    """Kind of the source."""
     message: int | None = None
     """Index of the message that supplied them; None for other sources."""
     field: str = ""
@@ -34,14 +34,14 @@ class Provenance(NamedTuple):
     turn: int | None = None
     """Index of the message whose turn of the template's loop wrote them; None outside of loops."""
     is_generated: bool = False
-    """They stand in a ``{% generation %}`` block."""
+    """The characters stand in a ``{% generation %}`` block."""
 
 
 _new = tuple.__new__
-"""Makes a named tuple of its fields, in a third of the time that a call of its class takes."""
+"""Constructor of a named tuple, in a third of the time that a call of its class takes."""
 
 Run = tuple[int, Provenance]
-"""A number of characters, and where they came from."""
+"""A number of characters, and their provenance."""
 
 TEMPLATE: Final = Provenance("template")
 UNKNOWN: Final = Provenance("unknown")
@@ -50,12 +50,12 @@ UNKNOWN: Final = Provenance("unknown")
 def placed(provenance: Provenance, turn: int | None, is_generated: bool) -> Provenance:
     """``provenance`` within the turn of a message and maybe a ``{% generation %}`` block.
 
-    An inner loop has said the turn already, an inner block that it generates.
+    A turn or block that an inner loop or block has set already stays.
     """
-    source, message, field, own_turn, own_generated = provenance
-    if own_turn is not None:
-        turn = own_turn
-    return _new(Provenance, (source, message, field, turn, is_generated or own_generated))
+    source, message, field, inner_turn, inner_generated = provenance
+    if inner_turn is not None:
+        turn = inner_turn
+    return _new(Provenance, (source, message, field, turn, is_generated or inner_generated))
 
 
 class Span(NamedTuple):
@@ -72,23 +72,23 @@ class Span(NamedTuple):
 
     @property
     def may_hold_control_tokens(self) -> bool:
-        """Whether names of control tokens in it mean these tokens."""
+        """Whether names of control tokens in it are parsed."""
         return self.provenance.source in ("template", "image")
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and where each character came from."""
+    """A conversation as text, and the provenance of each character."""
 
     text: str
     spans: tuple[Span, ...]
-    """One after another, without gaps, each as long as its source allows."""
+    """Consecutive spans without gaps, each as long as its provenance allows."""
     has_generation_blocks: bool
-    """The template says itself, with ``{% generation %}``, what is trained."""
+    """The template marks trained text with ``{% generation %}``."""
 
     @cached_property
     def unknown_spans(self) -> list[Span]:
-        """Text that the template made in a way that hides its source, in order."""
+        """Spans of unknown source, in order."""
         return [span for span in self.spans if span[2][0] == "unknown"]
 
     @cached_property
@@ -103,24 +103,24 @@ class Rendered:
 
     @cached_property
     def control_ranges(self) -> list[tuple[int, int]]:
-        """Half-open character ranges in which names of control tokens mean these tokens.
+        """Half-open character ranges in which names of control tokens are parsed.
 
-        Neighbouring template text is one range, whatever turn it was written in, and so is the role
-        of a message between: templates write ``<|user|>`` of ``<|``, the role and ``|>``. An image
-        token is a range of its own, so that it completes no name that a template has begun.
+        Neighbouring template text is one range, whatever its turn, including the role of a message
+        in between: templates compose ``<|user|>`` of ``<|``, the role and ``|>``. An image token is
+        a range of its own, so that it completes no name that a template has begun.
         """
         ranges: list[tuple[int, int]] = []
         joins = False
         for start, end, (source, _, field, _, _) in self.spans:
-            is_own = source == "template" or (
-                # A whole role: there are few, and none can be made up.
+            is_template = source == "template" or (
+                # A whole role: only the few of ROLES are accepted.
                 field == "role" and source == "message" and self.text[start:end].lower() in ROLES
             )
-            if is_own and joins:
+            if is_template and joins:
                 ranges[-1] = (ranges[-1][0], end)
-            elif is_own or source == "image":
+            elif is_template or source == "image":
                 ranges.append((start, end))
-            joins = is_own
+            joins = is_template
         return ranges
 
 

@@ -31,32 +31,33 @@ def render(
     name: str = "chat template",
     keep_unknown: bool = False,
 ) -> Rendered:
-    """A conversation as a chat template writes it.
+    """A conversation rendered by a chat template.
 
     Args:
         source: Jinja source.
         messages: The conversation; copied, never changed.
-        special_tokens: ``bos_token`` and so on: text of the template.
-        variables: What else the template sees, such as ``add_generation_prompt``; ``tools`` and
-            ``documents`` are None unless given. Text in them is not the template's and holds no
-            control tokens, not even where it takes the place of a special token.
-        first_index: Index of the first message in the conversation that the caller has.
-        name: What to call the template in an error.
-        keep_unknown: Accept text whose source cannot be told, as text of no message.
+        special_tokens: ``bos_token`` and so on, which count as text of the template.
+        variables: Other variables of the template, such as ``add_generation_prompt``; ``tools`` and
+            ``documents`` are None unless given. Their text does not count as the template's and
+            makes no control tokens, not even where it replaces a special token.
+        first_index: Index of the first message in the caller's conversation.
+        name: Name of the template in errors.
+        keep_unknown: Accept text of unknown source, as text of no message.
 
     Raises:
-        ConfigError: The template is no Jinja.
-        ConversationError: The template refuses the conversation, fails, does more than a template
-            may (``template_limits``), or writes text whose source cannot be told; the error names
-            the message.
+        ConfigError: The source is not a Jinja template.
+        ConversationError: The template refuses the conversation, fails, exceeds a limit
+            (``template_limits``), or writes text of unknown source; the error names the message.
     """
     template, has_generation_blocks = compiled(source, name)
     progress = OpenLoops()
     scope: dict[str, Any] = {"tools": None, "documents": None}
     for key, value in {**special_tokens, **variables}.items():
-        # A record may bring a variable of such a name, and must not forge a token with it.
-        is_own = key in special_tokens and value == special_tokens[key]
-        scope[key] = tracked_copy(value, TEMPLATE if is_own else Provenance("variable", field=key))
+        # A record may have a variable of the same name, and must not forge a token with it.
+        is_special = key in special_tokens and value == special_tokens[key]
+        scope[key] = tracked_copy(
+            value, TEMPLATE if is_special else Provenance("variable", field=key)
+        )
     scope["messages"] = tracked_messages(messages, first_index)
     scope[PROGRESS] = progress
     try:
@@ -102,7 +103,7 @@ def compiled(source: str, name: str) -> tuple[Template, bool]:
 
 @lru_cache(maxsize=1)
 def _environment() -> ProvenanceEnvironment:
-    # Jinja takes its time to load, and is needed here first.
+    # Jinja is slow to import, and not needed before the first render.
     from megatron_ext.conversation.rendering.jinja_environment import ProvenanceEnvironment
 
     return ProvenanceEnvironment()
@@ -125,7 +126,7 @@ def _spans(text: TrackedText) -> tuple[Span, ...]:
 
 
 def _refuse_surrogates(rendered: Rendered) -> None:
-    """Raise where something besides the contents, which are checked before, has no bytes."""
+    """Refuse lone surrogates outside of contents, which are checked before."""
     try:
         rendered.text.encode()
     except UnicodeEncodeError as error:
@@ -140,20 +141,20 @@ def _refuse_surrogates(rendered: Rendered) -> None:
 
 
 def unknown_messages(rendered: Rendered, messages: Mapping[int, Message]) -> dict[int | None, str]:
-    """Text whose source cannot be told, by the message that it seems to be of.
+    """Text of unknown source, by the message that it probably comes from.
 
-    That is the message whose turn it was written in, else the first that has a word of it.
+    That is the message in whose turn it was written, else the first with a word of it.
     """
-    found: dict[int | None, str] = {}
+    texts: dict[int | None, str] = {}
     for span in rendered.unknown_spans:
         text = rendered.text[span.start : span.end]
         turn = span.provenance.turn
-        found.setdefault(_likeliest_message(text, messages) if turn is None else turn, text)
-    return found
+        texts.setdefault(_likeliest_message(text, messages) if turn is None else turn, text)
+    return texts
 
 
 def _refuse_unknown_source(rendered: Rendered, messages: Mapping[int, Message], name: str) -> None:
-    """Raise where the template made text in a way that hides which message it comes from."""
+    """Refuse text that the template made in a way that hides which message it comes from."""
     for message, text in unknown_messages(rendered, messages).items():
         raise ConversationError(
             f"the {name} changes text so that it cannot be told what is the message's",

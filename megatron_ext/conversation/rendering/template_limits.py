@@ -1,9 +1,9 @@
 """Limits of what a chat template may do, and the time that it sees. Templates are untrusted code.
 
 A render has a budget of steps, which bounds its time, and of characters, which bounds its memory.
-Everything that a template can repeat spends from it: iterations, calls, filters, and the text and
-lists they make. A step is about a microsecond and at most some hundred bytes. What no budget can
-bound, such as the depth of nesting, has a limit of its own.
+Everything that a template can repeat consumes from it: iterations, calls, filters, and the text
+and lists they make. A step is about a microsecond and at most some hundred bytes. Quantities that
+no budget can bound, such as the depth of nesting, have limits of their own.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from math import inf
 from typing import Any, Final
 
 SOURCE_LENGTH: Final = 2**17
-"""Characters of a template's source; the longest published ones have some 2**14."""
+"""Most characters of a template's source; the longest published ones have some 2**14."""
 SOURCE_NODES: Final = 2**14
-"""Parts of a template's syntax tree; the largest published ones have some 2**10."""
+"""Most nodes of a template's syntax tree; the largest published ones have some 2**10."""
 NESTING: Final = 100
-"""Levels of a template's expressions and blocks, of the data it handles, and of calls of macros."""
+"""Most levels of expressions and blocks, of data, and of calls of macros."""
 INTEGER_BITS: Final = 2048
-"""Size of an integer."""
+"""Most bits of an integer."""
 NODES_A_STEP: Final = 4
-"""Parts of the syntax tree that run in one step."""
+"""Nodes of the syntax tree that count as one step."""
 
 CALL_STEPS: Final = 4
-"""What calling a macro costs, besides what it does."""
+"""Steps of a call of a macro, besides those of its body."""
 
 _STEPS: Final = 2**18
 _STEPS_A_MESSAGE: Final = 2**11
 _CHARACTERS_A_STEP: Final = 8
 _CHARACTERS: Final = 2**23
 _COPIES: Final = 32
-"""How often a template may make text as long as the whole conversation."""
+"""Texts as long as the whole conversation that a template may make."""
 
 
 _SCALARS: Final = (bool, int, float, type(None))
 
 
 class TemplateLimitError(Exception):
-    """A template does more than it may. The text says what, to follow "it"."""
+    """A limit that a template exceeds. The text says which, as a clause to follow "it"."""
 
 
 class Budget:
-    """What a render may still spend.
+    """Steps and characters that a render may still consume.
 
     Args:
-        scope: The template's variables, ``messages`` among them. Large ones extend the budget.
-        steps: Steps, before any extension.
-        characters: Characters, before any extension.
+        scope: The template's variables with ``messages``; the budget is extended to their size.
+        steps: Number of steps before the extension.
+        characters: Number of characters before the extension.
     """
 
     __slots__ = ("_scope", "_total", "characters", "depth", "steps")
@@ -68,14 +68,14 @@ class Budget:
         self.characters = characters
         self.depth = 0
 
-    def overdrawn(self) -> None:
+    def extend_or_refuse(self) -> None:
         """Extend the budget to the size of the conversation, once; raise if that is not enough.
 
         Raises:
-            TemplateLimitError: More is spent than a conversation of this size can need.
+            TemplateLimitError: More is consumed than a conversation of this size can need.
         """
         if self._scope is not None:
-            # Measured here, since hardly any render comes to it.
+            # Measured only here, because hardly any render needs it.
             items, characters = _size(self._scope)
             messages = len(self._scope.get("messages", ()))
             more = messages * _STEPS_A_MESSAGE + characters // _CHARACTERS_A_STEP + items
@@ -98,7 +98,7 @@ _BUDGET: ContextVar[Budget] = ContextVar(
 
 @contextmanager
 def bounded(scope: Mapping[str, Any]) -> Iterator[None]:
-    """Let what this thread renders in the block, with the variables ``scope``, spend a budget."""
+    """Limit what this thread renders in the block with the variables ``scope``."""
     token = _BUDGET.set(Budget(scope, steps=_STEPS, characters=_CHARACTERS))
     try:
         yield
@@ -106,24 +106,24 @@ def bounded(scope: Mapping[str, Any]) -> Iterator[None]:
         _BUDGET.reset(token)
 
 
-def spend(steps: float, characters: float = 0) -> None:
-    """Take from the budget of the running template; call it before the work is done.
+def consume(steps: float, characters: float = 0) -> None:
+    """Consume from the budget of the running template, before the work is done.
 
     Raises:
-        TemplateLimitError: The budget does not hold as much.
+        TemplateLimitError: The budget is exceeded.
     """
     budget = _BUDGET.get()
     budget.steps -= steps
     budget.characters -= characters
     if budget.steps < 0 or budget.characters < 0:
-        budget.overdrawn()
+        budget.extend_or_refuse()
 
 
 def enter_call() -> None:
-    """A macro is called, or a loop calls itself; ``leave_call`` follows.
+    """Count a call of a macro or a recursive loop; ``leave_call`` follows.
 
     Raises:
-        TemplateLimitError: There are too many calls within one another.
+        TemplateLimitError: Calls are nested too deeply.
     """
     budget = _BUDGET.get()
     if budget.depth >= NESTING:
@@ -132,20 +132,20 @@ def enter_call() -> None:
 
 
 def leave_call() -> None:
-    """The call that was entered last is over."""
+    """End the call that was entered last."""
     _BUDGET.get().depth -= 1
 
 
-def spend_on(*values: object) -> int:
-    """Spend for reading all of ``values``, as deep as they go.
+def consume_reading(*values: object) -> int:
+    """Consume the steps of reading all of ``values`` in full depth.
 
-    A list that holds another one twice counts it twice, as whatever walks through it does.
+    A list that holds another one twice counts it twice, because a traversal reads it twice.
 
     Returns:
-        The characters that they hold, about as many as they print.
+        About the number of characters that they print.
 
     Raises:
-        TemplateLimitError: That is too much, or ``values`` are nested too deeply.
+        TemplateLimitError: The budget is exceeded, or ``values`` are nested too deeply.
     """
     characters = 0
     level: list[object] = list(values)
@@ -154,10 +154,10 @@ def spend_on(*values: object) -> int:
         for value in level:
             if isinstance(value, (str, bytes)):
                 characters += len(value)
-                spend(len(value) >> 10)
+                consume(len(value) >> 10)
             elif not isinstance(value, _SCALARS):
                 items = _items(value)
-                spend(1 + (len(items) >> 3))
+                consume(1 + (len(items) >> 3))
                 characters += 4 * len(items) + 8
                 inner.extend(items)
         characters += 8 * len(level)
@@ -168,13 +168,13 @@ def spend_on(*values: object) -> int:
 
 
 def _items(value: object) -> list[Any]:
-    """What a container holds; nothing where it is none."""
+    """Items of a container; empty for other values."""
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)):
         return list(value)
     try:
-        # A namespace of Jinja prints what it holds, and answers for no other attribute.
+        # A Jinja namespace prints its attributes, and gives no other access to them.
         attributes = object.__getattribute__(value, "_Namespace__attrs")
     except AttributeError:
         return []
@@ -182,7 +182,7 @@ def _items(value: object) -> list[Any]:
 
 
 def _size(scope: Mapping[str, Any]) -> tuple[int, int]:
-    """Number of values and of characters in a template's variables, however deep."""
+    """Number of values and of characters in a template's variables, in full depth."""
     items = characters = 0
     level: list[Any] = list(scope.values())
     while level:
@@ -197,17 +197,17 @@ _MOMENT: ContextVar[datetime | None] = ContextVar("moment", default=None)
 
 
 def template_time() -> datetime:
-    """What ``strftime_now`` of a template writes."""
+    """Time that ``strftime_now`` of a template formats."""
     moment = _MOMENT.get()
     return datetime.now() if moment is None else moment
 
 
 @contextmanager
 def stopped_at(moment: datetime | None) -> Iterator[None]:
-    """Let templates that are rendered in the block, by this thread, see ``moment``; None for now.
+    """Fix the time of templates that this thread renders in the block; None leaves it running.
 
-    A data set whose templates write the date would otherwise hold several of them, and another run
-    would give another.
+    A data set whose templates write the date would otherwise hold several dates, and differ from
+    run to run.
     """
     token = _MOMENT.set(moment)
     try:

@@ -14,15 +14,15 @@ from typing import Any
 
 from megatron_ext.conversation.message import place as place_of
 from megatron_ext.conversation.rendering.provenance import TEMPLATE, UNKNOWN, Provenance
-from megatron_ext.conversation.rendering.template_limits import spend, spend_on
+from megatron_ext.conversation.rendering.template_limits import consume, consume_reading
 from megatron_ext.conversation.rendering.tracked_text import TrackedText, join, track
 from megatron_ext.errors import ConversationError
 
 
 class TrackedDict(dict[str, Any]):
-    """A mapping from one place; its keys and texts know that place too."""
+    """A mapping from one place; its keys and texts have the provenance of that place."""
 
-    # A template that asks for an attribute must find an item of the mapping, not one of ours.
+    # An attribute that a template reads must be an item of the mapping, not a Python attribute.
     __slots__ = ("_provenance",)
 
     _provenance: Provenance
@@ -43,16 +43,14 @@ class TrackedMessage(TrackedDict):
 
 
 def provenance_of(container: TrackedDict | TrackedList) -> Provenance:
-    """The place that a container comes from as a whole."""
+    """Provenance of a container as a whole."""
     return container._provenance
 
 
 def tracked_messages(
     messages: Sequence[Mapping[str, Any]], first_index: int
 ) -> list[TrackedMessage]:
-    """Copies of ``messages`` whose texts know their message and field.
-
-    Messages are counted from ``first_index``.
+    """Copies of ``messages``, counted from ``first_index``, whose texts know message and field.
 
     Raises:
         ConversationError: A message is nested too deeply, or holds itself.
@@ -69,9 +67,9 @@ def tracked_messages(
 
 
 def tracked_copy(value: Any, place: Provenance) -> Any:
-    """A copy of JSON-like data whose texts know that they come from ``place``.
+    """A copy of JSON-like data whose texts have the provenance ``place``.
 
-    Text that knows its sources already keeps them; other objects are passed on as they are.
+    Text with provenance keeps it; other objects are passed on as they are.
 
     Raises:
         ConversationError: The data are nested too deeply, or hold themselves.
@@ -121,16 +119,16 @@ def _inside(place: Provenance, field: str) -> Provenance:
 
 
 def text_of(value: object, own: Provenance) -> str:
-    """``value`` as a template prints it; a number, a truth value or None is ``own`` text.
+    """``value`` as a template prints it; numbers, booleans and None get the provenance ``own``.
 
-    A mapping or list from one place prints as Python writes it and keeps its place; of anything
-    else the source is unknown.
+    A mapping or list from one place prints as in Python and keeps its place; anything else is of
+    unknown source.
     """
     if isinstance(value, str):
         return value
     is_number = value is None or isinstance(value, (bool, int, float))
     if not is_number:
-        spend(0, spend_on(value))
+        consume(0, consume_reading(value))
     if isinstance(value, (TrackedDict, TrackedList)):
         return track(_written(value), value._provenance)
     return track(str(value), own if is_number else UNKNOWN)
@@ -147,28 +145,28 @@ def _written(value: Any) -> str:
 
 
 def settled(result: str, inputs: Iterable[Any]) -> str:
-    """``result`` with its source where its inputs leave no doubt, else ``result`` as it is.
+    """``result`` with the source of its inputs where that is certain, else ``result`` as it is.
 
-    * Made of the template's own text and of numbers, it is template text.
-    * Made of text from one message, or from the variables, it comes from there; of the template's
-      own text nothing but white space may have helped.
+    * Made of template text and numbers only, it is template text.
+    * Made of text from one message, or from the variables, and at most white space of the template,
+      it comes from there.
     * Anything else, such as a line-wrapped mixture of markers and content, is of unknown source.
     """
     places: dict[Provenance, None] = {}
-    is_own = False
+    has_template = False
     for text, provenance in _runs(inputs):
         if provenance.source == "template":
-            is_own = is_own or not text.isspace()
+            has_template = has_template or not text.isspace()
         else:
             places[provenance] = None
     if not places:
         return track(result, TEMPLATE)
     place = _common_place(list(places))
-    return result if place is None or is_own else track(result, place)
+    return result if place is None or has_template else track(result, place)
 
 
 def _common_place(places: list[Provenance]) -> Provenance | None:
-    """What several fields of one message, or several variables, have in common."""
+    """Common provenance of fields of one message, or of variables; None where there is none."""
     first = places[0]
     if any(place.source == "unknown" for place in places):
         return None
@@ -188,11 +186,11 @@ def _common_path(paths: Sequence[str]) -> str:
 
 
 def _runs(values: Iterable[Any]) -> Iterator[tuple[str, Provenance]]:
-    """Every run of text in ``values``; what cannot be looked into counts as of unknown source."""
+    """Every run of text in ``values``; opaque objects count as of unknown source."""
     for value in values:
-        spend(1)
+        consume(1)
         if isinstance(value, TrackedText):
-            spend(len(value.runs) >> 2)
+            consume(len(value.runs) >> 2)
             yield from value.pieces()
         elif isinstance(value, str):
             if value:
@@ -215,13 +213,13 @@ class JsonStyle:
     ensure_ascii: bool = False
     """Write what is not ASCII as escapes."""
     indent: str | None = None
-    """What one level of nesting adds before a line; None keeps all in one line."""
+    """Indentation of one level of nesting; None writes everything in one line."""
     item_separator: str = ", "
     """Between two items."""
     key_separator: str = ": "
     """Between a key and its value."""
     sort_keys: bool = False
-    """Write keys in their order instead of the mapping's."""
+    """Sort keys instead of keeping the order of the mapping."""
 
     @classmethod
     def of(
@@ -233,7 +231,7 @@ class JsonStyle:
         sort_keys: bool,
     ) -> JsonStyle:
         """The style that ``json.dumps`` has with these arguments."""
-        spend(0, abs(indent) if isinstance(indent, int) else 0)
+        consume(0, abs(indent) if isinstance(indent, int) else 0)
         item, key = separators or ((", " if indent is None else ","), ": ")
         return cls(
             ensure_ascii=ensure_ascii,
@@ -248,21 +246,21 @@ def to_json(value: Any, style: JsonStyle, own: Provenance) -> TrackedText:
     """``value`` as JSON.
 
     Args:
-        value: JSON-like data. What came whole from one place keeps that place, its punctuation and
-            numbers included; a container that the template made keeps the places of its texts.
-        style: How to write it.
-        own: Provenance of what came from nowhere else.
+        value: JSON-like data. Data from one place keep that place, including punctuation and
+            numbers; a container that the template made keeps the places of its texts.
+        style: Options of the output.
+        own: Provenance of punctuation and numbers that have no other.
 
     Raises:
-        TypeError: An object that JSON cannot hold.
+        TypeError: ``value`` holds an object that JSON cannot hold.
     """
-    return join(_paid(_pieces(value, style, own, "")))
+    return join(_consumed(_pieces(value, style, own, "")))
 
 
-def _paid(pieces: Iterator[TrackedText]) -> Iterator[TrackedText]:
-    """Each piece is paid for before the next is made."""
+def _consumed(pieces: Iterator[TrackedText]) -> Iterator[TrackedText]:
+    """The pieces, each of which consumes its size before the next is made."""
     for piece in pieces:
-        spend(1, len(piece))
+        consume(1, len(piece))
         yield piece
 
 
@@ -286,7 +284,7 @@ def _pieces(value: Any, style: JsonStyle, own: Provenance, margin: str) -> Itera
 def _container(
     brackets: str, rows: Any, style: JsonStyle, own: Provenance, margin: str
 ) -> Iterator[TrackedText]:
-    """Each row is what stands before a value, already written, and last the value."""
+    """JSON of a container; each row is the written text before a value, then the value."""
     inner = margin if style.indent is None else margin + style.indent
     line = "" if style.indent is None else "\n"
     before = brackets[0] + line + (inner if line else "")
@@ -303,13 +301,13 @@ def _container(
 def _key(key: Any, style: JsonStyle, own: Provenance) -> TrackedText:
     if isinstance(key, TrackedText):
         return _text(key, style, own)
-    # json.dumps knows which keys that are no strings it writes, and how.
+    # Leave to json.dumps which keys other than strings it writes, and how.
     written = json.dumps({key: 0}, ensure_ascii=style.ensure_ascii)
     return track(written[1 : written.rindex(":")], own)
 
 
 def _text(text: TrackedText, style: JsonStyle, own: Provenance) -> TrackedText:
-    """A string with its quotes. Escapes are per character, so runs are written one by one."""
+    """A string with quotes. Escapes are per character, so that runs can be written one by one."""
     if len(text.runs) == 1:
         own = text.runs[0][1]
     pieces = [track('"', own)]

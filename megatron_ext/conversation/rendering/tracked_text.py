@@ -1,8 +1,8 @@
 """Provenance string: text that keeps the source of each character through all that a template does.
 
 ``TrackedText`` is a ``str`` to a template. Text whose source cannot be told is marked ``UNKNOWN``,
-never guessed. Operators and methods that can make far more text than they are given spend from the
-step limit first, and so do ``'%s' % value`` and ``'{}'.format(value)``.
+never guessed. Operators and methods that can make far more text than they are given consume from
+the step limit first, and so do ``'%s' % value`` and ``'{}'.format(value)``.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron_ext.conversation.rendering.provenance import UNKNOWN, Provenance, 
 from megatron_ext.conversation.rendering.template_limits import (
     INTEGER_BITS,
     TemplateLimitError,
-    spend,
-    spend_on,
+    consume,
+    consume_reading,
 )
 
 
 class TrackedText(str):
-    """A string made of runs, each from one source.
+    """A string with the provenance of each run of its characters.
 
     Args:
         text: The characters.
-        runs: Number of characters and their provenance; the numbers sum to ``len(text)``.
+        runs: Pairs of length and provenance; the lengths sum to ``len(text)``.
     """
 
     __slots__ = ("runs",)
@@ -55,23 +55,23 @@ class TrackedText(str):
         return next(self._cuts([(start, stop)]))
 
     def _cuts(self, bounds: Iterable[tuple[int, int]]) -> Iterator[TrackedText]:
-        """The texts from each first to each second position; in order, none over another."""
+        """The texts between pairs of positions, which are in order and do not overlap."""
         runs = self.runs
-        spend(len(runs) >> 2)
+        consume(len(runs) >> 2)
         ends = list(accumulate(length for length, _ in runs))
         at = 0
         for start, stop in bounds:
-            kept: list[Run] = []
+            cut_runs: list[Run] = []
             begin = start
             while begin < stop:
                 if ends[at] <= begin:
                     at += 1
                     continue
                 end = min(ends[at], stop)
-                kept.append((end - begin, runs[at][1]))
+                cut_runs.append((end - begin, runs[at][1]))
                 begin = end
             text = str.__getitem__(self, slice(start, stop))
-            yield TrackedText(text, tuple(kept)) if kept else EMPTY
+            yield TrackedText(text, tuple(cut_runs)) if cut_runs else EMPTY
 
     def __getitem__(self, key: SupportsIndex | slice) -> TrackedText:
         if not isinstance(key, slice):
@@ -85,7 +85,7 @@ class TrackedText(str):
 
     def __iter__(self) -> Iterator[TrackedText]:
         for character in self._cuts((at, at + 1) for at in range(len(self))):
-            spend(1)
+            consume(1)
             yield character
 
     def lstrip(self, chars: str | None = None, /) -> TrackedText:
@@ -104,11 +104,11 @@ class TrackedText(str):
         return self.cut(0, len(self) - len(suffix)) if suffix and self.endswith(suffix) else self
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        self._spend_on_pieces(sep)
+        self._consume_pieces(sep)
         return self._locate(str.split(self, sep, maxsplit), 0 if sep is None else len(sep))
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        self._spend_on_pieces(sep)
+        self._consume_pieces(sep)
         return self._locate(str.rsplit(self, sep, maxsplit), 0 if sep is None else len(sep))
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
@@ -122,21 +122,21 @@ class TrackedText(str):
     def splitlines(self, keepends: bool = False) -> list[str]:
         bounds = []
         begin = 0
-        kept = str.splitlines(self, keepends)
-        spend(len(kept))
-        for line, whole in zip(kept, str.splitlines(self, True), strict=True):
+        lines = str.splitlines(self, keepends)
+        consume(len(lines))
+        for line, whole in zip(lines, str.splitlines(self, True), strict=True):
             bounds.append((begin, begin + len(line)))
             begin += len(whole)
         return list(self._cuts(bounds))
 
-    def _spend_on_pieces(self, sep: str | None) -> None:
-        # A short text has few pieces, and those that white space separates are paid for later.
+    def _consume_pieces(self, sep: str | None) -> None:
+        # A short text has few pieces; those between white space consume when they are located.
         if sep and len(self) > 2**16:
-            spend(str.count(self, sep))
+            consume(str.count(self, sep))
 
     def _locate(self, pieces: Sequence[str], gap: int) -> list[str]:
-        """``pieces`` with their runs; they lie in order, at least ``gap`` characters apart."""
-        spend(len(pieces))
+        """``pieces`` with their runs; they are in order, at least ``gap`` characters apart."""
+        consume(len(pieces))
         bounds = []
         begin = 0
         for piece in pieces:
@@ -155,7 +155,7 @@ class TrackedText(str):
 
     def __mul__(self, count: SupportsIndex, /) -> TrackedText:
         times = max(0, count.__index__())
-        spend((len(self.runs) - 1) * times >> 2, len(self) * times)
+        consume((len(self.runs) - 1) * times >> 2, len(self) * times)
         text = str.__mul__(self, times)
         if len(self.runs) == 1:
             return track(text, self.runs[0][1])
@@ -172,12 +172,16 @@ class TrackedText(str):
             return self._replace_nothing(new, count.__index__())
         if old not in self:
             return self
-        found = str.count(self, old)
-        spend(0, (found if count.__index__() < 0 else min(found, count.__index__())) * len(new))
+        occurrences = str.count(self, old)
+        consume(
+            0,
+            (occurrences if count.__index__() < 0 else min(occurrences, count.__index__()))
+            * len(new),
+        )
         return as_tracked(new).join(self.split(old, count))
 
     def _replace_nothing(self, new: str, count: int) -> TrackedText:
-        """``new`` before each of the first ``count`` characters and, if any is left, at the end."""
+        """The text with ``new`` before each of its characters, ``count`` times, as in ``str``."""
         room = len(self) + 1
         count = room if count < 0 else min(count, room)
         before = [piece for character in self[:count] for piece in (new, character)]
@@ -204,13 +208,13 @@ class TrackedText(str):
         return self.recased(str.casefold)
 
     def recased(self, change: Callable[[str], str]) -> str:
-        """``change`` of this text, which changes letters where they stand.
+        """The text after ``change``, which changes the case of letters.
 
         Where a letter becomes two (``ß`` in capitals), runs are changed one by one; where that
-        gives another text, nobody knows where each run ends: the result is a plain string.
+        gives another text, the ends of runs are unknown, and the result is a plain string.
         """
         text = change(str.__str__(self))
-        spend(len(self.runs) >> 2, len(text))
+        consume(len(self.runs) >> 2, len(text))
         if len(text) == len(self):
             return TrackedText(text, self.runs)
         pieces = [track(change(piece), provenance) for piece, provenance in self.pieces()]
@@ -230,35 +234,35 @@ class TrackedText(str):
 
 
 def track(text: str, provenance: Provenance) -> TrackedText:
-    """``text``, all of it from one source."""
+    """``text`` with one provenance."""
     if not text:
         return EMPTY
-    # As a call of the class, which every text of every message would have to make.
+    # Equivalent to a call of the class, but faster: every text of every message comes here.
     tracked = str.__new__(TrackedText, text)
     tracked.runs = ((len(text), provenance),)
     return tracked
 
 
 def as_tracked(text: str) -> TrackedText:
-    """``text`` if it knows its sources, else ``text`` of unknown source."""
+    """``text`` if it has provenance, else ``text`` of unknown source."""
     return text if isinstance(text, TrackedText) else track(text, UNKNOWN)
 
 
 def join(pieces: Iterable[str]) -> TrackedText:
-    """``pieces`` one after another; those that are plain strings are of unknown source."""
-    known: list[TrackedText] = []
+    """Concatenation of ``pieces``; plain strings are of unknown source."""
+    texts: list[TrackedText] = []
     characters = runs = 0
     for piece in pieces:
-        text = piece if isinstance(piece, TrackedText) else track(piece, UNKNOWN)
-        known.append(text)
-        characters += len(text)
-        runs += len(text.runs)
-    spend(runs >> 2, characters)
-    return TrackedText("".join(known), merged([run for text in known for run in text.runs]))
+        tracked = piece if isinstance(piece, TrackedText) else track(piece, UNKNOWN)
+        texts.append(tracked)
+        characters += len(tracked)
+        runs += len(tracked.runs)
+    consume(runs >> 2, characters)
+    return TrackedText("".join(texts), merged([run for tracked in texts for run in tracked.runs]))
 
 
 EMPTY = TrackedText("", ())
-"""No text, of no source."""
+"""The empty text."""
 
 
 _WIDENING: Final = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
@@ -270,13 +274,13 @@ _SEARCHING: Final = frozenset(
 _CODING: Final = frozenset({"decode", "encode"})
 """Methods that take the name of an encoding, some of which are slow."""
 _COMPARING: Final = frozenset({"count", "index"})
-"""Methods of lists that read the items, however deep."""
+"""Methods of lists that read the items in full depth."""
 
 
 def add(left: Any, right: Any) -> Any:
-    """``left + right``; two lists or tuples are paid for."""
+    """``left + right``; the sum of two lists or tuples consumes its size."""
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        spend(1 + (len(left) + len(right) >> 3))
+        consume(1 + (len(left) + len(right) >> 3))
     return checked(left + right)
 
 
@@ -289,7 +293,7 @@ def multiply(left: Any, right: Any) -> Any:
             return as_tracked(value) * times
         if isinstance(value, (bytes, list, tuple)) and isinstance(times, int):
             made = len(value) * max(0, times)
-            spend(1 + (made >> 3), made)
+            consume(1 + (made >> 3), made)
     return left * right
 
 
@@ -301,69 +305,69 @@ def power(left: Any, right: Any) -> Any:
 
 
 def remainder(left: Any, right: Any) -> Any:
-    """``left % right`` for numbers, or a text and what to put into it."""
+    """``left % right`` for numbers, or for a text and the values to format."""
     if isinstance(left, bytes):
         raise TemplateLimitError("formats bytes")
     return (as_tracked(left) if isinstance(left, str) else left) % right
 
 
 def checked(value: Any) -> Any:
-    """``value``, unless it is too large an integer."""
+    """``value``; refuses integers that are too large."""
     if type(value) is int:
         _check_bits(value.bit_length())
     return value
 
 
-def paid(value: Any) -> Any:
-    """``value``, which has been made, once it is paid for."""
+def consumed(value: Any) -> Any:
+    """``value``, a result, once its size is consumed."""
     if isinstance(value, (str, bytes)):
-        spend(1, len(value))
+        consume(1, len(value))
     elif isinstance(value, (list, tuple)):
-        spend(1 + (len(value) >> 3))
+        consume(1 + (len(value) >> 3))
     return checked(value)
 
 
-def spend_on_method(
+def consume_method(
     owner: object, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Pay for a call of a method of a text or a list before it is made."""
+    """Consume the steps of a call of a method of a text or a list, before it."""
     if not isinstance(owner, (str, bytes)):
-        # They may be compared, or looked up in a mapping.
-        spend(1)
-        spend_on(*args, *kwargs.values())
+        # The arguments may be compared, or looked up in a mapping.
+        consume(1)
+        consume_reading(*args, *kwargs.values())
         if name in _COMPARING:
-            spend_on(owner)
+            consume_reading(owner)
         return
     size = len(owner)
-    spend(1 + (size >> 10))
+    consume(1 + (size >> 10))
     values = [*args, *kwargs.values()]
     if name in _WIDENING:
-        spend_on_widths(values, 1 + owner.count("\t") if isinstance(owner, str) else 1)
+        consume_widths(values, 1 + owner.count("\t") if isinstance(owner, str) else 1)
     elif name in _SEARCHING:
-        spend(size * sum(len(value) for value in values if isinstance(value, str)) >> 12)
+        consume(size * sum(len(value) for value in values if isinstance(value, str)) >> 12)
     elif name in _CODING and values:
-        spend(size * size >> 8)
+        consume(size * size >> 8)
 
 
-def spend_on_widths(values: Sequence[Any], times: int = 1) -> None:
-    """Pay as many characters as each integer says, ``times`` over."""
-    spend(0, times * sum(abs(value) for value in values if isinstance(value, int)))
+def consume_widths(values: Sequence[Any], times: int = 1) -> None:
+    """Consume ``times`` as many characters as each integer says."""
+    consume(0, times * sum(abs(value) for value in values if isinstance(value, int)))
 
 
-def spend_on_width_texts(widths: Sequence[str]) -> None:
-    """Pay for the widths and precisions of a format, as it writes them."""
+def consume_width_texts(widths: Sequence[str]) -> None:
+    """Consume the widths and precisions of a format, given as digits."""
     if any(len(width) > 9 for width in widths):
         raise TemplateLimitError("formats a value wider than any text may be")
-    spend(0, sum(int(width) for width in widths if width))
+    consume(0, sum(int(width) for width in widths if width))
 
 
 _WIDTHS_OF_BRACES: Final = re.compile(r"\d+")
 
 
-def spend_on_field(value: object, spec: str) -> None:
-    """Pay for a field of ``str.format``: its value and the widths in ``spec``."""
-    spend_on_width_texts(_WIDTHS_OF_BRACES.findall(spec))
-    spend(1, spend_on(value))
+def consume_field(value: object, spec: str) -> None:
+    """Consume a field of ``str.format``: its value and the widths in ``spec``."""
+    consume_width_texts(_WIDTHS_OF_BRACES.findall(spec))
+    consume(1, consume_reading(value))
 
 
 def _check_bits(bits: int) -> None:
@@ -380,9 +384,9 @@ def format_percent(form: TrackedText, values: Any) -> TrackedText:
     """``form % values`` for one value, a tuple of them, or a mapping.
 
     Raises:
-        TemplateLimitError: The text would be too long.
+        TemplateLimitError: The text would exceed the budget.
     """
-    _spend_on_percent(form, values)
+    _consume_percent(form, values)
     whole = str.__mod__(form, values)
     pieces: list[str] = []
     done = index = 0
@@ -404,29 +408,29 @@ def format_percent(form: TrackedText, values: Any) -> TrackedText:
         own = form.cut(match.start(), match.start() + 1).runs[0][1]
         pieces.append(formatted(value, str(match[0]) % argument, own))
     pieces.append(form.cut(done, len(form)))
-    # Forms that this does not read alike (a name with brackets in it) have no known sources.
+    # Forms that are parsed differently here (a name with brackets) are of unknown source.
     joined = join(pieces)
     return joined if joined == whole else track(whole, UNKNOWN)
 
 
-def _spend_on_percent(form: TrackedText, values: Any) -> None:
-    """Pay for the widths in ``form``, and for the values as often as it can print them."""
+def _consume_percent(form: TrackedText, values: Any) -> None:
+    """Consume the widths in ``form``, and the values as often as it can print them."""
     if _NAME_IN_NAME.search(form):
         raise TemplateLimitError("formats a name with brackets in it")
     directives = _WIDTHS.findall(form)
-    spend_on_width_texts([width for pair in directives for width in pair])
+    consume_width_texts([width for pair in directives for width in pair])
     if isinstance(values, tuple):
         # A star takes its width from among the values.
-        spend_on_widths(values if "*" in form else ())
-        spend(len(directives), spend_on(values))
+        consume_widths(values if "*" in form else ())
+        consume(len(directives), consume_reading(values))
     else:
-        spend(len(directives), len(directives) * spend_on(values))
+        consume(len(directives), len(directives) * consume_reading(values))
 
 
 def format_braces(
     form: TrackedText, args: Sequence[Any], kwargs: Mapping[str, Any], formatter: Formatter
 ) -> TrackedText:
-    """``form.format(*args, **kwargs)`` by the rules of ``formatter``, which pays for the fields."""
+    """``form.format(*args, **kwargs)`` by ``formatter``, whose fields consume their size."""
     whole = formatter.vformat(str.__str__(form), args, kwargs)
     numbers = count()
     pieces: list[str] = []
@@ -436,7 +440,7 @@ def format_braces(
         if name is None:
             continue
         if spec and "{" in spec:
-            # A width that is a field itself is not looked into.
+            # A width that is a field itself is not parsed.
             return track(whole, UNKNOWN)
         if name[:1] in ("", ".", "["):
             name = f"{next(numbers)}{name}"
@@ -446,7 +450,7 @@ def format_braces(
 
 
 def formatted(value: object, text: str, own: Provenance) -> TrackedText:
-    """``text``, which a format string with provenance ``own`` has made of ``value``."""
+    """``text`` that a format string with provenance ``own`` has made of ``value``."""
     if isinstance(value, TrackedText):
         if text == value:
             return value

@@ -6,41 +6,41 @@ from collections.abc import Iterable
 from typing import Final
 
 from megatron_ext.conversation.rendering.provenance import UNKNOWN, Provenance, Run, placed
-from megatron_ext.conversation.rendering.template_limits import spend
+from megatron_ext.conversation.rendering.template_limits import consume
 from megatron_ext.conversation.rendering.tracked_text import TrackedText, as_tracked
 
 PROGRESS: Final = "_progress"
-"""Variable of a running template: its ``OpenLoops``, to name the message in an error."""
+"""Variable of a running template that holds its ``OpenLoops``, to name messages in errors."""
 
 _FEW_RUNS: Final = 16
-"""So many come with the piece of output; more are paid for."""
+"""Runs of a piece of output that cost nothing; more consume steps."""
 
 
 class OpenLoops:
-    """The loops over messages that are going on, and the message that each has come to."""
+    """Running loops over messages, and the current message of each."""
 
     def __init__(self) -> None:
         self._messages: dict[int, int] = {}
 
     @property
     def turn(self) -> int | None:
-        """Index of the message whose turn it is: the innermost loop's."""
+        """Index of the current message of the innermost loop."""
         return next(reversed(self._messages.values()), None)
 
     def move(self, loop: int, message: int | None) -> None:
-        """A loop comes to a message, or is over."""
-        # Taken out first: a loop that goes on is opened anew, as the innermost.
+        """Set the current message of a loop; None ends the loop."""
+        # Removed first, so that the loop is added again as the innermost.
         self._messages.pop(loop, None)
         if message is not None:
             self._messages[loop] = message
 
 
 class TurnMark(str):
-    """An empty piece of output: a loop of the template comes to a message, or is over.
+    """Empty piece of output that marks the next message of a loop, or the end of the loop.
 
     Args:
         loop: Number of the loop in its template.
-        message: Index of the message; None when the loop is over.
+        message: Index of the message; None at the end of the loop.
     """
 
     __slots__ = ("loop", "message")
@@ -59,7 +59,7 @@ class TurnMark(str):
 
 
 class GenerationMark(str):
-    """An empty piece of output: a ``{% generation %}`` block begins, or is over."""
+    """Empty piece of output that marks the begin or end of a ``{% generation %}`` block."""
 
     __slots__ = ()
 
@@ -72,7 +72,7 @@ GENERATION_ENDS: Final = GenerationMark()
 
 
 def join_turns(pieces: Iterable[str]) -> TrackedText:
-    """``pieces`` one after another, each run told its turn and whether a block generates it.
+    """Concatenation of ``pieces`` with turn and ``{% generation %}`` block set in each run.
 
     The turn is that of the innermost open loop's message.
     """
@@ -81,30 +81,30 @@ def join_turns(pieces: Iterable[str]) -> TrackedText:
     loops = OpenLoops()
     turn: int | None = None
     blocks = characters = 0
-    # What each provenance is within this turn and block. By identity, which the texts keep alive:
+    # Provenance within this turn and block, by the id of the original, which the texts keep alive:
     # hashing all fields of each run would be slow.
-    told: dict[int, Provenance] = {}
+    cache: dict[int, Provenance] = {}
     length, within = 0, UNKNOWN
     for piece in pieces:
         kind = type(piece)
         if kind is TurnMark:
             loops.move(piece.loop, piece.message)  # type: ignore[attr-defined]
             turn = loops.turn
-            told = {}
+            cache = {}
             continue
         if kind is GenerationMark:
             blocks += 1 if piece is GENERATION_BEGINS else -1
-            told = {}
+            cache = {}
             continue
-        known = as_tracked(piece)
-        texts.append(known)
-        characters += len(known)
-        if len(known.runs) > _FEW_RUNS:
-            spend(len(known.runs) >> 2)
-        for more, provenance in known.runs:
-            following = told.get(id(provenance))
+        text = as_tracked(piece)
+        texts.append(text)
+        characters += len(text)
+        if len(text.runs) > _FEW_RUNS:
+            consume(len(text.runs) >> 2)
+        for more, provenance in text.runs:
+            following = cache.get(id(provenance))
             if following is None:
-                following = told[id(provenance)] = placed(provenance, turn, blocks > 0)
+                following = cache[id(provenance)] = placed(provenance, turn, blocks > 0)
             if following == within:
                 length += more
                 continue
@@ -113,5 +113,5 @@ def join_turns(pieces: Iterable[str]) -> TrackedText:
             length, within = more, following
     if length:
         runs.append((length, within))
-    spend(len(runs) >> 2, characters)
+    consume(len(runs) >> 2, characters)
     return TrackedText("".join(texts), tuple(runs))
