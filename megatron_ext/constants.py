@@ -6,4 +6,4 @@ IGNORE_INDEX: Final = -100
 """Label of a position that is not trained."""
 
 NO_CHUNK: Final = -1
-"""Chunk id of a token that belongs to no chunk: padding, a one-sided control token."""
+"""Chunk id of a token in no chunk, such as padding or an unpaired control token."""

@@ -7,13 +7,13 @@ class MegatronExtError(Exception):
     Args:
         what: The failure, as a clause without a full stop.
         got: What was found.
-        expected: What would have been right.
+        expected: What was expected.
         fix: What the user can do, as an imperative clause.
-        where: File, ``file:line`` or configuration key the failure is about.
+        where: File, ``file:line`` or configuration key of the failure.
     """
 
     where: object = None
-    """As it was given; lost where an error passes from one process to another."""
+    """The argument; lost when an error is sent to another process."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class MegatronExtError(Exception):
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[object, ...]:
-        # An error of one rank is pickled and raised on the others, whatever made its text.
+        # An error of one rank is pickled and raised on the others; only its text is sent.
         return _from_text, (type(self), str(self))
 
 
 class ConfigError(MegatronExtError, ValueError):
-    """A configuration key, flag or value that cannot be used."""
+    """A configuration key, flag or value that is invalid."""
 
 
 class UnknownNameError(ConfigError, KeyError):
@@ -51,15 +51,15 @@ class UnknownNameError(ConfigError, KeyError):
 
 
 class TokenizerError(MegatronExtError, ValueError):
-    """A tokenizer file, or a request to a tokenizer, that cannot be honoured."""
+    """A tokenizer file, or an argument of a tokenizer, that cannot be used."""
 
 
 class ConversationError(MegatronExtError, ValueError):
-    """A conversation that is malformed, or that a prompt format or chat template cannot take."""
+    """A conversation that is malformed, or does not fit a prompt format or chat template."""
 
 
 class UntrainedError(ConversationError):
-    """A conversation in which nothing is trained, though nothing is wrong with it."""
+    """A valid conversation in which no token is trained."""
 
 
 class AlignmentError(MegatronExtError, ValueError):
@@ -67,7 +67,7 @@ class AlignmentError(MegatronExtError, ValueError):
 
 
 class ProjectionError(MegatronExtError, ValueError):
-    """A vocabulary projection that is malformed, corrupt or made for another pair."""
+    """A vocabulary projection that is malformed, corrupt or of another tokenizer pair."""
 
 
 class LossError(MegatronExtError, ValueError):
@@ -83,11 +83,11 @@ class CheckpointError(MegatronExtError, RuntimeError):
 
 
 class DistributedError(MegatronExtError, RuntimeError):
-    """A rank that is stuck, gone, or was started otherwise than the others."""
+    """A rank that hangs, has exited, or was started differently from the others."""
 
 
 class MissingDependencyError(MegatronExtError, ImportError):
-    """An optional package that this feature needs is not installed."""
+    """An optional package that a feature needs and that is not installed."""
 
     def __init__(self, package: str, *, extra: str, feature: str) -> None:
         super().__init__(

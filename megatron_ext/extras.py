@@ -29,14 +29,14 @@ EXTRA_OF: Final = {
     "triton": "gpu",
     "wandb": "watch",
 }
-"""By the name that a package is imported under, the smallest extra that brings it."""
+"""Import name of a package -> the smallest extra that brings it."""
 
 _PACKAGE_OF: Final = {"megatron": "megatron-core"}
-"""What a package is installed as, where it is imported under another name."""
+"""Import name of a package -> its distribution, where the names differ."""
 
 
 def missing_package(name: str, *, feature: str) -> MissingDependencyError:
-    """The error that says which extra brings the package imported as ``name``."""
+    """Error about the missing package with the import name ``name``, with its extra."""
     return MissingDependencyError(
         _PACKAGE_OF.get(name, name), extra=EXTRA_OF[name], feature=feature
     )
@@ -44,7 +44,7 @@ def missing_package(name: str, *, feature: str) -> MissingDependencyError:
 
 @contextmanager
 def needed_packages(feature: str) -> Iterator[None]:
-    """Name the extra to install where an import within finds no package.
+    """Report the extra to install where an import in the block finds no package.
 
     Raises:
         MissingDependencyError: A package of ``EXTRA_OF`` is not installed.

@@ -24,41 +24,41 @@ def write_bytes(path: Path, content: bytes) -> None:
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, because a rename is atomic within one file system only; opened plainly, so
-    # that the file gets the permissions that others in its folder have.
-    part = hidden_name(path)
+    # Beside the target, because a rename is atomic only within one file system; opened plainly, so
+    # that the file gets default permissions.
+    hidden = hidden_name(path)
     try:
-        with part.open("xb") as file:
+        with hidden.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
+        hidden.replace(path)
     finally:
-        part.unlink(missing_ok=True)
+        hidden.unlink(missing_ok=True)
 
 
 def hidden_name(path: Path) -> Path:
-    """A name beside ``path`` that nothing has yet."""
+    """An unused hidden name beside ``path``."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
 
 
 @contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """A new folder beside ``final``, which the block renames to it; else it is removed.
+    """A new folder beside ``final``; it is removed unless the block renames it to ``final``.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The folder cannot be made.
     """
-    part = hidden_name(final)
+    hidden = hidden_name(final)
     try:
-        part.mkdir(parents=True)
-        yield part
+        hidden.mkdir(parents=True)
+        yield hidden
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def flush(*paths: Path) -> None:
-    """Have the disk hold files, or the names in folders."""
+    """Flush files, or the entries of folders, to disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -68,12 +68,12 @@ def flush(*paths: Path) -> None:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file that is appended to, without a last one that is cut short or under way.
+    """The complete lines of a file to which others append, without their line feeds.
 
-    Lines end with a line feed, which is left out here. A file that is not there has none.
+    A last line without a line feed is left out. A missing file has no lines.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     try:
         return path.read_bytes().split(b"\n")[:-1]
@@ -83,27 +83,27 @@ def whole_lines(path: Path) -> list[bytes]:
 
 @contextmanager
 def begin_lock(path: Path) -> Iterator[None]:
-    """Hold the lock ``path``, a file that is there only meanwhile; a killed process lets it go.
+    """Hold the lock file ``path``, which exists only meanwhile; a killed process releases it.
 
-    On a file system that has no locks the block runs without.
+    On a file system without locks the block runs unlocked.
 
     Raises:
-        OSError: The file cannot be made.
+        OSError: The lock file cannot be made.
     """
     with suppress(FileExistsError):
-        # A file in its place shows below, as the missing folder that it is.
+        # A file in place of the folder raises below.
         path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _acquired(path)
     try:
         yield
     finally:
-        # Removed while it is held: who waits for it sees that it is not the file of that name.
+        # Removed while held: a waiting process sees that its file no longer has this name.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def _acquired(path: Path) -> int:
-    """The open lock file, locked by this process and still the one that others find."""
+    """Descriptor of the lock file, locked by this process and still under its name."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -111,7 +111,7 @@ def _acquired(path: Path) -> int:
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         except FileNotFoundError:
-            # Removed between the two looks at it.
+            # Removed between the two calls.
             pass
         except BaseException:
             os.close(descriptor)
@@ -120,7 +120,7 @@ def _acquired(path: Path) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    # Not every system has it, and only those who begin a run need it.
+    # Not available on every system, and needed only where a run begins.
     import fcntl
 
     try:

@@ -27,12 +27,12 @@ MOVED: Final = {
     "megatron_ext.training.sft.dataset": "megatron_ext.data.sft_dataset",
     "megatron_ext.training.masked_gpt_dataset": "megatron_ext.megatron_lm.masked_gpt_dataset",
 }
-"""Modules that programs of users import: name of before -> name of now. What lies in a package that
-moved is found in the package of now, unless it has a row of its own."""
+"""Modules that programs of users import: former name -> present name. A module of a moved package
+is found in the present package, unless it has a row of its own."""
 
 
 class _MovedModules(MetaPathFinder, Loader):
-    """Finder and loader of ``MOVED``. A module is one object under both names."""
+    """Finder and loader of ``MOVED``; a module is the same object under both names."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -44,7 +44,7 @@ class _MovedModules(MetaPathFinder, Loader):
         assert home is not None
         warnings.warn(f"{spec.name} is {home} now", DeprecationWarning, stacklevel=2)
         module = import_module(home)
-        # The import system writes the spec of the old name into the module that it is given.
+        # The import system sets the spec of the former name in the module it gets.
         spec.loader_state = module.__spec__
         return module
 
@@ -54,9 +54,9 @@ class _MovedModules(MetaPathFinder, Loader):
 
 
 def find_moved_modules() -> None:
-    """Let ``import`` find moved modules, with a ``DeprecationWarning``; once for a process."""
+    """Let ``import`` find moved modules, with a ``DeprecationWarning``; idempotent."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
-        # First: a package of now would else load its modules a second time under old names.
+        # First, or a present package would load its modules again under their former names.
         sys.meta_path.insert(0, _MovedModules())
 
 

@@ -12,10 +12,10 @@ Row = TypeVar("Row")
 
 
 class Registry(Mapping[str, Row]):
-    """A mapping that only grows: by ``register``, which ``registry[name] = row`` is too.
+    """A mapping that only grows, by ``register`` or ``registry[name] = row``.
 
     Args:
-        noun: What a row is, for error messages: ``"tokenizer library"``.
+        noun: Noun for a row in error messages, such as ``"tokenizer library"``.
     """
 
     def __init__(self, noun: str) -> None:
@@ -26,7 +26,7 @@ class Registry(Mapping[str, Row]):
         """Add ``row`` under ``name``.
 
         Raises:
-            ConfigError: ``name`` is taken.
+            ConfigError: ``name`` is registered already.
         """
         if name in self._rows:
             raise ConfigError(f"the {self._noun} {name!r} is registered already")
@@ -58,6 +58,6 @@ class Registry(Mapping[str, Row]):
 
 
 def did_you_mean(name: object, choices: Mapping[str, object] | list[str]) -> str | None:
-    """``did you mean 'x'?`` for the nearest choice, or None when nothing is near."""
+    """The hint ``did you mean 'x'?`` for the nearest choice, or None where none is near."""
     near = get_close_matches(str(name), list(choices), n=1)
     return f"did you mean {near[0]!r}?" if near else None

@@ -16,7 +16,7 @@ from megatron_ext.registry import did_you_mean
 
 Config = TypeVar("Config")
 Where = Callable[[tuple[str, ...]], str]
-"""Key path -> how an error names that place."""
+"""Key path -> name of that place in errors."""
 
 
 def build_config(
@@ -26,13 +26,13 @@ def build_config(
     *,
     error: type[MegatronExtError] = ConfigError,
 ) -> Config:
-    """``config_type`` from nested mappings.
+    """Build a dataclass from nested mappings.
 
     Args:
-        error: What is raised.
+        error: Type of the errors that are raised.
 
     Raises:
-        ConfigError: An unknown or missing key, or a value of the wrong type; with its place.
+        ConfigError: A key is unknown or missing, or a value has the wrong type; with its place.
     """
     return typing.cast(Config, _Builder(where, error).build(config_type, values, ()))
 
@@ -40,7 +40,7 @@ def build_config(
 class _Builder(NamedTuple):
     where: Where
     error: type[MegatronExtError]
-    """What is raised."""
+    """Type of the errors that are raised."""
 
     def build(self, config_type: Any, values: Any, keys: tuple[str, ...]) -> Any:
         """A dataclass from the mapping at a key path."""
@@ -80,7 +80,7 @@ class _Builder(NamedTuple):
             raise _placed(error, keys, self.where) from error
 
     def _convert(self, hint: Any, value: Any, keys: tuple[str, ...]) -> Any:
-        """``value`` as the type ``hint``. Integers pass as floats; so does YAML's text ``1e-4``."""
+        """``value`` as the type ``hint``; a float may be an integer or YAML's text ``1e-4``."""
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin in (typing.Union, types.UnionType):
             if value is None and type(None) in arguments:
@@ -116,7 +116,7 @@ class _Builder(NamedTuple):
         )
 
     def _sections(self, config_type: Any, value: Any, keys: tuple[str, ...]) -> dict[str, Any]:
-        """Sections by name: a mapping, or a list of which each has a ``name``."""
+        """Sections by name, from a mapping, or from a list of sections with a ``name`` each."""
         named = value
         if isinstance(value, (list, tuple)) and all(isinstance(item, Mapping) for item in value):
             names = [item.get("name") for item in value]
@@ -143,7 +143,7 @@ class _Builder(NamedTuple):
 
 
 def _placed(error: ConfigError, keys: tuple[str, ...], where: Where) -> ConfigError:
-    """An error of a section, at the line of the section or of the key that the error names."""
+    """The error of a section, with the place of the section or of the key that it names."""
     if not isinstance(error.where, str):
         return ConfigError(str(error), where=where(keys))
     text = str(error).removeprefix(f"{error.where}: ")

@@ -37,34 +37,33 @@ def write_folder(
     check: Callable[[Path], object],
     replaceable: Callable[[Path], bool],
 ) -> None:
-    """Make ``folder`` with the files ``contents`` in one step; an empty one is taken over.
+    """Write a folder of files in one step; an existing empty folder is replaced.
 
-    It is written under another name beside its own, flushed and checked, and then renamed: a reader
-    sees all of it or nothing, whenever the writer dies. What is then left begins with a dot. A
-    reader in the midst of a folder that is replaced finds its files gone, not others in their place
-    half written. Where the folder holds the very same files already, nothing is done: several ranks
-    may write it.
+    It is written under a hidden name beside its own, flushed, checked, and then renamed: a reader
+    sees all of it or nothing, whenever the writer dies. While a folder is replaced, a reader may
+    find its files gone, but never files half written. Where the folder holds the same files already
+    nothing is done, so that several ranks may write it.
 
     Args:
-        folder: Its name; folders on the way are made.
+        folder: Path of the folder; its parents are made.
         contents: Bytes of each file by its name.
-        check: Called with the written folder before it gets its name; what it raises is raised.
-        replaceable: Whether a folder that is there already, and is not empty, may be replaced.
+        check: Called with the written folder before the rename; its exceptions are raised.
+        replaceable: Whether an existing folder that is not empty may be replaced.
 
     Raises:
-        TokenizerError: Something is there that may not be replaced, or the disk refuses.
+        TokenizerError: Something exists that may not be replaced, or writing fails.
     """
     final = Path(os.path.realpath(folder))
     if _holds(final, contents):
         return
     _refuse_to_replace(final, replaceable)
     try:
-        with new_folder(final) as part:
+        with new_folder(final) as hidden:
             for name, content in contents.items():
-                (part / name).write_bytes(content)
-            flush(*part.iterdir(), part)
-            check(part)
-            _publish(part, final, contents, replaceable)
+                (hidden / name).write_bytes(content)
+            flush(*hidden.iterdir(), hidden)
+            check(hidden)
+            _publish(hidden, final, contents, replaceable)
             flush(final.parent)
     except OSError as error:
         raise TokenizerError(
@@ -88,7 +87,7 @@ def _refuse_to_replace(final: Path, replaceable: Callable[[Path], bool]) -> None
 
 
 def _holds(folder: Path, contents: Mapping[str, bytes]) -> bool:
-    """Whether a folder holds these files and nothing besides."""
+    """Whether a folder holds exactly these files."""
     try:
         names = os.listdir(folder)
         return sorted(names) == sorted(contents) and all(
@@ -99,24 +98,24 @@ def _holds(folder: Path, contents: Mapping[str, bytes]) -> bool:
 
 
 def _publish(
-    part: Path,
+    hidden: Path,
     final: Path,
     contents: Mapping[str, bytes],
     replaceable: Callable[[Path], bool],
 ) -> None:
     try:
-        # Takes the place of an empty folder, and fails on any other.
-        part.rename(final)
+        # Replaces an empty folder, and fails on any other.
+        hidden.rename(final)
     except OSError:
         if _holds(final, contents):
             return
         if not final.is_dir():
             raise
         _refuse_to_replace(final, replaceable)
-        old = final.with_name(f"{part.name}.old")
+        old = final.with_name(f"{hidden.name}.old")
         final.rename(old)
         try:
-            part.rename(final)
+            hidden.rename(final)
         except OSError:
             old.rename(final)
             raise
@@ -124,11 +123,11 @@ def _publish(
 
 
 ASSETS_KEY: Final = "assets"
-"""Key of the metadata that only a saved tokenizer has."""
+"""Key that only the metadata of a saved tokenizer have."""
 ASSETS_VERSION: Final = 1
-"""Of what stands under it."""
+"""Version of the record under that key."""
 PROMPT_FILE: Final = "prompt_format.jinja"
-"""Template of a prompt format that was read from a file."""
+"""Name of the file with the template of a prompt format that was read from a file."""
 
 _FILE_PREFIX = "file:"
 _NAMES: Mapping[FileFormat, str] = {
@@ -137,7 +136,7 @@ _NAMES: Mapping[FileFormat, str] = {
     "tiktoken-json": "tokenizer.json",
     "tiktoken-ranks": "tokenizer.tiktoken",
 }
-"""Name by which a folder's one file is found, where the library reads any name."""
+"""Name of a folder's one file by format, for libraries that read any name."""
 
 
 def save_assets(
@@ -152,13 +151,13 @@ def save_assets(
     Args:
         tokenizer: The tokenizer.
         folder: A folder that is empty or does not exist.
-        check: Loads what was written before the folder gets its name, and raises where it is not
-            ``tokenizer``: a folder that is there can be loaded.
-        overwrite: Whether a saved tokenizer that is there may be replaced.
+        check: Loads the written folder before it is renamed, and raises where it does not give
+            ``tokenizer``: an existing folder can be loaded.
+        overwrite: Whether an existing saved tokenizer may be replaced.
 
     Raises:
-        TokenizerError: The folder holds something else, an option cannot be written down, a file
-            of the tokenizer changed since it was read, or the disk refuses.
+        TokenizerError: The folder holds something else, an option cannot be saved, a file of the
+            tokenizer changed since it was read, or writing fails.
     """
     names = file_names(tokenizer)
     contents = {names[file]: _read(file) for file in names}
@@ -191,7 +190,7 @@ def _template_of_file(tokenizer: MegatronTokenizerText) -> str | None:
 
 
 def digest(content: bytes) -> dict[str, Any]:
-    """What is written down of a file: enough to tell a truncated one from an altered one."""
+    """Size and hash of a file, which tell a truncated one from an altered one."""
     return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
 
 
@@ -199,13 +198,13 @@ def _metadata(
     tokenizer: MegatronTokenizerText, names: Mapping[Path, str], contents: Mapping[str, bytes]
 ) -> dict[str, Any]:
     """The metadata of the folder, in an order that depends on nothing but the tokenizer."""
-    own_template = tokenizer.chat_template == tokenizer.own_chat_template
+    has_own_template = tokenizer.chat_template == tokenizer.own_chat_template
     prompt_format = tokenizer.prompt_format
-    known = {
+    named_keys = {
         "library": tokenizer.library,
         "mode": tokenizer.mode,
         **_class_keys(tokenizer),
-        "chat_template": None if own_template else tokenizer.chat_template,
+        "chat_template": None if has_own_template else tokenizer.chat_template,
         "prompt_format": _FILE_PREFIX + PROMPT_FILE if PROMPT_FILE in contents else prompt_format,
     }
     options, option_files = _split_options(tokenizer.constructor_options(), names)
@@ -219,10 +218,11 @@ def _metadata(
         "fingerprint": tokenizer.fingerprint(),
         "files": {name: digest(contents[name]) for name in sorted(contents)},
     }
-    rest = tokenizer.config.keys() - known.keys() - {ASSETS_KEY}
+    rest = tokenizer.config.keys() - named_keys.keys() - {ASSETS_KEY}
     others = {key: tokenizer.config[key] for key in sorted(rest)}
     return {
-        key: _portable(value, key) for key, value in {**known, **others, ASSETS_KEY: assets}.items()
+        key: _portable(value, key)
+        for key, value in {**named_keys, **others, ASSETS_KEY: assets}.items()
     }
 
 
@@ -251,10 +251,10 @@ def _split_options(
 
 
 def _portable(value: Any, where: str) -> Any:
-    """A copy that JSON gives back as it is.
+    """A copy that survives a round trip through JSON.
 
     Raises:
-        TokenizerError: It has no such copy.
+        TokenizerError: ``value`` has no such copy.
     """
     if value is None or isinstance(value, str | bool | int | float):
         return value
@@ -280,7 +280,7 @@ def _read(file: Path) -> bytes:
 
 
 def _is_saved_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a saved tokenizer and nothing besides."""
+    """Whether a folder holds a saved tokenizer and nothing else."""
     try:
         assets = read_metadata(folder / METADATA_FILE).get(ASSETS_KEY)
     except (TokenizerError, KeyError):

@@ -27,9 +27,9 @@ from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 class Vocabulary(list[str]):
     """The display string of each id in id order; empty where an id is unused.
 
-    Megatron's code takes it for a list with some libraries and for a mapping with others, so
-    ``vocabulary["<s>"]`` is an id and ``"<s>" in vocabulary`` is quick. Of two ids that show alike
-    the first counts. It is not changed after it is made.
+    Megatron's code uses it as a list with some libraries and as a mapping with others, so
+    ``vocabulary["<s>"]`` is an id and ``"<s>" in vocabulary`` is quick. Of two ids with the same
+    display string the first counts. It is immutable by convention.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
@@ -58,7 +58,7 @@ class Vocabulary(list[str]):
 
 
 ParseSpecial = bool | frozenset[str]
-"""Which special tokens a text can spell: all of them, none, or those with these names."""
+"""Special tokens that are parsed in a text: all of them, none, or those with these names."""
 
 
 class MegatronTokenizerTextAbstract(RoleIds):
@@ -72,12 +72,12 @@ class MegatronTokenizerTextAbstract(RoleIds):
     """Name in ``TOKENIZER_LIBRARIES``."""
 
     absent_pad: ClassVar[int | None] = -1
-    """What Megatron's code gets for the padding where there is none."""
+    """Value that Megatron's code gets for a missing padding id."""
 
     chat_template: str | None = None
     """The template that comes with the tokenizer."""
     served_by: Any = None
-    """The ``MegatronTokenizerText`` around it, which writes conversations for serving code."""
+    """The ``MegatronTokenizerText`` around it, which renders conversations for serving code."""
     _chosen_pad_id: int | None = None
 
     @property
@@ -125,14 +125,14 @@ class MegatronTokenizerTextAbstract(RoleIds):
         Args:
             ids: Each inside the vocabulary.
             skip_special_tokens: Leave special tokens out; they are written by name otherwise.
-            remove_special_tokens: Megatron's word for the same, which wins where it is given.
+            remove_special_tokens: Megatron's name of the same option, which overrides it.
         """
         skip = skip_special_tokens if remove_special_tokens is None else remove_special_tokens
         return self._decode(ids, skip_special_tokens=skip)
 
     @abstractmethod
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """``ids_to_text``."""
+        """Implementation of ``ids_to_text``."""
 
     @abstractmethod
     def encode_with_byte_ends(
@@ -155,23 +155,23 @@ class MegatronTokenizerTextAbstract(RoleIds):
     def encode_with_control_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[IdArray, ByteEnds]:
-        """``encode_with_byte_ends`` that reads control tokens in some places only.
+        """``encode_with_byte_ends`` that parses control tokens inside some spans only.
 
         Args:
             text: Any string without lone surrogates.
-            spans: Half-open ranges of characters, in order and apart. A control token whose name
-                lies whole inside one of them becomes its id; everywhere else it is ordinary text.
+            spans: Half-open ranges of characters, ascending and disjoint. A control token whose
+                name lies whole inside one of them becomes its id; elsewhere it is ordinary text.
         """
 
     def apply_chat_template(
         self, conversation: Conversation, chat_template: str | None = None, **options: Any
     ) -> Any:
-        """A conversation as a template writes it; see the method of ``MegatronTokenizerText``.
+        """A conversation rendered by a template; see the method of ``MegatronTokenizerText``.
 
-        The one around it is asked, where there is one: it knows what its user chose.
+        It is delegated to ``served_by`` where that is set, for the template that its user chose.
 
         Raises:
-            TokenizerError: There is no template, or an option of transformers is not taken.
+            TokenizerError: There is no template, or an option of transformers is not supported.
             ConversationError: The conversation does not fit the template.
         """
         if self.served_by is not None:
@@ -189,7 +189,7 @@ class MegatronTokenizerTextAbstract(RoleIds):
 
     @abstractmethod
     def byte_ends(self, ids: Sequence[int] | IdArray) -> ByteEnds:
-        """Where each token of a given stream ends in the bytes that the stream decodes to [T]."""
+        """Byte ends [T] of the tokens of a given stream in the bytes that it decodes to."""
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
         """Index of the character of ``text`` in which each token begins [T].
@@ -221,7 +221,7 @@ class MegatronTokenizerTextAbstract(RoleIds):
         """Id of a display string.
 
         Raises:
-            KeyError: The vocabulary does not hold it. It never silently becomes the unknown id.
+            KeyError: The vocabulary lacks it; it does not become the unknown id.
         """
 
     @abstractmethod
@@ -263,7 +263,7 @@ class MegatronTokenizerTextAbstract(RoleIds):
 
     @property
     def special_token_names(self) -> dict[str, str]:
-        """Name of each special token by ``bos_token``, ``eos_token`` ...: those that there are."""
+        """Name of each existing special token by ``bos_token``, ``eos_token`` ..."""
         ids = {role: self.special_id(role) for role in CONVENTIONAL_NAMES} | {"pad": self.pad_id}
         return {
             f"{role}_token": self.id_to_token(token_id)
@@ -273,12 +273,12 @@ class MegatronTokenizerTextAbstract(RoleIds):
 
     @property
     def pad_id(self) -> int | None:
-        """Padding."""
+        """Id of the padding."""
         return self.special_id("pad") if self._chosen_pad_id is None else self._chosen_pad_id
 
     @property
     def pad_token(self) -> str | None:
-        """Name of the padding; Megatron's reinforcement learning sets it where there is none.
+        """Name of the padding token; Megatron's reinforcement learning sets it where it is missing.
 
         Raises:
             KeyError: The vocabulary does not hold the name.
@@ -317,16 +317,16 @@ class MegatronTokenizerTextAbstract(RoleIds):
 
 
 class MegatronTokenizerBase(ABC):
-    """What Megatron code holds: a tokenizer with its configuration."""
+    """Base class of tokenizers for Megatron: a path, a configuration and the basic methods."""
 
     def __init__(self, path: str | None, config: dict[str, Any]) -> None:
         self.path = path
         self.config = config
 
-    if not TYPE_CHECKING:  # To a type checker, what is no member stays an error.
+    if not TYPE_CHECKING:  # A type checker is to report unknown attributes.
 
         def __getattr__(self, name: str) -> Any:
-            """A key of the metadata, as Megatron has them, that is no member's name."""
+            """A key of the metadata, which Megatron reads as attributes."""
             config = self.__dict__.get("config", {})
             if name not in config:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -347,7 +347,7 @@ class MegatronTokenizerBase(ABC):
 
 
 class ByteTokenizer(Protocol):
-    """What alignment and projection ask of a tokenizer.
+    """Protocol of a tokenizer for alignment and projection.
 
     Both a library's adapter and a ``MegatronTokenizerText`` are one; see the adapter for the terms.
     """

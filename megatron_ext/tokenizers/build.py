@@ -19,12 +19,12 @@ from megatron_ext.tokenizers.vision_tokenizer import MegatronTokenizerVision
 
 
 def build_tokenizer(args: Any, **overrides: Any) -> MegatronTokenizerText | MegatronTokenizerVision:
-    """The tokenizer that ``args`` describe.
+    """Build the tokenizer that ``args`` describe.
 
     Args:
-        args: A ``TokenizerConfig``, or a namespace of Megatron's: of ours or of Megatron-LM's own
-            flags, with ``tokenizer_type`` or without. It is not changed.
-        overrides: Fields of ``TokenizerConfig`` that win over ``args``.
+        args: A ``TokenizerConfig``, or a namespace of our flags or of Megatron-LM's own, with
+            ``tokenizer_type`` or without. It is not changed.
+        overrides: Fields of ``TokenizerConfig`` that override ``args``.
 
     Raises:
         ConfigError: No model is named, an option is for another library, two contradict, or there
@@ -37,7 +37,7 @@ def build_tokenizer(args: Any, **overrides: Any) -> MegatronTokenizerText | Mega
     config = replace(config, library=_library(config, metadata))
     tokenizer = MegatronTokenizer.from_pretrained(
         config.model,
-        _agreed(metadata, config),
+        _checked_metadata(metadata, config),
         **_library_options(config),
         **_mode_options(config),
     )
@@ -47,11 +47,11 @@ def build_tokenizer(args: Any, **overrides: Any) -> MegatronTokenizerText | Mega
 
 
 def _config(args: Any) -> TokenizerConfig:
-    """The configuration that ``args`` are or describe."""
+    """``args`` as a configuration."""
     if isinstance(args, TokenizerConfig):
         return args
     if not hasattr(args, "__dict__"):
-        # Every attribute would be missing, and the complaint would be of a missing tokenizer.
+        # Every attribute would be missing, and the error would name a missing tokenizer.
         raise ConfigError(
             "this describes no tokenizer",
             got=type(args).__name__,
@@ -75,7 +75,7 @@ def _with_overrides(config: TokenizerConfig, overrides: Mapping[str, Any]) -> To
 
 
 def _metadata(config: TokenizerConfig) -> dict[str, Any]:
-    """The metadata that are named, or lie beside the tokenizer; empty where there are none."""
+    """Metadata that the configuration names, or beside the tokenizer; empty without any."""
     if isinstance(config.metadata, Mapping):
         return check_metadata(config.metadata, where="metadata")
     if config.metadata is not None:
@@ -85,7 +85,7 @@ def _metadata(config: TokenizerConfig) -> dict[str, Any]:
 
 
 def tokenizer_library(config: TokenizerConfig) -> Library:
-    """The library of a tokenizer, where it is unset told from the metadata or the file.
+    """The library of a tokenizer; where unset, it is found from the metadata or the file.
 
     Raises:
         ConfigError: No model is named.
@@ -95,12 +95,12 @@ def tokenizer_library(config: TokenizerConfig) -> Library:
 
 
 def names_tokenizer(config: TokenizerConfig) -> bool:
-    """Whether a tokenizer is named: its file, or a library that reads none."""
-    return config.model is not None or _reads_no_file(_said_library(config, _metadata(config)))
+    """Whether the configuration names a tokenizer: a file, or a library that reads none."""
+    return config.model is not None or _reads_no_file(_stated_library(config, _metadata(config)))
 
 
 def _library(config: TokenizerConfig, metadata: Mapping[str, Any]) -> Library:
-    library = _said_library(config, metadata)
+    library = _stated_library(config, metadata)
     if config.model is None and not _reads_no_file(library):
         raise ConfigError(
             "no tokenizer is named",
@@ -111,7 +111,7 @@ def _library(config: TokenizerConfig, metadata: Mapping[str, Any]) -> Library:
     return library_at(str(config.model)) if library is None else library
 
 
-def _said_library(config: TokenizerConfig, metadata: Mapping[str, Any]) -> Library | None:
+def _stated_library(config: TokenizerConfig, metadata: Mapping[str, Any]) -> Library | None:
     if config.library is None and metadata:
         return cast(Library, library_of(metadata["library"]).library)
     return config.library
@@ -121,27 +121,27 @@ def _reads_no_file(library: Library | None) -> bool:
     return library is not None and not TOKENIZER_LIBRARIES[library].reads_file
 
 
-def _agreed(metadata: Mapping[str, Any], config: TokenizerConfig) -> dict[str, Any]:
-    """``metadata`` with the library and the mode that ``config`` says.
+def _checked_metadata(metadata: Mapping[str, Any], config: TokenizerConfig) -> dict[str, Any]:
+    """``metadata`` with the library and the mode of ``config``.
 
     Raises:
-        ConfigError: They name another library.
+        ConfigError: The metadata name another library.
     """
-    said = library_of(metadata["library"]) if metadata else LibraryName(str(config.library))
-    if said.library != config.library:
+    stated = library_of(metadata["library"]) if metadata else LibraryName(str(config.library))
+    if stated.library != config.library:
         raise ConfigError(
             "the tokenizer's metadata name another library",
             got=config.library,
-            expected=said.library,
+            expected=stated.library,
             fix="leave the library out, or name other metadata",
             where="library",
         )
-    mode = metadata.get("mode") or said.mode if config.mode == "text" else config.mode
+    mode = metadata.get("mode") or stated.mode if config.mode == "text" else config.mode
     return {**metadata, "library": config.library, "mode": mode}
 
 
 def _library_options(config: TokenizerConfig) -> dict[str, Any]:
-    """What the library's adapter takes besides the path."""
+    """Options of the library's adapter, without those at their defaults."""
     extra_ids = tuple(f"<extra_id_{i}>" for i in range(config.vocab_extra_ids))
     options: dict[str, Any] = {
         "engine": config.engine if config.engine != "auto" else None,
@@ -185,7 +185,7 @@ def _library_options(config: TokenizerConfig) -> dict[str, Any]:
 
 
 def _mode_options(config: TokenizerConfig) -> dict[str, Any]:
-    """What the tokenizer does with texts and conversations."""
+    """Options for texts and conversations, without those at their defaults."""
     options: dict[str, Any] = {
         "prompt_format": config.prompt_format,
         "chat_template": config.chat_template,
@@ -203,7 +203,7 @@ def _mode_options(config: TokenizerConfig) -> dict[str, Any]:
 def padded_vocab_size(
     vocab_size: int, *, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int
 ) -> int:
-    """The least multiple of both divisors' product that holds ``vocab_size`` ids.
+    """The least multiple of the product of both divisors that is at least ``vocab_size``.
 
     Raises:
         ConfigError: A size is not positive.

@@ -27,9 +27,9 @@ from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 
 
 class ChatTokenizer(SpecialIds):
-    """What a tokenizer gains from a prompt format or a chat template.
+    """Mixin with the methods of a prompt format or a chat template.
 
-    The class that has it sets ``_tokenizer`` and ``config`` first.
+    A subclass sets ``_tokenizer`` and ``config`` first.
     """
 
     config: dict[str, Any]
@@ -39,17 +39,17 @@ class ChatTokenizer(SpecialIds):
     prompt_format: str | None
     """Name of the prompt format; in the mode sft ``auto`` where none is named."""
     prompt_config: PromptConfig | None
-    """What the prompt format means for this vocabulary."""
+    """Configuration of the prompt format for this vocabulary."""
     conversation_options: ConversationOptions
-    """What holds for any prompt format."""
+    """Options that apply to any prompt format."""
     apply_image_tag: Callable[[str], str] | None = None
     """Puts tags around every image of a text."""
 
     @property
     def mode(self) -> str:
-        """What the tokenizer is for, by its metadata: text, sft or multimodal."""
-        said: str | None = self.config.get("mode")
-        return library_of(self.config.get("library")).mode if said is None else said
+        """Use of the tokenizer, by its metadata: text, sft or multimodal."""
+        stated: str | None = self.config.get("mode")
+        return library_of(self.config.get("library")).mode if stated is None else stated
 
     @property
     def own_chat_template(self) -> str | None:
@@ -88,7 +88,7 @@ class ChatTokenizer(SpecialIds):
             self._warn_of_lost_newlines(self.prompt_config)
 
     def _warn_of_lost_newlines(self, prompt_config: PromptConfig) -> None:
-        """Tell that the lines of a format run together, which no later step would notice."""
+        """Warn where the tokenizer drops the newlines of a format, which no later step notices."""
         template = prompt_config.custom_chat_template or self.chat_template or ""
         writes_newlines = "\n" in template or r"\n" in template
         if not writes_newlines or self._tokenizer.library == "null":
@@ -102,7 +102,7 @@ class ChatTokenizer(SpecialIds):
             )
 
     def tokenize(self, text: str | Conversation) -> list[int]:
-        """Ids of a text, or of a conversation that the assistant is to answer.
+        """Ids of a text, or of a conversation with the header of the next answer.
 
         Raises:
             TokenizerError: It is neither, or the library cannot take the text.
@@ -133,14 +133,13 @@ class ChatTokenizer(SpecialIds):
         *,
         template_variables: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Ids of a conversation, and which of them are trained.
+        """Ids of a conversation and, optionally, its training target.
 
         Args:
-            conversation: Not changed.
-            return_target: Return the target too, and refuse what nothing can be learned from.
+            conversation: The messages; not changed.
+            return_target: Return the target too, and refuse a conversation without trained tokens.
             add_generation_prompt: End with the header of an answer.
-            template_variables: What the template sees of this conversation besides its messages,
-                such as its ``tools``.
+            template_variables: Variables of the template for this conversation, such as ``tools``.
 
         Returns:
             ids [T] int64; with ``return_target`` also target [T] int64: the ids, -100 where a token
@@ -167,7 +166,7 @@ class ChatTokenizer(SpecialIds):
         add_generation_prompt: bool = False,
         template_variables: Mapping[str, Any] | None = None,
     ) -> EncodedConversation:
-        """A conversation as text and tokens, with the source and the mask of each.
+        """A conversation as text and tokens, with provenance and training mask.
 
         Raises:
             ConfigError: The tokenizer has no prompt format.
@@ -183,7 +182,7 @@ class ChatTokenizer(SpecialIds):
         )
 
     def required_prompt_config(self) -> PromptConfig:
-        """What the prompt format means for this vocabulary.
+        """Configuration of the prompt format for this vocabulary.
 
         Raises:
             ConfigError: There is no prompt format.
@@ -208,7 +207,7 @@ class ChatTokenizer(SpecialIds):
         add_generation_prompt: bool = False,
         **options: Any,
     ) -> Any:
-        """A conversation as its template writes it: ids, or text unless ``tokenize``.
+        """A conversation rendered by its template: ids, or text unless ``tokenize``.
 
         Args:
             conversation: Any messages that the template takes; not changed.
@@ -219,11 +218,11 @@ class ChatTokenizer(SpecialIds):
                 transformers has them; any other name is a variable of the template.
 
         Raises:
-            TokenizerError: There is no template, or an option of transformers is not taken.
-            ConversationError: The conversation does not fit it.
+            TokenizerError: There is no template, or an option of transformers is not supported.
+            ConversationError: The conversation does not fit the template.
         """
         template = self.chat_template if chat_template is None else _source(chat_template)
-        said = self.conversation_options
+        stated = self.conversation_options
         if template is None:
             raise TokenizerError(
                 "the tokenizer has no chat template", fix="pass chat_template, or set it"
@@ -234,15 +233,15 @@ class ChatTokenizer(SpecialIds):
             template,
             tokenize=tokenize,
             add_generation_prompt=add_generation_prompt,
-            allow_control_tokens_in_content=said.allow_control_tokens_in_content,
-            **{**said.variables(), **options},
+            allow_control_tokens_in_content=stated.allow_control_tokens_in_content,
+            **{**stated.variables(), **options},
         )
 
-    # What the conversation package asks of a tokenizer.
+    # The protocol ConversationTokenizer.
 
     @property
     def special_token_names(self) -> dict[str, str]:
-        """Name of each special token by ``bos_token``, ``eos_token`` ...: those that there are."""
+        """Name of each existing special token by ``bos_token``, ``eos_token`` ..."""
         return self._tokenizer.special_token_names
 
     def token_to_id(self, token: str) -> int:
@@ -256,12 +255,12 @@ class ChatTokenizer(SpecialIds):
     def encode_with_control_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[IdArray, ByteEnds]:
-        """Ids [T] and byte ends [T]; control tokens are read inside the character ranges only."""
+        """Ids [T] and byte ends [T]; control tokens are parsed only in ``spans`` of characters."""
         return self._tokenizer.encode_with_control_spans(text, spans)
 
 
 def _source(template: str) -> str:
-    """Jinja source, or what a file that ends in .jinja holds."""
+    """Jinja source: ``template``, or the contents of the file that it names."""
     if not isinstance(template, str):
         raise TokenizerError(
             "the chat template is no text",

@@ -18,7 +18,7 @@ from megatron_ext.tokenizers.legacy_types import Library, TokenizerMode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationOptions:
-    """Options that hold for any prompt format; they go by these names in flags too.
+    """Options that apply to any prompt format; flags have the same names.
 
     Raises:
         ConfigError: ``train_on`` names no policy and no role, or a template variable has no name.
@@ -49,7 +49,7 @@ class ConversationOptions:
                     expected="name=value texts" if kind is tuple else kind.__name__,
                     where=name,
                 )
-        # A tuple is a list once it was saved.
+        # A saved tuple is loaded as a list.
         object.__setattr__(self, "template_variables", tuple(self.template_variables))
         TrainingPolicy.of(self.train_on)
         self.variables()
@@ -58,17 +58,17 @@ class ConversationOptions:
         """The template variables by name.
 
         Raises:
-            ConfigError: One has no name, or a value that starts as JSON and is none.
+            ConfigError: A variable has no name, or a value that starts like JSON and is not.
         """
         return dict(map(_variable, self.template_variables))
 
     def stated(self) -> dict[str, Any]:
-        """Those that are not what they are by default, by name."""
+        """Options that differ from their defaults, by name."""
         given = {option.name: getattr(self, option.name) for option in fields(self)}
         return {name: value for name, value in given.items() if value != _DEFAULTS[name]}
 
     def applied_to(self, config: PromptConfig) -> PromptConfig:
-        """``config`` with what was stated.
+        """``config`` with the stated options.
 
         Raises:
             ConfigError: The prompt format trains every token, and a policy is stated.
@@ -93,12 +93,12 @@ class ConversationOptions:
         )
 
 
-def _variable(said: object) -> tuple[str, Any]:
-    name, equals, value = said.partition("=") if isinstance(said, str) else ("", "", "")
+def _variable(stated: object) -> tuple[str, Any]:
+    name, equals, value = stated.partition("=") if isinstance(stated, str) else ("", "", "")
     if not equals or not name.isidentifier() or name == "messages":
         raise ConfigError(
             "this is no template variable",
-            got=repr(said),
+            got=repr(stated),
             expected="name=value, as in enable_thinking=false",
             where="template_variables",
         )
@@ -122,7 +122,7 @@ ImageTagType = Literal["nvlm", "internvl", ""]
 
 
 def _spelled(flag: str, *, only: tuple[Library, ...] | None = None) -> dict[str, Any]:
-    """Metadata of a field: Megatron's flag, and the libraries that have such an option."""
+    """Metadata of a field: Megatron's flag, and the libraries that have the option."""
     return {"flag": flag, "only": only}
 
 
@@ -251,7 +251,7 @@ class TokenizerConfig:
         _check_choice("mode", self.mode, get_args(TokenizerMode))
         _check_choice("engine", self.engine, get_args(Engine))
         _check_choice("image_tag_type", self.image_tag_type, get_args(ImageTagType))
-        # It refuses what cannot be meant.
+        # Its constructor checks the options.
         ConversationOptions(**self.conversation_options())
         for name, least in _LEAST.items():
             value = getattr(self, name)
@@ -284,7 +284,7 @@ class TokenizerConfig:
             )
 
     def conversation_options(self) -> dict[str, Any]:
-        """Options of conversations that are set, be it to what they are by default."""
+        """Options of conversations that are set, even to their defaults."""
         given = {option.name: getattr(self, option.name) for option in fields(ConversationOptions)}
         return {name: value for name, value in given.items() if value is not None}
 

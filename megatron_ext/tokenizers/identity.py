@@ -15,14 +15,14 @@ from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.tokenizer_files import file_kind
 
 _WITHOUT_INFLUENCE = ("tokenizer_path", "engine")
-"""Identifiers that do not change the ids: where the file lies, and what reads it how fast."""
+"""Identifiers that do not affect the ids: the path of the file, and the engine."""
 
 
 def tokenizer_identity(tokenizer: MegatronTokenizerText) -> dict[str, str]:
-    """Plain values that say which ids, and which trained tokens, a text or conversation gets.
+    """Plain values that determine the ids and trained tokens of a text or conversation.
 
-    The vocabulary's fingerprint knows nothing of merges and normalisers, hence the hash of the
-    file; a file may move.
+    The fingerprint of the vocabulary does not cover merges and normalisers, so the hash of the file
+    is included; its path is not, because a file may move.
     """
     identity = {
         name: _by_content(value)
@@ -52,12 +52,12 @@ def _by_content(value: str) -> str:
 
 @lru_cache(maxsize=64)
 def _sha256_of(file: Path, size: int, modified: int) -> str:
-    """The hash of a file, read once as long as it has this size and time of change."""
+    """Hash of a file, cached by its size and time of modification."""
     return _sha256(file.read_bytes())
 
 
 def _written(value: Any) -> str:
-    """``repr``, but the same in every process: that of a set follows the seed of its hashes."""
+    """``repr`` that is the same in every process: the order of a set depends on the hash seed."""
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):

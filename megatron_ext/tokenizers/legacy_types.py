@@ -17,38 +17,38 @@ TokenizerMode = Literal["text", "sft", "multimodal"]
 
 @dataclass(frozen=True, slots=True)
 class ReleaseFlag:
-    """What a type meant besides in some releases."""
+    """An option that a type implied in some releases."""
 
     flag: str
-    """The same on a command line."""
+    """The flag that sets the option."""
     field: str
     """The field of ``TokenizerConfig`` that the flag sets."""
     releases: str
-    """Which releases, for readers."""
+    """Releases in which the type implied it, for readers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LegacyType:
-    """A value of ``--tokenizer-type`` in today's words."""
+    """Equivalent of a value of ``--tokenizer-type`` in present flags."""
 
     library: Library
     """``--tokenizer-library``."""
     mode: TokenizerMode = "text"
     """``--tokenizer-mode``."""
     model: str | None = None
-    """``--tokenizer-model`` where the type says it all."""
+    """``--tokenizer-model`` where the type implies it."""
     parses_special_tokens: bool = False
-    """Special tokens that a text spells became their ids: ``--tokenizer-parse-special-tokens``."""
+    """Special tokens in texts were parsed: ``--tokenizer-parse-special-tokens``."""
     vocab_extra_ids: int = 0
     """Sentinels that the type added: ``--vocab-extra-ids``."""
     release_flag: ReleaseFlag | None = None
-    """What it meant besides in some releases."""
+    """An option that it implied in some releases."""
     prompt_format: str | None = None
-    """``--tokenizer-prompt-format`` where nobody names one: Megatron's default for the type."""
+    """Default of ``--tokenizer-prompt-format``, as Megatron has it for the type."""
 
     @property
     def flags(self) -> str:
-        """The same on a command line."""
+        """The present flags, as on a command line."""
         words = [f"--tokenizer-library {self.library}"]
         if self.mode != "text":
             words.append(f"--tokenizer-mode {self.mode}")
@@ -70,7 +70,7 @@ _ADDS_EOD = ReleaseFlag("--null-tokenizer-add-eod", "null_add_eod", "0.17 and ea
 
 
 def _named(model: str, **more: Any) -> LegacyType:
-    """A type that says which tokenizer it is."""
+    """A type that names a tokenizer."""
     return LegacyType(
         "megatron",
         model=model,
@@ -103,28 +103,28 @@ OLD_FLAG: Final = "--sft-tokenizer-prompt-format"
 """Megatron's flag, whose default is the format of ``SFTTokenizer``."""
 
 UNSPOKEN: Final = "tokenizer_unspoken"
-"""Attribute of a namespace: names of attributes that hold what no user said of them."""
+"""Attribute of a namespace that lists attributes holding defaults, not explicit flags."""
 
 OLD_FORMAT: Final = "sft_tokenizer_prompt_format"
 """Attribute that the flag sets."""
 
 
 def prompt_format(args: Any, legacy: LegacyType | None) -> str | None:
-    """The prompt format that a namespace of flags names; the mode sft has ``auto`` without one.
+    """The prompt format that a namespace of flags names; None leaves ``auto`` to the mode sft.
 
-    The first of these: ``--tokenizer-prompt-format``; the old flag, where it was given; Megatron's
-    default for the old type, where one was given.
+    It is the first of these that is there: ``--tokenizer-prompt-format``; the old flag, if
+    explicit; Megatron's default for the old type.
 
     Args:
         args: Parsed flags.
         legacy: The old type that was given.
 
     Raises:
-        ConfigError: Two different ones were given.
+        ConfigError: The flags name two different ones.
     """
     new: str | None = getattr(args, "tokenizer_prompt_format", None)
     if legacy is not None and legacy.prompt_format is None:
-        # The type never minded the old flag.
+        # The type ignores the old flag.
         return new
     old = old_prompt_format(args)
     if new is not None and old is not None and new != old:
@@ -133,19 +133,19 @@ def prompt_format(args: Any, legacy: LegacyType | None) -> str | None:
             got=f"--tokenizer-prompt-format {new} and {OLD_FLAG} {old}",
             fix=f"leave {OLD_FLAG} out",
         )
-    # The warning of an old type that stands alone has the format in it.
-    is_said = legacy is not None and getattr(args, "tokenizer_library", None) is None
-    if old is not None and not is_said and os.environ.get("RANK", "0") == "0":
+    # The warning about an old type without a library names the format already.
+    is_warned = legacy is not None and getattr(args, "tokenizer_library", None) is None
+    if old is not None and not is_warned and os.environ.get("RANK", "0") == "0":
         _warn_once(old)
     default = None if legacy is None else legacy.prompt_format
     return next((name for name in (new, old, default) if name is not None), None)
 
 
 def old_prompt_format(args: Any) -> str | None:
-    """What the old flag was given; None where it was not.
+    """Value of the old flag; None where it was not given explicitly.
 
-    Megatron's parser puts a default in. Where explicit flags were not noted, nothing
-    tells that from the same words of a user.
+    Megatron's parser sets a default. Where explicit flags were not noted, an explicit flag of the
+    same value cannot be told from it.
     """
     value: str | None = getattr(args, OLD_FORMAT, None)
     unspoken = getattr(args, UNSPOKEN, None)

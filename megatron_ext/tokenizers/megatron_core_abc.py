@@ -36,7 +36,7 @@ _OURS: Final[Mapping[str, tuple[str, type]]] = {
         MegatronTokenizerVision,
     ),
 }
-"""Module of megatron-core -> its abstract class, and ours that counts as one."""
+"""Module of megatron-core -> its abstract class, and ours to be registered with it."""
 
 
 def register_with_megatron_core() -> None:
@@ -55,14 +55,14 @@ def register_with_megatron_core() -> None:
 def _register(module: ModuleType, name: str) -> None:
     class_name, ours = _OURS[name]
     theirs = getattr(module, class_name, None)
-    # Theirs is an ABC, whose ``register`` asks for no methods: what their abstract ``vocab`` and
-    # ``apply_chat_template`` mean is up to ours.
+    # ``register`` of an ABC does not check for methods, so ours need not match the signatures of
+    # their abstract ``vocab`` and ``apply_chat_template``.
     if isinstance(theirs, ABCMeta):
         theirs.register(ours)
 
 
 class _Watcher(MetaPathFinder):
-    """Lets the other finders find, and registers with what they load."""
+    """Finder that delegates to the other finders, and registers with the modules they load."""
 
     def find_spec(
         self,
@@ -83,7 +83,7 @@ class _Watcher(MetaPathFinder):
 
 
 class _RegisteringLoader(Loader):
-    """Loads by another loader, then registers."""
+    """Loader that delegates to another loader, then registers."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -93,7 +93,7 @@ class _RegisteringLoader(Loader):
         return created
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module belongs to its own loader again: nothing later meets this one.
+        # Restore the original loader, so that this one is not seen later.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -49,17 +49,16 @@ MEGATRON_CLASSES: Final[Mapping[str, type[MegatronTokenizerText]]] = {
     "MegatronTokenizerVision": MegatronTokenizerVision,
     "DefaultTokenizerVision": DefaultTokenizerVision,
 }
-"""Name of a class in Megatron's package of tokenizers -> ours for it."""
+"""Name of a class in Megatron's package of tokenizers -> our class."""
 
 
 def tokenizer_class(metadata: Mapping[str, Any]) -> type[MegatronTokenizerText]:
-    """The class that checked metadata name, else the one for their mode.
+    """The class that checked metadata name, else the one for the mode.
 
-    One of Megatron's own classes, of whatever release, stands for ours; megatron-core is not
-    imported for it.
+    A class of Megatron, of any release, is mapped to ours without importing megatron-core.
 
     Raises:
-        TokenizerError: The class cannot be imported, or is no tokenizer of ours.
+        TokenizerError: The class cannot be imported, or is not a ``MegatronTokenizerText``.
         UnknownNameError: The library is unknown.
     """
     name, module_name = metadata.get("class_name"), metadata.get("class_path")
@@ -67,15 +66,15 @@ def tokenizer_class(metadata: Mapping[str, Any]) -> type[MegatronTokenizerText]:
         return _class_for_mode(metadata)
     if f"{module_name}.".startswith(f"{MEGATRON_PACKAGE}."):
         return _megatron_class(metadata, name, module_name)
-    found = _import_class(name, module_name)
-    if not (isinstance(found, type) and issubclass(found, MegatronTokenizerText)):
+    kind = _import_class(name, module_name)
+    if not (isinstance(kind, type) and issubclass(kind, MegatronTokenizerText)):
         raise TokenizerError(
             "this is no tokenizer class",
             expected="a subclass of megatron_ext.tokenizers.MegatronTokenizerText",
             fix="derive it from that instead of Megatron's class",
             where=f"{module_name}.{name}",
         )
-    return found
+    return kind
 
 
 def _class_for_mode(metadata: Mapping[str, Any]) -> type[MegatronTokenizerText]:
@@ -86,7 +85,7 @@ def _class_for_mode(metadata: Mapping[str, Any]) -> type[MegatronTokenizerText]:
 def _megatron_class(
     metadata: Mapping[str, Any], name: str, module_name: str
 ) -> type[MegatronTokenizerText]:
-    """Ours for one of Megatron's; one for images where either the class or the mode says so."""
+    """Our class for one of Megatron's; multimodal where the class or the mode is."""
     if name not in MEGATRON_CLASSES:
         raise TokenizerError(
             "Megatron has no such tokenizer class",
@@ -121,17 +120,17 @@ def _import_class(name: str, module_name: str) -> object:
 def library_at(path: str | os.PathLike[str]) -> FileLibrary:
     """The library of a tokenizer file, of the one in a directory, or of its vocabulary files.
 
-    ``vocab.json`` with ``merges.txt`` and ``vocab.txt``, which Megatron leaves in a checkpoint, are
-    the HuggingFace library's.
+    ``vocab.json`` with ``merges.txt``, and ``vocab.txt``, which Megatron writes to a checkpoint,
+    are read by the HuggingFace library.
 
     Raises:
-        TokenizerError: There is none, or it is not a recognised tokenizer file.
+        TokenizerError: There is no file, or it is not a recognised tokenizer file.
     """
     return "huggingface" if vocab_files_at(path) is not None else file_kind(path).library
 
 
 class MegatronTokenizer:
-    """Two functions under the name that Megatron users know; it has no instances."""
+    """Namespace of Megatron's two entry points; it has no instances."""
 
     def __init__(self) -> None:
         raise TokenizerError(
@@ -148,12 +147,12 @@ class MegatronTokenizer:
 
         Args:
             tokenizer_path: The tokenizer file or its directory. A folder of ``save_pretrained`` is
-                held to what was saved.
+                verified against its record.
             metadata_path: A metadata file, or its contents, which are copied; by default
                 ``tokenizer_metadata.json`` beside the tokenizer, and without one the library is
-                told from the tokenizer file.
-            options: What the class takes (``prompt_format``, ``chat_template`` ...) and what the
-                library takes besides the path.
+                detected from the tokenizer file.
+            options: Options of the class (``prompt_format``, ``chat_template`` ...) and of the
+                library's adapter.
 
         Returns:
             A ``MegatronTokenizerVision`` where the metadata's ``mode`` or ``library`` is
@@ -183,7 +182,8 @@ class MegatronTokenizer:
     ) -> None:
         """Write ``tokenizer_metadata.json`` beside a tokenizer, or to ``metadata_path``.
 
-        Without a class it names Megatron's, as main does, or none with a ``model_type``, as 0.16.
+        Without a class it names Megatron's, as its main branch does; with a ``model_type`` none, as
+        0.16 does.
         The file appears whole or not at all, so several ranks may write and read it at once.
 
         Raises:
@@ -219,7 +219,7 @@ def _metadata(
     tokenizer_path: str | os.PathLike[str] | None,
     given: str | os.PathLike[str] | Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], Path]:
-    """The metadata, checked, and the folder that they are about."""
+    """The checked metadata, and the folder of the tokenizer."""
     if given is not None and not isinstance(given, Mapping | str | os.PathLike):
         raise TokenizerError(
             "the metadata is neither a file nor a mapping",

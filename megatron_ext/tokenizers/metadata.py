@@ -25,7 +25,7 @@ METADATA_FILE: Final = "tokenizer_metadata.json"
 """Name of the file beside a tokenizer."""
 
 MEGATRON_PACKAGE: Final = "megatron.core.tokenizers"
-"""Where Megatron's own tokenizer classes live, in every release that has them."""
+"""Package of Megatron's tokenizer classes, in every release that has them."""
 
 _TEXT_KEYS = (
     *("library", "mode", "class_name", "class_path", "chat_template", "model_type"),
@@ -36,12 +36,12 @@ _TEXT_KEYS = (
 def class_entry(mode: str) -> dict[str, str]:
     """``class_name`` and ``class_path`` for a tokenizer that has no class of its own.
 
-    Megatron's own class is named: every release reads it, and here it stands for ours.
+    They name Megatron's own class, which every release reads, and which means ours here.
     """
-    part = "vision" if mode == "multimodal" else "text"
+    kind = "vision" if mode == "multimodal" else "text"
     return {
-        "class_name": f"MegatronTokenizer{part.title()}",
-        "class_path": f"{MEGATRON_PACKAGE}.{part}.{part}_tokenizer",
+        "class_name": f"MegatronTokenizer{kind.title()}",
+        "class_path": f"{MEGATRON_PACKAGE}.{kind}.{kind}_tokenizer",
     }
 
 
@@ -49,7 +49,7 @@ def importable_name(kind: type) -> dict[str, str]:
     """Name and module by which another process finds a class.
 
     Raises:
-        TokenizerError: It is no class, or not found by its name.
+        TokenizerError: It is not a class, or is not found by its name.
     """
     if not isinstance(kind, type):
         raise TokenizerError("tokenizer_class is no class", got=repr(kind))
@@ -64,7 +64,7 @@ def importable_name(kind: type) -> dict[str, str]:
 
 
 def metadata_file(tokenizer_path: str | os.PathLike[str]) -> Path:
-    """Where the metadata of a tokenizer file or directory lies."""
+    """Path of the metadata of a tokenizer file or directory."""
     path = Path(tokenizer_path)
     return (path.parent if path.is_file() else path) / METADATA_FILE
 

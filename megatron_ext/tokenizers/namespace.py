@@ -29,7 +29,7 @@ from megatron_ext.tokenizers.legacy_types import (
     prompt_format,
 )
 
-# Attributes in which each field is looked for; the first that is set wins.
+# Attributes of each field; the first that is set wins.
 _ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "metadata": ("tokenizer_metadata", "metadata_path"),
     "chat_template": ("chat_template",),
@@ -55,7 +55,7 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "force_system_message": ("force_system_message",),
     "vocab_size": ("vocab_size",),
 }
-# What Megatron's parsers put where nothing was said, when it is not the field's own default.
+# Defaults of Megatron's parsers that differ from those of the fields.
 _UNSET: dict[str, int] = {"tiktoken_num_special_tokens": 1000, "null_pad_id": -1}
 _OF_IMAGES = ("image_tag_type", "force_system_message")
 _SPECIAL_TOKENS = ("tokenizer_special_tokens", "special_tokens", "tiktoken_special_tokens")
@@ -64,9 +64,9 @@ _SPECIAL_TOKENS = ("tokenizer_special_tokens", "special_tokens", "tiktoken_speci
 def config_from_namespace(args: Any) -> TokenizerConfig:
     """The configuration that a namespace of Megatron's flags describes.
 
-    An option that the library does not have is left out: Megatron's namespaces hold all of them.
-    Where ``tokenizer_type_implied`` is true, ``tokenizer_type`` only repeats the library for code
-    that reads it, and says nothing here.
+    Options that the library does not have are left out: Megatron's namespaces hold all options.
+    Where ``tokenizer_type_implied`` is true, ``tokenizer_type`` only repeats the library for other
+    code and is ignored here.
 
     Raises:
         ConfigError: The tokenizer type is unknown, flags contradict each other, or a value is
@@ -87,9 +87,9 @@ def config_from_namespace(args: Any) -> TokenizerConfig:
         if value is not None and value != _UNSET.get(name):
             values[name] = value
     if legacy is not None:
-        values = _as_the_type_did(values, legacy, args)
+        values = _with_implied_options(values, legacy, args)
         _warn_of_type(args, legacy, values)
-    return TokenizerConfig(**_without_options_of_others(values))
+    return TokenizerConfig(**_without_foreign_options(values))
 
 
 def _legacy_type(args: Any) -> LegacyType | None:
@@ -108,20 +108,20 @@ def _legacy_type(args: Any) -> LegacyType | None:
 
 
 def _warn_of_type(args: Any, legacy: LegacyType, values: Mapping[str, Any]) -> None:
-    """Tell the first process of a run the flags that mean the same."""
+    """Warn in the first process of a run, with the equivalent flags."""
     if getattr(args, "tokenizer_library", None) is None and os.environ.get("RANK", "0") == "0":
         more = legacy.release_flag
-        said = more is not None and values.get(more.field)
-        said_format = old_prompt_format(args) if legacy.prompt_format else None
-        _warn_once(args.tokenizer_type, said_format, with_release_flag=bool(said))
+        has_release_flag = more is not None and values.get(more.field)
+        old_format = old_prompt_format(args) if legacy.prompt_format else None
+        _warn_once(args.tokenizer_type, old_format, with_release_flag=bool(has_release_flag))
 
 
 @cache
-def _warn_once(name: str, said_format: str | None, *, with_release_flag: bool) -> None:
-    """Warn of an old type, and of the old flag of its prompt format where one was said."""
+def _warn_once(name: str, old_format: str | None, *, with_release_flag: bool) -> None:
+    """Warn of an old type, and of the old flag of its prompt format where that was given."""
     legacy, old = LEGACY_TYPES[name], f"--tokenizer-type {name} is an old name"
-    if said_format is not None:
-        legacy = replace(legacy, prompt_format=said_format)
+    if old_format is not None:
+        legacy = replace(legacy, prompt_format=old_format)
         old = f"--tokenizer-type {name} and {OLD_FLAG} are old names"
     flags = legacy.flags
     if with_release_flag and legacy.release_flag is not None:
@@ -138,14 +138,14 @@ def _warn_once(name: str, said_format: str | None, *, with_release_flag: bool) -
 
 
 def _settle(args: Any, legacy: LegacyType | None) -> dict[str, Any]:
-    """Library and mode, said in new flags, by a type or by both alike."""
+    """Library and mode, given by new flags, by a type or by both alike."""
     values: dict[str, Any] = {
         "library": getattr(args, "tokenizer_library", None),
         "mode": getattr(args, "tokenizer_mode", None),
     }
     for name, value in values.items():
-        said = None if legacy is None else getattr(legacy, name)
-        if said is None or value == said:
+        implied = None if legacy is None else getattr(legacy, name)
+        if implied is None or value == implied:
             continue
         if value is not None:
             raise ConfigError(
@@ -155,16 +155,16 @@ def _settle(args: Any, legacy: LegacyType | None) -> dict[str, Any]:
                 fix="leave --tokenizer-type out",
                 where=f"--tokenizer-{name}",
             )
-        values[name] = said
+        values[name] = implied
     values["mode"] = values["mode"] or "text"
     return values
 
 
 def _engine(args: Any, legacy: LegacyType | None) -> str:
     engine: str | None = getattr(args, "tokenizer_engine", None)
-    # The old types of other libraries never minded the flag.
-    minds = legacy is None or legacy.library in ("huggingface", "megatron")
-    if not (minds and getattr(args, "use_gigatoken", False)):
+    # Old types of other libraries ignore the flag.
+    reads_flag = legacy is None or legacy.library in ("huggingface", "megatron")
+    if not (reads_flag and getattr(args, "use_gigatoken", False)):
         return "auto" if engine is None else engine
     if engine not in (None, "gigatoken"):
         raise ConfigError(
@@ -186,29 +186,29 @@ def _include_special_tokens(args: Any, legacy: LegacyType | None) -> bool:
     return legacy is not None and leave_out is not None
 
 
-def _as_the_type_did(values: dict[str, Any], legacy: LegacyType, args: Any) -> dict[str, Any]:
-    """``values`` with what an old type implied."""
+def _with_implied_options(values: dict[str, Any], legacy: LegacyType, args: Any) -> dict[str, Any]:
+    """``values`` with the options that an old type implies."""
     values = {
         "parse_special_tokens": legacy.parses_special_tokens,
         **values,
         "model": values["model"] if legacy.model is None else legacy.model,
     }
     if legacy.vocab_extra_ids:
-        # The type took no others.
+        # The type takes no other special tokens.
         values["special_tokens"] = ()
         values["vocab_extra_ids"] = max(values.get("vocab_extra_ids", 0), legacy.vocab_extra_ids)
     if args.tokenizer_type == "NullMultimodalTokenizer" or (
         args.tokenizer_type == "NullTokenizer" and not hasattr(args, "null_tokenizer_eod_id")
     ):
         values["null_add_eod"] = True
-    # Multimodal scripts ask for all of these whatever the type, and most types read none.
+    # Multimodal scripts pass all of these whatever the type, and most types ignore them.
     unread: tuple[str, ...] = () if legacy.mode == "multimodal" else _OF_IMAGES
     if args.tokenizer_type == "NullMultimodalTokenizer":
         unread = ("prompt_format", "special_tokens", *_OF_IMAGES)
     return {name: value for name, value in values.items() if name not in unread}
 
 
-def _without_options_of_others(values: dict[str, Any]) -> dict[str, Any]:
+def _without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
     """``values`` without options that the library does not have."""
     library = values["library"]
     if library is None:
@@ -222,6 +222,6 @@ def _without_options_of_others(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first(args: Any, attributes: Sequence[str]) -> Any:
-    """The first of the attributes that is there and set."""
+    """Value of the first attribute that exists and is set."""
     values = (getattr(args, name, None) for name in attributes)
     return next((value for value in values if value is not None), None)

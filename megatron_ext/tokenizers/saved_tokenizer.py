@@ -27,14 +27,14 @@ _FIX = "copy the folder again, whole"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTokenizer:
-    """What the metadata of a folder say of the tokenizer in it."""
+    """Record of a saved tokenizer, from the metadata of its folder."""
 
     folder: Path
-    """Where its files lie."""
+    """Folder of its files."""
     library: str
     """Name in ``TOKENIZER_LIBRARIES``."""
     name: str | None
-    """What the library takes for a path where that is no file."""
+    """Name that the library takes instead of a path; None for a path."""
     options: Mapping[str, Any]
     """Constructor options."""
     option_files: Mapping[str, str]
@@ -42,16 +42,16 @@ class SavedTokenizer:
     special_tokens: Mapping[str, str]
     """Name of each special token by ``bos_token`` ..."""
     fingerprint: str
-    """Of the vocabulary."""
+    """Fingerprint of the vocabulary."""
     files: Mapping[str, Mapping[str, Any]]
     """Hash and size of each file."""
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any], folder: Path) -> SavedTokenizer | None:
-        """What checked ``metadata`` say, or None where they are of no saved tokenizer.
+        """The record in checked ``metadata``; None where they have none.
 
         Raises:
-            TokenizerError: They are of a newer release, or incomplete.
+            TokenizerError: The record is of a newer release, or incomplete.
         """
         assets = metadata.get(ASSETS_KEY)
         if assets is None:
@@ -95,13 +95,13 @@ class SavedTokenizer:
         given_path: str | os.PathLike[str] | None,
         given_options: Mapping[str, Any],
     ) -> MegatronTokenizerText:
-        """The tokenizer again, held to what was saved.
+        """Rebuild the tokenizer, and verify it against the record.
 
         Args:
-            kind: Its class.
-            metadata: The folder's, checked.
-            given_path: What the caller names; None where only the metadata were named.
-            given_options: Options that take the place of saved ones.
+            kind: Class of the tokenizer.
+            metadata: Checked metadata of the folder.
+            given_path: Path that the caller names; None where only the metadata were named.
+            given_options: Options that override saved ones.
 
         Raises:
             TokenizerError: A file or the tokenizer differs from what was saved.
@@ -116,7 +116,7 @@ class SavedTokenizer:
         return tokenizer
 
     def check_files(self) -> None:
-        """Hold every file to its size and hash.
+        """Verify size and hash of every file.
 
         Raises:
             TokenizerError: One is missing, truncated or altered.
@@ -124,7 +124,7 @@ class SavedTokenizer:
         for name, expected in self.files.items():
             file = self.folder / name
             try:
-                found = digest(file.read_bytes())
+                actual = digest(file.read_bytes())
             except OSError as error:
                 raise TokenizerError(
                     "a file of the saved tokenizer is missing",
@@ -133,17 +133,17 @@ class SavedTokenizer:
                     fix=_FIX,
                     where=file,
                 ) from error
-            if found != expected:
+            if actual != expected:
                 raise TokenizerError(
                     "the file differs from the one that was saved",
-                    got=_text(found),
+                    got=_text(actual),
                     expected=_text(expected),
                     fix=_FIX,
                     where=file,
                 )
 
     def path(self, given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-        """What the class takes for a path."""
+        """Path argument of the class."""
         if not TOKENIZER_LIBRARIES[self.library].reads_file:
             return None
         if self.name is not None:
@@ -151,20 +151,20 @@ class SavedTokenizer:
         return self.folder if given is None else given
 
     def metadata(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """``metadata`` with the prompt format's file where it lies now."""
+        """``metadata`` with the current path of the prompt format's file."""
         if PROMPT_FILE not in self.files:
             return dict(metadata)
         return {**metadata, "prompt_format": f"file:{self.folder / PROMPT_FILE}"}
 
     def constructor_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The saved options, with those that the caller gives in their place."""
+        """The saved options, overridden by those of the caller."""
         in_folder = {option: str(self.folder / name) for option, name in self.option_files.items()}
         return {**self.options, **in_folder, **given}
 
     def check(self, tokenizer: MegatronTokenizerText, given: Mapping[str, Any]) -> None:
-        """Hold the tokenizer that was built to the one that was saved.
+        """Verify that the tokenizer that was built is the one that was saved.
 
-        Where the caller gave an option of the library the vocabulary is the caller's.
+        Where the caller overrides an option of the library the vocabulary may differ: no check.
 
         Raises:
             TokenizerError: The vocabulary, a special token or the set of files differs.
@@ -172,15 +172,15 @@ class SavedTokenizer:
         if given.keys() & tokenizer.options.keys():
             return
         read = set(file_names(tokenizer).values())
-        for what, found, expected in (
+        for what, actual, expected in (
             ("fingerprint of the vocabulary", tokenizer.fingerprint(), self.fingerprint),
             ("special tokens", dict(tokenizer.special_token_names), self.special_tokens),
             ("files", sorted(read), sorted(self.files.keys() - {PROMPT_FILE})),
         ):
-            if found != expected:
+            if actual != expected:
                 raise TokenizerError(
                     f"the tokenizer is not the one that was saved: its {what} differ",
-                    got=found,
+                    got=actual,
                     expected=expected,
                     fix=_FIX,
                     where=self.folder,
@@ -193,7 +193,7 @@ def load_saved(
     """A tokenizer of class ``kind`` from a folder of ``save_pretrained``.
 
     Raises:
-        TokenizerError: The folder holds none, or one that differs from what was saved.
+        TokenizerError: The folder holds no saved tokenizer, or one that differs from its record.
     """
     metadata = read_metadata(metadata_file(folder))
     saved = SavedTokenizer.read(metadata, Path(folder))

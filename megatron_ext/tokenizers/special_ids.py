@@ -25,14 +25,14 @@ from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 
 
 class SpecialIds(RoleIds):
-    """What a tokenizer gains from its library's special ids; None stands for one that is missing.
+    """Mixin with the special ids of the library's tokenizer; a missing one is None.
 
-    The class that has it sets ``_tokenizer`` and, where there is one, ``_pad_of_format``.
+    A subclass sets ``_tokenizer`` and, where there is one, ``_pad_of_format``.
     """
 
     _tokenizer: MegatronTokenizerTextAbstract
     _pad_id: int | None = None
-    """A padding id that somebody chose: Megatron's reinforcement learning writes it."""
+    """Padding id that was assigned, as Megatron's reinforcement learning does."""
 
     def special_id(self, role: SpecialRole) -> int | None:
         return self._tokenizer.special_id(role)
@@ -44,21 +44,21 @@ class SpecialIds(RoleIds):
 
     @property
     def pad_id(self) -> int | None:
-        """Padding: the one that was chosen, else the prompt format's, else the tokenizer's."""
+        """Id of the padding: the one assigned, else the prompt format's, else the tokenizer's."""
         choices = (self._pad_id, self._pad_of_format, self._tokenizer.pad_id)
         return next((token_id for token_id in choices if token_id is not None), None)
 
     @property
     def eod(self) -> int | None:
-        """End of document: Megatron puts it behind each one."""
+        """End of document, which Megatron appends to each document."""
         return self._tokenizer.eod
 
     @property
     def pad(self) -> int | None:
-        """Padding as Megatron's datasets ask for it: -1, which no text has, where there is none.
+        """Id of the padding for Megatron's datasets: -1, which no text has, where it is missing.
 
-        Of a HuggingFace tokenizer it is None then, as Megatron has it: its reinforcement learning
-        looks for ``None`` before it chooses one.
+        A HuggingFace tokenizer has None then, as in Megatron: its reinforcement learning tests for
+        ``None`` before it assigns one.
         """
         return self._tokenizer.absent_pad if self.pad_id is None else self.pad_id
 
@@ -76,10 +76,10 @@ class SpecialIds(RoleIds):
 
     @property
     def special_tokens_dict(self) -> dict[str, int]:
-        """Id by ``bos_token``, ``eos_token``, ``pad_token`` ...: those that there are.
+        """Id of each existing special token by ``bos_token``, ``eos_token``, ``pad_token`` ...
 
-        An end of document that is no end of sequence is ``eod_token``: Megatron's datasets look
-        here, and nowhere else, for ids that padding must not share.
+        An end of document that differs from the end of sequence is ``eod_token``: Megatron's
+        datasets look here, and nowhere else, for ids that padding must not share.
         """
         roles = ((role, self.special_id(role)) for role in CONVENTIONAL_NAMES)
         ids = {f"{role}_token": token_id for role, token_id in roles if token_id is not None}
@@ -94,16 +94,16 @@ _MARKER = re.compile(r"[^\w\s▁]\S*\w\S*[^\w\s▁]")
 
 
 def markers(tokens: Iterable[ControlToken]) -> list[ControlToken]:
-    """Those of ``tokens`` that are a word in brackets of some kind.
+    """The ``tokens`` that are a word in brackets of some kind.
 
-    White space, words, digits and punctuation are written by templates without meaning a mark, and
-    no content could do without them.
+    Templates write white space, words, digits and punctuation without meaning a mark, and contents
+    need them.
     """
     return [token for token in tokens if _MARKER.fullmatch(token.name)]
 
 
 def are_forged(text: str, written: Sequence[ControlMatch], ids: IdArray, ends: ByteEnds) -> bool:
-    """Whether text elsewhere has made a token that a template has written.
+    """Whether a marker that a template writes also occurs outside of template text.
 
     Args:
         text: The whole text.

@@ -26,15 +26,15 @@ CONVENTIONAL_NAMES: dict[SpecialRole, tuple[str, ...]] = {
 }
 
 _ORDER_OF_ROLES = ("unk", "mask", "pad", "sep", "eos", "bos", "cls")
-"""In which order Megatron adds the special tokens of roles."""
+"""Order in which Megatron adds the special tokens of roles."""
 
 
 def names_to_add(roles: Mapping[Role, str | None], others: Sequence[str]) -> list[str]:
-    """Names that a user gave a tokenizer, in the order in which new ones get ids.
+    """Names that a user gives, in the order in which new ones get ids.
 
     Args:
         roles: Name by role; these come first, as Megatron has them.
-        others: More names. One that has a role keeps its place among them: it was added later.
+        others: More names. One that also has a role keeps its place here: it was added later.
     """
     ordered = sorted(roles, key=(*_ORDER_OF_ROLES, *roles).index)
     names = (roles[role] for role in ordered)
@@ -53,7 +53,7 @@ def conventional_id(role: SpecialRole, find: Callable[[str], int | None]) -> int
 
 
 class RoleIds(ABC):
-    """What ``special_id`` gives, a property for each role but the padding."""
+    """Properties with the special id of each role but the padding."""
 
     @abstractmethod
     def special_id(self, role: SpecialRole) -> int | None:
@@ -61,32 +61,32 @@ class RoleIds(ABC):
 
     @property
     def bos_id(self) -> int | None:
-        """Beginning of sequence."""
+        """Id of the beginning of sequence."""
         return self.special_id("bos")
 
     @property
     def eos_id(self) -> int | None:
-        """End of sequence."""
+        """Id of the end of sequence."""
         return self.special_id("eos")
 
     @property
     def unk_id(self) -> int | None:
-        """Unknown."""
+        """Id of the unknown token."""
         return self.special_id("unk")
 
     @property
     def mask_id(self) -> int | None:
-        """Masked position."""
+        """Id of a masked position."""
         return self.special_id("mask")
 
     @property
     def cls_id(self) -> int | None:
-        """Classification."""
+        """Id of the classification token."""
         return self.special_id("cls")
 
     @property
     def sep_id(self) -> int | None:
-        """Separator."""
+        """Id of the separator."""
         return self.special_id("sep")
 
 
@@ -102,7 +102,7 @@ class AddedTokens:
             ``additional_special_tokens`` to several.
 
     Raises:
-        TokenizerError: ``given`` is neither, or has a key or a name that cannot be.
+        TokenizerError: ``given`` is neither, or has an unusable key or name.
     """
 
     def __init__(self, given: Sequence[str] | Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ class AddedTokens:
                 )
 
     def joined_to(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """A library's options with these tokens behind those that they name already."""
+        """A library's options, with these tokens appended to those they name already."""
         joined = {**options, **self._roles}
         # Those with roles too: a library adds a role's token first unless it is named here.
         names = dict.fromkeys([*(options.get(_ADDITIONAL) or ()), *self.names])
@@ -147,9 +147,9 @@ class ControlToken:
     """A name that becomes one id, wherever control tokens are read."""
 
     name: str
-    """How it is written."""
+    """Spelling in a text."""
     token_id: int
-    """What it becomes."""
+    """Id that the name becomes."""
     lstrip: bool = False
     """It swallows the white space before it."""
     rstrip: bool = False
@@ -182,7 +182,7 @@ class ControlTokens:
         self._named: dict[frozenset[str], ControlTokens] = {}
 
     def named(self, names: frozenset[str]) -> ControlTokens:
-        """Those of them that have one of ``names``."""
+        """The control tokens with one of ``names``."""
         if names not in self._named:
             few = [token for name, token in self.by_name.items() if name in names]
             self._named[names] = ControlTokens(few)
@@ -191,7 +191,7 @@ class ControlTokens:
     def find(
         self, text: str, spans: Sequence[tuple[int, int]] | None = None
     ) -> Iterator[ControlMatch]:
-        """Control tokens in ``text``: the leftmost first, of several there the longest.
+        """Control tokens in ``text`` from left to right; the longest of several at one place.
 
         Args:
             text: Any string.
@@ -203,7 +203,7 @@ class ControlTokens:
         find, plain = self._pattern.finditer, self._plain_ids
         done = 0
         for start, stop in ((0, len(text)),) if spans is None else spans:
-            # A pattern that is given an end sees no character beyond it.
+            # A match with an end position sees no character beyond it.
             for match in find(text, start if start > done else done, stop):
                 begin, end = match.span()
                 name = match[0]
@@ -223,7 +223,7 @@ class ControlTokens:
 
     @cached_property
     def _plain_ids(self) -> dict[str, int]:
-        """Id of each name that is a control token wherever it stands, and swallows nothing."""
+        """Id of each name without conditions on its neighbours, and without stripped space."""
         return {
             name: token.token_id
             for name, token in self.by_name.items()
@@ -240,15 +240,15 @@ class ControlTokens:
 def _any_of(names: Sequence[str]) -> str:
     """A regular expression for the longest of ``names``, which differ.
 
-    Names are told apart character by character: in a plain list of them each would be tried at
-    every ``<`` of a text, of which there may be a thousand.
+    It is a trie, which branches by character: in a plain alternation each of perhaps a thousand
+    names would be tried at every ``<`` of a text.
     """
     if len(names) == 1:
         return re.escape(names[0])
     tails: dict[str, list[str]] = {}
     for name in names:
         tails.setdefault(name[:1], []).append(name[1:])
-    # The name that ends here comes last: a longer one that begins with it counts before.
+    # A name that ends here comes last: a longer one with this prefix precedes it.
     ways = [re.escape(first) + _any_of(tails[first]) for first in sorted(tails, reverse=True)]
     return ways[0] if len(ways) == 1 else f"(?:{'|'.join(ways)})"
 

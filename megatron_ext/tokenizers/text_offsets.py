@@ -26,9 +26,9 @@ def text_offsets(
     """Index of the character of ``text`` in which each of ``ids`` begins [T].
 
     Args:
-        tokenizer: The library's.
-        ids: A tokenization of ``text``, or any stream that decodes to it: with control tokens
-            written by name or left out, and with bytes that are no UTF-8.
+        tokenizer: Adapter of the library.
+        ids: A tokenization of ``text``, or any stream that decodes to it, with control tokens
+            written by name or left out, and with bytes that are not UTF-8.
         text: The text.
 
     Raises:
@@ -50,14 +50,14 @@ def text_offsets(
 def _ends_of_encoding(
     tokenizer: MegatronTokenizerTextAbstract, ids: list[int], text: str
 ) -> ByteEnds | None:
-    """Byte ends [T] if the library gives these very ids for the text."""
+    """Byte ends [T] if the library encodes the text to exactly these ids, else None."""
     for parse_special in (False, True):
         try:
-            own_ids, ends = tokenizer.encode_with_byte_ends(text, parse_special=parse_special)
+            encoded_ids, ends = tokenizer.encode_with_byte_ends(text, parse_special=parse_special)
         except TokenizerError:
-            # Not every library takes any text: names are no numbers.
+            # The null tokenizer, for one, refuses names of special tokens.
             continue
-        if own_ids.tolist() == ids:
+        if encoded_ids.tolist() == ids:
             return ends
     return None
 
@@ -65,7 +65,7 @@ def _ends_of_encoding(
 def _pieces(
     tokenizer: MegatronTokenizerTextAbstract, ids: list[int], *, named: bool
 ) -> list[bytes]:
-    """What each token adds to the stream's bytes; a control token its name, or nothing."""
+    """Bytes that each token adds to the stream: its name or nothing for a control token."""
     lengths = np.diff(tokenizer.byte_ends(ids), prepend=0).tolist()
     pieces = []
     for token_id, length in zip(ids, lengths, strict=True):
@@ -79,7 +79,7 @@ def _pieces(
 
 
 def _starts_in(raw: bytes, text: str) -> NDArray[np.int64] | None:
-    """Where each character of ``text`` begins in ``raw`` [M + 1] if this decodes to it."""
+    """Begin of each character of ``text`` in ``raw`` [M + 1]; None unless it decodes to it."""
     if raw.decode(errors="replace") != text:
         return None
     starts: list[int] = []
@@ -93,7 +93,7 @@ def _starts_in(raw: bytes, text: str) -> NDArray[np.int64] | None:
         starts += accumulate(lengths[:-1], initial=done) if lengths else ()
         done += sum(lengths)
         if bad:
-            # One U+FFFD for each run of bytes that no character can begin with.
+            # One U+FFFD for each run of undecodable bytes.
             starts.append(done)
             done += bad
     return np.array([*starts, len(raw)])
@@ -106,7 +106,7 @@ def _characters(starts: NDArray[np.int64], ends: ByteEnds) -> list[int]:
 
 
 def _by_prefixes(tokenizer: MegatronTokenizerTextAbstract, ids: list[int], text: str) -> list[int]:
-    """By decoding every prefix: for libraries that tidy white space up while they decode."""
+    """Offsets by decoding every prefix, for libraries that clean up white space in decoding."""
     for skip in (True, False):
         if tokenizer.ids_to_text(ids, skip_special_tokens=skip) != text:
             continue

@@ -35,11 +35,11 @@ def tokenized_files(
 ) -> Any:
     """An ``awkward`` array with the ids of each document, in the order of files and lines.
 
-    Every document is held at once; ``megatron-ext tokenize`` writes indexed datasets from files of
-    any size.
+    All documents are in memory at once; ``megatron-ext tokenize`` writes indexed datasets from
+    files of any size.
 
     Args:
-        encode: Flat ids and offsets of many texts.
+        encode: Encodes many texts to flat ids and offsets.
         paths: JSON lines files; blank lines are skipped.
         field: Key of a document's text.
 
@@ -89,25 +89,24 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
 
     Args:
         path: The tokenizer file or its directory; None for a library that reads none.
-        config: Metadata; ``library`` names the library, ``chat_template`` and ``prompt_format``
-            may stand here too. It is copied.
+        config: Metadata; ``library`` names the library, and ``chat_template`` and
+            ``prompt_format`` may be given here too. It is copied.
         prompt_format: Name of the prompt format that renders and masks conversations.
         chat_template: Jinja source, instead of the metadata's and of the tokenizer's own.
-        parse_special_tokens: Special tokens written in a text become their ids; in the messages of
-            a conversation they do not.
+        parse_special_tokens: Parse special tokens in texts, though not in messages.
         train_on: Messages that are trained: ``all-assistant``, ``last-assistant``, or roles with
-            commas between them. A message's own ``"train"`` wins.
+            commas between them. The ``"train"`` of a message overrides it.
         train_thinking: Train the thinking of these messages.
         train_tool_calls: Train their tool calls.
-        exclude_unknown: Leave messages untrained of which the template hides the source or shows
-            nothing; such a conversation is refused otherwise.
-        allow_control_tokens_in_content: Special tokens that a message spells become their ids, so
-            that its author can forge a turn.
-        template_variables: What templates see besides a conversation, ``name=value`` each, the
-            value in JSON or a plain text: ``enable_thinking=false``.
+        exclude_unknown: Do not train messages whose provenance the template hides or that it leaves
+            out; otherwise such a conversation is refused.
+        allow_control_tokens_in_content: Parse special tokens in messages, whose authors can then
+            forge a turn.
+        template_variables: Variables of templates, ``name=value`` each, the value in JSON or a
+            plain text: ``enable_thinking=false``.
         identify_by_content: Let ``unique_identifiers`` follow the vocabulary and the template
             instead of the path alone.
-        options: What the library's adapter takes besides the path.
+        options: Options of the library's adapter.
 
     Raises:
         ConfigError: ``config`` names no library or an unknown one, or the prompt format does not
@@ -162,14 +161,14 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         return self._tokenizer.text_to_ids_batch(texts, parse_special=self.parse_special_tokens)
 
     def text_to_flat_ids(self, texts: Sequence[str]) -> tuple[IdArray, ByteEnds]:
-        """Ids [N] of all texts and offsets [D + 1]: where those of each begin and end."""
+        """Ids [N] of all texts, and the offsets [D + 1] of each text's ids."""
         return self._tokenizer.text_to_flat_ids(texts, parse_special=self.parse_special_tokens)
 
     def prepare_engine(self) -> str | None:
-        """Build and prove the engine for batches now: before a fork, or to hear of it.
+        """Build and prove the engine for batches now, for example before a fork.
 
         Returns:
-            Why it is not used, in one line; None where it is.
+            Reason why it is not used, in one line; None where it is used.
         """
         prepare = getattr(self._tokenizer, "prepare_engine", None)
         return f"{self.library} has no fast engine" if prepare is None else prepare()
@@ -193,12 +192,12 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
     def encode_with_byte_ends(
         self, text: str, *, parse_special: bool | None = None
     ) -> tuple[IdArray, ByteEnds]:
-        """Ids [T] of ``text`` and where each ends in ``text.encode()`` [T]."""
+        """Ids [T] of ``text``, and their byte ends [T] in ``text.encode()``."""
         parse = self.parse_special_tokens if parse_special is None else parse_special
         return self._tokenizer.encode_with_byte_ends(text, parse_special=parse)
 
     def byte_ends(self, ids: Sequence[int] | IdArray) -> ByteEnds:
-        """Where each of ``ids`` ends in the bytes that the stream decodes to [T]."""
+        """Byte ends [T] of ``ids`` in the bytes that the stream decodes to."""
         return self._tokenizer.byte_ends(ids)
 
     def token_bytes(self, token_id: int) -> bytes | None:
@@ -237,7 +236,7 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
     def add_special_tokens(self, special_tokens: Sequence[str] | Mapping[str, Any]) -> int:
         """Add special tokens: a list of names, or names by ``pad_token`` ... as HuggingFace does.
 
-        The library's tokenizer is built anew, with the next ids for names that are new.
+        The library's tokenizer is rebuilt, and new names get the next ids.
 
         Returns:
             The number of names that the vocabulary did not hold.
@@ -267,17 +266,17 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
 
     @property
     def vocab_file(self) -> str | None:
-        """The vocabulary file that was named beside the path."""
+        """The option ``vocab_file``."""
         return self.options.get("vocab_file")
 
     @property
     def merges_file(self) -> str | None:
-        """The file of merges that was named beside the path."""
+        """The option ``merges_file``."""
         return self.options.get("merges_file")
 
     @property
     def space_sensitive(self) -> bool:
-        """Whether two words give other ids together than one after the other."""
+        """Whether two words give other ids together than separately."""
         ids = self._tokenizer.text_to_ids
         return ids("x y") != ids("x") + ids("y")
 
@@ -288,14 +287,14 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         return self._tokenizer.files()
 
     def constructor_options(self) -> dict[str, Any]:
-        """Keyword arguments that build the tokenizer again, apart from its chat template and prompt
-        format; a class that takes others adds them."""
+        """Keyword arguments that rebuild the tokenizer, without chat template and prompt format; a
+        subclass adds its own."""
         flags = ("parse_special_tokens", "identify_by_content")
-        said = {name: True for name in flags if getattr(self, name)}
-        return self.options | self.conversation_options.stated() | said
+        set_flags = {name: True for name in flags if getattr(self, name)}
+        return self.options | self.conversation_options.stated() | set_flags
 
     def save_pretrained(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write a folder that ``MegatronTokenizer.from_pretrained`` rebuilds the tokenizer from.
+        """Write a folder from which ``MegatronTokenizer.from_pretrained`` rebuilds the tokenizer.
 
         The folder appears whole or not at all. It needs no other file and no network.
 
@@ -314,7 +313,7 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
-        """What Megatron's dataset cache is keyed on."""
+        """Key of Megatron's dataset cache."""
         kind = type(self)
         # Our own classes may move between modules without emptying every cache.
         package = "megatron_ext" if kind.__module__.startswith("megatron_ext.") else kind.__module__
@@ -327,7 +326,7 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         )
         for name in sorted(self.options):
             value = self.options[name]
-            # A tuple is a list again once it was saved.
+            # A saved tuple is loaded as a list.
             identifiers[name] = str(list(value) if isinstance(value, tuple) else value)
         if self.parse_special_tokens:
             identifiers["parse_special_tokens"] = "True"

@@ -40,23 +40,23 @@ _FIRST_MARK: Final = 0x300
 
 
 class ReorderedMarks(NamedTuple):
-    """A character and marks behind it that are not in canonical order, as bytes of the text."""
+    """Byte offsets of a character and of marks behind it that are not in canonical order."""
 
     character: int
-    """Where the character begins; a mark can be composed with it from behind others."""
+    """Begin of the character, with which a mark behind other marks can be composed."""
 
     marks: int
     end: int
 
 
 def spans_of_marks(spans: Sequence[Span], pieces: Sequence[bytes], text: bytes) -> list[Span]:
-    """The spans [T] that a library reports, each of reordered marks widened to all of these.
+    """The spans [T] that a library reports, those of reordered marks widened to all of the marks.
 
-    A library counts marks in the order that it gives them, so that one that has changed places is
-    said to be another. The character before them goes along unless its tokens spell it.
+    A library counts marks in the order after normalisation, so that a reordered mark gets the span
+    of another. The character before the marks is included unless its tokens spell it.
 
     Args:
-        spans: Bytes where each token begins and ends.
+        spans: Begin and end of each token in bytes.
         pieces: Bytes of each token.
         text: The whole text, N bytes.
     """
@@ -67,14 +67,14 @@ def spans_of_marks(spans: Sequence[Span], pieces: Sequence[bytes], text: bytes) 
     starts = sorted({0, *(start for start, _ in spans)})
     begins, ends = [], []
     for character, marks, end in sequences:
-        # A character that was put together with the one before begins where that does.
+        # A character that was composed with the one before begins where that does.
         with_character = starts[bisect_right(starts, character) - 1]
         begins.append(marks if marks in spelled else with_character)
         ends.append(end)
     widened = []
     for (start, stop), piece in zip(spans, pieces, strict=True):
         first, last = bisect_right(ends, start), bisect_right(begins, stop - 1) - 1
-        # A space that a library puts before a word may be said to be its first character.
+        # A library may report a dummy space before a word with the span of its first character.
         if start < stop and first <= last and piece != b" ":
             start, stop = min(start, begins[first]), max(stop, ends[last])
         widened.append((start, stop))
@@ -82,20 +82,22 @@ def spans_of_marks(spans: Sequence[Span], pieces: Sequence[bytes], text: bytes) 
 
 
 def reordered_marks(text: bytes) -> Iterator[ReorderedMarks]:
-    """Runs of marks in ``text`` that are not in canonical order, each once, ascending."""
+    """Runs of marks in ``text`` that are not in canonical order, ascending."""
     characters = text.decode()
     points = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
     if points.max(initial=0) < _FIRST_MARK:
         return
-    found, index = np.unique(points, return_inverse=True)
-    # A character that is taken apart can end in a mark, too.
-    parts = [unicodedata.normalize("NFD", chr(point)) for point in found.tolist()]
-    first, last = (np.array([unicodedata.combining(part[i]) for part in parts]) for i in (0, -1))
+    distinct, index = np.unique(points, return_inverse=True)
+    # The decomposition of a character can end in a mark, too.
+    expanded = [unicodedata.normalize("NFD", chr(point)) for point in distinct.tolist()]
+    first, last = (
+        np.array([unicodedata.combining(piece[i]) for piece in expanded]) for i in (0, -1)
+    )
     classes = first[index]
     falls = np.flatnonzero((classes[1:] > 0) & (classes[1:] < last[index][:-1]))
     if not len(falls):
         return
-    widths = np.array([len(chr(point).encode()) for point in found.tolist()])[index]
+    widths = np.array([len(chr(point).encode()) for point in distinct.tolist()])[index]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)]).tolist()
     starters = np.flatnonzero(classes == 0)
     after = starters.searchsorted(falls, side="right")
@@ -106,7 +108,7 @@ def reordered_marks(text: bytes) -> Iterator[ReorderedMarks]:
 
 
 def _spelled_ends(spans: Sequence[Span], pieces: Sequence[bytes], text: bytes) -> Iterator[int]:
-    """Ends of spans whose tokens spell them."""
+    """Ends of the spans that their tokens spell."""
     for (start, stop), group in groupby(zip(spans, pieces, strict=True), key=lambda pair: pair[0]):
         if b"".join(piece for _, piece in group) == text[start:stop]:
             yield stop
@@ -116,11 +118,11 @@ Words = NDArray[np.uint64]
 
 _WORD: Final = 8
 _MASKS: Final[Words] = np.array([(1 << 8 * count) - 1 for count in range(_WORD + 1)], np.uint64)
-"""What keeps the first 0 to 8 bytes of a word."""
+"""Masks of the first 0 to 8 bytes of a word."""
 
 
 class TokenWords:
-    """The bytes of every id, to be compared with texts.
+    """Bytes of every id as words, for fast comparison with texts.
 
     Args:
         buffer: [N] the bytes of all ids, one after another.
@@ -141,7 +143,7 @@ class TokenWords:
         self._first_words = self._words[starts] & self._first_masks
 
     def differ(self, ids: IdArray, begins: NDArray[np.int64], text: bytes) -> NDArray[np.bool_]:
-        """Which tokens are not what ``text`` has where they begin.
+        """Mask of the tokens that differ from ``text`` where they begin [T].
 
         Args:
             ids: [T]
@@ -166,14 +168,14 @@ class TokenWords:
 
 
 def _words_of(content: bytes) -> Words:
-    """The word that begins at each of N bytes, and behind the last [N + 1]; zeros follow them."""
+    """Words that begin at each of N bytes and behind the last [N + 1], padded with zeros."""
     padded = content + bytes(_WORD)
     words: Words = np.ndarray((len(content) + 1,), "<u8", padded, strides=(1,))
     return words
 
 
 DummyPrefix = Literal["none", "first", "each"]
-"""Which stretches of text between control tokens the library starts with a space of its own."""
+"""Segments of text between control tokens that the library starts with a dummy space."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +193,7 @@ class TokenBytes:
     starts_with_space: NDArray[np.bool_]
     """[V] ids whose first byte is a space."""
     rows: list[bytes]
-    """[V] the same bytes as objects; empty for a control token or an unused id."""
+    """[V] bytes of each id as an object; empty for a control token or an unused id."""
 
     @classmethod
     def from_tokens(cls, tokens: Iterable[bytes | None]) -> TokenBytes:
@@ -212,19 +214,19 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: ByteTokenizer) -> TokenBytes:
-        """Table of a tokenizer's ids: the one that it keeps itself, or else a new one.
+        """Table of a tokenizer's ids: the one that it keeps, else a new one.
 
         Raises:
-            TokenizerError: ``tokenizer`` is none of ours.
+            TokenizerError: ``tokenizer`` is not one of this package.
         """
         refuse_foreign(tokenizer, "token_bytes")
-        kept: TokenBytes | None = getattr(tokenizer, "token_table", None)
-        if kept is not None:
-            return kept
+        table: TokenBytes | None = getattr(tokenizer, "token_table", None)
+        if table is not None:
+            return table
         return cls.from_tokens(map(tokenizer.token_bytes, range(tokenizer.vocab_size)))
 
     def tokens(self) -> list[bytes | None]:
-        """Bytes of each id, None of a control token or an unused id [V]; a new list."""
+        """Bytes of each id [V], None for a control token or an unused id; a new list."""
         control = self.is_control.tolist()
         return [None if is_none else row for is_none, row in zip(control, self.rows, strict=True)]
 
@@ -239,7 +241,7 @@ class TokenBytes:
         """An id inside the vocabulary, as an int.
 
         Raises:
-            TokenizerError: ``token_id`` is no integer, negative or not below V.
+            TokenizerError: ``token_id`` is not an integer from 0 to V - 1.
         """
         return checked_id(token_id, len(self))
 
@@ -247,12 +249,12 @@ class TokenBytes:
         """``ids`` as int32 [T], each inside the vocabulary.
 
         Raises:
-            TokenizerError: They are no sequence of integers, or one is outside the vocabulary.
+            TokenizerError: They are not a sequence of integers, or one is outside the vocabulary.
         """
         return checked_ids(ids, len(self))
 
     def join(self, ids: IdArray) -> NDArray[np.uint8]:
-        """Bytes of ``ids`` one after another [N]; control tokens give none."""
+        """Concatenated bytes of ``ids`` [N]; control tokens have none."""
         lengths = self.lengths[ids]
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
@@ -265,16 +267,16 @@ class TokenBytes:
         lengths = self.lengths[ids]
         if dummy_prefix != "none" and len(ids):
             is_text = ~self.is_control[ids]
-            first_of_stretch = is_text & np.concatenate(([True], ~is_text[:-1]))
+            first_of_segment = is_text & np.concatenate(([True], ~is_text[:-1]))
             if dummy_prefix == "first":
-                first_of_stretch &= np.cumsum(first_of_stretch) == 1
-            lengths -= first_of_stretch & self.starts_with_space[ids]
+                first_of_segment &= np.cumsum(first_of_segment) == 1
+            lengths -= first_of_segment & self.starts_with_space[ids]
         return np.cumsum(lengths)
 
     def ends_within(self, ids: IdArray, text: bytes) -> ByteEnds | None:
-        """Byte ends [T] when the bytes of ``ids`` spell ``text``, else None.
+        """Byte ends [T] where the bytes of ``ids`` spell ``text``, else None.
 
-        One space too many in front is the library's dummy prefix: it belongs to no byte.
+        An additional leading space is the library's dummy prefix, which covers no byte.
         """
         joined = b"".join([self.rows[i] for i in ids.tolist()])
         prefix = len(joined) - len(text)
@@ -290,7 +292,7 @@ class TokenBytes:
     def ends_within_each(
         self, ids: IdArray, offsets: NDArray[np.int64], texts: Sequence[bytes]
     ) -> tuple[ByteEnds, list[int]]:
-        """Byte ends [T] of several texts' ids, each counted from the begin of its text.
+        """Byte ends [T] of the ids of several texts, each counted from the begin of its text.
 
         Args:
             ids: Ids of D texts, one after another [T].
@@ -298,8 +300,8 @@ class TokenBytes:
             texts: The texts [D].
 
         Returns:
-            The ends, and the indices of texts that the bytes of their ids do not spell, whose ends
-            mean nothing; see ``ends_within``.
+            The ends, and the indices of the texts that the bytes of their ids do not spell, whose
+            ends are meaningless; see ``ends_within``.
         """
         ends, bad = self.ends_within_joined(ids, offsets, texts)
         begins = np.cumsum([0, *map(len, texts)])[:-1]
@@ -320,7 +322,7 @@ class TokenBytes:
             [b" " + text if has else text for has, text in zip(prefixes, texts, strict=True)]
         )
         if not has_size.all():
-            # What a text of another size moves those behind it by is taken back.
+            # Undo the shift that a text of another size causes for the texts behind it.
             first_ends = np.concatenate((np.zeros(1, np.int64), ends))[offsets[:-1]]
             ends += np.repeat(np.cumsum(sizes + prefixes) - sizes - prefixes - first_ends, counts)
         differ = self._words.differ(ids, np.clip(ends - lengths, 0, len(spelled)), spelled)
@@ -338,7 +340,7 @@ class TokenBytes:
         return TokenWords(self.buffer, self.offsets[:-1], self.lengths)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Quicker to make again than to send.
+        # Quicker to rebuild than to pickle.
         return {name: value for name, value in self.__dict__.items() if name != "_words"}
 
     def fingerprint(self, control_name: Callable[[int], str]) -> str:
@@ -372,8 +374,8 @@ def utf8(text: str) -> bytes:
     """``text.encode()``.
 
     Raises:
-        TokenizerError: A lone surrogate, which has no bytes, and the message says where; or it is
-            no text at all.
+        TokenizerError: It is not text, or holds a lone surrogate, which has no bytes; the error
+            names its place.
     """
     try:
         return checked_text(text).encode()
@@ -395,17 +397,16 @@ def character_starts(text: bytes) -> NDArray[np.int64]:
 def settle_ends(
     spans: Sequence[tuple[int, int]], pieces: Sequence[bytes], text: bytes
 ) -> list[int]:
-    """Byte ends [T] from the spans [T] that a library reports for a text it has normalised.
+    """Byte ends [T] from the spans [T] that a library reports for a normalised text.
 
-    Tokens that share characters (an emoji cut into bytes) are told apart by their own bytes where
-    these spell the text; elsewhere the library's ends stand, made monotone. Of the tokens that a
-    normaliser makes of one character, or of marks that it puts in another order, the last covers
-    it: those before it cover nothing, and so go with the byte that follows. Bytes between two spans
-    go to the token before (a combining mark that was composed away), white space to the one after.
-    The last end is N.
+    Tokens that share characters (an emoji cut into bytes) are separated by their own bytes where
+    these spell the text; elsewhere the library's ends are used, made monotone. Of the tokens that a
+    normaliser makes of one character, or of reordered marks, the last covers it, and those before
+    cover nothing. Bytes between two spans belong to the token before (a combining mark that was
+    composed away), white space to the one after. The last end is N.
 
     Args:
-        spans: Bytes where each token begins and ends, as the library sees it.
+        spans: Begin and end of each token in bytes, as the library reports them.
         pieces: Bytes of each token.
         text: The whole text, N bytes.
     """
@@ -413,7 +414,7 @@ def settle_ends(
     spans = spans_of_marks(spans, pieces, text)
     first = begin = high = 0
     for index, (start, end) in enumerate(spans):
-        # A group goes on while it covers nothing yet, or a token begins before its end.
+        # A group continues while it covers nothing, or a token begins before its end.
         if high > begin and start >= high:
             _tell_apart(ends, spans, pieces, first, begin, text[begin:high])
             if start > high and not text[high:start].decode(errors="ignore")[:1].isspace():
@@ -435,9 +436,9 @@ def _tell_apart(
     begin: int,
     covered: bytes,
 ) -> None:
-    """Set ``ends[first:]``, which share ``covered`` from ``begin`` on, by pieces that spell it.
+    """Set ``ends[first:]``, which share the bytes ``covered`` from ``begin`` on, by their pieces.
 
-    If they do not, the last that has a part in some of it covers that.
+    Where the pieces do not spell them, the last token of each end covers its bytes.
     """
     if len(ends) - first < 2:
         return

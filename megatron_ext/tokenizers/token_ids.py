@@ -14,14 +14,14 @@ from megatron_ext.errors import TokenizerError
 IdArray = NDArray[np.int32]
 """Ids of a text [T]."""
 ByteEnds = NDArray[np.int64]
-"""Where each token of a text ends in its UTF-8 [T]."""
+"""Byte at which each token of a text ends in its UTF-8 [T]."""
 
 
 def integer(token_id: object) -> int:
-    """An id of any value, be it an int, NumPy's or a tensor with one element.
+    """``token_id`` as an int: an int, a NumPy integer or a tensor with one element of any value.
 
     Raises:
-        TokenizerError: It is no integer.
+        TokenizerError: It is not an integer.
     """
     try:
         return index(token_id)  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ def checked_id(token_id: object, vocab_size: int) -> int:
     """An id inside the vocabulary.
 
     Raises:
-        TokenizerError: It is no integer, negative or not below ``vocab_size``.
+        TokenizerError: It is not an integer from 0 to ``vocab_size - 1``.
     """
     number = integer(token_id)
     if not 0 <= number < vocab_size:
@@ -48,11 +48,11 @@ def checked_id(token_id: object, vocab_size: int) -> int:
 
 
 def integers(ids: object) -> NDArray[np.int64]:
-    """``ids`` [T] as an array, whatever their values.
+    """``ids`` [T] as an int64 array, of any values.
 
     Raises:
-        TokenizerError: They are no sequence of integers: of another type, fractions, or several
-            rows.
+        TokenizerError: They are not a sequence of integers: of another type, fractions, or
+            several rows.
     """
     try:
         array: NDArray[Any] = np.asarray(ids)
@@ -78,7 +78,7 @@ def checked_ids(ids: object, vocab_size: int) -> NDArray[np.int32]:
     """``ids`` as int32 [T], each inside the vocabulary.
 
     Raises:
-        TokenizerError: They are no sequence of integers, or one is outside the vocabulary.
+        TokenizerError: They are not a sequence of integers, or one is outside the vocabulary.
     """
     array = integers(ids)
     if array.size:
@@ -91,7 +91,7 @@ _EXPECTED = "a list, array or tensor of integers"
 
 
 def _refuse_other_types(items: list[Any]) -> None:
-    """Name the first item that is no integer, or is one that no array of integers holds."""
+    """Raise about the first item that is not an integer or exceeds int64."""
     limits = np.iinfo(np.int64)
     for item in items:
         if not isinstance(item, int) or isinstance(item, bool):
@@ -105,7 +105,7 @@ def _refuse_other_types(items: list[Any]) -> None:
 
 
 def checked_text(text: object) -> str:
-    """``text``, if it is one.
+    """``text``, if it is a string.
 
     Raises:
         TokenizerError: It is of another type.
@@ -120,10 +120,10 @@ def checked_text(text: object) -> str:
 
 
 def checked_texts(texts: object) -> Sequence[str]:
-    """Several texts, in a list unless they are in one; a generator is read to its end.
+    """Several texts as a list; a generator is read to its end.
 
     Raises:
-        TokenizerError: It is one text, nothing that holds several, or one of them is no string.
+        TokenizerError: It is one text, is not iterable, or holds an item that is not a string.
     """
     if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
         raise TokenizerError(

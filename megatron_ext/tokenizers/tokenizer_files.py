@@ -14,10 +14,10 @@ from typing import Literal
 
 from megatron_ext.errors import TokenizerError
 
-# One or two words. What ends like a tokenizer file is a path that somebody misspelled.
+# One or two words. A name with the ending of a tokenizer file is a misspelled path.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _FILE_ENDING = re.compile(r"\.(json|model|tiktoken|txt|jinja|vocab|bin)$")
-# A tokenizer is read from the first of these that it has.
+# A tokenizer is read from the first of these that exists.
 _VOCABULARIES = (("tokenizer.json",), ("tekken.json", "tokenizer.model", "*.tiktoken"))
 _CONFIG = "tokenizer_config.json"
 _BESIDE = (_CONFIG, "chat_template.jinja")
@@ -31,11 +31,11 @@ def is_hub_name(path: str | os.PathLike[str]) -> bool:
 
 
 def local_files(name: str) -> Path:
-    """The folder on this machine with the files of a tokenizer that is on the hub.
+    """The local folder with the files of a tokenizer on the hub.
 
-    What the hub's cache holds with its configuration is taken without asking the network, so that
-    ranks agree and a run that resumes reads what it began with. The rest is fetched; any number of
-    processes may do so at once, for the hub's library locks and renames what it writes.
+    A tokenizer in the hub's cache with its configuration is used without a request, so that ranks
+    agree and a resumed run reads the same files. Others are downloaded; several processes may do so
+    at once, because the hub's library locks and renames the files it writes.
 
     Raises:
         TokenizerError: The hub does not have it or cannot be reached, or its library is missing.
@@ -50,7 +50,7 @@ def local_files(name: str) -> Path:
     try:
         return _fetch(name)
     except Exception as error:
-        # Each release of the library raises the exceptions of another network library.
+        # Releases of the library raise exceptions of different network libraries.
         if cached is not None and _vocabulary_in([file.name for file in cached.iterdir()]):
             return cached
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -61,23 +61,23 @@ def _cached_folder(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        # No patterns: the library need not judge what is missing.
+        # Without patterns the library does not check for missing files.
         return Path(snapshot_download(name, allow_patterns=[], local_files_only=True))
     except Exception:
-        # As above; whatever is wrong with the cache, fetching says it better.
+        # As above; a download reports problems of the cache better.
         return None
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether both files are there: other tools cache the first one alone."""
+    """Whether both files exist: other tools cache the first one only."""
     return all((folder / name).is_file() for name in (*_VOCABULARIES[0], _CONFIG))
 
 
 def _fetch(name: str) -> Path:
-    """Fetch the files of the first vocabulary that there is, with what lies beside it."""
+    """Download the first vocabulary that the hub has, with its configuration and template."""
     from huggingface_hub import HfApi, snapshot_download
 
-    # Asked first because this call, unlike the other, can be told how long to wait.
+    # This call comes first because it has a timeout, unlike the other.
     files = HfApi().model_info(name, timeout=_SECONDS_TO_ANSWER).siblings or []
     vocabulary = _vocabulary_in([file.rfilename for file in files])
     if vocabulary is None:
@@ -122,12 +122,12 @@ _TEKKEN_KEY = re.compile(rb'"(num_vocab_tokens|default_num_special_tokens|token_
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """A tokenizer file and what it holds."""
+    """A tokenizer file and its format."""
 
     file: Path
-    """The file itself, where a directory was given."""
+    """The file itself, also where a directory was given."""
     format: FileFormat
-    """How its bytes are to be read."""
+    """Format of its contents."""
 
     @property
     def library(self) -> FileLibrary:
@@ -136,7 +136,7 @@ class FileKind:
 
 
 def file_kind(path: str | os.PathLike[str]) -> FileKind:
-    """Recognise a tokenizer file, or that of a directory or of a name on the HuggingFace hub.
+    """Recognise the tokenizer file at a path, in a directory, or of a name on the hub.
 
     Raises:
         TokenizerError: It does not exist, cannot be read or is not a recognised tokenizer file.
@@ -161,9 +161,9 @@ def file_kind(path: str | os.PathLike[str]) -> FileKind:
 
 
 def require_library(path: str | os.PathLike[str], library: FileLibrary) -> FileKind:
-    """``file_kind(path)``, which must be of ``library``.
+    """The tokenizer file at ``path``, which ``library`` has to be able to read.
 
-    A folder that holds files of several libraries gives the one that ``library`` reads.
+    Of a folder with files of several libraries it is the one of ``library``.
 
     Raises:
         TokenizerError: As ``file_kind``, or the file belongs to another library.
@@ -187,7 +187,7 @@ def read_json(file: Path) -> object:
     """The JSON document in ``file``.
 
     Raises:
-        TokenizerError: It cannot be read, or is not JSON: truncated, for one.
+        TokenizerError: It cannot be read, or is not JSON, for example because it is truncated.
     """
     return parse_json(read_file(file), file)
 
@@ -205,10 +205,10 @@ def read_file(file: Path) -> bytes:
 
 
 def parse_json(contents: bytes, file: Path) -> object:
-    """The JSON document that was read from ``file``.
+    """The JSON document ``contents``, which were read from ``file``.
 
     Raises:
-        TokenizerError: It is not JSON: truncated, for one.
+        TokenizerError: It is not JSON, for example because it is truncated.
     """
     try:
         return json.loads(contents.decode())
@@ -229,14 +229,14 @@ def _tokenizer_file(path: Path) -> Path:
     for name in _NAMES_IN_DIRECTORY:
         if (path / name).is_file():
             return path / name
-    found = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES_IN_DIRECTORY)
-    if len(found) == 1:
-        return found[0]
+    candidates = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES_IN_DIRECTORY)
+    if len(candidates) == 1:
+        return candidates[0]
     raise TokenizerError(
-        "the directory holds no tokenizer" if not found else "the directory holds several",
-        got=", ".join(file.name for file in found) or "none",
+        "the directory holds no tokenizer" if not candidates else "the directory holds several",
+        got=", ".join(file.name for file in candidates) or "none",
         expected=f"one of {', '.join(_NAMES_IN_DIRECTORY)}",
-        fix="name the file itself" if found else None,
+        fix="name the file itself" if candidates else None,
         where=path,
     )
 
@@ -267,5 +267,5 @@ def _json_format(head: bytes, file: Path) -> FileFormat | None:
 
 
 def _is_sentencepiece(head: bytes) -> bool:
-    """A ModelProto begins with its first piece: field 1, a length, and field 1 within it."""
+    """Whether a ModelProto begins here, with its first piece: field 1, a length, field 1 inside."""
     return len(head) > 4 and head[0] == 0x0A and head[1] < 0x80 and head[2] == 0x0A

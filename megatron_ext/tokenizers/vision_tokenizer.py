@@ -34,18 +34,18 @@ from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray, checked_texts, 
 
 @dataclass(frozen=True, eq=False)
 class TaggedText:
-    """What ``ImageTags`` makes of a text."""
+    """A text with image tags, and the map of its bytes to the original."""
 
     text: str
     """The text with its tags."""
     here: NDArray[np.int64]
-    """[K] positions in its bytes, ascending; what is between two was there or was put in."""
+    """[K] positions in its bytes, ascending; all bytes between two are original or inserted."""
     there: NDArray[np.int64]
     """[K] the same positions in the bytes of the original."""
 
     @classmethod
     def of(cls, text: str, tags: ImageTags) -> TaggedText:
-        """``text`` with ``tags`` around each image; those that are there already stay."""
+        """``text`` with ``tags`` around each image; existing tags are kept."""
         whole = tags(IMAGE_TOKEN)
         before, after = len(tags.before), len(tags.after)
         here, there = [0], [0]
@@ -66,7 +66,7 @@ class TaggedText:
         return cls(tags(text), np.array(here), np.array(there))
 
     def original_ends(self, ends: ByteEnds) -> ByteEnds:
-        """Where tokens of ``text`` end in the original [T]; what was put in covers nothing."""
+        """Byte ends of tokens of ``text`` in the original [T]; inserted bytes cover nothing."""
         return np.rint(np.interp(ends, self.here, self.there)).astype(np.int64)
 
 
@@ -74,16 +74,16 @@ class MegatronTokenizerVision(MegatronTokenizerText):
     """A text tokenizer whose vocabulary holds an image token.
 
     ``<image>`` in a text or in a message becomes its id, with the tags of the image tag type around
-    it; other special tokens are read as in a ``MegatronTokenizerText``. A null tokenizer, whose
-    vocabulary is numbers, has the id -200 for it.
+    it; other special tokens are parsed as in a ``MegatronTokenizerText``. In a null tokenizer,
+    whose vocabulary is numbers, its id is -200.
 
     Args:
         path: As for ``MegatronTokenizerText``.
         config: As for ``MegatronTokenizerText``.
-        special_tokens: Names to add to the vocabulary, ``<image>`` among them if it is not there.
-            Those that it has already keep their ids, be it some of them or all.
+        special_tokens: Names to add to the vocabulary; ``<image>`` is always added. Existing ones
+            keep their ids.
         image_tag_type: Tags around each image: ``nvlm`` (``<Image>``), ``internvl`` (``<img>``) or
-            none. They are ids of their own where the vocabulary has them as special tokens.
+            none. Each is one id where the vocabulary has it as a special token.
         force_system_message: Replace the system message by the prompt format's own.
         options: As for ``MegatronTokenizerText``.
 
@@ -146,12 +146,12 @@ class MegatronTokenizerVision(MegatronTokenizerText):
 
     @property
     def _read(self) -> ParseSpecial:
-        """Special tokens that are read in a text."""
+        """Special tokens that are parsed in a text."""
         tagged = (self._tags.before, IMAGE_TOKEN, self._tags.after)
         return True if self.parse_special_tokens else frozenset(filter(None, tagged))
 
     def _tagged(self, text: str) -> str:
-        # What is wrong with a text has its place before there are tags in it.
+        # Checked before tags are inserted, so that errors name places in the original.
         utf8(text)
         return self._tags(text)
 
@@ -165,16 +165,16 @@ class MegatronTokenizerVision(MegatronTokenizerText):
         return self._tokenizer.text_to_ids_batch(tagged, parse_special=self._read)
 
     def text_to_flat_ids(self, texts: Sequence[str]) -> tuple[IdArray, ByteEnds]:
-        """Ids [N] of all texts and offsets [D + 1]: where those of each begin and end."""
+        """Ids [N] of all texts, and the offsets [D + 1] of each text's ids."""
         tagged = [self._tagged(text) for text in checked_texts(texts)]
         return self._tokenizer.text_to_flat_ids(tagged, parse_special=self._read)
 
     def encode_with_byte_ends(
         self, text: str, *, parse_special: bool | None = None
     ) -> tuple[IdArray, ByteEnds]:
-        """Ids [T] of ``text`` and where each ends in ``text.encode()`` [T].
+        """Ids [T] of ``text``, and their byte ends [T] in ``text.encode()``.
 
-        Tags that are put around an image cover nothing.
+        Inserted image tags cover nothing.
         """
         utf8(text)
         tagged = TaggedText.of(text, self._tags)
@@ -185,8 +185,8 @@ class MegatronTokenizerVision(MegatronTokenizerText):
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
         """Index of the character of ``text`` in which each token begins [T]."""
-        own_ids, ends = self.encode_with_byte_ends(text)
-        if own_ids.tolist() != integers(ids).tolist():
+        encoded_ids, ends = self.encode_with_byte_ends(text)
+        if encoded_ids.tolist() != integers(ids).tolist():
             return super().offsets(ids, text)
         begins = np.concatenate(([0], ends[:-1]))[: len(ends)]
         starts = character_starts(utf8(text))
@@ -194,10 +194,10 @@ class MegatronTokenizerVision(MegatronTokenizerText):
         return characters
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of ``ids``; -200 is an image, and other negative ones, such as padding, nothing."""
+        """Text of ``ids``; -200 is an image, and other negative ids, such as padding, are dropped."""
         image = self.image_token_id
-        known = [image if i == DEFAULT_IMAGE_TOKEN_INDEX else i for i in integers(ids).tolist()]
-        shown = [i for i in known if i >= 0 or i == image]
+        mapped = [image if i == DEFAULT_IMAGE_TOKEN_INDEX else i for i in integers(ids).tolist()]
+        shown = [i for i in mapped if i >= 0 or i == image]
         return super().detokenize(shown, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -225,7 +225,7 @@ class MegatronTokenizerVision(MegatronTokenizerText):
         """Id of a token or ids of several; a null tokenizer takes several in one string.
 
         Raises:
-            TokenizerError: The vocabulary does not hold one.
+            TokenizerError: The vocabulary lacks a token.
         """
         if isinstance(tokens, str) and self.library == "null" and len(tokens.split()) != 1:
             tokens = tokens.split()
@@ -249,7 +249,7 @@ class MegatronTokenizerVision(MegatronTokenizerText):
     # Identity.
 
     def constructor_options(self) -> dict[str, Any]:
-        # The names to add are among the library's additional ones by now.
+        # The library's additional special tokens contain the names to add already.
         return super().constructor_options() | {
             "special_tokens": (),
             "image_tag_type": self.image_tag_type,
@@ -258,7 +258,7 @@ class MegatronTokenizerVision(MegatronTokenizerText):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
-        """What Megatron's dataset cache is keyed on."""
+        """Key of Megatron's dataset cache."""
         identifiers = super().unique_identifiers
         identifiers["image_tag_type"] = self.image_tag_type
         if self.force_system_message:

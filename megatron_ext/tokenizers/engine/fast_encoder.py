@@ -17,14 +17,14 @@ from megatron_ext.tokenizers.engine.proof import Reference, Unproven, prove
 from megatron_ext.tokenizers.token_bytes import TokenBytes, utf8
 
 _WORTH_BUILDING = 1 << 20
-"""Bytes of text from which on ``auto`` builds the engine, which takes about a second."""
+"""Bytes of text after which ``auto`` builds the engine, which takes about a second."""
 
 
 class FastEncoder:
-    """Encodes batches of text in which special tokens are ordinary text.
+    """Encoder of batches of text in which special tokens are ordinary text.
 
-    It is made by an adapter of a library, which hands it two of its own methods, so that copies in
-    other processes rebuild their engine there:
+    An adapter of a library makes it with two of its own methods, so that copies in other processes
+    rebuild their engine there:
 
         FastEncoder(
             engine,
@@ -35,14 +35,14 @@ class FastEncoder:
             where=file,
         )
 
-    Nothing is built before the first batch; with ``auto``, not before so much text has come that
-    building pays. The engine is proven against the library then (``proof``). Texts with characters
-    that are not proven go to the library.
+    The engine is built at the first batch; with ``auto``, when enough text has come for it to pay.
+    It is then proven against the library (``proof``). Texts with unproven characters go to the
+    library.
 
     Args:
         choice: ``reference`` never uses the engine, ``gigatoken`` always, ``auto`` where it can.
-        build: Builds the engine, or raises what keeps it from being built.
-        reference: The library's own ids of each text.
+        build: Builds the engine, or raises the reason why it cannot be built.
+        reference: Encodes texts with the library itself.
         table: Bytes of each id.
         pieces: Display string of each id.
         where: The file of the tokenizer, for errors.
@@ -71,7 +71,7 @@ class FastEncoder:
 
     @property
     def refusal(self) -> str | None:
-        """Why ``auto`` does not use the engine, in one line; None while nothing speaks against."""
+        """Reason why ``auto`` does not use the engine, in one line; None where it may."""
         return self._refusal
 
     @property
@@ -81,15 +81,15 @@ class FastEncoder:
 
     @property
     def unproven(self) -> Unproven | None:
-        """What sends a text to the library all the same; None before the engine is proven."""
+        """Characters and names that send a text to the library; None before the proof."""
         return self._unproven
 
     def encode_batch(self, texts: Sequence[str], reference: Reference | None = None) -> FlatIds:
-        """Ids of D texts one after another [N] int32, and where each begins [D + 1] int64.
+        """Concatenated ids of D texts [N] int32, and their offsets [D + 1] int64.
 
         Args:
             texts: The texts.
-            reference: What gives the library's own ids here; by default the one for batches.
+            reference: Encodes texts with the library itself; by default the method for batches.
 
         Raises:
             TokenizerError: A text holds a lone surrogate; or the engine was asked for by name and
@@ -102,7 +102,7 @@ class FastEncoder:
     def encode_documents(
         self, texts: Sequence[str], documents: Sequence[bytes], reference: Reference
     ) -> FlatIds:
-        """``encode_batch`` of texts whose UTF-8 is at hand."""
+        """``encode_batch`` of texts whose UTF-8 has been computed already."""
         engine = self._engine_for(sum(map(len, documents)))
         if engine is None:
             return flat_ids(reference(texts))
@@ -118,7 +118,7 @@ class FastEncoder:
         )
 
     def prepare(self) -> None:
-        """Build and prove the engine now, unless it is not wanted: before a fork, for one.
+        """Build and prove the engine now, for example before a fork, unless it is not to be used.
 
         Raises:
             TokenizerError: It was asked for by name and cannot be used.
@@ -139,7 +139,7 @@ class FastEncoder:
             self._refusal = str(error)
 
     def _engine_for(self, size: int) -> GigatokenEngine | None:
-        """The engine, if it is to encode a batch of ``size`` bytes."""
+        """The engine to encode a batch of ``size`` bytes with; None for the library."""
         self._seen_bytes += size
         is_worn = self._engine is not None and self._engine.is_worn
         if is_worn:
@@ -149,5 +149,5 @@ class FastEncoder:
         return self._engine
 
     def __getstate__(self) -> dict[str, Any]:
-        # gigatoken's objects cannot be sent to another process; what was proven here holds there.
+        # gigatoken's objects cannot be pickled; the proof holds in other processes too.
         return {**self.__dict__, "_engine": None}

@@ -36,11 +36,11 @@ Offsets = NDArray[np.int64]
 """[D + 1] where the ids of each text begin; the last entry is N."""
 
 FlatIds = tuple[IdArray, Offsets]
-"""Ids [N] of all texts one after another, and their offsets [D + 1]."""
+"""Concatenated ids [N] of all texts, and their offsets [D + 1]."""
 
 
 def flat_ids(rows: Iterable[Sequence[int] | IdArray]) -> FlatIds:
-    """The ids of each text, one text after another."""
+    """Concatenate the ids of texts."""
     arrays = [np.asarray(row, np.int32) for row in rows]
     offsets = np.zeros(len(arrays) + 1, np.int64)
     np.cumsum([len(row) for row in arrays], out=offsets[1:])
@@ -48,21 +48,21 @@ def flat_ids(rows: Iterable[Sequence[int] | IdArray]) -> FlatIds:
 
 
 def join(parts: Sequence[FlatIds]) -> FlatIds:
-    """The texts of all parts; no copy where there is one part."""
+    """Concatenate the texts of all parts; a single part is not copied."""
     if len(parts) == 1:
         return parts[0]
     ids: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
     offsets = [np.zeros(1, np.int64)]
     total = 0
-    for part_ids, part in parts:
-        ids.append(part_ids[part[0] : part[-1]])
-        offsets.append(part[1:] - part[0] + total)
+    for part_ids, bounds in parts:
+        ids.append(part_ids[bounds[0] : bounds[-1]])
+        offsets.append(bounds[1:] - bounds[0] + total)
         total += len(ids[-1])
     return np.concatenate(ids), np.concatenate(offsets)
 
 
 def interleave(rest: FlatIds, aside: FlatIds, at: Sequence[int]) -> FlatIds:
-    """The texts of ``rest``, with those of ``aside`` put where ``at`` says.
+    """The texts of ``rest``, with those of ``aside`` inserted at the indices ``at``.
 
     Args:
         rest: D - A texts.
@@ -84,22 +84,22 @@ def interleave(rest: FlatIds, aside: FlatIds, at: Sequence[int]) -> FlatIds:
 _LONG = 1 << 21
 """Bytes from which a parallel call may cut a text."""
 _LEAST_SHARE = 1 << 22
-"""Bytes of text for which a thread of its own pays, since its caches are empty."""
+"""Bytes of text from which a thread of its own pays, since its caches are empty."""
 _FEW = 1 << 16
-"""Bytes up to which texts are encoded one by one sooner than by a call for many."""
+"""Bytes up to which encoding texts one by one is faster than a batch call."""
 _CACHED_PER_THREAD = 1 << 30
 """Bytes of text after which the word cache of one thread is worth dropping."""
 _PROCESS = os.getpid()
 
 
 class GigatokenEngine:
-    """Encodes UTF-8 documents in which special tokens are ordinary text.
+    """Encoder of UTF-8 documents in which special tokens are ordinary text.
 
     Args:
         make: Makes a ``gigatoken.Tokenizer``.
-        composes: It normalises text to NFC.
-        names: What it reads otherwise than the library where a text spells it.
-        ids: Id [R] of each of gigatoken's ids; None where they are the same.
+        composes: The tokenizer normalises text to NFC.
+        names: Strings that gigatoken encodes differently from the library.
+        ids: Library id of each of gigatoken's ids [R]; None where they are the same.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class GigatokenEngine:
         self._tokenizer = make()
         backend = type(self._tokenizer.backend).__name__
         self._is_sentencepiece = backend == "SentencePieceTokenizer"
-        # What a tokenizer is made of is large: it is kept only where another one may be made.
+        # The closure holds a large model: keep it only where another tokenizer may be made.
         self._make = make if self._is_sentencepiece else None
         self._ids = ids
         self._cached_bytes = 0
@@ -122,7 +122,7 @@ class GigatokenEngine:
 
     @property
     def reads_classes(self) -> bool:
-        """Whether it cuts text by what is a letter, a digit or a space."""
+        """Whether it cuts text by Unicode classes: letters, digits, spaces."""
         return not self._is_sentencepiece
 
     @property
@@ -150,7 +150,7 @@ class GigatokenEngine:
         return ids if self._ids is None else self._ids[ids], offsets
 
     def _encode_few(self, documents: Sequence[bytes]) -> FlatIds:
-        """One text after another, unless another thread's call for many is going on."""
+        """Encode texts one by one, unless another thread's batch call is running."""
         try:
             return self._encode_each(documents, self._tokenizer)
         except RuntimeError as error:
@@ -159,7 +159,7 @@ class GigatokenEngine:
             return self._encode_in_runs(documents)
 
     def _encode_in_runs(self, documents: Sequence[bytes]) -> FlatIds:
-        """A parallel call for each run of documents that it does not cut, another for the rest."""
+        """Encode runs of documents, in parallel where that does not cut them."""
         self._cached_bytes += sum(map(len, documents))
         runs = groupby(documents, key=lambda document: len(document) >= _LONG)
         # None leaves the choice to gigatoken: parallel, except in a worker process.
@@ -168,7 +168,7 @@ class GigatokenEngine:
         )
 
     def _encode_in_shares(self, documents: Sequence[bytes]) -> FlatIds:
-        """A call on each thread for its share of a large batch; else one text after another."""
+        """A call on each thread for its share of a large batch; else texts one by one."""
         threads = _threads()
         shares = _shares(documents, threads)
         if len(shares) == 1:
@@ -185,29 +185,29 @@ class GigatokenEngine:
 
     @cached_property
     def _beside(self) -> Any:
-        """Another tokenizer like this, for one text after another while calls run."""
+        """A second tokenizer, which encodes texts one by one while batch calls run."""
         assert self._make is not None
         return self._make()
 
 
 def _call(tokenizer: Any, documents: Sequence[bytes], parallel: bool | None) -> FlatIds:
-    """Ids of many documents by one call of gigatoken's."""
+    """Ids of many documents by one batch call."""
     ragged = tokenizer.encode_batch(documents, parallel=parallel).layout
     return _signed(np.asarray(ragged.content.data)), np.asarray(ragged.offsets.data, np.int64)
 
 
 def _signed(ids: NDArray[np.uint32]) -> IdArray:
-    """The same numbers as signed ones, not copied: ids are below 2**31."""
+    """A signed view of ``ids``, which are below 2**31."""
     return ids.view(np.int32)
 
 
 @contextmanager
 def building(where: object) -> Iterator[Any]:
-    """The gigatoken module, to build a tokenizer with; what goes wrong there is one clear error.
+    """The gigatoken module, to build a tokenizer with; its failures become one error.
 
     Raises:
         MissingDependencyError: gigatoken is not installed.
-        TokenizerError: It cannot build the tokenizer.
+        TokenizerError: gigatoken cannot build the tokenizer.
     """
     gigatoken = _import_gigatoken()
     try:
@@ -232,7 +232,7 @@ def _import_gigatoken() -> Any:
 
 
 def _shares(documents: Sequence[bytes], threads: int) -> list[Sequence[bytes]]:
-    """Runs of about equally many bytes for as many threads as pay, none empty."""
+    """Runs of about equally many bytes, one for each thread that pays, none empty."""
     ends = np.cumsum([len(document) for document in documents])
     count = max(1, min(threads, int(ends[-1]) // _LEAST_SHARE))
     targets = ends[-1] * np.arange(1, count) // count
@@ -241,7 +241,7 @@ def _shares(documents: Sequence[bytes], threads: int) -> list[Sequence[bytes]]:
 
 
 def _threads() -> int:
-    """Threads of one call: as many as there are cores, unless other processes share these."""
+    """Number of threads of one call: the cores, or 1 in a child process, which shares them."""
     if os.getpid() != _PROCESS or multiprocessing.parent_process() is not None:
         # A forked child, or a worker of a pool.
         return 1

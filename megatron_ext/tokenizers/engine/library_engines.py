@@ -34,15 +34,15 @@ from megatron_ext.tokenizers.libraries.tiktoken_file import CL100K, LLAMA_3, O20
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 _NORMALIZERS = frozenset({"Sequence", "NFC", "Prepend", "Replace"})
-"""Those whose result does not depend on the release of Unicode, or whose dependence is probed."""
+"""Normalisers that do not depend on the Unicode release, or whose dependence is probed."""
 _SPACE = re.compile(r"[\s,:]*")
 
 
 def huggingface_engine(document: str, where: object) -> GigatokenEngine:
-    """The engine of a tokenizer in which no added token can be spelled that should not be.
+    """The engine of a ``tokenizer.json`` in which text spells no special token.
 
     Args:
-        document: What the tokenizers library writes of a tokenizer (``Tokenizer.to_str()``).
+        document: The tokenizer as the tokenizers library writes it (``Tokenizer.to_str()``).
         where: The file it came from, for errors.
 
     Raises:
@@ -80,14 +80,14 @@ def _head(document: str) -> dict[str, Any]:
 
 
 def _skip(document: str, at: int) -> int:
-    """Where the next key or value begins."""
+    """Index at which the next key or value begins."""
     space = _SPACE.match(document, at)
     assert space is not None
     return space.end()
 
 
 def _parts(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """A normaliser and, where it is a sequence, what is in it."""
+    """A normaliser and, recursively, the normalisers of a sequence."""
     if part is None:
         return
     yield part
@@ -134,24 +134,24 @@ def sentencepiece_engine(model: bytes, where: object) -> GigatokenEngine:
 
 
 def _check_normalizer(message: bytes, where: object) -> bool:
-    """Whether a normaliser, which must do nothing else, puts a dummy prefix before a text."""
-    said: dict[int, int] = {}
+    """Whether a normaliser adds a dummy prefix to a text; refuses one that does anything else."""
+    values: dict[int, int] = {}
     at = 0
     while at < len(message):
         number, _, value, at = read_field(message, at)
-        said[number] = value
-    # What a model does not say of its normaliser is on; the length of its map is 0 without one.
-    if said.get(_CHARACTER_MAP) or said.get(_REMOVE_EXTRA_SPACES, 1):
+        values[number] = value
+    # Options that a model does not state are on; without a character map its length is 0.
+    if values.get(_CHARACTER_MAP) or values.get(_REMOVE_EXTRA_SPACES, 1):
         raise TokenizerError(
             "gigatoken is not known to normalise as the model does",
             got="a model that maps characters or removes spaces",
             where=where,
         )
-    return bool(said.get(_ADD_DUMMY_PREFIX, 1))
+    return bool(values.get(_ADD_DUMMY_PREFIX, 1))
 
 
 def _checked_names(names: list[str], where: object) -> list[str]:
-    """Names of user-defined pieces, none of which may be in most texts."""
+    """Names of user-defined pieces; refuses names with spaces, which most texts hold."""
     spaces = next((name for name in names if "▁" in name), None)
     if spaces is not None:
         raise TokenizerError(
@@ -161,7 +161,7 @@ def _checked_names(names: list[str], where: object) -> list[str]:
 
 
 def _ordinary(piece: bytes, where: object) -> bytes:
-    """The message of a piece as the copy has it."""
+    """The message of a piece for gigatoken's copy of the model."""
     kind = _type(piece)
     if kind == _UNUSED:
         raise TokenizerError("gigatoken encodes into unused pieces", where=where)
@@ -195,7 +195,7 @@ def _name(piece: bytes) -> bytes:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """Number of each field, where it begins, where its content does, and where both end."""
+    """Number of each field, and the offsets of its begin, of its content and of its end."""
     at = 0
     while at < len(message):
         begin = at
@@ -216,7 +216,7 @@ _SCHEMES: Mapping[str, str] = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+": "gpt4",
 }
-"""What gigatoken calls a pattern. The proof at load decides whether the two are the same."""
+"""gigatoken's name of each pattern. The proof at load decides whether both cut alike."""
 
 
 def tiktoken_engine(table: TokenBytes, pattern: str, where: object) -> GigatokenEngine:

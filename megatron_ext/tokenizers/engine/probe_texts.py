@@ -95,7 +95,7 @@ def probe_texts() -> tuple[str, ...]:
 
 
 def _around_spaces() -> list[str]:
-    """Every kind of space before, after and between, a line of them for each neighbour."""
+    """Every kind of space between each pair of neighbours, one text for each pair."""
     texts = list(_SPACES)
     for left, right in product(_INSIDE, repeat=2):
         texts.append("x".join(f"{left}{space}{right}" for space in _SPACES if len(space) < 20))
@@ -134,24 +134,24 @@ def _controls() -> list[str]:
 
 _CODE_POINTS = 0x110000
 _ASSIGNED = (range(0x40000), range(0xE0000, 0xE1000))
-"""Where Unicode has assigned characters, or may soon; private planes beyond are assigned whole."""
+"""Ranges in which Unicode has assigned characters, or may soon, without the private planes."""
 _PRIVATE_PLANES = range(0xF0000, _CODE_POINTS)
 _SURROGATES = range(0xD800, 0xE000)
 _EMOJI = range(0x1F000, 0x1FB00)
-"""Blocks whose new characters are soon in every text: each is compared, known or not."""
+"""Blocks whose new characters are common soon: each is compared, assigned or not."""
 _UNIFORM_RUN, _EVERY = 256, 64
-"""Neighbours of one category, ideographs mostly: so many or more are compared at every 64th."""
+"""Runs of 256 or more neighbours of one category, mostly ideographs, are sampled at every 64th."""
 
 
 def unknown_characters() -> NDArray[np.bool_]:
-    """Whether this Python's Unicode lacks each code point [S], a new array."""
+    """Mask of the code points that this Python's Unicode lacks [S], a new array."""
     is_unknown: NDArray[np.bool_] = _categories() == 0
     return is_unknown
 
 
 @cache
 def compared_characters() -> str:
-    """The characters to compare two libraries on, one by one, in ascending order."""
+    """The characters on which two libraries are compared one by one, ascending."""
     categories = _categories()
     chosen = [point for point in _EMOJI if categories[point] == 0]
     for run in _code_point_runs():
@@ -161,7 +161,7 @@ def compared_characters() -> str:
 
 
 def represented_by(character: str) -> range:
-    """A compared character and those beside it that are not compared but taken to be alike."""
+    """A compared character and its neighbours that it represents, which are not compared."""
     compared = compared_characters()
     at = bisect_left(compared, character)
     before = ord(compared[at - 1]) + 1 if at else 0
@@ -170,7 +170,7 @@ def represented_by(character: str) -> range:
 
 
 def is_young(character: str) -> bool:
-    """Whether Unicode 3.2 lacked a character, which a normaliser may therefore not know."""
+    """Whether Unicode 3.2 lacks a character, so that a normaliser may not know it."""
     return unicodedata.ucd_3_2_0.category(character) == "Cn"
 
 

@@ -25,15 +25,15 @@ from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.tokenizers.token_ids import IdArray
 
 _SLICE = 1 << 22
-"""Characters looked at together."""
+"""Characters that are searched together."""
 
 
 class Unproven:
-    """Characters and names of which nothing is proven: a text with one goes to the library.
+    """Characters and names without a proof: a text with one goes to the library.
 
     Args:
-        is_rare: Whether each code point is such a character [S]; None where there are none.
-        names: What engine and library read differently where a text spells it.
+        is_rare: Mask of the code points without a proof [S]; None where there are none.
+        names: Strings that engine and library encode differently.
     """
 
     def __init__(self, is_rare: NDArray[np.bool_] | None, names: Sequence[str]) -> None:
@@ -45,24 +45,24 @@ class Unproven:
         return self._is_rare is not None and bool(self._is_rare[ord(character)])
 
     def texts_with(self, texts: Sequence[str]) -> list[int]:
-        """Index of each text that has one, ascending; a text must not hold a lone surrogate."""
-        found: set[int] = set()
+        """Indices of the texts that have one, ascending; no text may hold a lone surrogate."""
+        indices: set[int] = set()
         if self._names is not None:
-            found.update(i for i, text in enumerate(texts) if self._names.search(text))
+            indices.update(i for i, text in enumerate(texts) if self._names.search(text))
         if self._is_rare is not None:
-            for owners, ends, characters in _slices(texts):
+            for text_of, ends, characters in _slices(texts):
                 codes = np.frombuffer(characters.encode("utf-32-le"), np.int32)
                 hits = np.flatnonzero(self._is_rare.take(codes))
                 slots = np.unique(np.searchsorted(ends, hits, side="right")).tolist()
-                found.update(owners[slot] for slot in slots)
-        return sorted(found)
+                indices.update(text_of[slot] for slot in slots)
+        return sorted(indices)
 
 
 def _slices(texts: Sequence[str]) -> Iterator[tuple[list[int], list[int], str]]:
-    """The characters of texts that are not ASCII, some texts at a time.
+    """The characters of texts that are not ASCII, in slices.
 
     Yields:
-        Index of each text, where each ends among the characters, and the characters.
+        Index of each text, end of each among the characters, and the characters.
     """
     owners: list[int] = []
     ends: list[int] = []
@@ -82,7 +82,7 @@ def _slices(texts: Sequence[str]) -> Iterator[tuple[list[int], list[int], str]]:
 
 
 Reference = Callable[[Sequence[str]], Iterable[Sequence[int] | IdArray]]
-"""The library's own ids of each text."""
+"""Encodes texts with the library itself."""
 
 _TOGETHER = 64
 """Characters, or tokens, probed in one text."""
@@ -100,18 +100,18 @@ def prove(
     """Compare the engine with the library.
 
     The texts are those of ``probe_texts``, tokens of the vocabulary, and names of control tokens
-    as ordinary text. If the engine depends on what Unicode says of a character, characters are
-    compared one by one before.
+    as ordinary text. If the engine depends on Unicode properties, characters are compared one by
+    one first.
 
     Args:
-        engine: What is to be proven.
-        reference: What it is to equal.
+        engine: The engine.
+        reference: Encodes texts with the library.
         table: Bytes of each id.
         pieces: Display string of each id.
         where: The file, for errors.
 
     Returns:
-        Characters and names on which the two differ or may differ.
+        Characters and names on which both differ or may differ.
 
     Raises:
         TokenizerError: They differ on a text without these.
@@ -119,17 +119,17 @@ def prove(
     asks_unicode = engine.reads_classes or engine.composes
     unproven = Unproven(_rare(engine, reference) if asks_unicode else None, engine.names)
     texts = [*probe_texts(), *_names(table, pieces), *_tokens(table)]
-    left_out = set(unproven.texts_with(texts))
-    kept = [text for i, text in enumerate(texts) if i not in left_out]
-    differing = _differing(engine, reference, kept)
+    skipped = set(unproven.texts_with(texts))
+    probes = [text for i, text in enumerate(texts) if i not in skipped]
+    differing = _differing(engine, reference, probes)
     if differing:
-        text = kept[differing[0]]
+        text = probes[differing[0]]
         raise TokenizerError(
             "gigatoken gives other ids than the library",
-            got=f"{len(differing)} of {len(kept)} probes differ, such as {text[:40]!r}",
+            got=f"{len(differing)} of {len(probes)} probes differ, such as {text[:40]!r}",
             where=where,
         )
-    documents = [text.encode() for text in kept]
+    documents = [text.encode() for text in probes]
     together, _ = engine.encode(documents)
     alone = [engine.encode([document])[0] for document in documents]
     if not np.array_equal(together, np.concatenate(alone)):
@@ -138,7 +138,7 @@ def prove(
 
 
 def _rare(engine: GigatokenEngine, reference: Reference) -> NDArray[np.bool_]:
-    """Whether each code point is one of which the two may know different things."""
+    """Mask of the code points that the two may treat differently [S]."""
     context = _context_with_marks if engine.composes else _context
     characters = compared_characters()
     groups = [characters[i : i + _TOGETHER] for i in range(0, len(characters), _TOGETHER)]
@@ -152,26 +152,26 @@ def _rare(engine: GigatokenEngine, reference: Reference) -> NDArray[np.bool_]:
     for character in differing:
         around = represented_by(character)
         is_rare[around.start : around.stop] = True
-        # What a character decomposes into may be what differs.
-        for part in filter(is_young, unicodedata.normalize("NFD", character)):
-            is_rare[ord(part)] = True
+        # The difference may lie in the decomposition of the character.
+        for decomposed in filter(is_young, unicodedata.normalize("NFD", character)):
+            is_rare[ord(decomposed)] = True
     return is_rare
 
 
 def _context(character: str) -> str:
-    """A text that shows in ids what a pre-tokenizer takes a character for.
+    """A text whose ids show how a pre-tokenizer classifies a character.
 
-    A contraction and a number show most: they are cut otherwise after a letter, a digit or a sign.
+    Contractions and numbers are cut differently after a letter, a digit and a sign.
     """
     return f"  {character}'sx1{character}234"
 
 
 def _context_with_marks(character: str) -> str:
-    """The same, and what a normaliser takes it for.
+    """A text whose ids show how pre-tokenizer and normaliser treat a character.
 
     U+0334 has the least and U+0345 the greatest class of combining marks: whatever has a class of
-    its own changes places with one of them. A character that composes with another one is compared
-    where what they make is.
+    its own changes places with one of them. A composing character is covered by the comparison of
+    the composed one.
     """
     is_unknown = unicodedata.category(character) == "Cn"
     is_mark = unicodedata.category(character).startswith("M")
@@ -200,7 +200,7 @@ def _grouped(texts: Sequence[str]) -> list[str]:
 
 
 def _differing(engine: GigatokenEngine, reference: Reference, texts: Sequence[str]) -> list[int]:
-    """Index of each text of which the two do not give the same ids."""
+    """Indices of the texts for which the two give different ids."""
     ids, offsets = engine.encode([text.encode() for text in texts])
     expected, expected_offsets = flat_ids(reference(texts))
     if np.array_equal(ids, expected) and np.array_equal(offsets, expected_offsets):

@@ -23,12 +23,12 @@ _NEEDED: tuple[SpecialRole, ...] = ("eos", "pad")
 
 @dataclass(frozen=True, slots=True)
 class ByteLevelVocabulary:
-    """Names and roles of ids."""
+    """Names and roles of the ids of a byte-level vocabulary."""
 
     pieces: list[str]
     """Display string of each id [V]; empty where it is unused."""
     roles: Mapping[SpecialRole, int | None]
-    """Id of each special role, a byte's perhaps; None where there is none."""
+    """Id of each special role, which may be a byte's; None where there is none."""
 
 
 def byte_level_vocabulary(
@@ -72,7 +72,7 @@ def byte_level_vocabulary(
 
 
 def byte_piece(byte: int) -> str:
-    """How a byte is shown: as the ASCII character that it is, or as ``<0x0A>``."""
+    """Display string of a byte: its printable ASCII character, or as ``<0x0A>``."""
     return chr(byte) if 0x20 <= byte < 0x7F else f"<0x{byte:02X}>"
 
 
@@ -109,7 +109,7 @@ def _roles(
     *,
     legacy: bool,
 ) -> dict[SpecialRole, int | None]:
-    """Id of each role: the one given, else by its usual name, else one that is free."""
+    """Id of each role: the one given, else by its conventional name, else a free one."""
     roles = conventional_ids(ids.get)
     roles |= {role: i if i >= 0 else None for role, i in given.items() if i is not None}
     for role in _NEEDED:
@@ -140,7 +140,7 @@ def _free_name(role: SpecialRole, ids: Mapping[str, int]) -> str:
 
 
 class ByteLevelTokenizer(TableTokenizer):
-    """UTF-8 bytes, without a file.
+    """Tokenizer of UTF-8 bytes, without a file.
 
     Ids 0 to 255 are the bytes. EOS is 256 and padding is 257 unless ``special_tokens`` hold one of
     their usual names. The ids from there to ``vocab_size`` are unused, and the special tokens
@@ -148,12 +148,12 @@ class ByteLevelTokenizer(TableTokenizer):
 
     Args:
         vocab_size: Ids before the special tokens.
-        special_tokens: Names; the first gets the highest id. Usual names (``<s>``, ``[CLS]`` ...)
-            take the roles they stand for. Of a mapping the keys count.
+        special_tokens: Names, or a mapping whose keys are names; the first gets the highest id.
+            Conventional names (``<s>``, ``[CLS]`` ...) get their roles.
         additional_special_tokens: Names that follow these in ascending order; those that the
             vocabulary has already keep their id.
-        eos_id: Id of the EOS; none when negative. An id below 256 is a byte as well: a text that
-            holds this byte has the id in it.
+        eos_id: Id of the EOS; none when negative. An id below 256 is a byte as well, and occurs in
+            every text with this byte.
         pad_id: Id of the padding, alike.
         bos_id: Id of the BOS, alike; none by default.
         legacy: EOS is 0 and padding is 1, as in Megatron: for data that it has tokenized.
@@ -161,8 +161,8 @@ class ByteLevelTokenizer(TableTokenizer):
         _eos_id: Megatron's spelling of ``eos_id``; the other two are alike.
 
     Raises:
-        TokenizerError: ``vocab_size`` is too small, an id is outside the vocabulary or said twice,
-            a name is taken, or the engine is another.
+        TokenizerError: ``vocab_size`` is too small, an id is outside the vocabulary or stated
+            twice, a name is taken, or the engine is another.
     """
 
     library: ClassVar[str] = "byte-level"
@@ -206,7 +206,7 @@ class ByteLevelTokenizer(TableTokenizer):
         self._is_special[[i for i in vocabulary.roles.values() if i is not None]] = True
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self._decode_stretches(
+        return self._decode_segments(
             ids,
             lambda run: self._table.join(run).tobytes().decode(errors="replace"),
             self._is_special if skip_special_tokens else self._table.is_control,
@@ -219,7 +219,7 @@ class ByteLevelTokenizer(TableTokenizer):
     def _encode_batch(self, texts: Sequence[str]) -> list[IdArray]:
         return [_ids_of(text.encode()) for text in texts]
 
-    def _encode_stretch(self, text: str, raw: bytes) -> tuple[IdArray, ByteEnds]:
+    def _encode_segment(self, text: str, raw: bytes) -> tuple[IdArray, ByteEnds]:
         return _ids_of(raw), np.arange(1, len(raw) + 1)
 
     def _locate(self, text: str, raw: bytes, encoded: Any) -> tuple[list[int], list[int]]:
@@ -232,7 +232,7 @@ def _ids_of(raw: bytes) -> IdArray:
 
 
 def _one_of(name: str, given: int | None, megatron: int | None) -> int | None:
-    """An id that has two spellings."""
+    """The value of an option that has two spellings."""
     if given is not None and megatron is not None and given != megatron:
         raise TokenizerError(
             "two options name different ids", got=f"{name} {given} and _{name} {megatron}"

@@ -26,8 +26,8 @@ from megatron_ext.tokenizers.tokenizer_files import require_library
 def transformers_tokenizer(tokenizer: Any, served_by: Any) -> Any:
     """A ``PreTrainedTokenizerFast`` around ``tokenizer``, an object of the tokenizers library.
 
-    Conversations go through ``served_by``, a ``MegatronTokenizerText`` or a library's adapter: with
-    the template that its user chose, and without reading control tokens in a message.
+    Conversations are rendered by ``served_by``, a ``MegatronTokenizerText`` or a library's adapter,
+    with the template that its user chose and without parsing control tokens in messages.
 
     Raises:
         ImportError: transformers is not installed.
@@ -63,7 +63,7 @@ def transformers_tokenizer(tokenizer: Any, served_by: Any) -> Any:
 
 
 class HuggingFaceTokenizer(TableTokenizer):
-    """One ``tokenizer.json``, read with the tokenizers library.
+    """Tokenizer of a ``tokenizer.json``, read with the tokenizers library.
 
     transformers is not used: ``AutoTokenizer`` on a directory rebuilds the pipeline from the name
     in ``tokenizer_class`` and can silently change the ids. The file alone is the tokenizer.
@@ -73,14 +73,13 @@ class HuggingFaceTokenizer(TableTokenizer):
         vocab_file: GPT-2's ``vocab.json`` or BERT's ``vocab.txt``, instead of a ``tokenizer.json``.
         merges_file: GPT-2's ``merges.txt``, with the former.
         include_special_tokens: Add what the post-processor adds to a text: BOS, EOS, [CLS].
-        additional_special_tokens: Names to make special tokens of; those that the vocabulary lacks
-            get the next ids.
-        bos_token: Name of the BOS, instead of the configured one; added where it is missing. The
-            other ``*_token`` options are alike.
-        engine: What encodes batches.
-        use_fast: Accepted for code written for Megatron's class; the fast library reads always.
+        additional_special_tokens: Names that become special tokens; new ones get the next ids.
+        bos_token: Name of the BOS, instead of the configured one; added where it is missing.
+        eos_token, pad_token, unk_token, mask_token, cls_token, sep_token: The same for their roles.
+        engine: Engine that encodes batches.
+        use_fast: Accepted for code written for Megatron's class; the fast library is always used.
         trust_remote_code: Accepted alike; code that comes with a tokenizer is never run.
-        use_gigatoken: Megatron's word for the engine ``gigatoken``.
+        use_gigatoken: Megatron's option for the engine ``gigatoken``.
 
     Raises:
         TokenizerError: There is no ``tokenizer.json``, or a file is broken.
@@ -155,7 +154,7 @@ class HuggingFaceTokenizer(TableTokenizer):
         return HuggingFaceSource(file, file.parent)
 
     def _contents(self) -> HuggingFaceFile:
-        """What the files say, with the additions; made anew, for it is large."""
+        """The contents of the files, with the added tokens; not cached, because it is large."""
         source = self._source
         return HuggingFaceFile(source.document(), source.config, source.file, **self._additions)
 
@@ -170,8 +169,8 @@ class HuggingFaceTokenizer(TableTokenizer):
         return self._encode_batch(texts)
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        known = self._table.as_ids(ids).tolist()
-        return str(self._whole.decode(known, skip_special_tokens=skip_special_tokens))
+        checked = self._table.as_ids(ids).tolist()
+        return str(self._whole.decode(checked, skip_special_tokens=skip_special_tokens))
 
     def _encode(self, text: str) -> tuple[list[int], Any]:
         encoding = self._text_only.encode(text, add_special_tokens=False)
@@ -187,15 +186,14 @@ class HuggingFaceTokenizer(TableTokenizer):
 
     @cached_property
     def _whole(self) -> Any:
-        """The tokenizer that knows special tokens in text; built when one is first asked for."""
+        """The tokenizer that parses special tokens in text; built on first use."""
         return _build(self._contents().whole(), self._source.file)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The same as an object of transformers, which is imported here.
+        """The tokenizer as an object of transformers, which is imported here.
 
-        Megatron's server streams with it; it asks for the attribute and does without where there is
-        none, as with the other libraries.
+        Megatron's server streams with it where the attribute exists; other libraries lack it.
 
         Raises:
             AttributeError: transformers is not installed.
@@ -206,7 +204,7 @@ class HuggingFaceTokenizer(TableTokenizer):
             raise AttributeError(f"transformers is not installed: {error}") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        # The class of that object is made on demand: another process makes its own.
+        # The class of that object is made at run time, so it cannot be pickled.
         return {name: value for name, value in self.__dict__.items() if name != "tokenizer"}
 
     def _user_defined_tokens(self) -> list[ControlToken]:
@@ -214,7 +212,7 @@ class HuggingFaceTokenizer(TableTokenizer):
 
     def _hiding(self, names: frozenset[str]) -> HuggingFaceTokenizer:
         hiding = copy(self)
-        hiding._batches_stretches = False
+        hiding._batches_segments = False
         hiding.__dict__.pop("_after_control", None)
         hidden = (*self._additions["special_tokens"], *sorted(names))
         hiding._additions = {**self._additions, "special_tokens": hidden}
@@ -228,9 +226,9 @@ class HuggingFaceTokenizer(TableTokenizer):
 
     @cached_property
     def _after_control(self) -> HuggingFaceTokenizer:
-        """The same tokenizer without the space that it puts before the first stretch."""
+        """The same tokenizer without the space that it puts before the first segment."""
         continued = copy(self)
-        continued._batches_stretches = False
+        continued._batches_segments = False
         document = self._contents().text_only(continued=True)
         continued._text_only = _build(document, self._source.file)
         return continued

@@ -24,18 +24,18 @@ from megatron_ext.tokenizers.tokenizer_files import parse_json, read_file, read_
 _METASPACE = "▁"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _HIDDEN = f" {uuid4().hex} "
-"""Put before a piece that no text may spell: nobody can guess it, so that nobody can write it."""
+"""Random prefix of pieces that no text may spell: no text can contain it but by a guess."""
 
 
 class HuggingFaceFile:
-    """The contents of a ``tokenizer.json`` and of what lies beside it.
+    """The contents of a ``tokenizer.json`` and of the configuration beside it.
 
     Args:
         document: The ``tokenizer.json``.
         config: The ``tokenizer_config.json``; None where there is none.
         file: Where the document was read, for messages.
-        special_tokens: Names to make special tokens of; those that the vocabulary lacks get the
-            next ids, in the order of ``names_to_add``.
+        special_tokens: Names that become special tokens; new ones get the next ids, in the order of
+            ``names_to_add``.
         roles: Name of the special token of a role, instead of the configured one.
 
     Raises:
@@ -92,14 +92,14 @@ class HuggingFaceFile:
         for name, token_id in self._added_ids.items():
             if name not in self._ids:
                 rows[token_id] = name.encode()
-        silent = {*self.special_names, self._unknown()}
+        without_bytes = {*self.special_names, self._unknown()}
         ids = self._added_ids | self._ids
-        for name in silent & ids.keys():
+        for name in without_bytes & ids.keys():
             rows[ids[name]] = None
         return rows
 
     def dummy_prefix(self) -> DummyPrefix:
-        """Which stretches of text start with a space that the tokenizer puts there."""
+        """Segments of text that start with a space that the tokenizer adds."""
         if self._model.get("type") == "WordPiece":
             return "each"
         for part in self._parts():
@@ -113,10 +113,10 @@ class HuggingFaceFile:
         return "none"
 
     def special_ids(self) -> dict[SpecialRole, int | None]:
-        """Ids that the configuration names, or the conventional ones without one.
+        """Id of each role: named by the configuration, or conventional without one.
 
-        A configuration may leave BERT's [MASK], [CLS] and [SEP] to the tokenizer's class. A missing
-        BOS is the [CLS] and the other way round; so are EOS and [SEP].
+        A configuration may leave BERT's [MASK], [CLS] and [SEP] to the tokenizer's class. BOS and
+        [CLS] replace each other where one is missing, and so do EOS and [SEP].
         """
         find = {**self._ids, **self._added_ids}.get
         ids = conventional_ids(find)
@@ -134,7 +134,7 @@ class HuggingFaceFile:
         return ids
 
     def control_tokens(self) -> list[ControlToken]:
-        """What ``text_only`` cannot spell."""
+        """Tokens that text cannot spell in ``text_only``."""
         return [
             ControlToken(
                 row["content"],
@@ -149,16 +149,16 @@ class HuggingFaceFile:
 
     def user_defined_tokens(self) -> list[ControlToken]:
         """Added tokens that ``text_only`` spells: ordinary vocabulary, read before the model."""
-        return [ControlToken(row["content"], row["id"]) for row in self._kept()]
+        return [ControlToken(row["content"], row["id"]) for row in self._ordinary_added()]
 
     def additional_special_tokens(self) -> list[str] | None:
-        """Special tokens that were asked for, or that the configuration lists."""
+        """Special tokens that a caller named or that the configuration lists; None without any."""
         config = self._config or {}
         listed = config.get("additional_special_tokens") or config.get("extra_special_tokens")
         names = [name_of(token) for token in listed] if isinstance(listed, list) else []
-        known = {**self._ids, **self._added_ids}
-        found = [name for name in dict.fromkeys([*names, *self._given]) if name in known]
-        return found or None
+        ids = {**self._ids, **self._added_ids}
+        present = [name for name in dict.fromkeys([*names, *self._given]) if name in ids]
+        return present or None
 
     def whole(self) -> dict[str, Any]:
         """The document without truncation, padding and trimmed offsets."""
@@ -170,10 +170,10 @@ class HuggingFaceFile:
         }
 
     def text_only(self, *, continued: bool = False) -> dict[str, Any]:
-        """``whole`` in which no text spells a special token, nor one added to the vocabulary.
+        """``whole``, changed so that text spells neither special nor newly added tokens.
 
-        A ``continued`` one encodes text that follows a control token: without the space that a
-        Metaspace puts before the first stretch alone.
+        A ``continued`` one encodes text after a control token: without the space that a Metaspace
+        adds to the first segment only.
 
         Added tokens that the model's own vocabulary holds and that are not special (white space,
         HTML tags in Gemma) are ordinary vocabulary and stay.
@@ -182,11 +182,11 @@ class HuggingFaceFile:
         document = _without_first_prefix(self.whole()) if continued else self.whole()
         return {
             **document,
-            "added_tokens": self._kept(),
+            "added_tokens": self._ordinary_added(),
             "model": _without_names(self._model, hidden) if hidden else self._model,
         }
 
-    def _kept(self) -> list[dict[str, Any]]:
+    def _ordinary_added(self) -> list[dict[str, Any]]:
         return [row for row in self._added if not row["special"] and row["content"] in self._ids]
 
     def _parts(self) -> Iterator[Mapping[str, Any]]:
@@ -219,7 +219,7 @@ class HuggingFaceFile:
             return piece.encode()
 
     def _displayed(self, piece: str) -> bytes:
-        """Bytes of a piece that is text: Metaspace, byte fallback, WordPiece or plain."""
+        """Bytes of a displayed piece: Metaspace, byte fallback, WordPiece or plain."""
         if self._model.get("byte_fallback") and (byte := _BYTE_PIECE.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
         if self._model.get("type") == "WordPiece":
@@ -233,7 +233,7 @@ class HuggingFaceFile:
 
 
 def _metaspace_prefix(part: Mapping[str, Any]) -> DummyPrefix:
-    """What a Metaspace puts in front; files from before ``prepend_scheme`` have a flag."""
+    """Prefix of a Metaspace; files that predate ``prepend_scheme`` have a flag."""
     scheme = part.get("prepend_scheme", "always" if part.get("add_prefix_space", True) else "never")
     prefixes: Mapping[Any, DummyPrefix] = {"always": "each", "first": "first"}
     return prefixes.get(scheme, "none")
@@ -250,8 +250,8 @@ def _model_ids(model: Mapping[str, Any]) -> dict[str, int]:
 def _without_names(model: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """A copy of ``model`` with the same ids in which no text can spell ``names``.
 
-    They are renamed: with a space, which most pre-tokenizers cut at or replace, and with a number
-    that is drawn anew in each process, for those that do neither.
+    They are renamed with a prefix: of spaces, at which most pre-tokenizers cut or which they
+    replace, and of a number that is random in each process, for those that do neither.
     """
 
     def hide(piece: str) -> str:
@@ -278,7 +278,7 @@ def _without_names(model: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
 def _with_special(
     added: Sequence[dict[str, Any]], ids: Mapping[str, int], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """``added`` with ``names`` as special tokens; those that have no id yet get the next ones."""
+    """``added`` with ``names`` as special tokens; new names get the next ids."""
     rows = {row["content"]: row for row in added}
     taken = {**ids, **{name: row["id"] for name, row in rows.items()}}
     following = max(taken.values(), default=-1) + 1
@@ -290,12 +290,12 @@ def _with_special(
             **rows.get(name, {}),
             **{"id": token_id, "content": name, "special": True},
         }
-    # The library wants them in id order.
+    # The library requires id order.
     return sorted(rows.values(), key=lambda row: int(row["id"]))
 
 
 def _without_first_prefix(part: Any) -> Any:
-    """A document or a part of it whose Metaspace puts no space before the first stretch."""
+    """A document, or a part of it, whose Metaspace adds no space to the first segment."""
     if isinstance(part, list):
         return [_without_first_prefix(item) for item in part]
     if isinstance(part, dict) and part.get("type") == "Metaspace":
@@ -331,28 +331,28 @@ _TEMPLATE = "chat_template.jinja"
 
 
 class HuggingFaceSource:
-    """Where the contents of a tokenizer come from.
+    """Files of a HuggingFace tokenizer.
 
-    The files are read once: a run that goes on for weeks does not mind what becomes of them.
+    They are read once, so that a long run does not depend on them later.
 
     Args:
         file: The ``tokenizer.json``.
-        folder: Where its configuration and its template lie; None for a tokenizer that has none.
+        folder: Folder of its configuration and template; None for a tokenizer without them.
     """
 
     def __init__(self, file: Path, folder: Path | None) -> None:
         self.file = file
         self._folder = folder
-        self._kept: bytes | None = None
+        self._compressed: bytes | None = None
 
     @property
     def files(self) -> dict[str, Path]:
-        """Every file that is read, by the name that it must have."""
+        """Every file that is read, by the name that it has to have."""
         beside = (self._beside(name) for name in (_CONFIG, _TEMPLATE))
-        return self._own_files() | {file.name: file for file in beside if file is not None}
+        return self._vocabulary_files() | {file.name: file for file in beside if file is not None}
 
-    def _own_files(self) -> dict[str, Path]:
-        """What holds the vocabulary."""
+    def _vocabulary_files(self) -> dict[str, Path]:
+        """The files that hold the vocabulary."""
         return {"tokenizer.json": self.file}
 
     def document(self) -> object:
@@ -361,16 +361,16 @@ class HuggingFaceSource:
         Raises:
             TokenizerError: It cannot be read, or is broken.
         """
-        if self._kept is None:
+        if self._compressed is None:
             contents = self._read()
-            # As an object it would take a hundred bytes for each of a piece.
-            self._kept = zlib.compress(contents, level=1)
+            # Parsed, it would take a hundred times the memory.
+            self._compressed = zlib.compress(contents, level=1)
         else:
-            contents = zlib.decompress(self._kept)
+            contents = zlib.decompress(self._compressed)
         return parse_json(contents, self.file)
 
     def _read(self) -> bytes:
-        """The ``tokenizer.json`` as its file has it."""
+        """The bytes of the ``tokenizer.json``."""
         return read_file(self.file)
 
     @cached_property

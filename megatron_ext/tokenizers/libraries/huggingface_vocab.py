@@ -21,34 +21,34 @@ def read_vocab_json(file: Path) -> dict[str, int]:
     """Id of each piece of a ``vocab.json``.
 
     Raises:
-        TokenizerError: It cannot be read, or is no object of pieces and ids that differ.
+        TokenizerError: It cannot be read, or is not an object of pieces and distinct ids.
     """
     document = read_json(file)
     if not isinstance(document, dict) or not document:
         raise TokenizerError(
             "this is no vocabulary", expected="a JSON object of pieces and their ids", where=file
         )
-    owner: dict[int, str] = {}
+    piece_of: dict[int, str] = {}
     for piece, token_id in document.items():
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
             raise TokenizerError(
                 f"the piece {piece!r} has no id", got=repr(token_id), expected=">= 0", where=file
             )
-        if token_id in owner:
+        if token_id in piece_of:
             raise TokenizerError(
                 f"two pieces have the id {token_id}",
-                got=f"{owner[token_id]!r} and {piece!r}",
+                got=f"{piece_of[token_id]!r} and {piece!r}",
                 where=file,
             )
-        owner[token_id] = piece
+        piece_of[token_id] = piece
     return document
 
 
 def read_merges(file: Path, ids: Mapping[str, int]) -> list[list[str]]:
-    """The pairs of a ``merges.txt``, the first to merge first.
+    """The pairs of a ``merges.txt``, in the order in which they merge.
 
     Raises:
-        TokenizerError: It cannot be read, a line is no pair, or the vocabulary lacks a piece.
+        TokenizerError: It cannot be read, a line is not a pair, or the vocabulary lacks a piece.
     """
     merges: list[list[str]] = []
     for number, line in enumerate(_lines(file), start=1):
@@ -102,7 +102,7 @@ def read_vocab_txt(file: Path, needed: Sequence[str]) -> dict[str, int]:
 
 
 def _lines(file: Path) -> list[str]:
-    """Lines without their ends, and without empty ones at the end of the file."""
+    """Lines without line ends, and without empty lines at the end of the file."""
     try:
         raw = file.read_bytes()
         text = raw.decode("utf-8")
@@ -111,30 +111,30 @@ def _lines(file: Path) -> list[str]:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise TokenizerError("the file is not UTF-8", where=f"{file}:{line}") from error
-    # str.splitlines would cut at characters that are pieces of their own.
+    # str.splitlines would also cut at characters that are pieces.
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     while lines and not lines[-1]:
         lines.pop()
     return lines
 
 
-# Names that are missing get their ids in this order.
+# Missing names get their ids in this order.
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class VocabFiles(HuggingFaceSource):
-    """Files that are read into a document of ours."""
+    """Vocabulary files that are converted into a ``tokenizer.json``."""
 
     def _read(self) -> bytes:
         return json.dumps(self._document()).encode()
 
     @abstractmethod
     def _document(self) -> dict[str, Any]:
-        """The ``tokenizer.json`` that means the same."""
+        """The equivalent ``tokenizer.json``."""
 
 
 class Gpt2Files(VocabFiles):
-    """``vocab.json`` and ``merges.txt``: byte-level BPE that cuts text as GPT-2 does.
+    """GPT-2's ``vocab.json`` and ``merges.txt``: byte-level BPE with GPT-2's pre-tokenizer.
 
     Args:
         vocab_file: The pieces and their ids.
@@ -146,7 +146,7 @@ class Gpt2Files(VocabFiles):
         super().__init__(vocab_file, folder)
         self._merges_file = merges_file
 
-    def _own_files(self) -> dict[str, Path]:
+    def _vocabulary_files(self) -> dict[str, Path]:
         return {"vocab.json": self.file, "merges.txt": self._merges_file}
 
     def _read_config(self) -> dict[str, Any]:
@@ -172,25 +172,25 @@ class Gpt2Files(VocabFiles):
             "continuing_subword_prefix": "",
             "end_of_word_suffix": "",
         }
-        parts = {"pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
-        return {**parts, "normalizer": None, "added_tokens": _special_tokens(config, ids)}
+        document = {"pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
+        return {**document, "normalizer": None, "added_tokens": _special_tokens(config, ids)}
 
 
 class WordPieceFile(VocabFiles):
-    """``vocab.txt``: BERT's pieces, one in each line.
+    """BERT's ``vocab.txt``, with one piece in each line.
 
     Args:
         vocab_file: The file.
         folder: As for ``HuggingFaceSource``.
-        lowercase: Whether text becomes lower case; by default as the configuration says, and
-            without one unless the vocabulary has capitals.
+        lowercase: Whether text becomes lower case; by default as in the configuration, and without
+            one if the vocabulary has no capitals.
     """
 
     def __init__(self, vocab_file: Path, folder: Path | None, *, lowercase: bool | None) -> None:
         super().__init__(vocab_file, folder)
         self._lowercase = lowercase
 
-    def _own_files(self) -> dict[str, Path]:
+    def _vocabulary_files(self) -> dict[str, Path]:
         return {"vocab.txt": self.file}
 
     def _read_config(self) -> dict[str, Any]:
@@ -272,14 +272,14 @@ def _has_no_capitals(ids: Mapping[str, int], config: Mapping[str, Any]) -> bool:
     return not any("A" <= letter <= "Z" for piece in ordinary for letter in piece)
 
 
-def _check_class(config: Mapping[str, Any], known: Sequence[str], file: Path) -> None:
-    """Refuse the vocabulary of a tokenizer that cuts text in another way."""
+def _check_class(config: Mapping[str, Any], supported: Sequence[str], file: Path) -> None:
+    """Refuse the vocabulary of a tokenizer class with another pre-tokenizer."""
     name = config.get("tokenizer_class")
-    if isinstance(name, str) and name.removesuffix("Fast") not in known:
+    if isinstance(name, str) and name.removesuffix("Fast") not in supported:
         raise TokenizerError(
-            "the vocabulary files of this tokenizer do not say all about it",
+            "the vocabulary files do not define this tokenizer completely",
             got=f"tokenizer_class {name}",
-            expected=f"one of {', '.join(known)}",
+            expected=f"one of {', '.join(supported)}",
             fix="use its tokenizer.json",
             where=file,
         )
@@ -300,12 +300,12 @@ def named_vocab_files(
     Args:
         vocab_file: GPT-2's ``vocab.json`` or BERT's ``vocab.txt``, whatever their names.
         merges_file: GPT-2's ``merges.txt``.
-        path: The tokenizer that they are named for: its configuration counts; None for none.
+        path: The tokenizer whose configuration applies; None for none.
         lowercase: As for ``WordPieceFile``.
 
     Raises:
-        TokenizerError: One is missing or is not what it must be, or ``path`` holds a tokenizer of
-            its own.
+        TokenizerError: A file is missing or of another format, or ``path`` holds another
+            vocabulary.
     """
     if vocab_file is None:
         if merges_file is None:
@@ -326,7 +326,7 @@ def named_vocab_files(
 
 
 def vocab_files_at(path: PathLike) -> HuggingFaceSource | None:
-    """The vocabulary files in a directory, or the one that ``path`` is; None when it is another.
+    """The vocabulary files in a directory or at a path; None for other files.
 
     Megatron's JSON rank lists, which tiktoken reads, may be called ``vocab.json`` too.
 
@@ -348,7 +348,7 @@ def vocab_files_at(path: PathLike) -> HuggingFaceSource | None:
 
 
 def _refuse_a_second_vocabulary(vocab_file: Path, path: Path | None) -> None:
-    """Two folders with a vocabulary each: which one is meant cannot be told."""
+    """Refuse two folders with a vocabulary each, because the choice is ambiguous."""
     if path is None:
         return
     other = path if path.is_file() else path / "tokenizer.json"

@@ -18,12 +18,12 @@ from megatron_ext.tokenizers.tokenizer_files import local_files
 
 @dataclass(frozen=True, slots=True)
 class MegatronName:
-    """What a name stands for."""
+    """Tokenizer of one of Megatron's names."""
 
     kind: Literal["GPT-2", "BERT"]
-    """How its vocabulary is written."""
+    """Format of its vocabulary."""
     hub_name: str | None
-    """The same tokenizer on the HuggingFace hub; None where it is not there."""
+    """Name of the tokenizer on the HuggingFace hub; None where it is not there."""
     lowercase: bool | None = None
     """Whether BERT's text becomes lower case."""
 
@@ -48,7 +48,7 @@ MEGATRON_NAMES: Mapping[str, MegatronName] = {
 
 
 class MegatronHFTokenizer(HuggingFaceTokenizer):
-    """A tokenizer that Megatron knows by name; otherwise a ``HuggingFaceTokenizer``.
+    """A tokenizer that Megatron has by name; otherwise a ``HuggingFaceTokenizer``.
 
     Args:
         path: A name in ``MEGATRON_NAMES``, whose vocabulary comes from ``vocab_file`` and
@@ -65,9 +65,9 @@ class MegatronHFTokenizer(HuggingFaceTokenizer):
         self, path: PathLike, vocab_file: PathLike | None, merges_file: PathLike | None
     ) -> HuggingFaceSource:
         name = os.fspath(path)
-        known = MEGATRON_NAMES.get(name)
-        if known is not None:
-            return _open_by_name(name, known, vocab_file, merges_file)
+        named = MEGATRON_NAMES.get(name)
+        if named is not None:
+            return _open_by_name(name, named, vocab_file, merges_file)
         if vocab_file is None and not Path(path).exists():
             raise TokenizerError(
                 "this is neither a tokenizer of Megatron's nor a file",
@@ -79,28 +79,28 @@ class MegatronHFTokenizer(HuggingFaceTokenizer):
 
 
 def _open_by_name(
-    name: str, known: MegatronName, vocab_file: PathLike | None, merges_file: PathLike | None
+    name: str, named: MegatronName, vocab_file: PathLike | None, merges_file: PathLike | None
 ) -> HuggingFaceSource:
-    needed = "vocab_file and merges_file" if known.kind == "GPT-2" else "vocab_file"
+    needed = "vocab_file and merges_file" if named.kind == "GPT-2" else "vocab_file"
     given = {"vocab_file": vocab_file, "merges_file": merges_file}
     got = [option for option, file in given.items() if file is not None]
     if got and " and ".join(got) != needed:
         raise TokenizerError(
             f"{name} is read from {needed}", got=", ".join(got), where=vocab_file or merges_file
         )
-    # Whatever else lies in their folder belongs to some other tokenizer.
-    named = named_vocab_files(vocab_file, merges_file, None, lowercase=known.lowercase)
-    if named is not None:
-        return named
-    return _from_the_hub(name, known, needed)
+    # Other files in their folder belong to another tokenizer.
+    source = named_vocab_files(vocab_file, merges_file, None, lowercase=named.lowercase)
+    if source is not None:
+        return source
+    return _from_the_hub(name, named, needed)
 
 
-def _from_the_hub(name: str, known: MegatronName, needed: str) -> HuggingFaceSource:
-    fix = f"pass {needed} (--vocab-file{', --merge-file' if known.kind == 'GPT-2' else ''})"
-    if known.hub_name is None:
+def _from_the_hub(name: str, named: MegatronName, needed: str) -> HuggingFaceSource:
+    fix = f"pass {needed} (--vocab-file{', --merge-file' if named.kind == 'GPT-2' else ''})"
+    if named.hub_name is None:
         raise TokenizerError(f"{name} needs its vocabulary", fix=fix)
     try:
-        folder = local_files(known.hub_name)
+        folder = local_files(named.hub_name)
     except TokenizerError as error:
         raise TokenizerError(f"{name} needs its vocabulary", got=error, fix=fix) from error
     return HuggingFaceSource(folder / "tokenizer.json", folder)

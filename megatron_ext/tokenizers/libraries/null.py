@@ -33,18 +33,18 @@ from megatron_ext.tokenizers.token_ids import (
 
 _WORD = re.compile(r"\S+")
 _ONLY_NUMBERS = re.compile(r"[0-9 \t\r\n]*")
-# Python refuses to read numbers of thousands of digits; no vocabulary needs more than these.
+# Python refuses to parse numbers of thousands of digits; no vocabulary needs more than these.
 _MOST_DIGITS = 18
 
 
 class NumberText:
-    """Reads the numbers below ``size``."""
+    """Parser of texts of numbers below ``size``."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def value(self, word: str) -> int | None:
-        """The number that ``word`` is; None when it is none, or one too large."""
+        """The number that ``word`` spells; None for other words and numbers that are too large."""
         if not (word.isascii() and word.isdecimal()):
             return None
         digits = word.lstrip("0") or "0"
@@ -55,7 +55,7 @@ class NumberText:
         """The numbers in ``text``.
 
         Raises:
-            TokenizerError: Something else is in it, or a number that is too large.
+            TokenizerError: ``text`` holds something else, or a number that is too large.
         """
         if _ONLY_NUMBERS.fullmatch(text) is not None:
             words = text.split()
@@ -63,16 +63,16 @@ class NumberText:
                 numbers = list(map(int, words))
                 if max(numbers, default=0) < self.size:
                     return numbers
-        # What is wrong, and where.
+        # The slow path names the error and its place.
         return self.read(text, ())[0]
 
     def read(self, text: str, matches: Iterable[ControlMatch]) -> tuple[list[int], list[int]]:
         """Numbers and control ids of ``text`` [T], and the character at which each ends [T].
 
-        White space belongs to the id before it; at the begin of the text, to the first one.
+        White space belongs to the id before it; at the start of the text, to the first one.
 
         Raises:
-            TokenizerError: Between ``matches`` is something else, or a number that is too large.
+            TokenizerError: Text between ``matches`` holds something else, or a number too large.
         """
         ids: list[int] = []
         begins: list[int] = []
@@ -102,17 +102,17 @@ class NumberText:
 
 
 class NullTokenizer(MegatronTokenizerTextAbstract):
-    """Ids written in decimal with white space between, without a file.
+    """Tokenizer of ids written in decimal with white space between, without a file.
 
     In a stream each id but the last stands for its digits and a space.
 
     Args:
-        vocab_size: How many ids a text can spell, from 0 on.
-        eod_id: End of document, the EOS too; the last of them by default.
+        vocab_size: Number of ids that a text can spell, from 0 on.
+        eod_id: End of document, which is the EOS too; by default the last of these ids.
         pad_id: Padding; none when negative or unset.
-        add_eod: Let them be one more than ``vocab_size``, as in Megatron 0.16.
+        add_eod: Have one id more than ``vocab_size``, as in Megatron 0.16.
         additional_special_tokens: Names that follow all of these.
-        placeholders: Names of ids outside the vocabulary, which a model puts something else for.
+        placeholders: Names of ids outside the vocabulary, which a model replaces.
         engine: ``auto`` or ``reference``.
 
     Raises:
@@ -254,7 +254,7 @@ class NullTokenizer(MegatronTokenizerTextAbstract):
 
 
 def _control_tokens(names: Mapping[str, int], placeholders: Mapping[str, int]) -> ControlTokens:
-    """What a text can spell besides numbers."""
+    """Control tokens that a text can spell besides numbers."""
     for name in (*names, *placeholders):
         if not name or name.isdecimal() or any(map(str.isspace, name)):
             raise TokenizerError(

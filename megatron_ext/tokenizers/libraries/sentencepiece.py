@@ -43,7 +43,7 @@ _PIECES, _ID, _BEGIN, _END = 2, 2, 4, 5
 
 
 def read_spans(message: bytes) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids [T], and the bytes [T] where each piece begins and ends."""
+    """Ids [T], and begin and end of each piece in bytes [T]."""
     ids = []
     spans = []
     at = 0
@@ -70,21 +70,21 @@ _BATCH_THREADS = 0
 
 
 class SentencePieceTokenizer(TableTokenizer):
-    """One ``.model`` file.
+    """Tokenizer of a ``.model`` file.
 
     SentencePiece never turns text into a control token, so ``parse_special`` cuts the text at the
-    names of control pieces and encodes what lies between, each stretch with its dummy prefix. A
-    special token that is named here is a control piece, whatever it was in the model.
+    names of control pieces and encodes the segments in between, each with its dummy prefix. A
+    special token that is named here becomes a control piece, whatever it is in the model.
 
-    Legacy mode is Megatron's older way: special tokens that the model lacks get the next ids, and
-    ``special_tokens`` written in a text become their ids without being asked for.
+    Legacy mode is Megatron's older behaviour: special tokens that the model lacks get the next ids,
+    and ``special_tokens`` written in a text always become their ids.
 
     Args:
         path: The model file, or a directory that holds ``tokenizer.model``.
         legacy: Append the special tokens that the model lacks, and read them in every text.
         special_tokens: Names, or names by ``bos_token``, ``eos_token``, ``pad_token``,
             ``unk_token``, ``mask_token``, ``cls_token``, ``sep_token`` and ``eod_token``, which
-            then have these roles. In a list, usual names such as ``<pad>`` have the roles that the
+            get these roles. In a list, conventional names such as ``<pad>`` get the roles that the
             model leaves open. Without ``legacy`` the model must hold them.
         ignore_extra_whitespaces: Leave runs of spaces to the model, which may shorten them;
             otherwise every space counts, those at the ends too.
@@ -94,7 +94,7 @@ class SentencePieceTokenizer(TableTokenizer):
             the model lacks get the next ids.
         bos_token, eos_token, pad_token, unk_token, mask_token, cls_token, sep_token, eod_token:
             The same with a role.
-        engine: What encodes batches.
+        engine: Engine that encodes batches.
 
     Raises:
         TokenizerError: The file is missing, truncated or of another library, or a special token is
@@ -178,7 +178,7 @@ class SentencePieceTokenizer(TableTokenizer):
         return batch
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self._decode_stretches(
+        return self._decode_segments(
             ids,
             lambda run: str(self._processor.decode(run.tolist())),
             self._is_named,
@@ -198,7 +198,7 @@ class SentencePieceTokenizer(TableTokenizer):
         return ids[begin:], settle_ends(spans[begin:], rows, raw)
 
     def _trimmed(self, ids: Sequence[int]) -> int:
-        """How many ids are dropped from the begin of a stretch."""
+        """Number of ids that are dropped at the start of a segment."""
         return int(self._separator is not None and len(ids) > 0 and ids[0] == self._separator)
 
     def _user_defined_tokens(self) -> list[ControlToken]:
@@ -212,19 +212,19 @@ class SentencePieceTokenizer(TableTokenizer):
         return hiding
 
     def _continued(self, *, to_the_end: bool) -> TableTokenizer:
-        # Megatron trims no text behind the last special token.
+        # Megatron does not trim text behind the last special token.
         return self._after_special if self._trims and not to_the_end else self
 
     @cached_property
     def _after_special(self) -> SentencePieceTokenizer:
-        """The same tokenizer without the lone space that a stretch may begin with."""
+        """The tokenizer without the lone space with which a segment may begin."""
         present = not absent_pieces(self._processor, [SPACE])
         return self._with(_separator=self._processor.piece_to_id(SPACE) if present else None)
 
     def _with(self, **changes: Any) -> SentencePieceTokenizer:
-        """A copy with other attributes; not by copy(), which would load the model again."""
+        """A copy with changed attributes; ``copy()`` would load the model again."""
         changed = object.__new__(type(self))
-        changed.__dict__.update(self.__dict__, **changes, _batches_stretches=False)
+        changed.__dict__.update(self.__dict__, **changes, _batches_segments=False)
         changed.__dict__.pop("_after_special", None)
         return changed
 

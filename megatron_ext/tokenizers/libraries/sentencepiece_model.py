@@ -49,12 +49,12 @@ def read_field(message: bytes, at: int) -> tuple[int, int, int, int]:
 
 
 def varint_field(number: int, value: int) -> bytes:
-    """A field that holds a number of at least 0."""
+    """Encode a field of a number that is not negative."""
     return _varint(number << 3 | VARINT) + _varint(value)
 
 
 def bytes_field(number: int, content: bytes) -> bytes:
-    """A field that holds bytes, a string or a message."""
+    """Encode a field of bytes, a string or a message."""
     return _varint(number << 3 | LENGTH_DELIMITED) + _varint(len(content)) + content
 
 
@@ -91,16 +91,16 @@ def edit_model(
     added: Sequence[str] = (),
     keep_spaces: bool = False,
 ) -> bytes:
-    """A serialised model, changed.
+    """Edit a serialised model.
 
     Args:
         model: A serialised ``ModelProto``.
-        control: Names of pieces that become control pieces, which no text gives.
+        control: Names of pieces that become control pieces, which no text is encoded to.
         added: Names of control pieces that get the next ids, in this order.
-        keep_spaces: Leave every space of a text where it is.
+        keep_spaces: Make the normaliser keep every space of a text.
 
     Returns:
-        A serialised ``ModelProto``; its self-test, which is of the model as it was, is left out.
+        A serialised ``ModelProto`` without its self-test, which would be of the original model.
     """
     names = {name.encode() for name in control}
     parts = []
@@ -151,7 +151,7 @@ def _name(model: bytes, at: int) -> bytes:
 
 
 SPACE = "▁"
-"""What a space is inside a piece."""
+"""Space inside a piece."""
 
 
 def load_processor(file: Path) -> Any:
@@ -182,12 +182,12 @@ def processor_from_model(model: bytes) -> Any:
 
 
 def with_control_pieces(processor: Any, names: Collection[str], *, keep_spaces: bool) -> Any:
-    """A processor to which ``names`` are control pieces; those that it lacks get the next ids.
+    """A processor in which ``names`` are control pieces; new ones get the next ids.
 
     Args:
-        processor: It is not changed.
-        names: Distinct names. The unknown piece and the bytes of byte fallback stay what they are.
-        keep_spaces: Leave every space of a text where it is.
+        processor: The processor; not changed.
+        names: Distinct names. The unknown piece and the bytes of byte fallback are not changed.
+        keep_spaces: Make the normaliser keep every space of a text.
     """
     absent = absent_pieces(processor, names)
     present = [name for name in names if name not in absent and _may_change(processor, name)]
@@ -200,7 +200,7 @@ def with_control_pieces(processor: Any, names: Collection[str], *, keep_spaces: 
 
 
 def absent_pieces(processor: Any, names: Collection[str]) -> list[str]:
-    """Those of ``names`` that are no pieces of the model."""
+    """The ``names`` that are not pieces of the model."""
     unknown = processor.unk_id()
     unknown_piece = processor.id_to_piece(unknown)
     return [
@@ -218,21 +218,21 @@ def _may_change(processor: Any, name: str) -> bool:
 
 
 def control_tokens(processor: Any, names: Collection[str]) -> list[ControlToken]:
-    """Control pieces, and ``names`` besides, in id order."""
+    """Control pieces and the pieces ``names``, in id order."""
     control = {i for i in range(processor.get_piece_size()) if processor.is_control(i)}
     control.update(processor.piece_to_id(name) for name in names)
     return [ControlToken(processor.id_to_piece(i), i) for i in sorted(control)]
 
 
 def user_defined_tokens(processor: Any) -> list[ControlToken]:
-    """Pieces that are read in a text before the model looks at it, in id order."""
+    """Pieces that are matched in a text before the model encodes it, in id order."""
     types = piece_types(processor.serialized_model_proto())
     ids = (i for i, piece_type in enumerate(types) if piece_type == USER_DEFINED)
     return [ControlToken(processor.id_to_piece(i), i) for i in ids]
 
 
 def piece_bytes(processor: Any, pieces: Sequence[str]) -> list[bytes | None]:
-    """Bytes of each piece [V]; None for those that stand for no text."""
+    """Bytes of each piece [V]; None for pieces without text."""
     return [_bytes_of(processor, token_id, piece) for token_id, piece in enumerate(pieces)]
 
 
@@ -249,11 +249,11 @@ def _bytes_of(processor: Any, token_id: int, piece: str) -> bytes | None:
 
 
 def drops_leading_space(processor: Any, pieces: Sequence[str]) -> bool:
-    """Whether decoding drops the space in front, as it does after a dummy prefix."""
+    """Whether decoding drops a leading space, as it does for a dummy prefix."""
     word = next((i for i, piece in enumerate(pieces) if _is_word(piece)), None)
     if word is not None:
         return not str(processor.decode([word])).startswith(" ")
-    # A model of single characters has the space apart.
+    # In a model of single characters the space is a piece of its own.
     letter = next((i for i, piece in enumerate(pieces) if len(piece) == 1 and piece.isalpha()), 0)
     space = processor.piece_to_id(SPACE)
     return SPACE in pieces and not str(processor.decode([space, letter])).startswith(" ")
@@ -281,14 +281,14 @@ _KEYS: Mapping[str, SentencePieceRole] = {f"{role}_token": role for role in _ROL
 
 @dataclass(frozen=True, slots=True)
 class GivenSpecialTokens:
-    """Names in the order of their ids, and the roles that were said with them."""
+    """Special tokens that a user names, in the order of their ids, with stated roles."""
 
     listed: tuple[str, ...]
     """The option ``special_tokens``."""
     additional: tuple[str, ...]
     """The options ``bos_token``, ``eos_token`` ... and ``additional_special_tokens``."""
     roles: Mapping[SentencePieceRole, str]
-    """Name by role; a list of names says none."""
+    """Name by role; a list of names states no roles."""
 
     @classmethod
     def of(
@@ -297,15 +297,15 @@ class GivenSpecialTokens:
         additional: Sequence[str],
         roles: Mapping[SentencePieceRole, str | None],
     ) -> GivenSpecialTokens:
-        """What the options say.
+        """The special tokens of the options.
 
         Args:
             listed: Names, or names by ``bos_token``, ``eos_token``, ``eod_token`` ...
             additional: Names without a role.
-            roles: Names by role; they win over ``listed``.
+            roles: Names by role; they override ``listed``.
 
         Raises:
-            TokenizerError: A key is no role, a list names a token twice, or a name is no text.
+            TokenizerError: A key is not a role, a list repeats a name, or a name is not text.
         """
         by_key = {f"{role}_token": name for role, name in roles.items() if name is not None}
         names = distinct_names(additional, "additional_special_tokens")
@@ -325,16 +325,16 @@ class GivenSpecialTokens:
         return tuple(dict.fromkeys((*self.listed, *self.additional)))
 
     def without_role(self, with_role: Collection[int], processor: Any) -> list[str] | None:
-        """Names whose ids are not among ``with_role``; None where nothing was named."""
+        """Names whose ids are not in ``with_role``; None where no token was named."""
         named = [name for name in self.names if processor.piece_to_id(name) not in with_role]
         return named if self.names else None
 
     def role_ids(self, processor: Any, control: Iterable[str]) -> dict[SentencePieceRole, int]:
-        """Id of each role: as the user said, else as the model says, else by a usual name.
+        """Id of each role: stated by the user, else by the model, else a conventional name's.
 
         Args:
-            processor: SentencePiece's, to which all names are pieces.
-            control: Names of all control pieces; usual names in ``listed`` count before these.
+            processor: SentencePiece's processor, which has all names as pieces.
+            control: Names of all control pieces; conventional names in ``listed`` precede them.
         """
         of_model: dict[SentencePieceRole, int] = {
             "bos": processor.bos_id(),

@@ -13,31 +13,31 @@ from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ParseSpecial
 from megatron_ext.tokenizers.config import Engine
 from megatron_ext.tokenizers.engine import FastEncoder, GigatokenEngine, flat_ids, interleave
-from megatron_ext.tokenizers.libraries.stretch_tokenizer import StretchTokenizer
+from megatron_ext.tokenizers.libraries.segment_tokenizer import SegmentTokenizer
 from megatron_ext.tokenizers.special_ids import are_forged, markers
 from megatron_ext.tokenizers.special_tokens import ControlToken, ControlTokens, SpecialRole
 from megatron_ext.tokenizers.token_bytes import DummyPrefix, TokenBytes, utf8
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray, checked_texts
 
 
-class TableTokenizer(StretchTokenizer):
-    """An adapter that gives ids and, where its normaliser changes text, spans; the rest is here.
+class TableTokenizer(SegmentTokenizer):
+    """Base of adapters, which give ids and, where their normaliser changes text, spans.
 
     Args:
         files: Files that the tokenizer was read from, by the name they keep in a checkpoint.
         pieces: Display string of each id [V]; the empty string marks an unused id.
         token_bytes: Bytes of each id [V]; None for a control token or an unused id.
         special_ids: Id of each special role that the tokenizer has.
-        dummy_prefix: Which stretches of text start with a space that the library puts there.
-        control_tokens: What a text can spell where control tokens are read; by default every id
+        dummy_prefix: Segments of text that start with a space that the library adds.
+        control_tokens: Tokens that are parsed where control tokens are read; by default every id
             without bytes that has a name.
         additional_special_tokens: Names of special tokens without a role; by default all of them.
-        affixes: Ids that the library puts before and after each text that it encodes.
-        always_read: Control tokens that are read in every text, asked for or not.
+        affixes: Ids that the library adds before and after each text.
+        always_read: Control tokens that are parsed in every text.
     """
 
     engine: Engine = "auto"
-    """What encodes batches; an adapter sets it before it calls this class's constructor."""
+    """Engine that encodes batches; an adapter sets it before it calls this constructor."""
 
     def __init__(
         self,
@@ -82,17 +82,17 @@ class TableTokenizer(StretchTokenizer):
         raise TokenizerError(f"the {self.library} library has no fast engine")
 
     def _tokens_read(self, parse_special: ParseSpecial) -> ControlTokens:
-        """Control tokens that become their ids wherever a text spells them."""
+        """Control tokens that are parsed in a text with ``parse_special``."""
         if isinstance(parse_special, bool):
             return self._control if parse_special else self._always_read
         return self._control.named(parse_special.union(self._always_read.by_name))
 
     def _user_defined_tokens(self) -> Sequence[ControlToken]:
-        """Tokens of the vocabulary that are read in any text before anything else is."""
+        """Tokens of the vocabulary that the library matches in any text first."""
         return ()
 
     def _hiding(self, names: frozenset[str]) -> TableTokenizer:
-        """The same tokenizer with some of its user-defined tokens as control tokens."""
+        """The tokenizer with some of its user-defined tokens as control tokens."""
         raise AssertionError("only a tokenizer with user-defined tokens is asked")
 
     @property
@@ -109,10 +109,10 @@ class TableTokenizer(StretchTokenizer):
         ids: list[int] = self._prefix.tolist()
         done = 0
         for begin, end, token_id in self._tokens_read(parse_special).find(text):
-            ids += self._stretch_ids(text, done, begin)
+            ids += self._segment_ids(text, done, begin)
             ids.append(token_id)
             done = end
-        ids += self._stretch_ids(text, done, len(text))
+        ids += self._segment_ids(text, done, len(text))
         ids += self._suffix.tolist()
         return ids
 
@@ -130,10 +130,10 @@ class TableTokenizer(StretchTokenizer):
         return interleave(self._with_affixes(*rest), flat_ids(spelled), aside)
 
     def prepare_engine(self) -> str | None:
-        """Build and prove the engine for batches now: before a fork, or to hear of it.
+        """Build and prove the engine for batches now, for example before a fork.
 
         Returns:
-            Why it is not used, in one line; None where it is.
+            Reason why it is not used, in one line; None where it is used.
 
         Raises:
             TokenizerError: It was asked for by name and cannot be used.
@@ -219,7 +219,7 @@ class TableTokenizer(StretchTokenizer):
 
     @property
     def _fillers(self) -> frozenset[str]:
-        """Names of ids that are kept free."""
+        """Names of placeholder ids."""
         return frozenset()
 
     def files(self) -> Mapping[str, Path]:
@@ -230,12 +230,12 @@ class TableTokenizer(StretchTokenizer):
 
     @cached_property
     def _markers(self) -> ControlTokens:
-        """User-defined tokens that mean themselves until a template writes them."""
+        """User-defined tokens that are ordinary text until a template writes them."""
         return ControlTokens(markers(self._user_defined_tokens()))
 
     @cached_property
     def _hiders(self) -> dict[frozenset[str], TableTokenizer]:
-        """What encodes content that spells markers of the template, by their names."""
+        """Tokenizers of contents that spell markers of the template, by the markers' names."""
         return {}
 
     @cached_property
@@ -244,7 +244,7 @@ class TableTokenizer(StretchTokenizer):
 
     @cached_property
     def _id_of_piece(self) -> dict[str, int]:
-        """Id of each piece; where two ids show alike, a control token's, then the first."""
+        """Id of each piece; of ids with the same piece a control token's, else the first."""
         ids = {name: token.token_id for name, token in self._control.by_name.items()}
         for token_id, piece in enumerate(self._pieces):
             if piece:
@@ -252,11 +252,11 @@ class TableTokenizer(StretchTokenizer):
         return ids
 
     def _silent_tokens(self) -> list[ControlToken]:
-        """Every id that has a name and no bytes, the unknown token included."""
+        """Every id with a name and without bytes, including the unknown token."""
         silent = np.flatnonzero(self._table.is_control).tolist()
         return [ControlToken(self._pieces[i], i) for i in silent if self._pieces[i]]
 
-    def _decode_stretches(
+    def _decode_segments(
         self,
         ids: Sequence[int],
         decode: Callable[[IdArray], str],
@@ -264,7 +264,7 @@ class TableTokenizer(StretchTokenizer):
         *,
         skip_special_tokens: bool,
     ) -> str:
-        """Text of ``ids``: ``decode`` between control tokens, and these by name or not at all.
+        """Text of ``ids``: decoded between control tokens, which are written by name or left out.
 
         Args:
             ids: A stream of ids.

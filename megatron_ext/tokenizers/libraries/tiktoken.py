@@ -25,28 +25,28 @@ def role_ids(
     options: TiktokenOptions,
     roles: Mapping[SpecialRole, str | None],
 ) -> dict[SpecialRole, int | None]:
-    """Id of each role: as an option says, else of its usual name.
+    """Id of each role: named by an option, else of its conventional name.
 
     Raises:
-        TokenizerError: Several special tokens that the user listed have usual names of a role.
+        TokenizerError: Several listed special tokens have conventional names of one role.
     """
     names = vocabulary.special_ids.keys() - vocabulary.added
     ids: dict[SpecialRole, int | None] = {}
     for role, usual in CONVENTIONAL_NAMES.items():
-        said = roles[role]
-        if said is not None:
-            ids[role] = vocabulary.special_ids[said]
+        stated = roles[role]
+        if stated is not None:
+            ids[role] = vocabulary.special_ids[stated]
             continue
-        known = [name for name in usual if name in names]
-        # Megatron's own name, which comes first, leaves no doubt.
-        if options.special_tokens is not None and len(known) > 1 and known[0] != usual[0]:
+        present = [name for name in usual if name in names]
+        # Megatron's own name, which comes first, is unambiguous.
+        if options.special_tokens is not None and len(present) > 1 and present[0] != usual[0]:
             raise TokenizerError(
                 f"several special tokens could be the {role} token",
-                got=" and ".join(map(repr, known)),
-                fix=f"say which: {role}_token={known[0]!r}",
+                got=" and ".join(map(repr, present)),
+                fix=f"say which: {role}_token={present[0]!r}",
                 where="special_tokens",
             )
-        ids[role] = vocabulary.special_ids[known[0]] if known else None
+        ids[role] = vocabulary.special_ids[present[0]] if present else None
     return ids
 
 
@@ -55,7 +55,7 @@ def without_role(
     options: TiktokenOptions,
     role_ids: Mapping[SpecialRole, int | None],
 ) -> list[str] | None:
-    """Special tokens that the user named and that have no role; None where he named none."""
+    """Special tokens that the user named and that have no role; None where none were named."""
     named = list(dict.fromkeys((*(options.special_tokens or ()), *options.additional)))
     if not named:
         return None
@@ -65,7 +65,7 @@ def without_role(
 
 
 class TiktokenTokenizer(TableTokenizer):
-    """One rank list.
+    """Tokenizer of a tiktoken rank list.
 
     In a JSON file the special tokens have ids 0 to ``num_special_tokens - 1`` and the ordinary
     tokens follow in rank order; in a base64 rank file the ids are the ranks and the special tokens
@@ -75,19 +75,19 @@ class TiktokenTokenizer(TableTokenizer):
 
     Args:
         path: A JSON rank list, ``tekken.json``, a ``.tiktoken`` file or Llama's rank file.
-        pattern: How text is cut before merging: ``v1``, ``v2`` or a regular expression. A Tekken
-            file brings its own; for a vocabulary that is not recognised the default is ``v2``.
-        vocab_size: Ids, special tokens included; the ranks beyond are cut off. The default is what
-            a Tekken file says, at most 2**17 for a JSON list, and everything for a rank file.
+        pattern: Pattern that cuts text before merging: ``v1``, ``v2`` or a regular expression. A
+            Tekken file has its own; for a vocabulary that is not recognised the default is ``v2``.
+        vocab_size: Number of ids, special tokens included; the ranks beyond are cut off. The
+            default is that of a Tekken file, at most 2**17 for a JSON list, and all of a rank file.
         num_special_tokens: Ids kept for special tokens; 1000 unless a Tekken file says otherwise
             or the vocabulary is recognised.
-        special_tokens: Their names, in id order; a Tekken file brings its own. Usual names such as
-            ``</s>`` have their roles.
-        additional_special_tokens: More of them, without a role. They take the places of the fillers
-            behind the last name; a rank file gets more ids where these do not suffice.
+        special_tokens: Names, in id order; a Tekken file has its own. Conventional names such as
+            ``</s>`` get their roles.
+        additional_special_tokens: More names, without a role. They replace the fillers behind the
+            last name; a rank file gets more ids where these do not suffice.
         bos_token, eos_token, pad_token, unk_token, mask_token, cls_token, sep_token: The special
             token of a role, added where it is new.
-        engine: What encodes batches.
+        engine: Engine that encodes batches.
 
     Raises:
         TokenizerError: The file is missing, broken or of another library, or an option does not
@@ -178,7 +178,7 @@ class TiktokenTokenizer(TableTokenizer):
         return self._filler_names
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self._decode_stretches(
+        return self._decode_segments(
             ids,
             lambda run: self._table.join(run).tobytes().decode(errors="replace"),
             self._table.is_control,
@@ -195,7 +195,7 @@ class TiktokenTokenizer(TableTokenizer):
 
 
 def _without_panic(error: BaseException) -> BaseException:
-    """``error``, unless it is a panic of the library: that is no Exception and ends a worker."""
+    """``error``, or an Exception for a panic of the library, which would end a worker."""
     if type(error).__name__ != "PanicException":
         return error
     return TokenizerError(

@@ -99,7 +99,7 @@ LLAMA_3 = "|".join(
 
 
 def pattern_of(name: str) -> str:
-    """The pattern that an option names: one of Megatron's, or a regular expression itself.
+    """The pattern of an option: the name of one of Megatron's, or a regular expression.
 
     Raises:
         TokenizerError: It is a word that names no pattern.
@@ -116,14 +116,14 @@ def pattern_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PublishedVocabulary:
-    """What its publisher says of a rank file, outside the file."""
+    """Facts of a published rank file that the file does not state."""
 
     name: str
-    """As tiktoken names it; ``llama3`` for Meta's."""
+    """Name in tiktoken; ``llama3`` for Meta's."""
     num_ranks: int
     """Number of lines."""
     digest: str
-    """``rank_digest`` of them."""
+    """``rank_digest`` of its ranks."""
     pattern: str
     """Regular expression that cuts the text."""
     special_ids: Mapping[str, int]
@@ -131,7 +131,7 @@ class PublishedVocabulary:
 
 
 def published_vocabulary(ranks: Mapping[bytes, int]) -> PublishedVocabulary | None:
-    """The published vocabulary that has these very ranks."""
+    """The published vocabulary with exactly these ranks; None for other ranks."""
     rows = [row for row in PUBLISHED if row.num_ranks == len(ranks)]
     digest = rank_digest(ranks) if rows else ""
     return next((row for row in rows if row.digest == digest), None)
@@ -214,21 +214,21 @@ EARLY_TEKKEN_SPECIAL_TOKENS = (
     *("[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
     "[TOOL_CONTENT]",
 )
-"""Special tokens of a Tekken file from before these were written into it (version 7 and less)."""
+"""Special tokens of a Tekken file of version 7 or less, which does not hold them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TiktokenFile:
-    """Ranks, and what is known of the pattern and the special tokens."""
+    """Contents of a tiktoken vocabulary file of any format."""
 
     file: Path
-    """Where it came from."""
+    """Path of the file."""
     ranks: Mapping[bytes, int]
     """Rank of each token."""
     specials_first: bool
     """Whether special tokens have the first ids and the ranks are shifted behind them."""
     says: Mapping[str, Any] = field(default_factory=dict)
-    """Options that the file itself fixes."""
+    """Options that the file itself states."""
     published: PublishedVocabulary | None = None
     """The published vocabulary that a rank file holds."""
 
@@ -260,7 +260,7 @@ def _check_name(file: Path, num_ranks: int) -> None:
     for row in PUBLISHED:
         if file.name == f"{row.name}.tiktoken":
             raise TokenizerError(
-                f"the file is not the {row.name} that its name says",
+                f"the file has the name of {row.name} and other contents",
                 got=f"other tokens, {num_ranks} of them",
                 expected=f"the {row.num_ranks} tokens that were published",
                 fix="fetch it again: it may be truncated; or rename it if it is another vocabulary",
@@ -271,15 +271,15 @@ def _check_name(file: Path, num_ranks: int) -> None:
 def _tekken(document: dict[str, Any], file: Path) -> tuple[dict[bytes, int], dict[str, Any]]:
     try:
         config = document["config"]
-        said = {
+        stated = {
             "pattern": config["pattern"],
             "vocab_size": config["default_vocab_size"],
             "num_special_tokens": config["default_num_special_tokens"],
         }
         rows = document.get("special_tokens")
         names = [row["token_str"] for row in sorted(rows, key=_rank_of)] if rows else None
-        said["special_tokens"] = names or list(EARLY_TEKKEN_SPECIAL_TOKENS)
-        return _rank_list(document["vocab"], file), said
+        stated["special_tokens"] = names or list(EARLY_TEKKEN_SPECIAL_TOKENS)
+        return _rank_list(document["vocab"], file), stated
     except (KeyError, TypeError) as error:
         raise TokenizerError(
             "the Tekken file is incomplete", got=f"no {error}", where=file

@@ -12,7 +12,7 @@ from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.libraries.tiktoken_file import TiktokenFile, pattern_of
 
 MEGATRON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-"""Special tokens of a file of which nothing is known, in id order."""
+"""Default special tokens, in id order."""
 
 _NUM_SPECIAL_TOKENS = 1000
 _LARGEST_JSON_VOCABULARY = 1 << 17
@@ -21,7 +21,7 @@ _FILLER = re.compile(r"<SPECIAL_\d+>|<\|reserved_special_token_\d+\|>")
 
 @dataclass(frozen=True, kw_only=True)
 class TiktokenOptions:
-    """What the user says; None leaves it to the file."""
+    """Options of the user; None leaves the choice to the file."""
 
     pattern: str | None = None
     """``v1``, ``v2`` or a regular expression."""
@@ -37,10 +37,10 @@ class TiktokenOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TiktokenVocabulary:
-    """What tiktoken needs, with final ids."""
+    """Vocabulary and pattern for tiktoken, with final ids."""
 
     file: Path
-    """Where it came from."""
+    """Path of the file."""
     pattern: str
     """Regular expression that cuts the text."""
     ids: dict[bytes, int]
@@ -54,7 +54,7 @@ class TiktokenVocabulary:
 
     @property
     def fillers(self) -> frozenset[str]:
-        """Special tokens that are there for others to replace."""
+        """Placeholder special tokens, which others may replace."""
         return frozenset(filter(_FILLER.fullmatch, self.special_ids))
 
 
@@ -68,9 +68,9 @@ def lay_out(contents: TiktokenFile, options: TiktokenOptions) -> TiktokenVocabul
         pattern = contents.published.pattern if options.pattern is None else options.pattern
         ids, names = _published_ids(contents, options)
     else:
-        said = _settle(contents, options)
-        pattern = said["pattern"]
-        ids, names = _ids(contents, said)
+        settings = _settle(contents, options)
+        pattern = settings["pattern"]
+        ids, names = _ids(contents, settings)
     fixed = (options.num_special_tokens, options.vocab_size) != (None, None)
     added = [name for name in dict.fromkeys(options.additional) if name not in names.values()]
     names |= _free_ids(added, names, contents, fixed=fixed)
@@ -119,11 +119,11 @@ def _published_ids(
 
 
 def _ids(
-    contents: TiktokenFile, said: Mapping[str, Any]
+    contents: TiktokenFile, settings: Mapping[str, Any]
 ) -> tuple[dict[bytes, int], dict[int, str]]:
     """Ids of the ordinary tokens and names of the special ids, in two blocks."""
-    listed = _filled(said["special_tokens"], said["num_special_tokens"])
-    size = _size(said.get("vocab_size"), contents, len(listed))
+    listed = _filled(settings["special_tokens"], settings["num_special_tokens"])
+    size = _size(settings.get("vocab_size"), contents, len(listed))
     first = 0 if contents.specials_first else size - len(listed)
     shift, stop = (len(listed), size) if contents.specials_first else (0, first)
     ids = {token: rank + shift for token, rank in contents.ranks.items() if rank + shift < stop}
@@ -132,7 +132,7 @@ def _ids(
 
 def _settle(contents: TiktokenFile, options: TiktokenOptions) -> dict[str, Any]:
     """The options given, else those of the file, else the defaults."""
-    said: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "pattern": "v2" if contents.published is None else contents.published.pattern,
         "num_special_tokens": _NUM_SPECIAL_TOKENS,
         "special_tokens": list(MEGATRON_SPECIAL_TOKENS),
@@ -149,14 +149,14 @@ def _settle(contents: TiktokenFile, options: TiktokenOptions) -> dict[str, Any]:
             continue
         if name in contents.says and contents.says[name] != value:
             raise TokenizerError(
-                f"the option {name} differs from what the file says",
+                f"the option {name} differs from the file",
                 got=value,
                 expected=contents.says[name],
                 fix="leave it out",
                 where=contents.file,
             )
-        said[name] = value
-    return said
+        settings[name] = value
+    return settings
 
 
 def _filled(names: Sequence[str], count: int) -> list[str]:
@@ -177,32 +177,32 @@ def _filled(names: Sequence[str], count: int) -> list[str]:
     return filled
 
 
-def _size(wanted: int | None, contents: TiktokenFile, num_special: int) -> int:
+def _size(requested: int | None, contents: TiktokenFile, num_special: int) -> int:
     """Vocabulary size, special tokens included, which the file must be able to fill."""
     full = max(contents.ranks.values()) + 1 + num_special
-    if wanted is None:
+    if requested is None:
         return min(full, _LARGEST_JSON_VOCABULARY) if contents.specials_first else full
-    if not num_special + 256 <= wanted <= full:
+    if not num_special + 256 <= requested <= full:
         raise TokenizerError(
             "the file cannot fill this vocabulary",
-            got=f"vocab_size = {wanted}",
+            got=f"vocab_size = {requested}",
             expected=f"{num_special + 256} to {full}: {num_special} special tokens and at least "
             f"the 256 bytes of {full - num_special} ranks",
             where=contents.file,
         )
-    return wanted
+    return requested
 
 
 def _free_ids(
     added: Sequence[str], names: Mapping[int, str], contents: TiktokenFile, *, fixed: bool
 ) -> dict[int, str]:
-    """Names by the ids of the fillers behind the last special token, and by ids behind all.
+    """Ids for ``added`` names: fillers behind the last special token, then new ids at the end.
 
     Args:
         added: New names.
         names: Name of each special id.
         contents: The file.
-        fixed: The user said how many ids there are.
+        fixed: The user stated the number of ids.
     """
     named = (token_id for token_id, name in names.items() if not _FILLER.fullmatch(name))
     last = max(named, default=-1)

@@ -19,7 +19,7 @@ from megatron_ext.tokenizers.legacy_types import TokenizerMode
 
 @dataclass(frozen=True, slots=True)
 class TokenizerLibrary:
-    """An adapter class by name, so that the table imports none."""
+    """An adapter class by name, so that the registry imports none."""
 
     module: str
     class_name: str
@@ -56,14 +56,14 @@ class TokenizerLibrary:
             MissingDependencyError: The third-party library is not installed.
         """
         types = self._types()
-        known = list(types)
+        names = list(types)
         for name, value in (options or {}).items():
-            if name not in known:
+            if name not in names:
                 raise TokenizerError(
                     f"the {self.adapter().library} library has no such option",
                     got=repr(name),
-                    expected=f"one of {', '.join(known)}" if known else "no options",
-                    fix=did_you_mean(name, known),
+                    expected=f"one of {', '.join(names)}" if names else "no options",
+                    fix=did_you_mean(name, names),
                 )
             kind = _CHECKED.get(types[name].removesuffix(" | None"))
             if value is not None and kind is not None and not isinstance(value, kind):
@@ -84,7 +84,7 @@ class TokenizerLibrary:
 
 
 _CHECKED: Mapping[str, type] = {"int": Integral, "str": str}
-"""Types of options that an adapter may take for granted."""
+"""Types of options that are checked before an adapter gets them."""
 
 TOKENIZER_LIBRARIES: Registry[TokenizerLibrary] = Registry("tokenizer library")
 
@@ -102,12 +102,12 @@ for _name, _class_name, _reads_file in (
 
 @dataclass(frozen=True, slots=True)
 class LibraryName:
-    """A name that metadata use, in today's words."""
+    """Library and mode that a name in metadata stands for."""
 
     library: str
     """Name in ``TOKENIZER_LIBRARIES``."""
     mode: TokenizerMode = "text"
-    """What the tokenizer is for."""
+    """Use of the tokenizer."""
 
 
 _NAMES_IN_METADATA: Mapping[str, LibraryName] = {
@@ -131,11 +131,11 @@ def library_of(name: object) -> LibraryName:
 
 
 def engine_choice(name: str, *, reference_only: str | None = None) -> Engine:
-    """``name``, checked.
+    """``name`` as a checked engine.
 
     Args:
-        name: An engine.
-        reference_only: The library, where it has no other engine than its own code.
+        name: Name of an engine.
+        reference_only: Name of the library, where it has no fast engine.
 
     Raises:
         TokenizerError: There is no such engine, or the library does not have it.
@@ -160,11 +160,11 @@ def distinct_names(given: Iterable[str], option: str) -> tuple[str, ...]:
     """The names of a list, checked.
 
     Args:
-        given: What the user gave.
-        option: What the option is called.
+        given: Names that the user gave.
+        option: Name of the option.
 
     Raises:
-        TokenizerError: It is no list of names, a name is empty, or one stands twice.
+        TokenizerError: It is not a list of names, or a name is empty or repeated.
     """
     names = () if isinstance(given, str) else tuple(given)
     wrong = next((name for name in names if not isinstance(name, str) or not name), None)

@@ -17,25 +17,26 @@ from megatron_ext.tokenizers.token_bytes import TokenBytes, character_starts, ut
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
 
 _TELLING = 16
-"""Stretches that must all be changed before a library counts as one that changes every text."""
+"""Least number of segments, all normalised, that shows a library to normalise every text."""
 
 
-class StretchTokenizer(MegatronTokenizerTextAbstract):
-    """An adapter that encodes text without control tokens; the stretches of one are put together.
+class SegmentTokenizer(MegatronTokenizerTextAbstract):
+    """Base of an adapter that encodes text without control tokens.
 
-    The class that has it sets ``_table`` and ``_fast``.
+    A text is cut into segments at its control tokens, whose ids and byte ends are concatenated. A
+    subclass sets ``_table`` and ``_fast``.
     """
 
     _table: TokenBytes
     """Bytes of each id."""
     _fast: FastEncoder
-    """What encodes batches."""
-    _batches_stretches = True
-    """Stretches are encoded as a batch; not by a changed copy, for which no engine is proven."""
+    """Encoder of batches."""
+    _batches_segments = True
+    """Encode segments as a batch; false in a changed copy, for which no engine is proven."""
 
     @abstractmethod
     def _encode(self, text: str) -> tuple[list[int], Any]:
-        """Ids of ``text`` [T] and whatever ``_locate`` can use again, by the fastest call."""
+        """Ids of ``text`` [T] and a result that ``_locate`` can reuse, by the fastest call."""
 
     @abstractmethod
     def _locate(self, text: str, raw: bytes, encoded: Any) -> tuple[list[int], list[int]]:
@@ -45,16 +46,16 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
     def _encode_batch(self, texts: Sequence[str]) -> Iterable[Sequence[int] | IdArray]:
         """Ids of each text, in parallel inside the library where it can."""
 
-    def _continued(self, *, to_the_end: bool) -> StretchTokenizer:
-        """What encodes text that follows a control token: itself, unless the library differs.
+    def _continued(self, *, to_the_end: bool) -> SegmentTokenizer:
+        """The tokenizer of text after a control token: itself, unless the library differs there.
 
         Args:
             to_the_end: No other control token follows.
         """
         return self
 
-    def _encoder(self, text: str, begin: int, end: int) -> StretchTokenizer:
-        """What encodes a stretch of a text."""
+    def _encoder(self, text: str, begin: int, end: int) -> SegmentTokenizer:
+        """The tokenizer of a segment of a text."""
         return self if begin == 0 else self._continued(to_the_end=end == len(text))
 
     def _encode_around(
@@ -64,12 +65,12 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
         raw = utf8(text)
         control = np.fromiter(chain.from_iterable(matches), np.int64).reshape(-1, 3)
         bounds = control[:, :2]
-        # Before each control token, and behind the last, is a stretch; it may be empty.
+        # A segment, maybe empty, is before each control token and behind the last.
         begins = np.concatenate(([0], bounds[:, 1]))
         ends = np.concatenate((bounds[:, 0], [len(text)]))
         is_text = begins < ends
         begins, ends = begins[is_text], ends[is_text]
-        ids, byte_ends, counts = self._encode_stretches(text, begins.tolist(), ends.tolist())
+        ids, byte_ends, counts = self._encode_segments(text, begins.tolist(), ends.tolist())
         if len(raw) != len(text):
             starts = character_starts(raw)
             bounds, begins = starts[bounds], starts[begins]
@@ -86,32 +87,32 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
             byte_ends[-1] = len(raw)
         return ids, byte_ends
 
-    def _encode_stretches(
+    def _encode_segments(
         self, text: str, begins: Sequence[int], ends: Sequence[int]
     ) -> tuple[IdArray, ByteEnds, NDArray[np.int64]]:
-        """Ids and byte ends of stretches of a text, each counted from its begin, and how many."""
-        found: list[tuple[IdArray, ByteEnds, list[int]]] = []
+        """Ids, byte ends counted from the begin of each segment, and number of ids of each."""
+        encoded: list[tuple[IdArray, ByteEnds, list[int]]] = []
         bounds = zip(begins, ends, strict=True)
         for encoder, places in groupby(bounds, lambda place: self._encoder(text, *place)):
             texts = [text[begin:end] for begin, end in places]
-            if len(texts) > 1 and encoder._batches_stretches:
-                found += encoder._encode_as_batch(texts)
+            if len(texts) > 1 and encoder._batches_segments:
+                encoded += encoder._encode_as_batch(texts)
             else:
-                found += map(encoder._encode_one, texts)
-        ids = np.concatenate([np.zeros(0, np.int32), *(ids for ids, _, _ in found)])
-        byte_ends = np.concatenate([np.zeros(0, np.int64), *(ends for _, ends, _ in found)])
-        return ids, byte_ends, np.array([n for _, _, counts in found for n in counts], np.int64)
+                encoded += map(encoder._encode_one, texts)
+        ids = np.concatenate([np.zeros(0, np.int32), *(ids for ids, _, _ in encoded)])
+        byte_ends = np.concatenate([np.zeros(0, np.int64), *(ends for _, ends, _ in encoded)])
+        return ids, byte_ends, np.array([n for _, _, counts in encoded for n in counts], np.int64)
 
     def _encode_as_batch(self, texts: Sequence[str]) -> list[tuple[IdArray, ByteEnds, list[int]]]:
-        """What ``_encode_one`` gives of each text, of all together where it can be."""
+        """Results of ``_encode_one`` for texts, combined into one where possible."""
         raws = [text.encode() for text in texts]
         ids, offsets = self._fast.encode_documents(texts, raws, self._encode_each)
         ends, lossy = self._table.ends_within_each(ids, offsets, raws)
         if not lossy:
             return [(ids, ends, np.diff(offsets).tolist())]
-        # A library that changes every text has its own way to find ends; it is asked at once then.
+        # A library that normalises every text has to locate the ends itself: skip the batch then.
         if len(texts) >= _TELLING:
-            self._batches_stretches = len(lossy) < len(texts)
+            self._batches_segments = len(lossy) < len(texts)
         aside = set(lossy)
         return [
             self._encode_one(text)
@@ -123,12 +124,12 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
         ]
 
     def _encode_one(self, text: str) -> tuple[IdArray, ByteEnds, list[int]]:
-        """Ids and byte ends of a text without control tokens, and how many they are."""
-        ids, ends = self._encode_stretch(text, text.encode())
+        """Ids, byte ends and number of ids of a text without control tokens."""
+        ids, ends = self._encode_segment(text, text.encode())
         return ids, ends, [len(ids)]
 
-    def _stretch_ids(self, text: str, begin: int, end: int) -> list[int]:
-        """Ids of a stretch of a text between control tokens; it may be empty."""
+    def _segment_ids(self, text: str, begin: int, end: int) -> list[int]:
+        """Ids of a segment of a text between control tokens, which may be empty."""
         if begin >= end:
             return []
         return self._encoder(text, begin, end)._encode(text[begin:end])[0]
@@ -137,7 +138,7 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
         """Ids of each of some short texts."""
         return [self._encode(text)[0] for text in texts]
 
-    def _encode_stretch(self, text: str, raw: bytes) -> tuple[IdArray, ByteEnds]:
+    def _encode_segment(self, text: str, raw: bytes) -> tuple[IdArray, ByteEnds]:
         """Ids and byte ends of a text without control tokens; its UTF-8 is ``raw``."""
         ids, encoded = self._encode(text)
         array = np.array(ids, np.int32)
@@ -149,7 +150,7 @@ class StretchTokenizer(MegatronTokenizerTextAbstract):
 
 
 def _merged(rest: NDArray[Any], chosen: NDArray[Any], is_chosen: NDArray[np.bool_]) -> NDArray[Any]:
-    """An array that takes ``chosen`` in order where it is so, and ``rest`` elsewhere."""
+    """An array of the values ``chosen`` at the mask ``is_chosen``, and ``rest`` elsewhere."""
     merged = np.empty(len(is_chosen), rest.dtype)
     merged[is_chosen] = chosen
     merged[~is_chosen] = rest
