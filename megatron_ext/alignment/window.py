@@ -75,10 +75,7 @@ def cut_windows(
     """
     teacher_length = student_length if teacher_length is None else teacher_length
     for side, length in (("student", student_length), ("teacher", teacher_length)):
-        if length < 1:
-            raise AlignmentError(
-                f"{side}_length holds no token", got=length, expected="at least 1 token"
-            )
+        _check_length(length, side=side)
     student_ends, student_covers = check_byte_ends(student_ends, side="student")
     if teacher_ends is None:
         teacher_ends, teacher_covers = student_ends, student_covers
@@ -170,9 +167,11 @@ def truncate(
         AlignmentError: A length below 1.
     """
     student, teacher, alignment = aligned
+    _check_length(student_length, side="student")
+    _check_length(teacher_length, side="teacher")
     lengths = (
-        _checked_length(student_length, len(student.ids), side="student"),
-        _checked_length(teacher_length, len(teacher.ids), side="teacher"),
+        len(student.ids) if student_length is None else student_length,
+        len(teacher.ids) if teacher_length is None else teacher_length,
     )
     count = min(
         int(alignment.student_spans[:, 1].searchsorted(lengths[0], side="right")),
@@ -202,12 +201,11 @@ def truncate(
     )
 
 
-def _checked_length(length: int | None, count: int, *, side: str) -> int:
+def _check_length(length: int | None, *, side: str) -> None:
     if length is not None and length < 1:
         raise AlignmentError(
             f"{side}_length holds no token", got=length, expected="at least 1 token"
         )
-    return count if length is None else length
 
 
 def _last(ends: ByteEnds) -> int:

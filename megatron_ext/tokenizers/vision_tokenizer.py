@@ -194,7 +194,7 @@ class MegatronTokenizerVision(MegatronTokenizerText):
         return characters
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of ``ids``; -200 is an image, and other negative ids, such as padding, are dropped."""
+        """Text of ``ids``; -200 is an image, and other negative ids (padding) are dropped."""
         image = self.image_token_id
         mapped = [image if i == DEFAULT_IMAGE_TOKEN_INDEX else i for i in integers(ids).tolist()]
         shown = [i for i in mapped if i >= 0 or i == image]

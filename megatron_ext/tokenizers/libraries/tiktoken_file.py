@@ -260,7 +260,7 @@ def _check_name(file: Path, num_ranks: int) -> None:
     for row in PUBLISHED:
         if file.name == f"{row.name}.tiktoken":
             raise TokenizerError(
-                f"the file has the name of {row.name} and other contents",
+                f"the file is not the {row.name} that its name says",
                 got=f"other tokens, {num_ranks} of them",
                 expected=f"the {row.num_ranks} tokens that were published",
                 fix="fetch it again: it may be truncated; or rename it if it is another vocabulary",
