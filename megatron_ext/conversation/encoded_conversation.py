@@ -54,7 +54,7 @@ class EncodedConversation:
     ids: NDArray[np.int64]
     """[T]"""
     byte_ends: ByteEnds
-    """Where each token ends in ``text.encode()`` [T]."""
+    """Byte of ``text.encode()`` at which each token ends [T]."""
     trained: NDArray[np.bool_]
     """[T]"""
     excluded: Mapping[int, str]

@@ -36,7 +36,7 @@ class ConversationOptions:
     """Names of control tokens in messages become these tokens."""
 
     template_variables: tuple[str, ...] = ()
-    """What templates see besides a conversation: name=value, the value in JSON or a plain text."""
+    """Variables of templates: name=value, the value in JSON or a plain text."""
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():

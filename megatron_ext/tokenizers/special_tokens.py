@@ -151,11 +151,11 @@ class ControlToken:
     token_id: int
     """Id that the name becomes."""
     lstrip: bool = False
-    """It swallows the white space before it."""
+    """Strip the white space before the token."""
     rstrip: bool = False
-    """It swallows the white space after it."""
+    """Strip the white space after the token."""
     single_word: bool = False
-    """It counts only where no word character touches it."""
+    """Match only where no word character is next to the name."""
 
 
 class ControlMatch(NamedTuple):

@@ -183,7 +183,7 @@ class AuditReport:
     most_tokens: Sequence[MultiTokenChunk]
     """Chunks that are not 1:1, by the tokens that they concern over the whole text."""
     largest: Sequence[MultiTokenChunk]
-    """The same by tokens in one chunk."""
+    """Chunks that are not 1:1, by the number of tokens in one chunk."""
     counts_are_exact: bool
     """Counts of ``most_tokens`` and ``largest`` are exact; lower bounds otherwise."""
     refused_documents: int

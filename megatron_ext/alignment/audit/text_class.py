@@ -207,7 +207,7 @@ def _flags(code_points: CodePoints, kinds: NDArray[np.uint8], documents: Indices
 
 
 def _runs(is_member: Mask, is_first: Mask) -> tuple[Indices, Indices]:
-    """Where runs of members begin and how long they are; a document's start begins a new one."""
+    """Begin and length of each run of members; the start of a document begins a new run."""
     starts_run = is_member.copy()
     starts_run[1:] &= ~is_member[:-1] | is_first[1:]
     starts = np.flatnonzero(starts_run)

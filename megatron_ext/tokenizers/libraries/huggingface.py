@@ -226,7 +226,7 @@ class HuggingFaceTokenizer(TableTokenizer):
 
     @cached_property
     def _after_control(self) -> HuggingFaceTokenizer:
-        """The same tokenizer without the space that it puts before the first segment."""
+        """The tokenizer without the space that it adds before the first segment."""
         continued = copy(self)
         continued._batches_segments = False
         document = self._contents().text_only(continued=True)
