@@ -141,7 +141,7 @@ class TokenizerConfig:
     null, which read no file."""
 
     mode: TokenizerMode = "text"
-    """What the tokenizer is for: text, sft (conversations) or multimodal (images in them)."""
+    """Use of the tokenizer: text, sft (conversations) or multimodal (images in them)."""
 
     prompt_format: str | None = None
     """Prompt format that renders and masks conversations: a name, auto or file:PATH."""
@@ -163,7 +163,7 @@ class TokenizerConfig:
     """Turn special tokens that a message spells into their ids: its author can forge a turn."""
 
     template_variables: tuple[str, ...] | None = None
-    """What templates see besides a conversation: name=value, as in enable_thinking=false."""
+    """Variables of templates: name=value, as in enable_thinking=false."""
 
     metadata: str | Mapping[str, Any] | None = None
     """Tokenizer metadata file; tokenizer_metadata.json beside the tokenizer when unset."""
@@ -178,7 +178,7 @@ class TokenizerConfig:
     """Turn special tokens that are written in a text into their ids; they are text otherwise."""
 
     engine: Engine = "auto"
-    """What tokenizes batches: gigatoken where its ids are proven equal (auto), or one of both."""
+    """Engine for batches: gigatoken where its ids are proven equal (auto), or one of both."""
 
     vocab_size: int | None = field(
         default=None, metadata=_spelled("--vocab-size", only=("tiktoken", "byte-level", "null"))
