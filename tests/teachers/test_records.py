@@ -104,7 +104,7 @@ def test_a_frame_comes_back_from_its_chunks_and_their_bytes_are_told():
     assert len(stored) > len(TENSORS)
     heard = []
     reader = SimpleNamespace(read_chunk=iter(stored).__next__)
-    assert_same(receive(reader, heard=heard.append, allocate=empty))
+    assert_same(receive(reader, on_bytes=heard.append, allocate=empty))
     content = sum(tensor.nbytes for tensor in TENSORS.values())
     assert content < sum(heard) < content + 1000
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_ext.alignment import ChunkCounts
 from megatron_ext.alignment.audit import document as module
 from megatron_ext.alignment.audit.coverage_row import CoverageRow, share_in_words
-from megatron_ext.alignment.audit.document import Example, Offenders, pair_hashes
+from megatron_ext.alignment.audit.document import ChunkRanking, Example, pair_hashes
 from megatron_ext.alignment.audit.pair_audit import recommend
 from megatron_ext.alignment.audit.text_class import (
     DIGIT,
@@ -138,8 +138,8 @@ def example_of(keys):
 
 
 def fed(blocks):
-    """Offenders of blocks of keys, each of which has its own size."""
-    found = Offenders.none()
+    """Low-coverage chunks of blocks of keys, each of which has its own size."""
+    found = ChunkRanking.none()
     for keys in blocks:
         array = np.array(keys, np.uint64)
         found.add(array, (array % np.uint64(7) + np.uint64(3)).astype(np.int64), example_of(keys))
@@ -177,7 +177,7 @@ def test_what_is_forgotten_makes_counts_bounds_but_not_of_the_leaders(monkeypatc
 
 
 def test_no_chunk_is_no_offender():
-    found = Offenders.none()
+    found = ChunkRanking.none()
     found.add(np.zeros(0, np.uint64), np.zeros(0, np.int64), example_of([]))
     assert found.by_tokens() == found.by_size() == []
 
