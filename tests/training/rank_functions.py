@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
-from functools import cache
+from contextlib import ExitStack, nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import yaml
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.losses import CompletionTable
+from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 from megatron_ext.tokenizers import build_tokenizer
+from megatron_ext.tokenizers.assets import METADATA_FILE
+from megatron_ext.tokenizers.saved_tokenizer import load_saved
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
@@ -140,12 +145,33 @@ def _trainer(config: DistillConfig) -> Trainer:
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
     groups = process_groups.initialize(config.parallel.layout)
-    with patch("megatron_ext.training.run_tokenizer.build_tokenizer", _tokenizer):
-        inputs = read_inputs(config, world_size=dist.get_world_size())
     # To draw a run takes longer than a step of it; tests/cli/test_resume.py looks for the picture.
     patch("megatron_ext.training.trainer.plot_loss_curve").start()
-    return build_trainer(config, groups, inputs)
+    with ExitStack() as stack:
+        for patched in _ONCE:
+            stack.enter_context(patched())
+        return build_trainer(config, groups, read_inputs(config, world_size=dist.get_world_size()))
 
 
-# A rank that makes many runs reads each vocabulary once.
+def _load_saved(kind: type[Any], folder: Path) -> object:
+    """Check a saved tokenizer, unless it is one that was checked before."""
+    metadata = (folder / METADATA_FILE).read_bytes()
+    if metadata not in _checked:
+        load_saved(kind, folder)
+        _checked.add(metadata)
+    return None
+
+
+_checked: set[bytes] = set()
 _tokenizer = cache(build_tokenizer)
+_ONCE = (
+    partial(patch, "megatron_ext.training.run_tokenizer.build_tokenizer", _tokenizer),
+    partial(patch, "megatron_ext.tokenizers.text_tokenizer.load_saved", _load_saved),
+    *(
+        partial(patch.object, kind, "from_tokenizers", cache(kind.from_tokenizers))
+        for kind in (SparseProjection, CompletionTable)
+    ),
+    # The same text, by libyaml.
+    partial(patch, "yaml.SafeDumper", yaml.CSafeDumper),
+)
+"""What a rank that makes many runs does once: it reads each vocabulary, compares each pair."""
