@@ -8,6 +8,7 @@ class where none is named.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -91,7 +92,7 @@ def read_metadata(file: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_metadata(metadata: Mapping[str, Any], *, where: object = None) -> dict[str, Any]:
-    """A checked copy of ``metadata``.
+    """A checked copy of ``metadata``, nested values included.
 
     Raises:
         TokenizerError: A key has a value of the wrong type, or only one of ``class_name`` and
@@ -126,7 +127,7 @@ def check_metadata(metadata: Mapping[str, Any], *, where: object = None) -> dict
         )
     if metadata.get("class_name") is None:
         _ = library_of(library)
-    return dict(metadata)
+    return copy.deepcopy(dict(metadata))
 
 
 def _check_mode(mode: object, where: object) -> None:
